@@ -328,7 +328,7 @@ def over_others_files(rank: int, world: int, folder: str) -> list[str]:
 
 def test_only_a_checkpoint_is_replaced(pool: Pool, tmp_path: Path) -> None:
     said = pool.run(1, over_others_files, str(tmp_path))[0]
-    assert all("no checkpoint, and would be deleted" in one for one in said)
+    assert all("is not a checkpoint, and would be deleted" in one for one in said)
     assert (
         (tmp_path / "notes" / "thesis.txt").read_text() == (tmp_path / "log").read_text() == "mine"
     )

@@ -59,6 +59,7 @@ def together(
         encoded = b""
         message = _describe(error).encode()[:_MESSAGE_BYTES]
 
+    # Rows have a fixed size, so that one all-gather suffices:
     # [length of the message (2), result (64), message (992)]
     row = (
         len(message).to_bytes(2, "little")

@@ -74,6 +74,7 @@ class Commit(ABC):
         Raises:
             OSError: A write or rename failed.
         """
+        # Before the manifest: whoever sees a manifest can verify it.
         write_text(self.files / MANIFEST_HASH, digest(manifest))
         self._publish(manifest)
         pointer = Pointer(tag=self.tag, manifest_sha256=digest(manifest))
@@ -189,6 +190,7 @@ def begin(folder: Place, tag: str, token: str) -> Commit:
     make_folder(folder, parents=True)
     commit = FileSystemCommit(folder, tag, folder / f".{tag}.tmp")
     try:
+        # A killed save of the same tag may have left it.
         remove(commit.files)
         make_folder(commit.files)
         write_text(commit.files / BEGUN, token)
@@ -247,6 +249,7 @@ def delete_checkpoint(path: Place) -> None:
         remove(path / BEGUN)
         return
 
+    # Renamed first: readers ignore the new name, and the next save finishes the deletion.
     deleted = path.with_name(f".{path.name.lstrip('.')}.deleted")
     remove(deleted)
     rename(path, deleted)

@@ -10,6 +10,7 @@ Note [Order of syncs]
 
 from __future__ import annotations
 
+import errno
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -95,12 +96,12 @@ def read_bytes(path: Place, *, most: int) -> bytes:
     """
     if isinstance(path, Path) and not path.is_file():
         reason = IS_NO_FILE if path.exists() else "No such file or directory"
-        raise FileNotFoundError(2, reason, str(path))
+        raise FileNotFoundError(errno.ENOENT, reason, str(path))
 
     size = size_of(path)
     if size > most:
         raise OSError(
-            27,
+            errno.EFBIG,
             f"has {size:,} bytes, but Plait writes at most {most:,} bytes to such a file",
             str(path),
         )

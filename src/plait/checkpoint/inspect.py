@@ -145,6 +145,7 @@ def verify(checkpoint: Found, progress: Progress) -> None:
         reader.verify("full", rank=rank, world=count)
         progress(rank + 1, count)
 
+    # The hashes of files do not cover the placement of shards in their tensors; this one does.
     content, own_content = reader.content()
     for kind, expected, actual in (
         ("model and optimizer", checkpoint.manifest.content, content),

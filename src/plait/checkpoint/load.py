@@ -194,6 +194,7 @@ class Reader:
             target_window = window_of(target)
             local = local_tensor(target)
             if not local.numel():
+                # Shards of small tensors are empty on the last ranks.
                 continue
             for rank, file_window in record.parts(self.layout, target_window):
                 shared = overlap(file_window, target_window)

@@ -207,6 +207,7 @@ def allocate(
     names = parameter_names(model)
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     for parameter in trained:
+        # Tied parameters are saved under the name that the saving layout used.
         name = next((alias for alias in names[parameter] if alias in saved), None)
         if name is None:
             continue
@@ -255,6 +256,7 @@ def put(
     _decode_values(optimizer, model, record["values"], states)
     optimizer.state.clear()
 
+    # `load_state_dict` identifies parameters by their number in the groups.
     state_dict = optimizer.state_dict()
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]

@@ -8,6 +8,7 @@ regions and endpoints are configured as that library documents.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator
 from functools import wraps
 from pathlib import Path
@@ -32,7 +33,8 @@ def _as_os_error(
             raise
         except Exception as error:
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            raise OSError(getattr(error, "errno", None) or 5, reason, str(self)) from error
+            code = getattr(error, "errno", None) or errno.EIO
+            raise OSError(code, reason, str(self)) from error
 
     return call
 
@@ -174,6 +176,7 @@ def place_of(place: str | Path | StorePath, field: str = "folder") -> Place:
         return place
     text = str(place)
     if "://" not in text:
+        # pathlib.Path("s3://bucket") is "s3:/bucket", which would silently be a local folder.
         scheme, colon, _ = text.partition(":/")
         if colon and scheme in fsspec.available_protocols():
             raise InputError(

@@ -172,6 +172,7 @@ class _Save:
             )
             self._agree(lambda: self._publish(digests))
         except CheckpointError:
+            # Raised on all ranks, so none of them writes to the folder any more.
             if self._mesh.rank == 0 and self._commit is not None:
                 self._commit.abandon()
             raise
@@ -188,6 +189,7 @@ class _Save:
                     work, row_of, device=self._device, doing=self._doing, group=self._group
                 )
         except CommunicationError as error:
+            # The group timed out. The files of the ranks that still write tell which disk is slow.
             missing = self._unwritten_files()
             if not missing:
                 raise

@@ -70,6 +70,7 @@ class FileManifest(Policy):
     @model_validator(mode="after")
     def _entries_do_not_overlap(self) -> Self:
         end = 0
+        # Empty tensors share the offset of the next one, so the size is part of the order.
         by_offset = sorted(self.entries.items(), key=lambda item: (item[1].offset, item[1].size))
         for name, entry in by_offset:
             if entry.offset < end or entry.offset + entry.size > self.size:
@@ -113,6 +114,7 @@ def write_shards(
                 stream.write(block.raw)
                 size += len(block.raw)
                 if observed is not None:
+                    # Raises its error, and keeps at most one block in memory.
                     observed.result()
             entries[name] = FileEntry(offset=offset, size=size, sha256=digest.hexdigest())
             offset += size

@@ -65,6 +65,7 @@ class Writer:
         self._outcome = None
         self._raised = False
         if self._pool is None:
+            # Collectives of two threads on one group could be ordered differently on each rank.
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="plait-checkpoint")
             self._group = self._mesh.host_group()
         if not stage:

@@ -157,6 +157,7 @@ class DryModel:
         head = outer_units(self._named, names).head if stage is None else None
         remove = watch(model, units, recorder, last=is_last, head=head)
         deferred: Counter[int] = Counter()
+        deferred_outside = 0
 
         try:
             with recorder:
@@ -166,7 +167,9 @@ class DryModel:
                 saved = Counter(recorder.bytes)
                 recorder.unit = BACKWARD
                 recorder.mark("backward", LOSS if is_last else HEAD)
-                gradients = None if is_last else [torch.empty_like(tensor) for tensor in outputs]
+                gradients = None
+                if not is_last:
+                    gradients = [torch.empty_like(tensor) for tensor in outputs]
                 if splits:
                     weight_backward = backward_inputs(outputs, gradients, inputs)
                     del gradients
@@ -196,8 +199,8 @@ class DryModel:
                 flops=recorder.flops,
                 traffic=dict(recorder.traffic),
                 peak=recorder.peak,
-                deferred=tuple(deferred[unit] for unit in units.values()) if splits else (),
-                deferred_outside=deferred_outside if splits else 0,
+                deferred=tuple(deferred[unit] for unit in units.values() if splits),
+                deferred_outside=deferred_outside,
             ),
             received=received_bytes,
             differentiable=bool(inputs),

@@ -206,7 +206,9 @@ def _dry_model(
     parts: Parts, resolved: Resolved, mesh: Mesh, *, samples: int, length: int
 ) -> DryModel:
     """Return a fake copy of the rank's model, with all techniques except those that shard it."""
-    dtype = dtype_of(resolved.precision.compute) if resolved.precision.compute else None
+    dtype = None
+    if resolved.precision.compute:
+        dtype = dtype_of(resolved.precision.compute)
     recompute = solved_recompute(resolved, parts, mesh, loss_fn=None, forward=default_forward)
 
     def apply(fake: nn.Module) -> tuple[Parts, StagedModel | None]:
@@ -223,7 +225,9 @@ def _dry_model(
             mesh,
         )
         pipeline = applied_parts.noted(PipelineParts)
-        return applied_parts, pipeline.staged if pipeline is not None else None
+        if pipeline is None:
+            return applied_parts, None
+        return applied_parts, pipeline.staged
 
     chunk = resolved.loss_chunk_tokens
     return DryModel(

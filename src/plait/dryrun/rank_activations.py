@@ -7,7 +7,7 @@ refused by all. Without a pipeline there is one rank with one stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields, replace
 from itertools import pairwise
 from typing import Any
@@ -122,8 +122,12 @@ def rank_activations(
     tiled_technique = tiled_mlp or TiledMLP()
     tiles = tiled_technique.modules(model, blocks)
     batch = local_batch(batch, context_technique, mesh.layout.cp, mesh.coordinates["cp"])
-    schedule = pipeline.schedule if pipeline is not None else ONE_STAGE
-    bounds = pipeline.cut.bounds if pipeline is not None else (0, len(blocks))
+    schedule = ONE_STAGE
+    bounds: Sequence[int] = (0, len(blocks))
+    if pipeline is not None:
+        schedule = pipeline.schedule
+        bounds = pipeline.cut.bounds
+
     by_stage = [blocks[low:high] for low, high in pairwise(bounds)]
     blocks_of_rank = [
         [name for stage in schedule.stages_of(rank) for name in by_stage[stage]]
@@ -173,10 +177,10 @@ def rank_activations(
             loss_fn=loss_fn,
             forward=lambda _: forward,
         )
+
         results = []
         boundary = None
         length = 0
-
         for index, names in enumerate(by_stage):
             splits = index in split_stages
             trace, boundary = dry.trace(index, boundary, length=length, splits=splits)
@@ -218,11 +222,12 @@ def _facts(
         modes: Trace and stored bytes per mode.
     """
     by_mode: dict[BlockMode, StageMode] = {}
-
     for mode, (trace, stored) in modes.items():
         saved = trace.figures.kept
         # While a block's tensors return, those of the block before it are prefetched.
-        prefetched = (0, *stored[:-1]) if stored else (0,) * len(saved)
+        prefetched = (0,) * len(saved)
+        if stored:
+            prefetched = (0, *stored[:-1])
         returning = tuple(
             without_recompute - by_mode_bytes + arriving
             for without_recompute, by_mode_bytes, arriving in zip(
@@ -249,8 +254,8 @@ def max_over_tp(stage: StageFacts, mesh: Mesh) -> StageFacts:
     tensor = torch.tensor(flat_values, dtype=torch.int64, device=mesh.device)
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
     largest = iter(tensor.tolist())
-    modes = {}
 
+    modes = {}
     for mode, figures in stage.modes.items():
         changed: dict[str, Any] = {}
         for name in names:

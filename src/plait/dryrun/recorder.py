@@ -109,12 +109,15 @@ class Recorder(LiveStorages):
         logits = self.bytes[HEAD]
         temporaries = sum(size for unit, size in self.bytes.items() if unit <= BACKWARD)
         root = self.gradients[BESIDE]
+        gradients = self.gradients.total() - root
+        if not with_gradients:
+            gradients = root = 0
         return Alive(
             activations=self.total - logits - temporaries,
             logits=logits,
             temporaries=temporaries,
-            gradients=self.gradients.total() - root if with_gradients else 0,
-            root_gradients=root if with_gradients else 0,
+            gradients=gradients,
+            root_gradients=root,
         )
 
 
@@ -151,7 +154,9 @@ class DryRecorder(Recorder):
             rounds = 2 if kind == "all_reduce" else 1
             size = rounds * size * (ranks - 1) // ranks
         self.traffic[kind] += size
-        return (args[0], finished_work()) if returns_tensors else finished_work()
+        if returns_tensors:
+            return args[0], finished_work()
+        return finished_work()
 
 
 _COLLECTIVES = {

@@ -205,8 +205,8 @@ def sensitivity(predict: Callable[[Rates], Array], fitted: Fit, names: Sequence[
     """
     base = predict(fitted.rates)
     values = fitted.rates.values
-    columns = []
 
+    columns = []
     for name in fitted.names:
         if name not in names:
             columns.append(np.zeros_like(base))
@@ -368,7 +368,6 @@ def errors_left_out(runs: MeasuredRuns, known: Knowledge | None = None) -> tuple
     This is the error for an unseen layout of this kind.
     """
     errors = []
-
     for index in np.flatnonzero(np.isfinite(runs.seconds)):
         others = np.array(
             [other for other in range(len(runs.seconds)) if other != index], dtype=np.int64

@@ -138,8 +138,8 @@ def _projections(job: Job, rates: Rates, block_products: Products) -> tuple[Numb
     if not np.any(model.is_latent):
         return plain, plain_again
     part = tokens / np.where(np.asarray(job.layouts.sp) > 0, tp, 1)
-    parts = []
 
+    parts = []
     for product, (rows, split) in zip(
         block_products.attention[:-1], ((part, 1), (tokens, tp)) * 2, strict=True
     ):
@@ -150,7 +150,7 @@ def _projections(job: Job, rates: Rates, block_products: Products) -> tuple[Numb
 
     parts.append(last)
     again = sum(
-        seconds * (1 - product.kept)
+        seconds * (1 - product.is_saved)
         for seconds, product in zip(parts, block_products.attention, strict=True)
     )
     return np.where(model.is_latent, sum(parts), plain), np.where(
@@ -167,7 +167,8 @@ def head_cost(job: Job, rates: Rates) -> Numbers:
     columns = job.model.vocab / job.layouts.tp
     flops = 6 * tokens * job.model.hidden * columns
     seconds = flops / (job.other_flops * rates.by_family("gemm", job.device) * _speed(job, rates))
-    moved = 2 * job.framework.logits * tokens * columns  # each of the buffers is written and read
+    # Each of the buffers is written and read.
+    moved = 2 * job.framework.logits * tokens * columns
     return seconds + moved / (memory_rate(job, rates))
 
 
@@ -386,9 +387,11 @@ def _attention_with_cp(job: Job, rates: Rates, forward: Numbers) -> tuple[Number
     moved_backward = np.choose(
         kinds, np.broadcast_arrays(gathered_backward, ring_backward, ulysses)
     )
-    kernels = np.choose(kinds, np.broadcast_arrays(6.0, 6.0 * cp, 9.0))  # the backward has as many
+    # The backward has as many kernels.
+    kernels = np.choose(kinds, np.broadcast_arrays(6.0, 6.0 * cp, 9.0))
     launches = kernels * kernel_seconds(job, rates)
-    seconds_per_byte = job.tokens / memory_rate(job, rates)  # for one byte of every token
+    # For one byte of every token.
+    seconds_per_byte = job.tokens / memory_rate(job, rates)
     forward = kernel + moved * seconds_per_byte + launches
     return forward, kernel_backward + moved_backward * seconds_per_byte + launches
 

@@ -225,7 +225,6 @@ def _lengths(
     minutes to hours, so they are run with few tokens.
     """
     calls = []
-
     for length in (4, 8):
         with _CountCalls() as mode:
             _run(model, blocks, "none", length, precision)
@@ -259,9 +258,9 @@ def _keep_one_block_per_kind(model: nn.Module) -> tuple[tuple[str, ...], list[fl
     lists: dict[str, list[str]] = {}
     for name in names:
         lists.setdefault(name.rpartition(".")[0], []).append(name)
+
     blocks = []
     shares = []
-
     for container, inside in lists.items():
         first = {kinds[name]: index for index, name in reversed(list(enumerate(inside)))}
         run = min(max(first.values()) + 1, _MAX_BLOCKS)

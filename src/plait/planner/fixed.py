@@ -61,7 +61,6 @@ def parse_fixed(texts: list[str] | tuple[str, ...]) -> dict[str, int]:
         ConfigError: An unknown field or value, or two values for one field.
     """
     fixed: dict[str, int] = {}
-
     for text in (part.strip() for argument in texts for part in argument.split(",")):
         name, _, value = text.partition("=")
         name = name.strip()

@@ -16,11 +16,11 @@ import numpy as np
 from plait.planner.constants import Rates
 from plait.planner.hardware import FAMILIES, PRECISIONS, Numbers
 from plait.planner.job import RECOMPUTE, Job, Layouts, recompute_share, stage_layers
-from plait.planner.own import kept_bytes, logits_bytes
+from plait.planner.own import logits_bytes, saved_bytes
 from plait.planner.peak import MOMENTS as OWN_MOMENTS
 from plait.planner.peak import RANKS, States, moments
 from plait.planner.pipeline import in_flight, in_flight_last
-from plait.planner.products import kept_columns, products_of
+from plait.planner.products import products_of, saved_columns
 from plait.units import GIB, MIB
 
 TERMS = {
@@ -136,15 +136,21 @@ def _memory_by_formula(job: Job, rates: Rates, states: States | None) -> Memory:
         "logits": zero,
     }
     step["gathered"] = np.where(np.asarray(layouts.stage) >= 3, 0.0, step["gathered"])
-    three = [first, last, step]
+    moments_of_step = [first, last, step]
     sums = np.stack(
-        np.broadcast_arrays(*[np.asarray(sum(terms.values()), dtype=float) for terms in three])
+        np.broadcast_arrays(
+            *[np.asarray(sum(terms.values()), dtype=float) for terms in moments_of_step]
+        )
     )
     moment = np.argmax(sums, axis=0)
     shape = moment.shape
     terms = {
         name: np.choose(
-            moment, [np.broadcast_to(np.asarray(each[name], dtype=float), shape) for each in three]
+            moment,
+            [
+                np.broadcast_to(np.asarray(each[name], dtype=float), shape)
+                for each in moments_of_step
+            ],
         )
         for name in TERMS
     }
@@ -296,16 +302,16 @@ def _operators_saved(job: Job, share: Numbers) -> Numbers:
     experts save nothing.
     """
     model = job.model
-    each = products_of(job.model)
-    *inner, down = each.dense
-    dense = kept_columns(tuple(inner)) + down.columns * down.kept * np.asarray(
+    block_products = products_of(job.model)
+    *inner, down = block_products.dense
+    dense = saved_columns(tuple(inner)) + down.columns * down.is_saved * np.asarray(
         job.framework.activation_apart
     )
     elements = (
         model.hidden
-        + kept_columns(each.attention)
+        + saved_columns(block_products.attention)
         + (1 - share) * dense
-        + share * kept_columns(each.shared)
+        + share * saved_columns(block_products.shared)
     )
     core = np.where(
         job.attention_in_parts, 0, 2 * model.heads * model.value_width + 4 * model.heads
@@ -344,8 +350,9 @@ def layer_activations(job: Job) -> tuple[Numbers, Numbers]:
 def _by_formula(job: Job) -> tuple[Numbers, Numbers]:
     """Return the result of `layer_activations` from the sizes of the model alone."""
     if job.own:
-        none, operators, full = kept_bytes(job)
-        attention_alone = np.asarray(none)  # what attention's core keeps is small with one kernel
+        none, operators, full = saved_bytes(job)
+        # The core of attention saves little with one kernel, so recomputing it frees nothing.
+        attention_alone = np.asarray(none)
         mixed = full + job.layouts.kept_operators * (operators - full)
         of_kind = (none, attention_alone, full, operators, mixed)
         return job.tokens * none, job.tokens * np.choose(

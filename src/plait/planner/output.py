@@ -101,8 +101,8 @@ def chosen(
         planned["communication_data_type"] = request.reduce
     if "model" not in examined.tree:
         planned["model"] = dict(request.model.section)
-    values = {}
 
+    values = {}
     for path, value in planned.items():
         current = at_path(examined.tree, path)
         is_missing = current is None and value != _IMPLIED_VALUES.get(path)

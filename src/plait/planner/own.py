@@ -17,7 +17,7 @@ import numpy as np
 from plait.planner.counted import SavedBytes
 from plait.planner.hardware import FAMILIES, Numbers
 from plait.planner.job import Job, Layouts
-from plait.planner.products import kept_columns, products_of, turns_fused
+from plait.planner.products import products_of, saved_columns, turns_fused
 
 _LAYER_NORMS = (
     *(
@@ -90,7 +90,7 @@ def hidden_width(job: Job) -> Numbers:
     return _widths(job).hidden
 
 
-def kept_bytes(job: Job) -> tuple[Numbers, Numbers, Numbers]:
+def saved_bytes(job: Job) -> tuple[Numbers, Numbers, Numbers]:
     """Return the bytes per token that a block saves in the modes none, operators and full."""
     none, operators, full = _by_formula(job)
     if job.counted is not None:
@@ -143,7 +143,7 @@ def _difference(job: Job, counted: SavedBytes, formula: Callable[[Job], Numbers]
 
 
 def _by_formula(job: Job) -> tuple[Numbers, Numbers, Numbers]:
-    """Return the bytes of `kept_bytes` from the sizes of the model alone."""
+    """Return the bytes of `saved_bytes` from the sizes of the model alone."""
     layouts = job.layouts
     widths = _widths(job)
     hidden = job.model.hidden
@@ -153,12 +153,14 @@ def _by_formula(job: Job) -> tuple[Numbers, Numbers, Numbers]:
     several = np.asarray(tp) > 1
     residual = element * widths.hidden
     none = _attention_saved(job) + _mlp_saved(job)
-    each = products_of(job.model)
+    block_products = products_of(job.model)
 
-    # Products inside of attention are not among those that every second is saved of.
+    # Products inside of attention are never saved, so they do not count as every second one.
     core = np.where(job.attention_in_parts, 0, element * widths.query + 4 * widths.heads)
     single_rank = (
-        residual + element * (kept_columns(each.attention) + kept_columns(each.dense)) + core
+        residual
+        + element * (saved_columns(block_products.attention) + saved_columns(block_products.dense))
+        + core
     )
     if job.whole_attention:
         operators = residual + element * widths.inner + core
@@ -167,7 +169,7 @@ def _by_formula(job: Job) -> tuple[Numbers, Numbers, Numbers]:
             residual
             + element * (widths.query + widths.key + widths.inner)
             + core
-            + np.where(sharded, element * hidden * each.dense[-1].kept, 0)
+            + np.where(sharded, element * hidden * block_products.dense[-1].is_saved, 0)
         )
 
     return none, np.where(several, operators, single_rank), residual
@@ -199,7 +201,7 @@ def head_sums_bytes(job: Job, *, width: Numbers) -> Numbers:
     return np.where(job.loss_tokens < job.tokens, width + 4, 0)
 
 
-def kept_head_gradient_bytes(job: Job, *, width: Numbers) -> Numbers:
+def head_gradient_bytes(job: Job, *, width: Numbers) -> Numbers:
     """Return the bytes per element of the head's gradient between forward and backward.
 
     Only a chunked loss computes this gradient in the forward. A sum over several chunks is in
@@ -365,7 +367,7 @@ def _attention_backward(job: Job) -> Numbers:
     )
 
 
-def kept_while_recomputed(job: Job) -> tuple[Numbers, Numbers]:
+def spent_while_recomputed(job: Job) -> tuple[Numbers, Numbers]:
     """Return the saved bytes per token that a recomputed block no longer needs but still holds.
 
     These are its input, and outputs of products that other tensors were computed from. For the
@@ -373,12 +375,12 @@ def kept_while_recomputed(job: Job) -> tuple[Numbers, Numbers]:
     """
     model = job.model
     widths = _widths(job)
-    each = products_of(job.model)
+    block_products = products_of(job.model)
     element = job.element_bytes
 
     # Layer norms still need the input.
     input_ = np.where(_has_layer_norms(job), 0, element * widths.hidden)
-    separate = np.asarray(each.attention[2].columns) > 0
+    separate = np.asarray(block_products.attention[2].columns) > 0
     queries = np.where(separate, element * widths.query, 0)
     in_parts = element * np.where(
         job.attention_in_parts,
@@ -388,9 +390,8 @@ def kept_while_recomputed(job: Job) -> tuple[Numbers, Numbers]:
 
     # The backward of ReLU uses its output and not its input.
     rectified = np.where(np.asarray(model.activation) == "relu", element * widths.inner, 0)
-    return input_ + queries + in_parts + rectified + element * model.hidden * each.dense[
-        -1
-    ].kept, input_
+    down = element * model.hidden * block_products.dense[-1].is_saved
+    return input_ + queries + in_parts + rectified + down, input_
 
 
 def deferred_bytes(job: Job) -> Numbers:

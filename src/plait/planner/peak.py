@@ -23,15 +23,15 @@ from plait.planner.own import (
     deferred_bytes,
     deferred_bytes_of_ends,
     embedding_mask,
+    head_gradient_bytes,
     head_sums_bytes,
     hidden_width,
-    kept_bytes,
-    kept_head_gradient_bytes,
-    kept_while_recomputed,
     last_norm_backward,
     logits_bytes,
     reduces_on_host,
     saved_by_ends,
+    saved_bytes,
+    spent_while_recomputed,
 )
 
 _GRADIENT_BYTES = 4
@@ -98,9 +98,10 @@ class _Rank:
     """One rank of a pipeline with all inputs of its moments. Bytes are of one micro-batch."""
 
     job: Job
-    held: Terms
+    states: Terms
+    """Bytes of model states by term."""
     units: Units
-    kept: tuple[Numbers, Numbers]
+    saved: tuple[Numbers, Numbers]
     """Saved bytes per block that recomputes, and per block that does not."""
     spent: Numbers
     """Saved bytes of a recomputed block that its backward no longer needs but holds."""
@@ -116,7 +117,7 @@ class _Rank:
     """
     mask: Numbers
     """Saved bytes of the embedding."""
-    kept_by_loss: Numbers
+    saved_by_loss: Numbers
     """Saved bytes of everything after the last block."""
     deferred: tuple[Numbers, Numbers]
     """Bytes for deferred weight gradients: per token of a block, and after the last block."""
@@ -145,16 +146,13 @@ class _Moment:
 
 def _rank(job: Job, states: Terms, units: Units) -> _Rank:
     layouts = job.layouts
-    none, operators, full = (np.asarray(value) * job.tokens for value in kept_bytes(job))
+    none, operators, full = (np.asarray(value) * job.tokens for value in saved_bytes(job))
+    # In the order of RECOMPUTE. Recomputing only the core of attention frees nothing to speak of.
+    mixed = full + layouts.kept_operators * (operators - full)
     kind = np.asarray(layouts.recompute).astype(int)
-    saved = np.choose(
-        kind,
-        np.broadcast_arrays(
-            none, none, full, operators, full + layouts.kept_operators * (operators - full)
-        ),
-    )
+    saved = np.choose(kind, np.broadcast_arrays(none, none, full, operators, mixed))
     shards = np.asarray(layouts.dp_shard)
-    by_operators, by_all = kept_while_recomputed(job)
+    by_operators, by_all = spent_while_recomputed(job)
     spent = np.choose(kind, np.broadcast_arrays(0.0, 0.0, by_all, by_operators, by_operators))
     hidden = job.element_bytes * job.tokens * hidden_width(job)
     width = np.where(units.sharded, units.width, _GRADIENT_BYTES)
@@ -165,20 +163,20 @@ def _rank(job: Job, states: Terms, units: Units) -> _Rank:
     largest = np.argmax(
         np.stack([np.broadcast_to(a + b, shape) for a, b in moments_of_block]), axis=0
     )
-    head_gradient = kept_head_gradient_bytes(job, width=units.width) * units.head
+    head_gradient = head_gradient_bytes(job, width=units.width) * units.head
 
     return _Rank(
         job=job,
-        held=states,
+        states=states,
         units=units,
-        kept=(saved, none),
+        saved=(saved, none),
         spent=spent * job.tokens,
         logits=logits_bytes(job),
         head_sums=head_sums_bytes(job, width=units.width) * units.head,
         hidden=hidden,
         message=np.where(np.asarray(layouts.pp) > 1, hidden, 0),
         mask=embedding_mask(job) * job.tokens,
-        kept_by_loss=saved_by_ends(job) * job.tokens + head_gradient,
+        saved_by_loss=saved_by_ends(job) * job.tokens + head_gradient,
         deferred=(deferred_bytes(job), deferred_bytes_of_ends(job) * job.tokens + head_gradient),
         shards=shards,
         stage=np.asarray(layouts.stage),
@@ -214,11 +212,11 @@ def _moments_of_step(rank: _Rank) -> Iterator[tuple[str, Terms]]:
     for candidates in (holdings.headed, holdings.others):
         if not np.any(candidates.running):
             continue
-        point = _moment(rank, _largest_holding(rank, candidates))
-        running.append(point)
+        moment = _moment(rank, _largest_holding(rank, candidates))
+        running.append(moment)
         if candidates is holdings.headed:
-            yield from _if_running(point, _loss(rank, point))
-        yield from _if_running(point, _backward(rank, point))
+            yield from _if_running(moment, _loss(rank, moment))
+        yield from _if_running(moment, _backward(rank, moment))
 
     staged = np.asarray(rank.job.layouts.pp) > 1
     if np.any(staged & (rank.stage == 3)):
@@ -227,13 +225,15 @@ def _moments_of_step(rank: _Rank) -> Iterator[tuple[str, Terms]]:
         transient = (
             3 * rank.job.model.hidden * rank.job.element_bytes * rank.job.tokens + 3.5 * rank.hidden
         )
-        for point in running:
-            forward = {"gradients": point.added, "gathered": _gathered(rank, left=2, ahead=2)}
-            forward |= {"activations": point.activations, "working": transient}
-            yield (
-                "forward of a block",
-                _where(staged & (rank.stage == 3) & (point.holding.running > 0), forward),
-            )
+        for moment in running:
+            forward = {
+                "gradients": moment.added,
+                "gathered": _gathered(rank, left=2, ahead=2),
+                "activations": moment.activations,
+                "working": transient,
+            }
+            exists = staged & (rank.stage == 3) & (moment.holding.running > 0)
+            yield "forward of a block", _where(exists, forward)
 
     closing = _moment(rank, holdings.closing)
     yield from _head(rank, closing, last=True)
@@ -246,7 +246,9 @@ def _moments_of_step(rank: _Rank) -> Iterator[tuple[str, Terms]]:
             yield from _block(rank, ending, done=done, last=True)
         yield from _ends(rank, ending, last=True)
 
-    yield "optimizer step", {"gradients": _shard_bytes(rank)}
+    units = rank.units
+    elements = units.layers * units.block + units.root
+    yield "optimizer step", {"gradients": _shard_bytes(rank, elements)}
 
 
 def _largest_holding(rank: _Rank, candidates: Holding) -> Holding:
@@ -275,16 +277,17 @@ def _moment(rank: _Rank, holding: Holding) -> _Moment:
     return _Moment(holding, _activations(rank, holding), _gradients(rank, holding))
 
 
-def _if_running(point: _Moment, parts: Iterator[tuple[str, Terms]]) -> Iterator[tuple[str, Terms]]:
+def _if_running(moment: _Moment, parts: Iterator[tuple[str, Terms]]) -> Iterator[tuple[str, Terms]]:
     for name, terms in parts:
-        yield name, _where(point.holding.running > 0, terms)
+        yield name, _where(moment.holding.running > 0, terms)
 
 
 def _activations(rank: _Rank, holding: Holding) -> Numbers:
     """Return the bytes of saved tensors and boundary activations."""
     job = rank.job
     units = rank.units
-    # In a block that computes itself again a stage's input is what the block keeps.
+    # With full recomputation the input of a stage is also the saved input of its first block, so
+    # it must not count twice.
     whole_blocks = np.asarray(job.layouts.recompute) == RECOMPUTE.index("full")
     messages: Numbers = np.where(whole_blocks, holding.inputs, holding.messages)
     blocks = holding.blocks / np.maximum(units.layers, 1) * _saved_bytes(rank, units.layers)
@@ -292,7 +295,7 @@ def _activations(rank: _Rank, holding: Holding) -> Numbers:
         blocks
         + messages * rank.message
         + holding.fronts * rank.mask
-        + holding.losses * rank.kept_by_loss
+        + holding.losses * rank.saved_by_loss
     )
     if not np.any(holding.deferred > 0):
         return saved
@@ -308,59 +311,53 @@ def _gradients(rank: _Rank, holding: Holding) -> Numbers:
     units = rank.units
     growing = holding.growing * units.block + holding.root * units.root
     ended = holding.ended * units.block + holding.root_ended * units.root
-    shard = (1 - rank.held["offloaded"]) * _GRADIENT_BYTES / rank.shards
+    shard = (1 - rank.states["offloaded"]) * _GRADIENT_BYTES / rank.shards
 
     return np.where(
         rank.stage <= 1, _GRADIENT_BYTES * growing + shard * ended, shard * (growing + ended)
     )
 
 
-def _loss(rank: _Rank, point: _Moment) -> Iterator[tuple[str, Terms]]:
+def _loss(rank: _Rank, moment: _Moment) -> Iterator[tuple[str, Terms]]:
     """Yield the memory at the loss of the model's last stage."""
     yield (
         "loss",
         {
-            "gradients": point.added + rank.head_sums,
-            "gathered": _gathered(rank, left=rank.units.layers - point.holding.ended, ahead=0),
-            "activations": point.activations,
+            "gradients": moment.added + rank.head_sums,
+            "gathered": _gathered(rank, left=rank.units.layers - moment.holding.ended, ahead=0),
+            "activations": moment.activations,
             "logits": rank.logits,
         },
     )
 
 
-def _backward(rank: _Rank, point: _Moment) -> Iterator[tuple[str, Terms]]:
+def _backward(rank: _Rank, moment: _Moment) -> Iterator[tuple[str, Terms]]:
     """Yield the memory of the backward of a micro-batch that is not the last one."""
     units = rank.units
-    added = point.added
-    if np.any(point.holding.head):
+    added = moment.added
+    if np.any(moment.holding.head):
+        left = units.layers - moment.holding.ended
+        gathered = _gathered(rank, left=left, ahead=1, after_head=rank.stage == 3)
+        # Flat buffer of the head's reduction.
+        buffer = np.where(_reduces(rank, last=False), _GRADIENT_BYTES * units.head_unit, 0.0)
         norm = {
-            "gradients": added + _head_gradients(rank, point, last=False),
-            "gathered": (
-                _gathered(
-                    rank,
-                    left=units.layers - point.holding.ended,
-                    ahead=1,
-                    after_head=rank.stage == 3,
-                )
-                + np.where(_reduces(rank, last=False), _GRADIENT_BYTES * units.head_unit, 0.0)
-            ),
-        }
-        norm |= {
-            "activations": point.activations,
+            "gradients": added + _head_gradients(rank, moment, last=False),
+            "gathered": gathered + buffer,
+            "activations": moment.activations,
             "working": last_norm_backward(rank.job) * rank.job.tokens,
         }
         yield "backward of the last norm", norm
-        yield from _head(rank, point, last=False)
+        yield from _head(rank, moment, last=False)
 
-    yield from _block(rank, point, done=0, last=False)
-    yield from _block(rank, point, done=1, last=False)
+    yield from _block(rank, moment, done=0, last=False)
+    yield from _block(rank, moment, done=1, last=False)
     if np.any(_reduces(rank, last=False)):
-        yield from _ends(rank, point, last=False)
+        yield from _ends(rank, moment, last=False)
 
 
 def _saved_bytes(rank: _Rank, blocks: Numbers) -> Numbers:
     """Return the saved bytes of the first `blocks` blocks for one micro-batch."""
-    saved_if_recomputed, saved = rank.kept
+    saved_if_recomputed, saved = rank.saved
     recomputed = np.ceil(blocks / rank.job.layouts.every)
     return recomputed * saved_if_recomputed + (blocks - recomputed) * saved
 
@@ -370,14 +367,15 @@ def _where(exists: Numbers, terms: Terms) -> Terms:
     return {name: np.where(exists, value, 0.0) for name, value in terms.items()}
 
 
-def _shard_bytes(rank: _Rank) -> Numbers:
-    units = rank.units
-    return (
-        (1 - rank.held["offloaded"])
-        * _GRADIENT_BYTES
-        * (units.layers * units.block + units.root)
-        / rank.shards
-    )
+def _shard_bytes(rank: _Rank, elements: Numbers) -> Numbers:
+    """Return the bytes of gradient shards on the device for so many unsharded elements."""
+    return (1 - rank.states["offloaded"]) * _GRADIENT_BYTES * elements / rank.shards
+
+
+def _new_shard_bytes(rank: _Rank, moment: _Moment, elements: Numbers) -> Numbers:
+    """Return the bytes of new shards that exist until they are added to earlier ones."""
+    has_shards = (np.asarray(moment.added) > 0) & ~_has_unsharded_sums(rank, moment)
+    return np.where(has_shards, _shard_bytes(rank, elements), 0.0)
 
 
 def _gathered(rank: _Rank, *, left: Numbers, ahead: int, after_head: Numbers = False) -> Numbers:
@@ -400,59 +398,57 @@ def _gathered(rank: _Rank, *, left: Numbers, ahead: int, after_head: Numbers = F
     return np.where(units.sharded, units.width * (ends + blocks * units.block), 0.0)
 
 
-def _has_unsharded_sums(rank: _Rank, point: _Moment) -> Numbers:
+def _has_unsharded_sums(rank: _Rank, moment: _Moment) -> Numbers:
     """Return True if unsharded gradients of earlier micro-batches exist.
 
     The reduction of a unit frees its own.
     """
-    return (rank.stage <= 1) & (np.asarray(point.holding.growing) > 0)
+    return (rank.stage <= 1) & (np.asarray(moment.holding.growing) > 0)
 
 
-def _gradient_change(rank: _Rank, point: _Moment, elements: Numbers) -> Numbers:
+def _gradient_change(rank: _Rank, moment: _Moment, elements: Numbers) -> Numbers:
     """Return the bytes of gradients that the reduction of a unit adds, or frees if negative."""
-    sums = _has_unsharded_sums(rank, point)
-    shards = (1 - rank.held["offloaded"]) * _GRADIENT_BYTES * elements / rank.shards
-    has_no_shards = (np.asarray(point.added) == 0) | sums
-    return np.where(sums, -_GRADIENT_BYTES * elements, 0.0) + np.where(has_no_shards, shards, 0.0)
+    sums = _has_unsharded_sums(rank, moment)
+    freed = np.where(sums, -_GRADIENT_BYTES * elements, 0.0)
+    # Shards of earlier micro-batches are added in place.
+    has_no_shards = (np.asarray(moment.added) == 0) | sums
+    return freed + np.where(has_no_shards, _shard_bytes(rank, elements), 0.0)
 
 
-def _head_gradients(rank: _Rank, point: _Moment, *, last: bool) -> Numbers:
+def _head_gradients(rank: _Rank, moment: _Moment, *, last: bool) -> Numbers:
     """Return the bytes of the head's gradients after its backward.
 
     These are shards if the head is an outer unit that has been reduced.
     """
     units = rank.units
     reduced = _reduces(rank, last) & (units.head_unit > 0)
-    return point.holding.head * np.where(
-        reduced, _gradient_change(rank, point, units.head_unit), units.width * units.head
+    return moment.holding.head * np.where(
+        reduced, _gradient_change(rank, moment, units.head_unit), units.width * units.head
     )
 
 
-def _head(rank: _Rank, point: _Moment, *, last: bool) -> Iterator[tuple[str, Terms]]:
+def _head(rank: _Rank, moment: _Moment, *, last: bool) -> Iterator[tuple[str, Terms]]:
     """Yield the memory at the reduction of a head that is an outer unit."""
     units = rank.units
-    added = np.asarray(point.added)
-    exists = _reduces(rank, last) & (units.head_unit > 0) & (np.asarray(point.holding.head) > 0)
+    added = np.asarray(moment.added)
+    exists = _reduces(rank, last) & (units.head_unit > 0) & (np.asarray(moment.holding.head) > 0)
     if not np.any(exists):
         return
-    sums = _has_unsharded_sums(rank, point)
-    shards = (1 - rank.held["offloaded"]) * _GRADIENT_BYTES * units.head_unit / rank.shards
+    sums = _has_unsharded_sums(rank, moment)
+    gathered = _gathered(
+        rank,
+        left=units.layers - moment.holding.ended,
+        ahead=1,
+        after_head=last | (rank.stage == 3),
+    )
     terms = {
         "gradients": (
             added
-            + _gradient_change(rank, point, units.head_unit)
-            + np.where((added > 0) & ~sums, shards, 0.0)
+            + _gradient_change(rank, moment, units.head_unit)
+            + _new_shard_bytes(rank, moment, units.head_unit)
         ),
-        "gathered": (
-            _gathered(
-                rank,
-                left=units.layers - point.holding.ended,
-                ahead=1,
-                after_head=last | (rank.stage == 3),
-            )
-            + _buffers(rank, units.head_unit, added=np.where(sums, added, 0))
-        ),
-        "activations": point.activations,
+        "gathered": gathered + _buffers(rank, units.head_unit, added=np.where(sums, added, 0)),
+        "activations": moment.activations,
         "working": rank.hidden,
     }
     yield "reduction of the head", _where(exists, terms)
@@ -473,84 +469,79 @@ def _buffers(rank: _Rank, elements: Numbers, *, added: Numbers) -> Numbers:
 
 
 def _block(
-    rank: _Rank, point: _Moment, *, done: Numbers, last: bool
+    rank: _Rank, moment: _Moment, *, done: Numbers, last: bool
 ) -> Iterator[tuple[str, Terms]]:
     """Yield the memory of the backward of a block, and of the reduction at its end.
 
     Args:
         rank: The rank.
-        point: Its contents before the backward of the stage.
+        moment: Its contents before the backward of the stage.
         done: Blocks of the stage whose backward is done.
         last: Whether this is the last backward of the stage in the step.
     """
     units = rank.units
-    added = np.asarray(point.added)
+    added = np.asarray(moment.added)
     done = np.asarray(done)
-    running = np.asarray(point.holding.running)
+    running = np.asarray(moment.holding.running)
     reduces = _reduces(rank, last)
     exists = (done < running) & ((done == 0) | reduces)
     if not np.any(exists):
         return
-    sums = _has_unsharded_sums(rank, point)
-    shards = (1 - rank.held["offloaded"]) * _GRADIENT_BYTES * units.block / rank.shards
-    change = _gradient_change(rank, point, units.block)
-    of_head = _head_gradients(rank, point, last=last)
+    sums = _has_unsharded_sums(rank, moment)
+    change = _gradient_change(rank, moment, units.block)
+    of_head = _head_gradients(rank, moment, last=last)
     freed = last | (rank.stage == 3)
     left = running - 1 - done
-    gathered_blocks = units.layers - point.holding.ended
-    activations = point.activations - (_saved_bytes(rank, running) - _saved_bytes(rank, left))
+    gathered_blocks = units.layers - moment.holding.ended
+    activations = moment.activations - (_saved_bytes(rank, running) - _saved_bytes(rank, left))
     working = rank.block_working + np.where(left % rank.job.layouts.every == 0, rank.spent, 0.0)
 
     # The flat buffer of the unit that was reduced before still exists.
     previous_buffer = np.where(
         reduces,
-        _GRADIENT_BYTES * np.where(done > 0, units.block, point.holding.head * units.head_unit),
+        _GRADIENT_BYTES * np.where(done > 0, units.block, moment.holding.head * units.head_unit),
         0.0,
     )
+    left_gathered = gathered_blocks - np.where(freed, done, 0)
+    gathered = _gathered(rank, left=left_gathered, ahead=2, after_head=freed)
     terms = {
         "gradients": added + np.where(reduces, done * change, 0.0) + of_head + rank.block_weights,
-        "gathered": (
-            _gathered(
-                rank, left=gathered_blocks - np.where(freed, done, 0), ahead=2, after_head=freed
-            )
-            + previous_buffer
-        ),
+        "gathered": gathered + previous_buffer,
         "activations": activations,
         "working": working,
     }
     yield "backward of a block", _where(exists, terms)
     if not np.any(exists & reduces):
         return
-    new_shards = np.where((added > 0) & ~sums, shards, 0.0)  # the new shards, before they are added
+    new_shards = _new_shard_bytes(rank, moment, units.block)
+    left_gathered = gathered_blocks - np.where(freed, done + 1, 0)
+    gathered = _gathered(rank, left=left_gathered, ahead=1, after_head=freed)
     terms = {
         "gradients": added + (done + 1) * change + new_shards + of_head,
-        "gathered": (
-            _gathered(
-                rank, left=gathered_blocks - np.where(freed, done + 1, 0), ahead=1, after_head=freed
-            )
-            + _buffers(rank, units.block, added=np.where(sums, added, 0))
-        ),
+        "gathered": gathered + _buffers(rank, units.block, added=np.where(sums, added, 0)),
         "activations": activations,
         "working": rank.hidden,
     }
     yield "reduction of a block", _where(exists & reduces, terms)
 
 
-def _ends(rank: _Rank, point: _Moment, *, last: bool) -> Iterator[tuple[str, Terms]]:
+def _ends(rank: _Rank, moment: _Moment, *, last: bool) -> Iterator[tuple[str, Terms]]:
     """Yield the memory at the reduction of everything outside of the blocks."""
     units = rank.units
-    added = np.asarray(point.added)
+    added = np.asarray(moment.added)
     sums = (rank.stage <= 1) & (added > 0)
-    shard = (1 - rank.held["offloaded"]) * _GRADIENT_BYTES / rank.shards
+    shard = (1 - rank.states["offloaded"]) * _GRADIENT_BYTES / rank.shards
     new_shards = np.where((added > 0) & ~sums, shard * units.late_unit, 0.0)
-    others = units.layers - point.holding.running - point.holding.ended
+    others = units.layers - moment.holding.running - moment.holding.ended
 
     # Unsharded gradients of stages that have not ended, which add up until they have.
     unsharded_others = np.where(
-        sums, np.minimum(others, np.maximum(point.holding.growing - point.holding.running, 0)), 0.0
+        sums,
+        np.minimum(others, np.maximum(moment.holding.growing - moment.holding.running, 0)),
+        0.0,
     )
     freed = last | (rank.stage == 3)
-    left = np.where(freed, others, units.layers - point.holding.ended)
+    left = np.where(freed, others, units.layers - moment.holding.ended)
     gathered = np.where(
         freed & (np.asarray(left) == 0), 0.0, _gathered(rank, left=left, ahead=0, after_head=freed)
     )
@@ -562,8 +553,10 @@ def _ends(rank: _Rank, point: _Moment, *, last: bool) -> Iterator[tuple[str, Ter
         ),
         "gathered": gathered + _buffers(rank, units.late_unit, added=np.where(sums, added, 0)),
         "activations": np.maximum(
-            point.activations - _saved_bytes(rank, point.holding.running), 0.0
+            moment.activations - _saved_bytes(rank, moment.holding.running), 0.0
         ),
     }
-    exists = point.holding.ends_root if last else point.holding.head + (point.holding.fronts > 0)
+    exists = moment.holding.head + (moment.holding.fronts > 0)
+    if last:
+        exists = moment.holding.ends_root
     yield "reduction of embedding and head", _where(_reduces(rank, last) & (exists > 0), terms)

@@ -43,7 +43,7 @@ def idle_share(layouts: Layouts) -> Numbers:
     return share / np.where(interleaved, layouts.vpp, 1)
 
 
-def chunks_apart(layouts: Layouts) -> Numbers:
+def micro_batches_between_chunks(layouts: Layouts) -> Numbers:
     """Return the micro-batches between a stage's first and last complete gradients, at least 1.
 
     Interleaved chunks process `pp` micro-batches in turn, so that the gradients of all chunks

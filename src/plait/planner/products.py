@@ -37,7 +37,7 @@ class Product:
 
     inner: Numbers
     columns: Numbers
-    kept: Numbers
+    is_saved: Numbers
     """1 if it is saved when every second product is."""
 
 
@@ -112,11 +112,13 @@ def again_share(products: tuple[Product, ...], *, without_last: Numbers = 0) -> 
     """
     *_, last = products
     sizes = [product.inner * product.columns for product in products]
-    again = sum(size * (1 - product.kept) for size, product in zip(sizes, products, strict=True))
-    left_out = without_last * last.inner * last.columns * (1 - last.kept)
+    again = sum(
+        size * (1 - product.is_saved) for size, product in zip(sizes, products, strict=True)
+    )
+    left_out = without_last * last.inner * last.columns * (1 - last.is_saved)
     return (again - left_out) / np.maximum(sum(sizes), 1)
 
 
-def kept_columns(products: tuple[Product, ...]) -> Numbers:
+def saved_columns(products: tuple[Product, ...]) -> Numbers:
     """Return the saved elements per token of the outputs of products."""
-    return sum(product.columns * product.kept for product in products)
+    return sum(product.columns * product.is_saved for product in products)

@@ -42,8 +42,10 @@ class Relief:
 class Reliefs:
     """Measures that the offers and the fixed fields allow."""
 
-    here: tuple[Relief, ...]
-    """Measures without the host, unless the host is fixed, the lightest first."""
+    on_device: tuple[Relief, ...]
+    """Measures with the optimizer on the device, the lightest first. If the host is fixed, they are
+    on the host.
+    """
     on_host: tuple[Relief, ...]
     """Measures with the optimizer on the host; empty if that is fixed or not offered."""
 
@@ -53,8 +55,8 @@ class Reliefs:
 
         The latter come without and with recomputation, because split backwards have none.
         """
-        ends = [*self.here[:1]]
-        for reliefs in (self.here, self.on_host):
+        ends = [*self.on_device[:1]]
+        for reliefs in (self.on_device, self.on_host):
             without = [relief for relief in reliefs if not relief.recompute]
             ends += [*without[-1:], *reliefs[-1:]]
         return tuple(dict.fromkeys(ends))
@@ -62,9 +64,8 @@ class Reliefs:
     def between(self, *, on_host: bool) -> tuple[Relief, ...]:
         """Return the measures that are not `ends`."""
         ends = self.ends
-        return tuple(
-            relief for relief in (self.on_host if on_host else self.here) if relief not in ends
-        )
+        reliefs = self.on_host if on_host else self.on_device
+        return tuple(relief for relief in reliefs if relief not in ends)
 
 
 def reliefs_of(offers: Offers, device: Device, fixed: Mapping[str, int]) -> Reliefs:

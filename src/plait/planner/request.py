@@ -47,7 +47,6 @@ class Request:
         """Techniques that the search may propose."""
         offers = EVERYTHING if self.everything else offered(compiled=self.compile)
         if self.optimizer_states is not None:
-            # Compressed states are not supported on the host.
             offers = replace(offers, offload=False)
         return offers
 

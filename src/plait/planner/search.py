@@ -144,9 +144,8 @@ def price_space(request: Request, space: Space, calibration: Calibration) -> Pri
 
     # A margin for the uncertainty of the memory, which differs little between layouts.
     margin = np.median(spreads)
-    threshold = float(request.cluster.device.memory_bytes) * exp(
-        -NormalDist().inv_cdf(_FIT_PROBABILITY) * float(margin)
-    )
+    quantile = NormalDist().inv_cdf(_FIT_PROBABILITY)
+    threshold = float(request.cluster.device.memory_bytes) * exp(-quantile * float(margin))
     fits = ends.needed <= threshold
     more = space.between(ends.seconds, fits)
     proposed = space.proposed(fits)
@@ -174,7 +173,7 @@ def _priced(request: Request, layouts: Layouts, rates: Rates) -> PricedSpace:
         states = states_of(request, job, every_moment=False)
         estimated = estimate(job, rates, states)
         seconds[part] = estimated.seconds
-        # What the host cannot hold does not fit either, whatever the device has.
+        # A layout whose states exceed the host memory does not fit on any device.
         host = np.maximum(states.first["host"], states.last["host"])
         needed[part] = np.where(
             host > _HOST_SHARE * request.cluster.device.host_memory_bytes,
@@ -194,25 +193,27 @@ def _fastest(
     chosen: list[Choice] = []
     seen: set[tuple[Any, ...]] = set()
     families: Counter[tuple[Any, ...]] = Counter()
+    # The simulation changes the order of the best, so more are simulated than returned.
+    enough_families = max(best + 1, 6)
+    enough_choices = min(max(2 * best, 12), _MAX_SIMULATED)
 
     for start in range(0, len(order), 256):
-        for choice in choices_of(
-            request, priced.layouts.take(order[start : start + 256]), calibration
-        ):
+        layouts = priced.layouts.take(order[start : start + 256])
+        for choice in choices_of(request, layouts, calibration):
             family = _family(choice)
             kind = (*family, choice.layout["schedule"], choice.layout["vpp"])
-            if (
-                choice.fit_probability >= _FIT_PROBABILITY
-                and kind not in seen
-                and families[family] < _MAX_PER_FAMILY
-            ):
-                seen.add(kind)
-                families[family] += 1
-                chosen.append(choice)
-                if len(families) == max(best + 1, 6) or len(chosen) == min(
-                    max(2 * best, 12), _MAX_SIMULATED
-                ):
-                    return _of_families(walked(request, chosen, calibration))[:best]
+            # The next layouts are often near twins of the last one.
+            if kind in seen or families[family] >= _MAX_PER_FAMILY:
+                continue
+            if choice.fit_probability < _FIT_PROBABILITY:
+                continue
+            seen.add(kind)
+            families[family] += 1
+            chosen.append(choice)
+            if len(families) == enough_families or len(chosen) == enough_choices:
+                return _of_families(walked(request, chosen, calibration))[:best]
+
+        # Few kinds of layouts fit: the rest of a long list is not worth its time.
         if start >= 4096 and chosen:
             break
 
@@ -235,27 +236,25 @@ def _shortages(
     request: Request, priced: PricedSpace, room: float, rates: Rates
 ) -> tuple[Shortage, ...]:
     """Return the smallest candidate of every (tp, pp, stage) of which nothing fits."""
-    at = priced.layouts
+    layouts = priced.layouts
     needed = priced.needed
-    key = (np.asarray(at.tp) * 4096 + np.asarray(at.pp)) * 4 + np.asarray(at.stage)
+    key = (np.asarray(layouts.tp) * 4096 + np.asarray(layouts.pp)) * 4 + np.asarray(layouts.stage)
     order = np.lexsort((needed, key))
     firsts = order[np.concatenate([[True], np.diff(key[order]) != 0])]
     smallest = firsts[(needed[firsts] > room) & np.isfinite(needed[firsts])]
     if not len(smallest):
         return ()
     counts = dict(zip(*np.unique(key, return_counts=True), strict=True))
-    memory = estimate_of(request, at.take(smallest), rates).memory
-    shortages = []
+    memory = estimate_of(request, layouts.take(smallest), rates).memory
 
+    shortages = []
     for position, index in enumerate(smallest):
-        terms = sorted(
-            (
-                (name, float(np.broadcast_to(value, len(smallest))[position]))
-                for name, value in memory.terms.items()
-            ),
-            key=lambda p: -p[1],
-        )
-        layout = at.at(int(index))
+        terms = [
+            (name, float(np.broadcast_to(value, len(smallest))[position]))
+            for name, value in memory.terms.items()
+        ]
+        terms.sort(key=lambda term: -term[1])
+        layout = layouts.at(int(index))
         pipeline = f" pp={layout['pp']}" if request.offers.pipeline else ""
         shortages.append(
             Shortage(

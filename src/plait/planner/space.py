@@ -69,12 +69,9 @@ class Space:
 
     def _of_layouts(self, which: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Return for every candidate whether one of the same layout is among `which`."""
-        return (
-            np.bincount(self.number, weights=which, minlength=int(self.number.max()) + 1)[
-                self.number
-            ]
-            > 0
-        )
+        layouts = int(self.number.max()) + 1
+        counts = np.bincount(self.number, weights=which, minlength=layouts)
+        return counts[self.number] > 0
 
     def between(
         self, seconds: NDArray[np.float64], fits: NDArray[np.bool_], *, within: float = 1.3
@@ -99,27 +96,23 @@ class Space:
         is_candidate = is_lightest & ~fits & (seconds <= within * seconds[fits].min())
         fits_on_device = self._of_layouts(fits & ~on_host)
         fits_on_host = self._of_layouts(fits & on_host)
-        device, host = (self.reliefs.between(on_host=place) for place in (False, True))
-        parts = [
-            (is_candidate & fits_on_device, device),
-            (is_candidate & ~fits_on_device & fits_on_host, host),
-        ]
-        layouts = [
-            relieved(self.layouts.take(np.flatnonzero(selected)), reliefs)
-            for selected, reliefs in parts
-            if selected.any() and reliefs
-        ]
+        layouts = []
+        for selected, reliefs in (
+            (is_candidate & fits_on_device, self.reliefs.between(on_host=False)),
+            (is_candidate & ~fits_on_device & fits_on_host, self.reliefs.between(on_host=True)),
+        ):
+            if selected.any() and reliefs:
+                base = self.layouts.take(np.flatnonzero(selected))
+                layouts.append(relieved(base, reliefs))
         return joined(layouts) if layouts else None
 
 
 def joined(parts: Sequence[Layouts]) -> Layouts:
     """Concatenate candidates."""
-    return Layouts(
-        **{
-            f.name: np.concatenate([getattr(part, f.name) for part in parts])
-            for f in fields(Layouts)
-        }
-    )
+    columns = {}
+    for f in fields(Layouts):
+        columns[f.name] = np.concatenate([getattr(part, f.name) for part in parts])
+    return Layouts(**columns)
 
 
 def divisors(count: int) -> list[int]:
@@ -161,19 +154,20 @@ def build_space(
         for pp in _stages(builder, world // tp):
             refusal = offers.refusal(tp=tp, pp=pp)
             if refusal is not None:
-                _note(excluded, f"tp = {tp}" if pp == 1 else f"tp = {tp} with pp = {pp}", refusal)
+                region = f"tp = {tp}" if pp == 1 else f"tp = {tp} with pp = {pp}"
+                _note(excluded, region, refusal)
                 continue
             for cp in _context_degrees(builder, tp, world // (tp * pp)):
                 _add(builder, tp, pp, cp)
 
     if not any(len(part) for part in columns["tp"]):
         problems = [
-            Problem(e.region, None, e.rule, "change it, or let the search choose")
-            for e in excluded.values()
+            Problem(region.region, None, region.rule, "change it, or let the search choose")
+            for region in excluded.values()
         ]
-        raise ConfigError(
-            *(problems or [Problem("layout", None, "no candidate is left", "fix fewer values")])
-        )
+        if not problems:
+            problems = [Problem("layout", None, "no candidate is left", "fix fewer values")]
+        raise ConfigError(*problems)
 
     layouts = Layouts(**{name: np.concatenate(parts) for name, parts in columns.items()})
     return Space(
@@ -234,66 +228,64 @@ def _rule_of(model: Architecture, names: Sequence[str]) -> str:
 
 
 def _tensor_degrees(builder: _SpaceBuilder) -> list[int]:
-    model = builder.model
-    cluster = builder.cluster
-    split = builder.split
-    fixed = builder.fixed
-    excluded = builder.excluded
-    domain = max(int(cluster.device.domain), int(cluster.device.devices_per_node))
-    proposed = [tp for tp in divisors(cluster.devices) if tp <= min(domain, _MAX_TP)]
-    if "tp" in fixed:
-        proposed = [fixed["tp"]]
+    device = builder.cluster.device
+    domain = max(int(device.domain), int(device.devices_per_node))
+    proposed = [tp for tp in divisors(builder.cluster.devices) if tp <= min(domain, _MAX_TP)]
+    if "tp" in builder.fixed:
+        proposed = [builder.fixed["tp"]]
+
     degrees = []
-
     for tp in proposed:
-        region = f"tp = {tp}"
-        if cluster.devices % tp:
-            _note(
-                excluded,
-                region,
-                f"{cluster.devices} devices and {cluster.devices} % {tp} = {cluster.devices % tp}",
-            )
-        elif tp > 1 and split.tensor:
-            _note(excluded, "tp > 1" if "tp" not in fixed else region, split.tensor)
-        elif domain % tp and tp % domain and cluster.devices > domain:
-            _note(
-                excluded,
-                region,
-                f"{domain} devices have fast links to each other, and a group of {tp} would lie in"
-                " two such domains",
-            )
-        elif tp > 1 and model.heads % tp and not split.whole_attention:
-            works = ", ".join(
-                str(d)
-                for d in divisors(int(model.heads))
-                if d <= domain and cluster.devices % d == 0
-            )
-            _note(
-                excluded,
-                region,
-                f"num_attention_heads is {model.heads} and {model.heads} % {tp} ="
-                f" {model.heads % tp}; use {works}",
-            )
-        elif model.kv_heads % tp and tp % model.kv_heads and not split.whole_attention:
-            _note(
-                excluded,
-                region,
-                f"num_key_value_heads is {model.kv_heads}, which neither divides {tp} nor is"
-                " divided by it",
-            )
-        else:
+        refusal = _refuse_tensor_degree(builder, tp, domain)
+        if refusal is None:
             degrees.append(tp)
-
+        else:
+            _note(builder.excluded, refusal.region, refusal.rule)
     return degrees
 
 
-def _stages(builder: _SpaceBuilder, ranks: int) -> list[int]:
+def _refuse_tensor_degree(builder: _SpaceBuilder, tp: int, domain: int) -> Excluded | None:
+    """Return the rule that excludes a degree of tensor parallelism, or None."""
     model = builder.model
-    offers = builder.offers
+    devices = builder.cluster.devices
+    split = builder.split
+    region = f"tp = {tp}"
+    if devices % tp:
+        return Excluded(region, f"{devices} devices and {devices} % {tp} = {devices % tp}")
+    if tp > 1 and split.tensor:
+        return Excluded(region if "tp" in builder.fixed else "tp > 1", split.tensor)
+    if domain % tp and tp % domain and devices > domain:
+        rule = (
+            f"{domain} devices have fast links to each other, and a group of {tp} would lie in two"
+            " such domains"
+        )
+        return Excluded(region, rule)
+    if split.whole_attention:
+        # Every rank computes all heads.
+        return None
+
+    if tp > 1 and model.heads % tp:
+        heads = int(model.heads)
+        works = [d for d in divisors(heads) if d <= domain and devices % d == 0]
+        rule = (
+            f"num_attention_heads is {model.heads} and {model.heads} % {tp} = {model.heads % tp};"
+            f" use {', '.join(map(str, works))}"
+        )
+        return Excluded(region, rule)
+    if model.kv_heads % tp and tp % model.kv_heads:
+        rule = (
+            f"num_key_value_heads is {model.kv_heads}, which neither divides {tp} nor is divided by"
+            " it"
+        )
+        return Excluded(region, rule)
+    return None
+
+
+def _stages(builder: _SpaceBuilder, ranks: int) -> list[int]:
     fixed = builder.fixed
     excluded = builder.excluded
-    if not offers.pipeline:
-        rule = offers.refusal(tp=1, pp=2) or "this version runs no pipeline"
+    if not builder.offers.pipeline:
+        rule = builder.offers.refusal(tp=1, pp=2) or "this version runs no pipeline"
         if fixed.get("pp", 1) > 1:
             _note(excluded, f"pp = {fixed['pp']}", rule)
             return []
@@ -301,38 +293,41 @@ def _stages(builder: _SpaceBuilder, ranks: int) -> list[int]:
         return [1]
 
     degrees = []
-    staged = {
-        name: fixed[name]
-        for name, alone in (("schedule", SCHEDULES.index("none")), ("vpp", 1))
-        if fixed.get(name, alone) != alone
-    }
-
     for pp in [fixed["pp"]] if "pp" in fixed else divisors(ranks):
-        if pp == 1 and staged:
-            _note(
-                excluded,
-                "pp = 1",
-                f"{written(staged)} is of a pipeline, which has 2 stages or more",
-            )
-        elif pp > 1 and builder.split.pipeline:
-            _note(excluded, "pp > 1" if "pp" not in fixed else f"pp = {pp}", builder.split.pipeline)
-        elif pp > model.layers:
-            if "pp" in fixed:
-                _note(
-                    excluded,
-                    f"pp = {pp}",
-                    f"a stage has at least one layer, and the model has {model.layers}",
-                )
-        elif ranks % pp:
-            _note(
-                excluded,
-                f"pp = {pp}",
-                f"{ranks} devices are left for it and {ranks} % {pp} = {ranks % pp}",
-            )
-        else:
+        if pp > builder.model.layers and "pp" not in fixed and not builder.split.pipeline:
+            # Obvious, and not worth a note.
+            continue
+        refusal = _refuse_stages(builder, pp, ranks)
+        if refusal is None:
             degrees.append(pp)
-
+        else:
+            _note(excluded, refusal.region, refusal.rule)
     return degrees
+
+
+def _refuse_stages(builder: _SpaceBuilder, pp: int, ranks: int) -> Excluded | None:
+    """Return the rule that excludes a number of stages, or None."""
+    fixed = builder.fixed
+    layers = builder.model.layers
+    region = f"pp = {pp}"
+    # Fixed fields that only a pipeline has.
+    staged = {}
+    if fixed.get("schedule", SCHEDULES.index("none")) != SCHEDULES.index("none"):
+        staged["schedule"] = fixed["schedule"]
+    if fixed.get("vpp", 1) != 1:
+        staged["vpp"] = fixed["vpp"]
+
+    if pp == 1 and staged:
+        return Excluded(region, f"{written(staged)} is of a pipeline, which has 2 stages or more")
+    if pp > 1 and builder.split.pipeline:
+        return Excluded(region if "pp" in fixed else "pp > 1", builder.split.pipeline)
+    if pp > layers:
+        return Excluded(region, f"a stage has at least one layer, and the model has {layers}")
+    if ranks % pp:
+        return Excluded(
+            region, f"{ranks} devices are left for it and {ranks} % {pp} = {ranks % pp}"
+        )
+    return None
 
 
 def _schedules(

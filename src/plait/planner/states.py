@@ -236,8 +236,8 @@ def account_rows(job: Job) -> States:
         (*(np.asarray(getattr(job.model, name))[i].item() for name in names), int(job.precision[i]))
         for i in range(size)
     ]
-    parts = []
 
+    parts = []
     for key in dict.fromkeys(keys):
         index = np.array([i for i, other in enumerate(keys) if other == key])
         part = replace(job.take(index), model=Architecture(*key[:-1]))

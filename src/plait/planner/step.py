@@ -22,7 +22,7 @@ from plait.planner.compute import (
 from plait.planner.constants import Rates
 from plait.planner.hardware import Numbers
 from plait.planner.job import RECOMPUTE, Job, recompute_share, stage_layers
-from plait.planner.pipeline import chunks_apart, idle_share
+from plait.planner.pipeline import idle_share, micro_batches_between_chunks
 from plait.planner.traffic import (
     collective_seconds,
     context_seconds,
@@ -311,7 +311,7 @@ def _data_traffic(
     weights = np.where(stage == 0, 0.0, gather)
     # On CPUs the cores that compute also communicate, so nothing overlaps.
     overlap = np.where(job.device.on_cpu, 0.0, framework.hidden_dp)
-    spread = np.where(job.is_plait, 1.0, chunks_apart(layouts))
+    spread = np.where(job.is_plait, 1.0, micro_batches_between_chunks(layouts))
     window_back = np.where(reduces_each, layouts.accumulation, spread) * backward
     shown_grads = grads - np.minimum(grads * overlap, window_back * overlap)
     shown_weights = weights - np.minimum(weights * overlap, spread * forward * overlap)

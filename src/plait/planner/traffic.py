@@ -131,7 +131,8 @@ def context_seconds(
     keys_values = width * np.maximum(model.kv_heads / tp, 1)
     full_gather = collective_seconds(job, rates, ranks, keys_values * layouts.cp, "one_way")
     gathered = (3 + again) * full_gather
-    part = full_gather / np.maximum(layouts.cp - 1, 1)  # a message to the neighbour
+    # Seconds of one message to the neighbor.
+    part = full_gather / np.maximum(layouts.cp - 1, 1)
 
     # Gradients are sent in float32. Nothing is computed during the last message. On CPUs nothing is
     # computed during the others either, because the cores that compute also carry the traffic.

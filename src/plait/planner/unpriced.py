@@ -64,8 +64,8 @@ def unpriced(config: Config) -> tuple[str, ...]:
     default = Config.model_validate(
         {"model": {"path": "any"}, "optimizer": {}, "data": {}, "run": {}}
     )
-    settings = []
 
+    settings = []
     for path in fields():
         if path in PRICED or any(
             path == name or path.startswith(f"{name}.") for name in WITHOUT_EFFECT

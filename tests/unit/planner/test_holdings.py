@@ -38,7 +38,9 @@ _TABLES = [
 def most(schedule: str, pp: int, m: int, rank: int, blocks: tuple[int, ...], name: str) -> float:
     """The largest of a field over all that is remembered of a rank."""
     return float(
-        rank_holdings(SCHEDULES.index(schedule), pp, m, rank, blocks)[:3, :, _NAMES.index(name)].max()
+        rank_holdings(SCHEDULES.index(schedule), pp, m, rank, blocks)[
+            :3, :, _NAMES.index(name)
+        ].max()
     )
 
 

@@ -76,6 +76,7 @@ def _assembler(
     chunks: list[Any],
 ) -> Callable[[], torch.Tensor]:
     """Return a function that reads all chunks, pairs (offsets, sizes), of a tensor."""
+    # Checked before memory is allocated: elements without a chunk would be uninitialized.
     if sum(prod(sizes) for _, sizes in chunks) != prod(shape):
         raise CheckpointError(f"{folder}: the parts of {name} are not its {prod(shape):,} elements")
 
@@ -103,7 +104,7 @@ def _load(folder: Path, info: Any, name: str) -> Any:
         length = info.get("length")
     if (
         not isinstance(file, str)
-        or Path(file).name != file
+        or Path(file).name != file  # a path could leave the folder
         or not isinstance(offset, int)
         or not isinstance(length, int)
     ):
