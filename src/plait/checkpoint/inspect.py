@@ -38,7 +38,7 @@ class CheckpointRow:
     content: str
     """Hash of its tensors, equal on every layout; empty if the manifest cannot be read."""
     latest: bool
-    """Whether LATEST names it."""
+    """True if LATEST names it."""
     problem: str = ""
     """Reason why it cannot be loaded."""
 

@@ -174,7 +174,7 @@ class Fill:
 
     states: dict[nn.Parameter, dict[str, torch.Tensor]]
     tensors: dict[str, torch.Tensor]
-    """The same tensors by their names in the checkpoint, without `optimizer.`."""
+    """States by their names in the checkpoint, without `optimizer.`."""
 
 
 def allocate(

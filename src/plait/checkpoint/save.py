@@ -148,7 +148,7 @@ def write(rank_snapshot: Snapshot, group: dist.ProcessGroup | None = None) -> Pl
 
 
 class _Save:
-    """One save on this rank. Its steps are those of Note [Life of a save]."""
+    """Save of one checkpoint on this rank, in the steps of Note [Life of a save]."""
 
     def __init__(self, rank_snapshot: Snapshot, group: dist.ProcessGroup | None) -> None:
         self._snapshot = rank_snapshot

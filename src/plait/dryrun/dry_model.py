@@ -60,7 +60,7 @@ class StageTrace:
     received: int
     """Bytes of the boundary activations of the previous stage."""
     differentiable: bool
-    """Whether the backward sends a gradient to the previous stage."""
+    """True if the backward sends a gradient to the previous stage."""
     moments: StageMoments
     """Live memory between points of the timeline."""
 

@@ -73,7 +73,7 @@ class File:
     raw: Mapping[str, Any]
     """Configuration as written, with the overrides of the command line."""
     tree: Mapping[str, Any]
-    """The same settings under the schema's names."""
+    """Settings under the schema's names."""
     config: Config
     """Validated configuration without the options that the search chooses."""
 

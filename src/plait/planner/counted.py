@@ -81,7 +81,7 @@ class Counted:
     working: SavedBytes
     """Bytes at the peak of the backward of the largest block, including what it saved."""
     dropping: bool = False
-    """Whether the counted model has the dropout of the configuration.
+    """True if the model was counted with the dropout of the configuration.
 
     Without dropout no masks are counted; formulas add them.
     """

@@ -117,7 +117,7 @@ def beyond(choice: Choice, walked: Timeline) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Point:
-    """One candidate of a sample."""
+    """Candidate of a sample."""
 
     layout: Mapping[str, Any]
     seconds: float

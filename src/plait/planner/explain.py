@@ -26,7 +26,7 @@ class Comparison:
     winner: Choice
     other: Choice | None
     reason: str
-    """One sentence: the term that decides, or why no such layout exists."""
+    """Sentence with the term that decides, or the reason why no such layout exists."""
     differences: tuple[tuple[str, float, float], ...] = ()
     """(term, winner's seconds, other's seconds), the largest difference first."""
 

@@ -38,7 +38,7 @@ PRECISIONS = ("fp32", "fp16", "bf16", "fp8", "fp4")
 
 @dataclass(frozen=True)
 class Device:
-    """One kind of device with its usual network.
+    """Kind of device with its usual network.
 
     Units are bytes, seconds and FLOP/s. Bandwidths are those of one direction, FLOP/s those without
     sparsity.

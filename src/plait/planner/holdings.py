@@ -59,7 +59,7 @@ class Holding:
     blocks: Numbers
     """Blocks whose saved tensors exist."""
     deferred: Numbers
-    """Those of them whose input gradients are computed and weight gradients are not yet."""
+    """Blocks with computed input gradients and deferred weight gradients."""
     messages: Numbers
     """Boundary activations that stages received and sent, and one that arrives early."""
     inputs: Numbers

@@ -62,7 +62,7 @@ class Layouts:
     For published runs it is the inverse of the share of recomputed blocks.
     """
     kept_operators: Numbers = 0.0
-    """With `budget`, share of the blocks that use `operators`; the others use `full`."""
+    """Share of the blocks that use `operators` with `budget`; the others use `full`."""
     offload: Numbers = 0
     """Share of the parameters whose optimizer states and step are on the host."""
     offload_activations: Numbers = 0.0
@@ -126,7 +126,7 @@ class Job:
     own: bool = False
     """True for Plait's own blocks, whose saved bytes are known exactly (`own`)."""
     whole_attention: bool = False
-    """Whether tensor parallelism computes attention on all ranks and splits only the projections.
+    """True if tensor parallelism computes attention on all ranks and splits only the projections.
 
     This is so for fused queries, keys and values.
     """

@@ -18,7 +18,7 @@ from plait.planner.job import RECOMPUTE, SCHEDULES, Job, Layouts
 
 @dataclass(frozen=True)
 class Measured:
-    """One measured run of Plait.
+    """Measured run of Plait.
 
     Attributes:
         gpu: Device of the catalogue.

@@ -55,9 +55,9 @@ class Offers:
     recompute: tuple[str, ...]
     """Names in RECOMPUTE."""
     offload: bool
-    """Whether the optimizer can be on the host."""
+    """True if the optimizer can be on the host."""
     compiled: bool | None = None
-    """Whether blocks are compiled, which some layouts refuse. None for plans that do not run."""
+    """True if blocks are compiled, which some layouts refuse. None for plans that do not run."""
 
     def refusal(self, *, tp: int, pp: int) -> str | None:
         """Return the reason why this version does not run these degrees, or None."""

@@ -63,8 +63,7 @@ class Units:
     width: Numbers
     """Bytes of a weight in forward and backward."""
     sharded: Numbers
-    """Whether `fully_shard` is used. Otherwise weights and gradients are unsharded and allocated.
-    """
+    """True if `fully_shard` is used. Otherwise weights and gradients stay unsharded."""
     held: Holdings
     """Micro-batches in flight of the stages of the rank."""
 
@@ -95,7 +94,7 @@ class States:
 
 @dataclass(frozen=True)
 class _Rank:
-    """One rank of a pipeline with all inputs of its moments. Bytes are of one micro-batch."""
+    """Rank of a pipeline with all inputs of its moments. Bytes are of one micro-batch."""
 
     job: Job
     states: Terms
@@ -128,7 +127,7 @@ class _Rank:
     block_working: Numbers
     """Bytes of activations and their gradients at the peak of a block's backward."""
     wide: Numbers
-    """Whether a reduction needs a second full buffer.
+    """True if a reduction needs a second full buffer.
 
     torch copies the gradients if there is no other rank to reduce with, and gloo needs a buffer.
     """

@@ -36,7 +36,7 @@ class Request:
     precision: str = "bf16"
     compile: bool = False
     everything: bool = False
-    """Whether to include techniques that this version prices but does not run."""
+    """True to include techniques that this version prices but does not run."""
     optimizer_states: str | None = None
     """Form of AdamW's moments (`optimizer.states`)."""
     reduce: str = "fp32"

@@ -368,7 +368,7 @@ def _shards(dp: int, fixed: Mapping[str, int], *, alone: bool) -> list[tuple[int
     entries = [(0, dp, 1)]
     if alone or (dp == 1 and fixed.get("stage")):
         # One rank has all of the shards: the only device, because stage 0 has no optimizer on the
-        # host; and the stage that is asked for.
+        # host; and with a stage that is fixed.
         entries.append((fixed.get("stage") or 1, 1, 1))
     inner = [d for d in divisors(dp) if d > 1 and (d == dp or d & (d - 1) == 0)]
     entries += [(stage, dp // d, d) for stage in (1, 2, 3) for d in inner]

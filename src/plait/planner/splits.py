@@ -57,7 +57,7 @@ class Split:
     """Reason against context parallelism."""
     pipeline: str | None = None
     with_experts: bool = False
-    """Whether tensor parallelism requires that ep splits the experts over its ranks.
+    """True if tensor parallelism requires that ep splits the experts over its ranks.
 
     Otherwise each of these ranks would compute all experts.
     """

@@ -187,7 +187,7 @@ def rank_parameters(job: Job) -> Numbers:
         0,
     )
 
-    # Where experts are on different ranks of tp too, a rank has them whole.
+    # Plait distributes experts over the ranks of tp too, so that a rank has complete experts.
     local = (per_layer - routed) / at.tp + routed / at.ep / np.where(job.is_plait, 1, at.tp)
     one_stage = model.layers * local + (model.embedding_parameters + model.head_parameters) / at.tp
     head = (

@@ -3,10 +3,10 @@ import pytest
 
 from plait.planner.job import SCHEDULES, Layouts
 from plait.planner.pipeline import (
-    micro_batches_between_chunks,
     idle_share,
     in_flight,
     in_flight_last,
+    micro_batches_between_chunks,
 )
 
 
