@@ -185,8 +185,6 @@ def sweep(
             pools.get().close()
 
 
-# ---- the page -----------------------------------------------------------------------------------------------------------------------
-
 HEAD = """# Model types
 
 Every architecture that Transformers {transformers} builds with `AutoModelForCausalLM`, made small and trained for two steps in float64 on

@@ -184,7 +184,7 @@ def test_your_own_loop() -> None:
 def test_checkpoints_beside_the_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The code of docs/checkpoints.md."""
+    """Run the code of docs/checkpoints.md."""
     import torch
 
     import plait

@@ -350,9 +350,6 @@ def test_a_lost_loss_is_told_once(place: Path) -> None:
     assert "Traceback" not in err + out
 
 
-# ---- everything that is refused before a process starts ---------------------------------------------------------------------------------
-
-
 def _main(place: Path, *arguments: str, file: str = "small.json") -> int:
     """The command in this process: nothing may be started, so nothing is isolated."""
     with pytest.MonkeyPatch.context() as patch:

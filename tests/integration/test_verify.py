@@ -43,9 +43,6 @@ from tests.pool import Pool
 ROOT = Path(__file__).parents[2]
 
 
-# ---- models that functions bring ----------------------------------------------------------------------------------------------------
-
-
 def plain() -> nn.Module:
     """A language model with weights of its own."""
     return PlainModel(tied=False)
@@ -116,9 +113,6 @@ def random_model() -> nn.Module:
             return output
 
     return Noisy(tied=True)
-
-
-# ---- planted defects ----------------------------------------------------------------------------------------------------------------
 
 
 class _Done:
@@ -281,9 +275,6 @@ def test_what_is_found_first(pool: Pool) -> None:
     assert "first: initial weight of embed.weight: ranks hold different copies" in told
 
 
-# ---- equal layouts ------------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("processes", "changes"),
     [
@@ -352,9 +343,6 @@ def test_a_model_that_counts_its_blocks_stays_whole() -> None:
     plan = planned(given=counted)
     assert len(plan.build(torch.float64).model.blocks) == 3
     assert any("as it is: with 2 of its 3 blocks it does not run" in line for _, line in plan.lines)
-
-
-# ---- the command --------------------------------------------------------------------------------------------------------------------
 
 
 def run(
@@ -544,9 +532,6 @@ class Counted(PlainModel):
 def counted() -> nn.Module:
     """A model that cannot lose a block."""
     return Counted(tied=False)
-
-
-# ---- how a file becomes small -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from plait.model.blocks import find_blocks
 from plait.parallel import materialise
 from plait.verify.keep_float64 import keeping_float64
 from plait.verify.parity import Trace, compare, engine_trace, reference_trace, worst
-from tests.parity import cases
+from tests.parity import adapted, cases
 
 CLIPPING, SEED, STEPS = 0.5, 3, 2
 Data = Literal["causal", "packed", "padded", "uneven", "one_target", "border"]
@@ -35,6 +35,8 @@ class Case:
     degrees: tuple[tuple[str, Any], ...] = (("cp", 2),)
     more: tuple[tuple[str, Any], ...] = ()
     eager: bool = False
+    adapted: bool = False
+    """Whether the model is frozen, with adapters of PEFT's LoRA that train."""
 
     @property
     def parallel(self) -> dict[str, Any]:
@@ -74,7 +76,12 @@ class Case:
         parts += [f"zero{self.stage}"] if self.stage else []
         parts += [
             word
-            for word, on in (("window", self.window), ("tied", self.tied), ("eager", self.eager))
+            for word, on in (
+                ("window", self.window),
+                ("tied", self.tied),
+                ("eager", self.eager),
+                ("adapted", self.adapted),
+            )
             if on
         ]
         return "-".join([*parts, *(f"{key}" for key, _ in self.more)])
@@ -102,6 +109,8 @@ def build(case: Case, *, layers: int | None = None) -> torch.nn.Module:
     config.use_cache = False  # with a cache Transformers does not look for documents
     if case.window:
         config.sliding_window = WINDOW
+    if case.adapted:
+        return adapted.on(AutoModelForCausalLM.from_config(config).to(torch.float64))
     with torch.device("meta"):
         made = AutoModelForCausalLM.from_config(
             config, attn_implementation="eager" if case.eager else None
@@ -166,15 +175,16 @@ def reference(case: Case) -> Trace:
 def _reference(case: Case, layers: int, micro_batches: int) -> Trace:
     """Of a case without what one process does not have."""
     model = build(case, layers=layers)
-    template = materialise.template_of(model)
-    materialise.allocate(model, torch.device("cpu"))
-    materialise.initialise(model, template, find_blocks(model), seed=SEED)
+    if not case.adapted:
+        template = materialise.template_of(model)
+        materialise.allocate(model, torch.device("cpu"))
+        materialise.initialise(model, template, find_blocks(model), seed=SEED)
     with keeping_float64(model):
         return reference_trace(
             model,
             steps(case.data, micro_batches),
             loss_fn=plait.causal_lm_loss,
-            optimizer=cases.adamw,
+            optimizer=lambda parameters: cases.adamw([p for p in parameters if p.requires_grad]),
             clipping=CLIPPING,
         )
 

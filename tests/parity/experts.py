@@ -357,9 +357,6 @@ def carried_over(one: Trained, other: Trained, folder: str) -> list[float]:
     return found
 
 
-# ---- one process --------------------------------------------------------------------------------------------------------------------
-
-
 def reference(case: Case) -> Result:
     """Of the same global batches."""
     alone = replace(case, stage=0, degrees=(), more=(), dp=1, kind="eager", offload="")

@@ -237,9 +237,6 @@ def test_nothing_is_published_before_it_is_on_the_disk(pool: Pool, tmp_path: Pat
     ]
 
 
-# ---- damage of every kind ---------------------------------------------------------------------------------------------------------------
-
-
 def two(rank: int, world: int, folder: str) -> None:
     """Two checkpoints. Runs in a worker."""
     engine = engine_of(world)

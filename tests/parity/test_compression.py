@@ -37,9 +37,6 @@ def numbers(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-# ---- one collective at a time ----------------------------------------------------------------------------------------------------------
-
-
 def gathers(rank: int, ranks: int, bits: Bits) -> torch.Tensor:
     """Vectors exact, matrices within half a scale. Runs in a worker."""
     segments = [Segment(700, True), Segment(9, False)]
@@ -166,8 +163,6 @@ def like_torch(rank: int, ranks: int) -> float:
 def test_powersgd_is_torchs(pool: Pool) -> None:
     assert max(pool.run(2, like_torch)) < 1e-3
 
-
-# ---- whole trainings ------------------------------------------------------------------------------------------------------------------
 
 WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "stage 0 int8": (0, {"compress_gradients": "int8"}),
@@ -332,8 +327,6 @@ def test_two_hops_by_themselves_on_two_machines(pool: Pool) -> None:
     assert groups == {2}
     assert losses == pytest.approx(reference, rel=0.01)
 
-
-# ---- in a pipeline ---------------------------------------------------------------------------------------------------------------------
 
 IN_PIPELINE = [
     ("stage 0 powersgd", "interleaved-1f1b"),

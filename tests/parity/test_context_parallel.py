@@ -42,6 +42,7 @@ TWO = [
     Case("ring", "one_target", "llama", stage=2, more=(("loss_chunk_tokens", 5),)),
     Case("all-gather-kv", "border", "llama", stage=3, more=(("recompute", SELECTIVE),)),
     Case("ulysses", "causal", "gpt2", tied=True, more=(("recompute", SELECTIVE),)),
+    Case("ring", "packed", "llama", stage=3, adapted=True),
 ]
 """Processes of a pool that exists for others, so that each is a third of a second."""
 FOUR = [
@@ -123,9 +124,6 @@ def test_equals_one_process(pool: Pool, case: Case) -> None:
 def test_sample_equals_one_process(pool: Pool, case: Case) -> None:
     """The same, for a part of the matrix that no person chose."""
     assert_equal(case, pool.run(case.world, train, case))
-
-
-# ---- one engine of each kind, asked for everything else -------------------------------------------------------------------------------
 
 
 def one_engine(rank: int, world: int, case: Case, folder: str) -> tuple[Any, ...]:
@@ -250,9 +248,6 @@ def test_other_rows_on_each_rank(pool: Pool) -> None:
     assert all(
         "not the same on all ranks of the cp axis" in message for message in pool.run(2, other_rows)
     )
-
-
-# ---- the page -------------------------------------------------------------------------------------------------------------------------
 
 
 def page(rank: int, world: int) -> int:

@@ -177,9 +177,6 @@ def test_the_models_configuration_is_the_users(
         assert after == [before, before]
 
 
-# ---- one engine, asked for everything else --------------------------------------------------------------------------------------------
-
-
 def one_engine(rank: int, world: int, case: Case, folder: str) -> tuple[Account, list[float]]:
     """(bytes, what checkpoints carried over to a layout of data-parallel ranks alone and back). Runs in a worker."""
     model, other, plain = build(case), build(case), Case(case.family, 1, dp=2)

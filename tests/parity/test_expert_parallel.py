@@ -116,9 +116,6 @@ def test_sample_equals_one_process(pool: Pool, case: Case) -> None:
     assert_equal(case, pool.run(case.world, train, case))
 
 
-# ---- one engine, asked for everything else --------------------------------------------------------------------------------------------
-
-
 def one_engine(
     rank: int, world: int, case: Case, folder: str, plain: Case
 ) -> tuple[Account, list[str], list[float]]:

@@ -157,9 +157,6 @@ def test_a_group_for_an_unfrozen_block(pool: Pool, tmp_path: Path, stage: int) -
             )
 
 
-# ---- LoRA whose reference forward comes first ------------------------------------------------------
-
-
 class WithReference:
     """Steps before which the model runs without its adapters: before each, or, with gradients, before the first."""
 
@@ -249,9 +246,6 @@ def test_evaluation_without_adapters_first(pool: Pool, tmp_path: Path, stage: in
     ):
         assert found_base == pytest.approx(base, rel=1e-5)
         trainers.close(found, wanted)
-
-
-# ---- a generator whose step comes first ------------------------------------------------------------
 
 
 def pair() -> tuple[nn.Module, nn.Module]:

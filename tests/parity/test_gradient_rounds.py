@@ -108,9 +108,6 @@ def engine_of(
     return plait.initialize(model, config, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1))
 
 
-# ---- A1 -----------------------------------------------------------------------------------------------------------------------------
-
-
 def several_backwards(rank: int, world: int, stage: int, more: dict[str, Any]) -> None:
     """Runs in a worker."""
     for frozen, twice, parts in (
@@ -189,9 +186,6 @@ def own_loop(rank: int, world: int, stage: int) -> None:
 def test_gradients_that_come_in_parts_in_a_loop_of_ones_own(pool: Pool, stage: int) -> None:
     """A1, as DistributedDataParallel adds them up: means over the ranks."""
     pool.run(WORLD, own_loop, stage)
-
-
-# ---- A2 -----------------------------------------------------------------------------------------------------------------------------
 
 
 class Unusual(nn.Module):
@@ -281,9 +275,6 @@ def test_parameters_that_lie_unusually_in_memory(
     pool.run(WORLD, lying_unusually, stage, more)
 
 
-# ---- A12 ----------------------------------------------------------------------------------------------------------------------------
-
-
 class Deep(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -353,9 +344,6 @@ def test_a_forward_before_the_update_leaves_no_old_values(
 ) -> None:
     """A12."""
     pool.run(WORLD, looks_between, stage, {"transport": transport})
-
-
-# ---- A14 ----------------------------------------------------------------------------------------------------------------------------
 
 
 def fails(run: Callable[[], Any]) -> None:
@@ -456,9 +444,6 @@ def after_failures(rank: int, world: int, stage: int, more: dict[str, Any]) -> N
 def test_a_failed_step_leaves_nothing_behind(pool: Pool, stage: int, more: dict[str, Any]) -> None:
     """A14: all ranks raised, the user caught it and went on; and `engine.zero_grad` drops what a step has so far."""
     pool.run(WORLD, after_failures, stage, more)
-
-
-# ---- A11, and a loop of one's own -----------------------------------------------------------------------------------------------------
 
 
 def given_twice(rank: int, world: int) -> None:

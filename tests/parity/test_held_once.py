@@ -55,9 +55,6 @@ def test_what_one_writes_all_read(pool: Pool, ranks: int) -> None:
     pool.run(ranks, written)
 
 
-# ---- trainings ----------------------------------------------------------------------------------------------------------------------
-
-
 def late_in_backward(model: nn.Module, seconds: float) -> None:
     """Stand still before every block's backward."""
 
@@ -204,9 +201,6 @@ def test_what_is_computed_with_must_be_the_shards_themselves(
         config["zero_optimization"]["offload_optimizer"]["nvme_path"] = str(tmp_path)
     words, shared = pool.run(world, said, config)[0]
     assert HELD not in words and not shared
-
-
-# ---- an evaluation, after which a rank changes what it holds --------------------------------------------------------------------------
 
 
 def changed_after_evaluation(

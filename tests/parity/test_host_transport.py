@@ -86,9 +86,6 @@ def scatter(
     return output
 
 
-# ---- one collective at a time -------------------------------------------------------------------------------------------------------
-
-
 def against_torch(rank: int, ranks: int) -> None:
     """Exact sums, all dtypes, sizes up and down, in both forms. Runs in a worker."""
     way = shared()
@@ -181,9 +178,6 @@ def half_sums(rank: int, ranks: int) -> None:
 
 def test_half_precision_is_summed_in_float32(pool: Pool) -> None:
     pool.run(4, half_sums)
-
-
-# ---- many at once -------------------------------------------------------------------------------------------------------------------
 
 
 def held(rank: int, ranks: int) -> None:
@@ -314,9 +308,6 @@ def test_groups_do_not_disturb_each_other(pool: Pool) -> None:
     pool.run(4, pairs)
 
 
-# ---- where it does not apply ---------------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def on_one_rank(rank: int, target: str, value: Any) -> Iterator[None]:
     """Rank 1's machine is different."""
@@ -428,8 +419,6 @@ def out_of_step(rank: int, ranks: int) -> None:
 def test_different_sizes_are_an_error(pool: Pool) -> None:
     pool.run(2, out_of_step)
 
-
-# ---- whole trainings ----------------------------------------------------------------------------------------------------------------
 
 LAYOUTS = [
     (2, 0, 1),

@@ -203,9 +203,6 @@ def test_urls_that_are_none() -> None:
     assert place_of("file:///a/b") == Path("/a/b") and place_of("a/b") == Path("a/b")
 
 
-# ---- S3 ---------------------------------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def s3() -> Iterator[dict[str, str]]:
     """What a process needs in its environment to reach a server of S3's API on this machine."""

@@ -104,9 +104,6 @@ def one_process(dp: int) -> tuple[dict[str, torch.Tensor], list[list[float]], li
     return {name: p.detach() for name, p in model.named_parameters()}, losses, norms
 
 
-# ---- beside the engine's three calls ------------------------------------------------------------------------------------------------
-
-
 def both(
     rank: int, world: int, config: dict[str, Any], folder: str
 ) -> tuple[list[bool], list[bool]]:

@@ -166,9 +166,6 @@ def test_an_output_that_torch_cannot_look_into(pool: Pool, config: dict[str, Any
     check(pool, 4, "plain", True, config)
 
 
-# ---- DeepSpeed's shape of a model ---------------------------------------------------------------------------------------------------
-
-
 def head(layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
     """An embedding's weight as a projection."""
     return nn.functional.linear(hidden, layer.weight)  # type: ignore[arg-type]
@@ -236,9 +233,6 @@ def test_layer_specs(pool: Pool, world: int, config: dict[str, Any]) -> None:
     )
     difference = worst(compare(expected, found))
     assert difference.ok(1e-10), f"{difference.name}: {difference.error}"
-
-
-# ---- evaluation, checkpoints, overflow ----------------------------------------------------------------------------------------------
 
 
 def evaluate(rank: int, world: int, config: dict[str, Any]) -> tuple[tuple[float, float], Any, Any]:

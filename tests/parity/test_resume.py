@@ -109,9 +109,6 @@ def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> l
     return [name for name in one if not torch.equal(one[name], other[name])]
 
 
-# ---- saving changes nothing -----------------------------------------------------------------------------------------------------------
-
-
 def saved_and_not(rank: int, world: int, folder: str, names: list[str]) -> dict[str, list[str]]:
     """By optimizer: the parameters that differ, with a word for when. Runs in a worker."""
     found: dict[str, list[str]] = {}
@@ -176,8 +173,6 @@ def test_saving_after_skipped_steps_changes_nothing(pool: Pool, tmp_path: Path) 
     """A7, where every step so far overflowed."""
     assert pool.run(1, skipped_first, str(tmp_path))[0] == []
 
-
-# ---- schedules ------------------------------------------------------------------------------------------------------------------------
 
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "milestones": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, milestones=[2, 5], gamma=0.5),
@@ -250,8 +245,6 @@ def refusals(rank: int, world: int) -> list[str]:
         said.append(str(error.value))
     return said
 
-
-# ---- what the configuration says now --------------------------------------------------------------------------------------------------
 
 LONGER = {"type": "CosineAnnealingLR", "params": {"T_max": 9}}
 COSINE = {"type": "CosineAnnealingLR", "params": {"T_max": 6}}
@@ -352,9 +345,6 @@ def test_what_the_configuration_says_now_wins(pool: Pool, tmp_path: Path) -> Non
         assert len(said[name]) == 1 and "the learning rate goes on at" in said[name][0], name
 
 
-# ---- another model --------------------------------------------------------------------------------------------------------------------
-
-
 def other_depth(rank: int, world: int, folder: str) -> list[str]:
     """Runs in a worker."""
     go(engine_of(1, stage=0, layers=4), 0).save_checkpoint(Path(folder) / "four")
@@ -375,9 +365,6 @@ def test_missing_and_extra_tensors_are_refused(pool: Pool, tmp_path: Path) -> No
     deeper, shallower = pool.run(1, other_depth, str(tmp_path))[0]
     assert "is of another model: it has 14 tensors that this model lacks: blocks.2." in deeper
     assert "is of another model: it lacks 14 tensors that this model has: blocks.2." in shallower
-
-
-# ---- generators -----------------------------------------------------------------------------------------------------------------------
 
 
 def drawn(rank: int, world: int, folder: str, first: dict[str, int], second: dict[str, int]) -> Any:

@@ -196,9 +196,6 @@ def test_what_the_trainer_refuses(pool: Pool, tmp_path: Any) -> None:
         assert "max_steps has to be specified" in steps
 
 
-# ---- DeepSpeed's calls ---------------------------------------------------------------------------------------------------------------
-
-
 class Numbers(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
     """Sequences that differ, of which one says its number."""
 

@@ -84,8 +84,6 @@ def test_momentum_of_a_branch_used_later(pool: Pool, stage: int) -> None:
     assert bar.ok(1e-10), f"{bar.name}: {bar.error}"
 
 
-# ---- in a loop of the user's -----------------------------------------------------------------------
-
 Gradients = list[dict[str, torch.Tensor | None]]
 
 

@@ -452,6 +452,31 @@ def block_mask(block: nn.Module) -> Any:
     return hook
 
 
+class Mask(nn.Module):
+    """A parametrization that masks a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.eye(WIDTH))
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * self.mask
+
+
+class ParametrizedNet(Net):
+    """`PrunedNet` as the error advises to write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            nn.utils.parametrize.register_parametrization(block.linear, "weight", Mask())
+
+
+def weights_masked_by_parametrize(run: Run) -> None:
+    """The weights are masked by `torch.nn.utils.parametrize`."""
+    train(run, build(ParametrizedNet))
+
+
 def weights_masked_before_the_forward(run: Run) -> None:
     """A forward pre-hook writes to a block's weight."""
     train(run, build(PrunedNet))

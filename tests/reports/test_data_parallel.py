@@ -175,8 +175,9 @@ CASES = [
     Case(
         "pytorch-103958",
         parameters.weights_masked_before_the_forward,
-        defects=on(TORCH, "silently wrong: what is written to a gathered weight's data is lost"),
+        refused=on(TORCH, "the model writes to this parameter"),
     ),
+    Case("pytorch-103958-remedy", parameters.weights_masked_by_parametrize),
     Case("DeepSpeed-7718", steps.clipped_accumulation),
     Case("ColossalAI-2496", steps.logits_after_accumulated_steps),
     Case("DeepSpeed-1823", steps.many_groups_of_adam),

@@ -42,9 +42,6 @@ from tests.simulated_device.runs import config_of, resumed, steps_taken
 CUDA = torch.device("cuda", 0)
 
 
-# ---- numbers that are read later ----------------------------------------------------------------------------------------------------
-
-
 class Averaging(nn.Module):
     """A buffer that changes at every step, and one that begins to on rank 1 in the third."""
 
@@ -130,9 +127,6 @@ def test_weights_of_a_loss(simulated: SimulatedPool) -> None:
     assert "the loss returned weights" in simulated.run(1, weighed, 1.0)[0]
 
 
-# ---- seconds ------------------------------------------------------------------------------------------------------------------------
-
-
 class Paced:
     """Steps of a second of the device's clock, validations of ten."""
 
@@ -212,9 +206,6 @@ def clocked(rank: int, world: int) -> float:
 
 def test_the_end_of_a_step_is_waited_for(simulated: SimulatedPool) -> None:
     assert simulated.run(1, clocked) == [2.0]
-
-
-# ---- checkpoints --------------------------------------------------------------------------------------------------------------------
 
 
 def staged(rank: int, world: int) -> list[float]:

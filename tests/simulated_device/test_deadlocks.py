@@ -110,9 +110,6 @@ def test_names_are_told_once() -> None:
     assert len(stuck(ring).splitlines()) <= 8
 
 
-# ---- real calls ---------------------------------------------------------------------------------------------------------------------
-
-
 def ring(rank: int, world: int, way: str) -> list[float]:
     """Every rank sends to the next. Runs in a worker."""
     mine, found = torch.full((4,), float(rank), device="cuda"), torch.empty(4, device="cuda")

@@ -24,9 +24,6 @@ def said() -> list[str]:
     return found
 
 
-# ---- kernels ------------------------------------------------------------------------------------------------------------------------
-
-
 def _trained(device: str) -> list[torch.Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 4)).to(
@@ -101,9 +98,6 @@ def saved(rank: int, world: int, folder: str) -> None:
     torch.save(torch.arange(3.0, device="cuda"), f"{folder}/x.pt")
     assert torch.load(f"{folder}/x.pt").is_cuda
     assert torch.load(f"{folder}/x.pt", map_location="cpu").device.type == "cpu"
-
-
-# ---- waits --------------------------------------------------------------------------------------------------------------------------
 
 
 def copies_to_the_host(rank: int, world: int) -> None:
@@ -274,8 +268,6 @@ def test_what_the_pool_tells(simulated: SimulatedPool) -> None:
         simulated.run(1, fails)
 
 
-# ---- memory -------------------------------------------------------------------------------------------------------------------------
-
 LIMITED = """
 import torch
 assert torch.cuda.get_device_properties(0).total_memory == 64 << 20
@@ -307,9 +299,6 @@ def test_memory_is_limited(device: Path) -> None:
     )
     assert found.returncode == 0, found.stderr
     assert "CUDA out of memory" in found.stdout and "GPU 0" in found.stdout
-
-
-# ---- the build ----------------------------------------------------------------------------------------------------------------------
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

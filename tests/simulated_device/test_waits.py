@@ -29,9 +29,6 @@ from tests.simulated_device.runs import config_of, in_stages, on_axes, resumed
 CUDA = torch.device("cuda", 0)
 
 
-# ---- stores of activations ----------------------------------------------------------------------------------------------------------
-
-
 def host_store(rank: int, world: int) -> None:
     """Buffers are used again while the device is behind; a tensor may be asked for twice. Runs in a worker."""
     store = HostStore(CUDA)
@@ -127,9 +124,6 @@ def test_stores(simulated: SimulatedPool, tmp_path: Path) -> None:
     """Bit for bit."""
     simulated.run(1, host_store)
     simulated.run(1, disk_store, str(tmp_path))
-
-
-# ---- collectives and messages -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("kind", "unused_parameters"), [("plain", True), ("llama", False)])

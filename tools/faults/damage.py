@@ -66,9 +66,6 @@ def put(folder: Path, value: int, tag: str) -> None:
     )
 
 
-# ---- files that are not what was written ------------------------------------------------------------------------------------------------
-
-
 def _flip(chance: random.Random, path: Path, other: Path) -> str:
     raw = bytearray(path.read_bytes())
     at = chance.randrange(len(raw))
@@ -164,9 +161,6 @@ def _look(one: Found, folder: Path, path: Path, tensor: str) -> None:
         one.wrong.append(
             f"{one.kind} of {path.name} {tensor}: said {said[:200]!r}, loaded {taken!r}"
         )
-
-
-# ---- a file system that fails -----------------------------------------------------------------------------------------------------------
 
 
 def failing_saves(folder: Path) -> list[dict[str, Any]]:

@@ -166,9 +166,6 @@ def _answer(rank: int, checkpoints: str, answer: str, load: Load) -> None:
         Path(answer).write_text(str(values.pop()) if len(values) == 1 else "mixed")
 
 
-# ---- Plait ------------------------------------------------------------------------------------------------------------------------------
-
-
 def _plait_save(folder: Path, step: int, tensors: dict[str, torch.Tensor], kept: Any) -> Any:
     from plait.checkpoint.save import snapshot, write
     from plait.cluster.layout import Layout
@@ -190,9 +187,6 @@ def _plait_load(folder: Path) -> list[torch.Tensor] | None:
     reader = Reader(found)
     reader.verify("full")
     return [reader.read(name) for name in reader.tensors]
-
-
-# ---- DCP --------------------------------------------------------------------------------------------------------------------------------
 
 
 def _dcp_save(folder: Path, step: int, tensors: dict[str, torch.Tensor], kept: Any) -> Any:
@@ -227,9 +221,6 @@ def _dcp_read(path: Path) -> list[torch.Tensor] | None:
     tensors = {f"t{index}": torch.zeros(ELEMENTS) for index in range(TENSORS)}
     dcp.load(tensors, checkpoint_id=path)
     return list(tensors.values())
-
-
-# ---- the Trainer of Transformers --------------------------------------------------------------------------------------------------------
 
 
 def _trainer_save(folder: Path, step: int, tensors: dict[str, torch.Tensor], kept: Any) -> Any:
@@ -283,9 +274,6 @@ def _trainer(folder: Path) -> Any:
     trainer = Trainer(model=Model(Config()), args=arguments)
     trainer.create_optimizer_and_scheduler(100)
     return trainer
-
-
-# ---- DeepSpeed --------------------------------------------------------------------------------------------------------------------------
 
 
 def _deepspeed_save(folder: Path, step: int, tensors: dict[str, torch.Tensor], kept: Any) -> Any:

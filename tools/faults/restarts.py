@@ -323,9 +323,6 @@ def _check(found: Restart, checks: dict[str, bool], train: Train) -> None:
         shutil.rmtree(train.folder)
 
 
-# ---- numbers that are not finite --------------------------------------------------------------------------------------------------------
-
-
 def roll_back(folder: Path, *, rank_of_it: int) -> Restart:
     """A batch whose loss is NaN on one rank: the run goes back to its last checkpoint, leaves the batch out, and goes on to its end. It is
     the run that never had the batch, bit for bit."""

@@ -47,6 +47,11 @@ def adapters_of(model: Any) -> tuple[str, ...]:
     return tuple(getattr(model, "peft_config", ()))
 
 
+def without_wrapper(model: nn.Module) -> nn.Module:
+    """Return the model that PEFT's `get_peft_model` wraps, or any other model itself."""
+    return cast("Any", model).get_base_model() if adapters_of(model) else model
+
+
 @contextmanager
 def without_adapters(model: nn.Module, wrappers: Mapping[str, nn.Module]) -> Iterator[None]:
     """The model with the layers themselves in their places."""

@@ -1,1 +1,1 @@
-"""Proof that a layout computes what one process would."""
+"""Comparison of a layout with one process: small model, ragged data, two references, report."""

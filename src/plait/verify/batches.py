@@ -1,8 +1,8 @@
-"""The data of a comparison: few, short, and uneven in every way that real batches are.
+"""Data of a comparison: few and short samples that are uneven in every way that real batches are.
 
-Micro-batches of different lengths, rows padded on the right and on the left, unequal numbers of
-targets, one micro-batch with no target at all. What a rank gets depends on the step and the
-micro-batch only, so a layout and one process see the same.
+Micro-batches have different lengths, rows are padded on the right or on the left, numbers of
+targets differ, and one micro-batch has no target at all. The data of a micro-batch depend on the
+step and on its index only, so a layout and one process see the same data.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import torch
 from plait.parallel.micro_batches import IGNORED
 
 BatchFunction = Callable[[int, torch.Generator], Any]
-"""(samples, generator) to one micro-batch: what a user gives for a model that is not a language
-model.
+"""Function of (samples, generator) that returns one micro-batch.
+
+Users provide one for a model that is not a language model.
 """
 
 SHORTEST = 5
@@ -26,8 +27,17 @@ LONGEST = 12
 def ragged_steps(
     *, steps: int, micro_batches: int, size: int, seed: int, micro_batch: BatchFunction
 ) -> list[list[Any]]:
-    """`steps` x `micro_batches` micro-batches of `size` samples. The second of the first step (the
-    only one, where a step has one and there are more steps) loses its targets, if it has `labels`.
+    """Return micro-batches of random data, one list per step.
+
+    One micro-batch has no targets if its batches have `labels`: the second of the first step, or
+    the only one of the second step.
+
+    Args:
+        steps: Number of optimizer steps.
+        micro_batches: Micro-batches per step, over all data-parallel ranks.
+        size: Samples per micro-batch.
+        seed: Seed of the generator that is passed to `micro_batch`.
+        micro_batch: Function that creates a micro-batch.
     """
     generator = torch.Generator().manual_seed(seed + 1)
     plan = [[micro_batch(size, generator) for _ in range(micro_batches)] for _ in range(steps)]
@@ -41,9 +51,17 @@ def ragged_steps(
 def token_batches(
     *, vocabulary: int, first: str, mask: str | None, left: bool = True
 ) -> BatchFunction:
-    """Micro-batches of random tokens: `first` [size, length] int64, `labels` alike with -100 where
-    padded, and a `mask` where it has a name. Rows are in turn padded on the right, on the left
-    (unless `left` is false), and full; a third of a row at least is padding.
+    """Return a function that creates micro-batches of random tokens.
+
+    A micro-batch has the tokens [size, length] int64, `labels` [size, length] int64 with -100 at
+    padding, and an attention mask [size, length] int64. Rows alternate between padding on the
+    right, padding on the left and no padding.
+
+    Args:
+        vocabulary: Number of tokens.
+        first: Key of the tokens, such as `input_ids`.
+        mask: Key of the attention mask, or None for a model that takes none.
+        left: Whether rows may be padded on the left.
     """
     kinds = ("right", "left", "full") if left else ("right", "full")
 

@@ -1,9 +1,9 @@
-"""From what a user names (a configuration's `model` section, a folder, a hub name, a config.json, a
-function) to a small TestedModel.
+"""Choice of a small model that stands for the one that a user names.
 
-Candidates are tried from small to large, each by one forward and backward on the CPU in float64:
-what a rule of shrinking gets wrong for some architecture shows there and not in a worker. The
-choice and its reasons are reported, line by line.
+A user names a `model` section, a folder, a name on the hub, a config.json or a function. Candidates
+are tried from small to large, each by one forward and backward on the CPU in float64. An
+architecture for which a shrinking rule is wrong fails here and not in a worker. The choice and its
+reasons are reported line by line.
 """
 
 from __future__ import annotations
@@ -39,36 +39,43 @@ from plait.verify.model_under_test import (
 )
 
 _MOST_DEPTH = 8
-"""So deep may a shrunk model be to have every kind of module of the large one."""
+"""Largest depth of a shrunk model that contains every kind of module of the large one."""
 _MOST_PARAMETERS = 30_000_000
-"""A Transformers model is compared if it can be made smaller than this; each process holds some ten
-times its float64 bytes.
-"""
+"""Largest small model, in parameters. A process allocates about ten times its float64 bytes."""
 _FUNCTION = "package.module:function"
 _MASK = "attention_mask"
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A tested, and what to tell of it."""
+    """The model to compare, with the lines of the report about it."""
 
     tested: TestedModel
     lines: tuple[str, ...]
     names: tuple[str, ...]
     """Names of the blocks of the small model."""
     share: float
-    """Parameters of the small model, of those of the large one."""
+    """Parameters of the small model, as a fraction of those of the large one."""
     dtype: str
-    """Of the parameters, where a run does not say otherwise."""
+    """Dtype of the parameters in a run that does not set one."""
 
 
 def choose(config: Config, given: str | None, *, layout: Layout) -> Choice:
-    """The small model that stands for the one in `config`, or for `given`. Raises InputError,
-    ConfigError or ModelError.
+    """Return the small model that stands for the user's model.
+
+    Args:
+        config: The configuration, whose `model` section is used if `given` is None.
+        given: Folder, name, config.json or `package.module:function`, or None.
+        layout: The layout, whose degrees the small model has to allow as the large one does.
+
+    Raises:
+        InputError: `given` cannot be read.
+        ConfigError: The configuration names no model.
+        ModelError: No small version of the model runs.
     """
     blocks = config.parallel.blocks
     if given is not None and ":" in given and not Path(given).exists():
-        return _function(given, blocks, layout)
+        return _choose_function(given, blocks, layout)
     if given is None and config.model is None:
         example = '"model": {"config": {"model_type": "llama"}}'
         raise ConfigError(
@@ -81,12 +88,15 @@ def choose(config: Config, given: str | None, *, layout: Layout) -> Choice:
         )
     fields, title = fields_of(config, given)
     dtype = config.model.dtype if config.model is not None else "float32"
-    return _transformers(fields, title, blocks, layout, dtype=dtype)
+    return _choose_transformers(fields, title, blocks, layout, dtype=dtype)
 
 
 def fields_of(config: Config, given: str | None) -> tuple[shrink.Fields, str]:
-    """The Transformers configuration of the user's model, unshrunk, and a title: of `given` (a
-    name, folder or file), else of the `model` section. Raises InputError or ConfigError.
+    """Return the unshrunk Transformers configuration of the user's model, and a title.
+
+    Raises:
+        InputError: `given` (a name, folder or file) cannot be read.
+        ConfigError: The `model` section is wrong.
     """
     if given is not None:
         return _fields_at(given, "--model"), given
@@ -102,9 +112,7 @@ def fields_of(config: Config, given: str | None) -> tuple[shrink.Fields, str]:
 
 
 def _fields_at(source: str, option: str) -> shrink.Fields:
-    """Of a folder with config.json, of such a file, of a public model that `plait plan models`
-    lists, or of a name on the hub.
-    """
+    """Return the configuration in a folder or file, of a known public model, or on the hub."""
     require_transformers(option)
     from transformers import AutoConfig
 
@@ -128,7 +136,8 @@ def _fields_at(source: str, option: str) -> shrink.Fields:
         config = AutoConfig.from_pretrained(
             str(path) if path.exists() else source, trust_remote_code=False
         )
-    except Exception as error:  # the hub, the network and each configuration class raise their own
+    except Exception as error:
+        # The hub, the network and each configuration class raise exceptions of their own.
         raise InputError(
             f"{option} = {source!r}: Transformers cannot read it ({first_line(error)})"
         ) from error
@@ -137,10 +146,10 @@ def _fields_at(source: str, option: str) -> shrink.Fields:
     return read
 
 
-def _transformers(
+def _choose_transformers(
     fields: shrink.Fields, title: str, blocks: tuple[str, ...], layout: Layout, *, dtype: str
 ) -> Choice:
-    whole, kinds = _whole(fields, title)
+    whole, kinds = _measure_large_model(fields, title)
     failure: Exception | None = None
     best: tuple[TestedModel, nn.Module, list[str]] | None = None
     for small in _candidates(fields, layout):
@@ -151,10 +160,11 @@ def _transformers(
         ):
             continue  # only a deeper one can have more kinds of modules
         try:
-            tested, model = _tried(TestedModel(title=title, fields=small, blocks=blocks))
+            tested, model = _try_model(TestedModel(title=title, fields=small, blocks=blocks))
         except (ConfigError, InputError):
             raise
-        except Exception as error:  # whatever a model raises that was made too small for itself
+        except Exception as error:
+            # A model that is too small for its architecture raises any exception.
             failure = error if failure is None or isinstance(failure, _TooLarge) else failure
             continue
         missing = sorted(kinds - {type(module).__name__ for module in model.modules()})
@@ -175,22 +185,25 @@ def _transformers(
     lines = [f"{title}, shrunk: {'; '.join(listed)}" if listed else f"{title}, as it is"]
     if missing:
         lines.append(f"not in the small model, so not verified: {', '.join(missing)}")
-    return _choice(tested, model, lines, whole=whole, dtype=dtype)
+    return _make_choice(tested, model, lines, whole=whole, dtype=dtype)
 
 
-def _whole(fields: shrink.Fields, title: str) -> tuple[int, set[str]]:
-    """(parameters, names of the classes of modules) of the model as it is named."""
+def _measure_large_model(fields: shrink.Fields, title: str) -> tuple[int, set[str]]:
+    """Return the number of parameters and the class names of the modules of the large model."""
     try:
         model = transformers_model(fields, dtype=torch.float32)
     except (ValueError, KeyError) as error:
         raise InputError(
             f"{title}: not a causal language model of Transformers ({first_line(error)})"
         ) from error
-    return _size(model), {type(module).__name__ for module in model.modules()}
+    return _parameter_count(model), {type(module).__name__ for module in model.modules()}
 
 
 def _candidates(fields: shrink.Fields, layout: Layout) -> Iterator[shrink.Fields]:
-    """From small to large; at last as it is but for the vocabulary and what is random."""
+    """Yield candidates from small to large.
+
+    The last one has all layers at full width, with a small vocabulary and without dropout.
+    """
     least = max(shrink.DEPTH, 2 * layout.pp if layout.pp > 1 else 0)
     whole = shrink.depth_of(fields) or least
     for depth in sorted({min(depth, whole) for depth in range(least, max(least, _MOST_DEPTH) + 1)}):
@@ -206,9 +219,9 @@ def _candidates(fields: shrink.Fields, layout: Layout) -> Iterator[shrink.Fields
     yield shrink.with_small_rest(fields, layout)
 
 
-def _function(path: str, blocks: tuple[str, ...], layout: Layout) -> Choice:
+def _choose_function(path: str, blocks: tuple[str, ...], layout: Layout) -> Choice:
     model, loss, _ = call_function(path)
-    whole = _size(model)
+    whole = _parameter_count(model)
     dtype = next(
         (name for name, known in DTYPES.items() for p in model.parameters() if p.dtype == known),
         "float32",
@@ -222,21 +235,22 @@ def _function(path: str, blocks: tuple[str, ...], layout: Layout) -> Choice:
     lines = [f"{path}, as it is"]
     if shrunk is not None:
         try:
-            tested, small = _tried(TestedModel(**wanted, depth=depth))
-            return _choice(
+            tested, small = _try_model(TestedModel(**wanted, depth=depth))
+            return _make_choice(
                 tested,
                 small,
                 [f"{path}, shrunk: {shrunk} blocks -> {depth}"],
                 whole=whole,
                 dtype=dtype,
             )
-        except Exception as error:  # its forward may count the blocks
+        except Exception as error:
+            # The forward may depend on the number of blocks.
             lines = [
                 f"{path}, as it is: with {depth} of its {shrunk} blocks it does not run"
                 f" ({first_line(error)})"
             ]
     try:
-        return _choice(*_tried(TestedModel(**wanted)), lines, whole=whole, dtype=dtype)
+        return _make_choice(*_try_model(TestedModel(**wanted)), lines, whole=whole, dtype=dtype)
     except (ModelError, InputError):
         raise
     except Exception as error:
@@ -247,7 +261,7 @@ def _function(path: str, blocks: tuple[str, ...], layout: Layout) -> Choice:
 
 
 def _language_model(model: nn.Module, path: str) -> dict[str, Any]:
-    """How a module takes tokens."""
+    """Return the fields of a TestedModel that say how the module takes tokens."""
     embeddings = [
         module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)
     ]
@@ -266,7 +280,7 @@ def _language_model(model: nn.Module, path: str) -> dict[str, Any]:
 
 
 class _TooLarge(ModelError):
-    """A version that is no small one."""
+    """Error for a model whose smallest version is too large."""
 
     def __init__(self, title: str, size: int) -> None:
         rule = (
@@ -279,21 +293,24 @@ class _TooLarge(ModelError):
         )
 
 
-def _tried(tested: TestedModel) -> tuple[TestedModel, nn.Module]:
-    """The tested with what a forward and backward told, and its model in float64. Raises whatever
-    the model raises.
+def _try_model(tested: TestedModel) -> tuple[TestedModel, nn.Module]:
+    """Run a forward and backward, and return the completed TestedModel and its float64 model.
+
+    Raises:
+        Exception: Whatever the model raises.
     """
     if tested.fields is not None:
         model = transformers_model(tested.fields, dtype=torch.float64)
-        if _size(model) > _MOST_PARAMETERS:
-            raise _TooLarge(tested.title, _size(model))
+        if _parameter_count(model) > _MOST_PARAMETERS:
+            raise _TooLarge(tested.title, _parameter_count(model))
         names = inspect.signature(model.forward).parameters
         mask = _MASK if _MASK in names else None
         tested = tested.model_copy(update={"vocabulary": vocabulary_of(model.config), "mask": mask})
     built = build(tested, dtype=torch.float64)
     try:
         model = give_weights(built.model, blocks=tested.blocks, seed=0)
-    except ModelError:  # a parameter that only a constructor fills
+    except ModelError:
+        # Only the constructor fills some parameter.
         tested = tested.model_copy(update={"on_meta": False})
         built = build(tested, dtype=torch.float64)
         model = built.model
@@ -301,20 +318,20 @@ def _tried(tested: TestedModel) -> tuple[TestedModel, nn.Module]:
         if tested.mask is not None and not _takes_left_padding(built, model):
             tested = tested.model_copy(update={"left_padding": False})
             built = build(tested, dtype=torch.float64)
-        piece = _three_rows(built)
-        output = built.forward(model, piece)
+        micro_batch = _three_rows(built)
+        output = built.forward(model, micro_batch)
         bare = isinstance(output, torch.Tensor) and tested.vocabulary is not None
         if bare:
             tested = tested.model_copy(update={"bare_logits": True})
             built = build(tested, dtype=torch.float64)
 
         def run() -> float:
-            return float(built.loss(built.forward(model, piece), piece)[0].detach())
+            return float(built.loss(built.forward(model, micro_batch), micro_batch)[0].detach())
 
         narrow = roundings(run)
         for _ in range(3):
             _refuse_random(tested, run(), run())
-        built.loss(built.forward(model, piece), piece)[0].backward()
+        built.loss(built.forward(model, micro_batch), micro_batch)[0].backward()
     return tested.model_copy(update={"exact": not narrow}), model
 
 
@@ -326,17 +343,18 @@ def _three_rows(built: Built) -> Any:
 
 
 def _takes_left_padding(built: Built, model: nn.Module) -> bool:
-    piece = _three_rows(built)
+    micro_batch = _three_rows(built)
     try:
-        output = built.forward(model, piece)
+        output = built.forward(model, micro_batch)
         logits = output if isinstance(output, torch.Tensor) else output.logits
         return bool(torch.isfinite(logits).all())
-    except Exception:  # what is wrong without it shows next
+    except Exception:
+        # The next forward, without left padding, shows any other error.
         return False
 
 
 def vocabulary_of(config: Any) -> int | None:
-    """Number of tokens, of the text part where the model has several."""
+    """Return the number of tokens, of the text part if the model has several parts."""
     size = getattr(config, "vocab_size", None)
     return size if size is not None else getattr(config.get_text_config(), "vocab_size", None)
 
@@ -351,14 +369,14 @@ def _refuse_random(tested: TestedModel, first: float, second: float) -> None:
         )
 
 
-def _size(model: nn.Module) -> int:
+def _parameter_count(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _choice(
+def _make_choice(
     tested: TestedModel, model: nn.Module, lines: list[str], *, whole: int, dtype: str
 ) -> Choice:
-    small = _size(model)
+    small = _parameter_count(model)
     lines = [
         *lines,
         (

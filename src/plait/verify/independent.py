@@ -1,10 +1,9 @@
-"""A second reference, which shares no code with the model under test: torch's autograd and numpy,
-and nothing of Plait.
+"""Second reference, which uses torch's autograd and numpy and no code of Plait.
 
-`parity.reference_trace` runs Plait's loss and Plait's choice of optimizer; a mistake in one of them
-would be in both sides of that comparison. Here cross entropy, the mean over a step's targets,
-clipping and AdamW are written from their definitions in float64, and the weights come in as arrays.
-The model is whatever the caller built: its own forward is what both sides mean.
+`parity.reference_trace` runs Plait's loss and Plait's choice of optimizer. A mistake in one of them
+would be on both sides of that comparison. Here cross entropy, the mean over the targets of a step,
+clipping and AdamW are written from their definitions in float64, and the weights are passed as
+arrays. Only the model's own forward is common to both sides.
 """
 
 from __future__ import annotations
@@ -23,14 +22,12 @@ Batch = Mapping[str, torch.Tensor]
 IGNORED = -100
 """Label of a position that is not a target."""
 CLIP_EPSILON = 1e-6
-"""torch and DeepSpeed divide by norm + 1e-6."""
+"""Summand of the norm in clipping, as in torch and DeepSpeed."""
 
 
 @dataclass(frozen=True)
 class AdamW:
-    """Settings of Loshchilov and Hutter's Adam with decoupled weight decay (2019, algorithm 2),
-    constant from step to step.
-    """
+    """Constant settings of AdamW (Loshchilov and Hutter 2019, algorithm 2)."""
 
     lr: float
     beta1: float
@@ -41,14 +38,15 @@ class AdamW:
 
 @dataclass(frozen=True)
 class Result:
-    """What a training computed; every array is float64. A gradient is clipped, and None where no
-    micro-batch of the step used the parameter.
+    """Results of a training. All arrays are float64.
+
+    A gradient is clipped. It is None if no micro-batch of the step used the parameter.
     """
 
     losses: list[float] = field(default_factory=list)
-    """Mean over all targets of a step; NaN for a step without any."""
+    """Mean over all targets of a step. NaN for a step without targets."""
     norms: list[float] = field(default_factory=list)
-    """Before clipping."""
+    """Global gradient norms before clipping."""
     gradients: list[dict[str, Array | None]] = field(default_factory=list)
     parameters: dict[str, Array] = field(default_factory=dict)
 
@@ -62,13 +60,19 @@ def train(
     clipping: float,
     skipped: Collection[int] = (),
 ) -> Result:
-    """Train `model` (float64, on any device) from `weights` (parameter name to array; a tied
-    parameter under its first name).
+    """Train a model with AdamW.
 
-    `steps`: optimizer steps x micro-batches, each a mapping of the model's arguments and `labels`
-    [batch, seq] int64, where position t of the logits predicts label t + 1. `clipping`: largest
-    global norm, 0 for none. Steps in `skipped` change nothing. Raises ValueError for weights that
-    are not those of the model.
+    Args:
+        model: The model in float64, on any device.
+        weights: Initial values by parameter name. A tied parameter has its first name.
+        steps: Optimizer steps x micro-batches. Each is a mapping of the model's arguments and
+            `labels` [batch, seq] int64. Position t of the logits predicts label t + 1.
+        optimizer: Settings of AdamW.
+        clipping: Largest global gradient norm, or 0 for no clipping.
+        skipped: Steps that change nothing.
+
+    Raises:
+        ValueError: `weights` are not those of the model.
     """
     parameters = dict(model.named_parameters())
     _load(parameters, weights)
@@ -105,9 +109,7 @@ def train(
 
 @dataclass
 class _Moments:
-    """Running means of a parameter's gradient and of its square, and how often they were
-    updated.
-    """
+    """Running means of a parameter's gradient and of its square, and their number of updates."""
 
     mean: Array
     square: Array
@@ -146,8 +148,9 @@ def _array(tensor: torch.Tensor) -> Array:
 
 
 def _cross_entropy(model: Callable[..., Any], batch: Batch) -> torch.Tensor:
-    """The sum over a micro-batch's targets of -log softmax(logits)[target]; a zero with gradients
-    where there is none.
+    """Return the sum over a micro-batch's targets of -log softmax(logits)[target].
+
+    Without targets the result is a zero that has gradients.
     """
     output = model(**{name: value for name, value in batch.items() if name != "labels"})
     logits = (output if isinstance(output, torch.Tensor) else output.logits).to(torch.float64)

@@ -1,10 +1,9 @@
-"""Keeps a float64 model in float64: its classes' own casts to narrower dtypes are left out while
-they run forward.
+"""Context that keeps a float64 model in float64, by skipping the model's own casts.
 
-Transformers' norms, softmax and routers compute in float32 whatever the model's dtype. Rounding
-there turns a difference of 1e-16 between two layouts into one of 1e-7, under which real errors
-hide. Only casts inside the forward of the model's own classes are left out, so casts of an engine
-still count. Only verification does this; a run never does.
+Transformers' norms, softmax and routers compute in float32 whatever the model's dtype is. This
+rounding turns a difference of 1e-16 between two layouts into one of 1e-7, which hides real errors.
+Only casts inside the forward of the model's classes are skipped, so the casts of an engine still
+take effect. Only verification uses this.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _ANGLE_FUNCTIONS = (torch.Tensor.cos, torch.Tensor.sin, torch.cos, torch.sin)
 
 
 class _StayWide(TorchFunctionMode):
-    """Wherever a float64 tensor goes in, no narrower dtype is asked for."""
+    """Mode in which casts of float64 tensors to narrower dtypes return float64."""
 
     def __torch_function__(
         self,
@@ -53,23 +52,26 @@ class _StayWide(TorchFunctionMode):
                     if args[1].dtype in _NARROWER
                     else func(*args, **kwargs)
                 )
-            args = tuple([_wide(value) for value in args])
-            kwargs = {name: _wide(value) for name, value in kwargs.items()} if kwargs else kwargs
+            args = tuple([_widen(value) for value in args])
+            kwargs = {name: _widen(value) for name, value in kwargs.items()} if kwargs else kwargs
         return func(*args, **kwargs)
 
 
-def _wide(value: Any) -> Any:
+def _widen(value: Any) -> Any:
     return torch.float64 if isinstance(value, torch.dtype) and value in _NARROWER else value
 
 
 @contextmanager
 def keeping_float64(model: nn.Module, *others: type) -> Iterator[None]:
-    """Inside, the classes of `model`'s modules (torch's own excepted, which keep their dtype) run
-    forward without narrowing casts.
+    """Skip casts to narrower dtypes in the forwards of a float64 model.
 
-    The classes are patched, not the objects, so that copies, wrappers and recomputation of the
-    model see it too. `others` are optimizer classes, whose `step` is treated the same (torch's Muon
-    multiplies in bfloat16).
+    Classes of torch keep their dtype and are not changed. Classes are patched and not objects, so
+    that copies, wrappers and recomputation of the model are covered.
+
+    Args:
+        model: The model. Nothing happens if it has no float64 parameters.
+        others: Optimizer classes whose `step` is treated the same, because it narrows on purpose
+            (torch's Muon multiplies in bfloat16).
     """
     dtypes = {parameter.dtype for parameter in model.parameters()}
     if dtypes and torch.float64 not in dtypes:
@@ -96,15 +98,17 @@ def _owners(model: nn.Module) -> set[tuple[type, str]]:
     own = {owner for owner in owners if owner.__module__.partition(".")[0] != "torch"}
     # A sharded module is of a subclass, which torch makes once; Transformers' layers give it a
     # forward of its own.
-    derived = {below for kind in own for below in _below(kind) if "forward" in vars(below)}
+    derived = {
+        subclass for kind in own for subclass in _subclasses(kind) if "forward" in vars(subclass)
+    }
     return {(owner, "forward") for owner in own | derived}
 
 
-def _below(kind: type) -> Iterator[type[Any]]:
+def _subclasses(kind: type) -> Iterator[type[Any]]:
     direct: list[type[Any]] = kind.__subclasses__()
-    for below in direct:
-        yield below
-        yield from _below(below)
+    for subclass in direct:
+        yield subclass
+        yield from _subclasses(subclass)
 
 
 def _owner(kind: type, name: str) -> type:
@@ -112,11 +116,12 @@ def _owner(kind: type, name: str) -> type:
 
 
 def _staying_wide(function: Callable[..., Any], inside: list[bool]) -> Callable[..., Any]:
-    """`inside` is empty where it is over: a class made meanwhile keeps what it found for ever."""
+    # A class that is created inside of the context keeps the wrapped function. `inside` is empty
+    # after the context, which makes that function behave as the original one.
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        # inside of another module's forward
+        # Another module's forward has entered the mode already.
         if not inside or any(isinstance(mode, _StayWide) for mode in function_modes()):
             return function(*args, **kwargs)
         with _StayWide():
@@ -126,11 +131,11 @@ def _staying_wide(function: Callable[..., Any], inside: list[bool]) -> Callable[
 
 
 class _Roundings(TorchDispatchMode):
-    """Names of operators that made a narrower floating tensor of a float64 one."""
+    """Mode that records operators which return a narrower floating tensor for a float64 one."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: dict[str, None] = {}
+        self.operators: dict[str, None] = {}
 
     def __torch_dispatch__(
         self,
@@ -140,21 +145,22 @@ class _Roundings(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if _has(tree_leaves((args, kwargs)), (torch.float64,)) and _has(
+        if _contains_dtype(tree_leaves((args, kwargs)), (torch.float64,)) and _contains_dtype(
             tree_leaves(result), _NARROWER
         ):
-            self.found[f"{func}"] = None
+            self.operators[f"{func}"] = None
         return result
 
 
-def _has(leaves: list[Any], dtypes: tuple[torch.dtype, ...]) -> bool:
+def _contains_dtype(leaves: list[Any], dtypes: tuple[torch.dtype, ...]) -> bool:
     return any(isinstance(leaf, torch.Tensor) and leaf.dtype in dtypes for leaf in leaves)
 
 
 def roundings(run: Callable[[], Any]) -> tuple[str, ...]:
-    """The operators in `run` that narrow a float64 tensor, inside `keeping_float64` too. Empty
-    where everything stays in float64.
+    """Return the names of operators in `run` that narrow a float64 tensor.
+
+    The result is empty if everything stays in float64.
     """
     with _Roundings() as mode:
         run()
-    return tuple(mode.found)
+    return tuple(mode.operators)

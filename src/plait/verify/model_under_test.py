@@ -1,8 +1,7 @@
-"""What is verified: how to build the model (on meta, or with weights of its own), what it takes and
-which loss it has.
+"""Description of the model under test, and how to build it with its loss and its data.
 
-A TestedModel is data, so that the process that checks and the processes that run build the same
-thing. Nothing here knows of layouts.
+A TestedModel is data, so that the process that compares and the processes that train build the
+same model. Layouts play no role here.
 """
 
 from __future__ import annotations
@@ -30,39 +29,40 @@ from plait.verify.shrink import Fields, cut_blocks, without_dropout
 
 
 class TestedModel(Policy):
-    """A model under comparison."""
+    """Description of a model under comparison."""
 
     title: str
-    """Its name: `llama`, `package.module:function`."""
+    """Name of the model: `llama`, `package.module:function`."""
     fields: Fields | None = None
-    """A Transformers configuration with its `model_type`."""
+    """Transformers configuration with its `model_type`."""
     function: str | None = None
-    """`package.module:function` that returns a module, or (module, loss, micro-batch function)."""
+    """Path `package.module:function`, which returns a module or (module, loss, micro_batch)."""
     depth: int | None = None
-    """How many blocks of the function's model are kept; None keeps all."""
+    """Number of blocks of the function's model to keep. None keeps all."""
     blocks: tuple[str, ...] = ()
-    """Names or patterns of its blocks; empty: found in the model."""
+    """Names or patterns of the blocks. If empty, blocks are detected."""
     vocabulary: int | None = None
-    """Tokens of a language model; None where the function brings its own batches."""
+    """Tokens of a language model, or None if the function provides batches."""
     first: str = "input_ids"
-    """The argument of `forward` that takes the tokens."""
+    """Argument of `forward` that takes the tokens."""
     mask: str | None = None
-    """The argument that takes the attention mask, if there is one."""
+    """Argument of `forward` that takes the attention mask, or None."""
     on_meta: bool = True
-    """Its weights can be drawn by its classes on every layout; else each process builds it with
-    weights, and rank 0's count.
+    """True if the model's classes can initialise its weights on every layout.
+
+    Otherwise each process builds the model with weights, and those of rank 0 are used.
     """
     left_padding: bool = True
-    """It takes rows that are padded on the left."""
+    """True if the forward accepts rows that are padded on the left."""
     bare_logits: bool = False
-    """The model returns its logits [batch, seq, vocab] themselves."""
+    """True if the model returns logits [batch, seq, vocab] instead of an output object."""
     exact: bool = True
-    """Nothing in the forward rounds a float64 tensor, once its own casts are left out."""
+    """True if the forward rounds no float64 tensor inside of `keeping_float64`."""
 
 
 @dataclass(frozen=True)
 class Built:
-    """A model with what it takes to train it."""
+    """A model with its loss, its forward and its data."""
 
     model: nn.Module
     loss: Loss
@@ -71,8 +71,13 @@ class Built:
 
 
 def build(tested: TestedModel, *, dtype: torch.dtype) -> Built:
-    """The model in training mode without dropout: on meta for Transformers, where it can be; with
-    the weights it comes with for others.
+    """Build the model in training mode, without dropout.
+
+    Transformers' models are on meta if their weights can be initialised later. Other models have
+    the weights that their function gives them.
+
+    Raises:
+        ModelError: The model is no language model, and its function provides no batches.
     """
     loss = None
     micro_batch = None
@@ -110,17 +115,16 @@ def _bare_logits(model: nn.Module, batch: Any) -> Any:
 
 
 def seed_everything(seed: int) -> None:
-    """Python's, numpy's and torch's generators, any of which a function may draw its weights
-    from.
-    """
+    """Seed the generators of Python, numpy and torch, because a function may use any of them."""
     random.seed(seed)
     numpy.random.seed(seed)
     torch.manual_seed(seed)
 
 
 def give_weights(model: nn.Module, *, blocks: tuple[str, ...], seed: int) -> nn.Module:
-    """A model on meta gets the weights that every layout draws for `seed`, on the CPU; any other
-    keeps its own.
+    """Give a model on meta the weights that every layout has for `seed`, on the CPU.
+
+    Any other model keeps its weights.
     """
     if materialise.is_meta(model):
         template = materialise.template_of(model)
@@ -130,8 +134,9 @@ def give_weights(model: nn.Module, *, blocks: tuple[str, ...], seed: int) -> nn.
 
 
 def transformers_model(fields: Fields, *, dtype: torch.dtype, device: str = "meta") -> nn.Module:
-    """The causal language model of a configuration; on another device than meta with weights and
-    buffers of its own.
+    """Return the causal language model of a configuration.
+
+    On another device than meta it has initial weights and buffers.
     """
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -140,7 +145,7 @@ def transformers_model(fields: Fields, *, dtype: torch.dtype, device: str = "met
     config = CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
     config.use_cache = False
     if dtype == torch.float64 and attention not in (None, "eager", "sdpa"):
-        attention = "sdpa"  # flash attention takes no float64
+        attention = "sdpa"  # FlashAttention does not support float64
     settings = {"attn_implementation": attention} if attention else {}
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(
@@ -150,10 +155,10 @@ def transformers_model(fields: Fields, *, dtype: torch.dtype, device: str = "met
         model.set_experts_implementation("eager")  # torch's grouped product takes no float64
     built: nn.Module = model
     if dtype == torch.float64:
-        for parameter in built.parameters():  # some are float32 whatever the model's dtype is
-            parameter.data = (
-                parameter.data.double() if parameter.is_floating_point() else parameter.data
-            )
+        # Some parameters are float32 whatever the model's dtype is.
+        for parameter in built.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.double()
     return built
 
 
@@ -165,8 +170,13 @@ _WHAT_A_FUNCTION_RETURNS = (
 
 
 def call_function(path: str) -> tuple[nn.Module, Loss | None, BatchFunction | None]:
-    """What `package.module:function` returns, called without arguments. Raises InputError where it
-    cannot be called or returns else.
+    """Call `package.module:function` without arguments.
+
+    Returns:
+        (module, loss, micro-batch function). The last two are None for a language model.
+
+    Raises:
+        InputError: The function cannot be called, or it returns another type.
     """
     function = _imported(path)
     try:
@@ -175,22 +185,24 @@ def call_function(path: str) -> tuple[nn.Module, Loss | None, BatchFunction | No
         raise InputError(
             f"--model {path}: it is called without arguments ({error}); {_WHAT_A_FUNCTION_RETURNS}"
         ) from None
-    except ValueError:  # it is not of Python and has no signature
-        pass
-    made = function()
-    if isinstance(made, nn.Module):
-        return made, None, None
-    if isinstance(made, tuple) and len(made) == 3:
-        model, loss, micro_batch = made
+    except ValueError:
+        pass  # A builtin has no signature.
+    result = function()
+    if isinstance(result, nn.Module):
+        return result, None, None
+    if isinstance(result, tuple) and len(result) == 3:
+        model, loss, micro_batch = result
         if isinstance(model, nn.Module) and isinstance(loss, Loss) and callable(micro_batch):
             return model, loss, micro_batch
-    raise InputError(f"--model {path}: it returned {_described(made)}; {_WHAT_A_FUNCTION_RETURNS}")
+    raise InputError(
+        f"--model {path}: it returned {_type_description(result)}; {_WHAT_A_FUNCTION_RETURNS}"
+    )
 
 
-def _described(made: Any) -> str:
-    if isinstance(made, tuple):
-        return f"({', '.join(type(part).__name__ for part in made)})"
-    return f"a {type(made).__name__}"
+def _type_description(result: Any) -> str:
+    if isinstance(result, tuple):
+        return f"({', '.join(type(part).__name__ for part in result)})"
+    return f"a {type(result).__name__}"
 
 
 def _imported(path: str) -> Callable[[], Any]:
@@ -200,8 +212,8 @@ def _imported(path: str) -> Callable[[], Any]:
         )
     except NotImportable as error:
         raise InputError(f"--model {path}: {error}") from None
-    found = getattr(module, attribute, None)
-    if not callable(found):
+    function = getattr(module, attribute, None)
+    if not callable(function):
         names = [
             known
             for known, value in vars(module).items()
@@ -209,5 +221,5 @@ def _imported(path: str) -> Callable[[], Any]:
         ]
         listed = f"; it has {', '.join(names[:6])}" if names else ""
         raise InputError(f"--model {path}: {module.__name__} has no function {attribute!r}{listed}")
-    built: Callable[[], Any] = found
+    built: Callable[[], Any] = function
     return built

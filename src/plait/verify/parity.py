@@ -1,9 +1,9 @@
-"""One process against a layout, on the same model and data: losses, gradient norms, every gradient,
-every parameter after the last step.
+"""Traces of a training by a layout and by one process, and their comparison.
 
-The reference is written in plain torch, without the engine, so that the two have no line in common.
-Both see the same global batches: a list of steps, each a list of micro-batches; the layout deals
-them to its data-parallel ranks, the reference takes them all.
+Compared are losses, gradient norms, every gradient, and every parameter after the last step. The
+reference is written in plain torch without the engine, so that the two share no code. Both see the
+same global batches, a list of micro-batches per step. A layout distributes the micro-batches to its
+data-parallel ranks, and the reference uses all of them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from plait.parallel.pipeline.pipeline_parallel import PipelineParts
 T = TypeVar("T")
 
 Steps = Sequence[Sequence[Any]]
-"""Optimizer steps x micro-batches of all ranks: dp x accumulation each, rank r takes those from r x
-accumulation on.
+"""Optimizer steps x micro-batches of all ranks.
+
+A step has dp x accumulation micro-batches. Rank r uses those from index r x accumulation on.
 """
 
 Kind = Literal["initial weight", "loss", "gradient norm", "gradient", "parameter", "other"]
@@ -35,8 +36,9 @@ Kind = Literal["initial weight", "loss", "gradient norm", "gradient", "parameter
 
 @dataclass(frozen=True)
 class Difference:
-    """One compared quantity. `error` is the largest absolute difference over the largest reference
-    value of its kind and tensor.
+    """One compared quantity.
+
+    `error` is the largest absolute difference, divided by the largest absolute reference value.
     """
 
     name: str
@@ -46,29 +48,31 @@ class Difference:
     tensor: str | None = None
 
     def ok(self, tolerance: float) -> bool:
-        """Whether it is within tolerance; NaN never is."""
+        """Return True if the error is within the tolerance. NaN never is."""
         return self.error <= tolerance
 
 
 @dataclass(frozen=True)
 class Trace:
-    """The results of a run. Tensors are unsharded, on the CPU, keyed by parameter name; a gradient
-    is None where no rank used the parameter.
+    """Results of a training.
+
+    Tensors are unsharded, on the CPU, and keyed by parameter name. A gradient is None if no rank
+    used the parameter.
     """
 
     losses: tuple[float, ...]
     grad_norms: tuple[float, ...]
     gradients: tuple[Mapping[str, torch.Tensor | None], ...]
-    """One entry a step: unscaled, clipped, as the optimizer sees them. Empty for a skipped step."""
+    """One entry per step, unscaled and clipped. Empty for a skipped step."""
     parameters: Mapping[str, torch.Tensor]
     initial: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """The parameters before the first step."""
+    """Parameters before the first step."""
     skipped: tuple[int, ...] = ()
     """Steps that changed nothing, because float16 overflowed."""
     scales: tuple[float, ...] = ()
-    """The loss scale of every step."""
+    """Loss scale of every step."""
     spread: tuple[Difference, ...] = ()
-    """Parameters that ranks hold different copies of."""
+    """Parameters of which ranks hold different copies."""
 
 
 def reference_trace(
@@ -84,12 +88,19 @@ def reference_trace(
     scales: Sequence[float] = (),
     skipped: Collection[int] = (),
 ) -> Trace:
-    """Train `model` in this process alone, plainly.
+    """Train a model in this process alone, in plain torch.
 
-    `compute`: forward and backward run on copies of the parameters in this dtype (mixed precision).
-    `reduce`: gradients of micro-batches add up in this dtype. `scales`: what the loss of each step
-    is multiplied by, and gradients divided by, as float16 does. Steps in `skipped` end before their
-    update; their norm tells whether they overflow here too.
+    Args:
+        model: The model with weights.
+        steps: Micro-batches of all steps.
+        loss_fn: The loss, a sum with a weight.
+        optimizer: Function that creates the optimizer of trainable parameters.
+        clipping: Largest global gradient norm, or 0 for no clipping.
+        forward: Function that calls the model.
+        compute: Dtype of forward and backward, which run on casts of the parameters.
+        reduce: Dtype in which gradients of micro-batches are added.
+        scales: Loss scale of each step. The loss is multiplied and gradients are divided by it.
+        skipped: Steps without an update. Their norms show whether they overflow on_device too.
     """
     parameters = dict(model.named_parameters())
     device = next(iter(parameters.values())).device
@@ -104,8 +115,8 @@ def reference_trace(
         sums: dict[str, torch.Tensor] = {}
         loss = 0.0
         for piece in step:
-            here = to_device(piece, device)
-            total, _ = loss_fn(forward(_in_dtype(model, compute), here), here)
+            on_device = to_device(piece, device)
+            total, _ = loss_fn(forward(_in_dtype(model, compute), on_device), on_device)
             loss += total.item()
             (total * (scale / max(total_weight, torch.finfo(torch.float64).tiny))).backward()
             if reduce is not None:
@@ -147,9 +158,7 @@ def _copies(parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
 
 
 def _in_dtype(model: nn.Module, compute: torch.dtype | None) -> Any:
-    """The model, or a callable that runs it on casts of its parameters, through which gradients
-    flow back to the parameters.
-    """
+    """Return the model, or a function that runs it on differentiable casts of its parameters."""
     if compute is None:
         return model
     casts = {
@@ -169,7 +178,7 @@ def _move_gradients(
 
 
 def engine_trace(engine: Engine, steps: Steps) -> Trace:
-    """Train with the engine. Collective; every rank returns the full trace."""
+    """Train with the engine, and return the full trace on every rank. Collective."""
     count = engine.gradient_accumulation_steps()
     pipeline = engine.parts.noted(PipelineParts)
     ties = pipeline.cut.first_names if pipeline is not None else {}
@@ -181,14 +190,14 @@ def engine_trace(engine: Engine, steps: Steps) -> Trace:
 
     gradients: list[dict[str, torch.Tensor | None]] = []
 
-    def keep() -> None:
+    def record_gradients() -> None:
         gradients[-1] = {n: None if p.grad is None else whole(p.grad) for n, p in named().items()}
 
-    def keep_one(parameter: nn.Parameter) -> None:
+    def record_gradient(parameter: nn.Parameter) -> None:
         assert parameter.grad is not None
         gradients[-1][names[parameter]] = whole(parameter.grad)
 
-    # in a backward, the model would name gathered ones
+    # Inside of a backward the model has gathered parameters under these names.
     names = {parameter: name for name, parameter in named().items()}
     in_backward = engine.stepper.in_backward
     looks = in_backward.looks if in_backward is not None else []
@@ -197,8 +206,8 @@ def engine_trace(engine: Engine, steps: Steps) -> Trace:
     norms = []
     scales = []
     skipped = []
-    engine.stepper.before_update.append(keep)
-    looks.append(keep_one)
+    engine.stepper.before_update.append(record_gradients)
+    looks.append(record_gradient)
     try:
         for index, step in enumerate(steps):
             gradients.append(dict.fromkeys(initial) if in_backward is not None else {})
@@ -211,8 +220,8 @@ def engine_trace(engine: Engine, steps: Steps) -> Trace:
             if result.skipped:
                 skipped.append(index)
     finally:
-        engine.stepper.before_update.remove(keep)
-        looks.remove(keep_one)
+        engine.stepper.before_update.remove(record_gradients)
+        looks.remove(record_gradient)
     final = {n: whole(p) for n, p in named().items()}
     return Trace(
         tuple(losses),
@@ -230,14 +239,15 @@ def engine_trace(engine: Engine, steps: Steps) -> Trace:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The full tensor on the CPU, from its shards. Collective for a DTensor."""
+    """Return the full tensor on the CPU. Collective for a DTensor."""
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full.detach().cpu().clone()
 
 
 def from_all_ranks(mine: Mapping[str, T]) -> dict[str, T]:
-    """The entries of every rank under one roof: a pipeline stage has only its own. Of several
-    ranks' entries the lowest rank's counts. Collective, over the default group.
+    """Merge the entries of all ranks, because a pipeline stage has only its own. Collective.
+
+    If several ranks have an entry, that of the lowest rank is used.
     """
     names = _gathered(list(mine))
     if all(found == names[0] for found in names):
@@ -249,8 +259,9 @@ def from_all_ranks(mine: Mapping[str, T]) -> dict[str, T]:
 
 
 def spread_over_ranks(kind: Kind, mine: Mapping[str, torch.Tensor]) -> list[Difference]:
-    """The unsharded tensors that are not bitwise equal on all ranks that have them, against the
-    lowest such rank. Collective.
+    """Return differences between copies of unsharded tensors on several ranks. Collective.
+
+    Copies are compared bitwise with that of the lowest rank.
     """
     digests = _gathered(
         {
@@ -277,7 +288,7 @@ def spread_over_ranks(kind: Kind, mine: Mapping[str, torch.Tensor]) -> list[Diff
 
 
 def _gathered(value: T) -> list[T]:
-    """Every rank's value, by rank."""
+    """Return the value of every rank. Collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -285,45 +296,47 @@ def _gathered(value: T) -> list[T]:
     return values
 
 
-def compare(reference: Trace, found: Trace) -> list[Difference]:
-    """Every quantity of the two traces: initial weights where both know them, losses, norms,
-    gradients step by step in the model's order, parameters, copies on different ranks. A step that
-    `found` skipped has no norm and no gradient to compare.
+def compare(reference: Trace, trace: Trace) -> list[Difference]:
+    """Compare all quantities of two traces, in the order of the computation.
+
+    These are initial weights (if both traces have them), losses, norms and gradients of each step,
+    parameters, and copies on different ranks. In steps that `trace` skipped only losses are
+    compared.
     """
     differences = (
-        _tensors("initial weight", None, reference.initial, found.initial)
-        if reference.initial and found.initial
+        _tensors("initial weight", None, reference.initial, trace.initial)
+        if reference.initial and trace.initial
         else []
     )
-    differences += [d for d in found.spread if d.kind == "initial weight"]
-    if len(reference.losses) != len(found.losses):
+    differences += [d for d in trace.spread if d.kind == "initial weight"]
+    if len(reference.losses) != len(trace.losses):
         differences.append(
             Difference(
-                f"number of steps {len(reference.losses)} and {len(found.losses)}", float("inf")
+                f"number of steps {len(reference.losses)} and {len(trace.losses)}", float("inf")
             )
         )
-    for step, (ours, theirs) in enumerate(zip(reference.gradients, found.gradients, strict=False)):
-        differences.append(_scalar("loss", step, reference.losses[step], found.losses[step]))
-        if step not in found.skipped:
+    for step, (ours, theirs) in enumerate(zip(reference.gradients, trace.gradients, strict=False)):
+        differences.append(_scalar("loss", step, reference.losses[step], trace.losses[step]))
+        if step not in trace.skipped:
             differences.append(
-                _scalar("gradient norm", step, reference.grad_norms[step], found.grad_norms[step])
+                _scalar("gradient norm", step, reference.grad_norms[step], trace.grad_norms[step])
             )
             differences += _tensors("gradient", step, ours, theirs)
-    silent = _without_gradient(reference) & _without_gradient(found)
+    silent = _without_gradient(reference) & _without_gradient(trace)
     differences += _tensors(
-        "parameter", None, reference.parameters, found.parameters, silent=silent
+        "parameter", None, reference.parameters, trace.parameters, silent=silent
     )
-    return differences + [d for d in found.spread if d.kind == "parameter"]
+    return differences + [d for d in trace.spread if d.kind == "parameter"]
 
 
 NOISE = 1e-12
-"""A gradient below this share of the largest is 0 but for rounding, such as that of a key's bias.
-"""
+"""Share of the largest gradient below which a gradient is 0 up to rounding, as of a key bias."""
 
 
 def _without_gradient(trace: Trace) -> frozenset[str]:
-    """Parameters whose gradients are rounding noise in every step. Adam divides noise by noise, so
-    they move by an arbitrary amount.
+    """Return the parameters whose gradients are rounding noise in every step.
+
+    Adam divides noise by noise, so these parameters change by an arbitrary amount.
     """
     loud: set[str] = set()
     for step in trace.gradients:
@@ -336,7 +349,7 @@ def _without_gradient(trace: Trace) -> frozenset[str]:
 
 
 def worst(differences: Sequence[Difference]) -> Difference:
-    """The largest; NaN counts as largest."""
+    """Return the difference with the largest error. NaN counts as largest."""
     return max(differences, key=lambda d: float("inf") if d.error != d.error else d.error)
 
 
@@ -358,8 +371,8 @@ def _tensors(
     *,
     silent: Collection[str] = (),
 ) -> list[Difference]:
-    # The exact value of some tensors is 0 (the gradient of a key bias); they hold rounding noise of
-    # their neighbours' size.
+    # The exact value of some tensors is 0 (the gradient of a key bias). They contain rounding noise
+    # of the size of other tensors.
     largest = max(
         (float(t.abs().max()) for t in reference.values() if t is not None and t.numel()),
         default=1.0,
@@ -379,8 +392,9 @@ def _tensors(
 
 
 def _largest_error(reference: torch.Tensor, found: torch.Tensor, *, floor: float) -> float:
-    """The largest absolute difference over the largest absolute value and `floor`. 0 for empty
-    tensors.
+    """Return the largest absolute difference over the largest absolute value plus `floor`.
+
+    The result is 0 for empty tensors.
     """
     if not reference.numel():
         return 0.0

@@ -1,9 +1,9 @@
-"""Other engines on the same model, data and settings, as a Trace that is compared as Plait's is:
-DeepSpeed, and accelerate's DDP.
+"""Traces of other engines on the same model, data and settings: DeepSpeed and accelerate's DDP.
 
-Their mean of means would give a micro-batch with few targets the weight of one with many. So each
-engine gets a correctly weighted loss: the micro-batch's sum over the global weight, times the ranks
-and micro-batches that the engine divides by. The comparison covers everything else.
+These engines average means of micro-batches, so a micro-batch with few targets would weigh as much
+as one with many. Each engine therefore gets a correctly weighted loss: the sum of the micro-batch
+over the global weight, times the number of ranks and micro-batches that the engine divides by. The
+comparison covers everything else.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ _SET_HERE = frozenset(
         "data_types",
     }
 )
-"""What of a DeepSpeed file the comparison sets itself, or has no use for."""
+"""Keys of a DeepSpeed file that the comparison sets or does not need."""
 
 
 def traces(plan: Plan) -> dict[Pass, Trace]:
-    """Train every pass with the plan's engine. Collective; every rank returns the full traces."""
+    """Train every pass with the plan's engine, and return full traces on every rank. Collective."""
     try:
         return {name: _trace(plan, name) for name in plan.passes}
     finally:
-        # Engines leave the process group they made to the interpreter's end, where gloo's threads
-        # may still run: the process then aborts.
+        # Engines do not destroy the process group that they create. If gloo's threads still run at
+        # the end of the interpreter, the process aborts.
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -76,8 +76,8 @@ def _trace(plan: Plan, name: Pass) -> Trace:
         return (_deepspeed if plan.engine == "deepspeed" else _accelerate)(plan, built)
 
 
-class _Notes:
-    """What a run computed, as it goes."""
+class _RunningTrace:
+    """Results of a training that is running."""
 
     def __init__(self, initial: Mapping[str, torch.Tensor]) -> None:
         self.initial = dict(initial)
@@ -97,16 +97,17 @@ class _Notes:
         )
 
 
-def _mine(plan: Plan, step: Sequence[Any]) -> list[Any]:
+def _own_micro_batches(plan: Plan, step: Sequence[Any]) -> list[Any]:
     count = plan.resolved.batch.accumulation
     index = plan.resolved.layout.dp_index(place().rank)
     return list(step[index * count : (index + 1) * count])
 
 
 def _weight(built: Built, step: Iterable[Any]) -> float:
-    """Of the full step, which every rank knows because it has all the data."""
+    """Return the weight of the full step. Every rank knows it because it has all data."""
     return max(
-        float(sum(built.loss.weight(piece) for piece in step)), torch.finfo(torch.float64).tiny
+        float(sum(built.loss.weight(micro_batch) for micro_batch in step)),
+        torch.finfo(torch.float64).tiny,
     )
 
 
@@ -126,7 +127,7 @@ def _norm(gradients: Iterable[torch.Tensor | None]) -> float:
 def _clipped(
     gradients: Mapping[str, torch.Tensor | None], norm: float, largest: float
 ) -> dict[str, torch.Tensor | None]:
-    """As the optimizer saw them, where an engine shows them before it clips."""
+    """Return clipped gradients, for an engine that shows gradients before it clips."""
     factor = (
         float(clip_factor(torch.tensor(norm, dtype=torch.float64), largest)) if largest > 0 else 1.0
     )
@@ -134,8 +135,10 @@ def _clipped(
 
 
 def deepspeed_config(plan: Plan) -> dict[str, Any]:
-    """The file itself where it is DeepSpeed's, with the small batch, float32 and a constant
-    learning rate; else one of the same meaning.
+    """Return the DeepSpeed file of the comparison.
+
+    It is the user's DeepSpeed file, or one of the same meaning, with the small batch, in float32
+    and with a constant learning rate.
     """
     resolved = plan.resolved
     kept = {
@@ -145,8 +148,8 @@ def deepspeed_config(plan: Plan) -> dict[str, Any]:
     }
     params = dict(resolved.optimizer.params)
     if resolved.optimizer.type in ("Adam", "AdamW") and plan.device == "cpu":
-        # DeepSpeed's own would be compiled first, for minutes; torch's takes its default weight
-        # decay from torch.
+        # DeepSpeed's own optimizer would be compiled for minutes. With `torch_adam` the default
+        # weight decay would be that of torch.
         params = {"weight_decay": 0.0, **params, "torch_adam": True}
     return {
         "zero_optimization": {"stage": resolved.data_parallel.stage},
@@ -160,7 +163,7 @@ def deepspeed_config(plan: Plan) -> dict[str, Any]:
 
 
 def _without_auto(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what Transformers would fill in; DeepSpeed has a default for each."""
+    """Return a copy without values "auto", for which DeepSpeed has defaults."""
     return {
         key: _without_auto(value) if isinstance(value, Mapping) else value
         for key, value in tree.items()
@@ -177,15 +180,15 @@ def _deepspeed(plan: Plan, built: Built) -> Trace:
     engine, *_ = deepspeed.initialize(
         model=built.model, model_parameters=parameters, config=deepspeed_config(plan)
     )
-    notes = _Notes(_deepspeed_parameters(engine))
+    running = _RunningTrace(_deepspeed_parameters(engine))
     count = plan.resolved.batch.accumulation
     for step in plan.data(built):
         weight = _weight(built, step)
         loss = 0.0
         gradients: dict[str, torch.Tensor | None] = {}
-        pieces = _mine(plan, step)
-        for index, piece in enumerate(to_device(tuple(pieces), engine.device)):
-            total, _ = built.loss(built.forward(engine, piece), piece)
+        micro_batches = _own_micro_batches(plan, step)
+        for index, micro_batch in enumerate(to_device(tuple(micro_batches), engine.device)):
+            total, _ = built.loss(built.forward(engine, micro_batch), micro_batch)
             loss += float(total.detach())
             engine.backward(total * (plan.resolved.layout.dp * count / weight))
             if index == count - 1:
@@ -193,13 +196,13 @@ def _deepspeed(plan: Plan, built: Built) -> Trace:
                     grad = safe_get_full_grad(parameter) if parameter.requires_grad else None
                     gradients[name] = None if grad is None else whole(grad)
             engine.step()
-        notes.losses.append(_sum_over_ranks(loss, engine.device) / weight)
-        told = engine.get_global_grad_norm()  # None at stage 0 in float32
-        notes.norms.append(float(told) if told is not None else _norm(gradients.values()))
-        notes.gradients.append(
-            _clipped(gradients, notes.norms[-1], plan.resolved.gradient_clipping)
+        running.losses.append(_sum_over_ranks(loss, engine.device) / weight)
+        norm = engine.get_global_grad_norm()  # None at stage 0 in float32
+        running.norms.append(_norm(gradients.values()) if norm is None else float(norm))
+        running.gradients.append(
+            _clipped(gradients, running.norms[-1], plan.resolved.gradient_clipping)
         )
-    return notes.trace(_deepspeed_parameters(engine))
+    return running.trace(_deepspeed_parameters(engine))
 
 
 def _deepspeed_parameters(engine: Any) -> dict[str, torch.Tensor]:
@@ -221,14 +224,14 @@ def _accelerate(plan: Plan, built: Built) -> Trace:
     optimizer = build_optimizer(plan.resolved.optimizer, list(built.model.named_parameters()))
     model, optimizer = accelerator.prepare(built.model, optimizer)
     inner: nn.Module = accelerator.unwrap_model(model)
-    notes = _Notes({name: whole(p) for name, p in inner.named_parameters()})
+    running = _RunningTrace({name: whole(p) for name, p in inner.named_parameters()})
     for step in plan.data(built):
         weight = _weight(built, step)
         loss = 0.0
         norm = float("nan")
-        for piece in to_device(tuple(_mine(plan, step)), accelerator.device):
+        for micro_batch in to_device(tuple(_own_micro_batches(plan, step)), accelerator.device):
             with accelerator.accumulate(model):
-                total, _ = built.loss(built.forward(model, piece), piece)
+                total, _ = built.loss(built.forward(model, micro_batch), micro_batch)
                 loss += float(total.detach())
                 accelerator.backward(total * (plan.resolved.layout.dp * count / weight))
                 if accelerator.sync_gradients:
@@ -241,9 +244,9 @@ def _accelerate(plan: Plan, built: Built) -> Trace:
                         name: None if p.grad is None else whole(p.grad)
                         for name, p in inner.named_parameters()
                     }
-                    notes.gradients.append(gradients)
+                    running.gradients.append(gradients)
                 optimizer.step()
                 optimizer.zero_grad()
-        notes.losses.append(_sum_over_ranks(loss, accelerator.device) / weight)
-        notes.norms.append(norm)
-    return notes.trace({name: whole(p) for name, p in inner.named_parameters()})
+        running.losses.append(_sum_over_ranks(loss, accelerator.device) / weight)
+        running.norms.append(norm)
+    return running.trace({name: whole(p) for name, p in inner.named_parameters()})

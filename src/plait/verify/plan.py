@@ -1,9 +1,8 @@
-"""What a verification will do, decided before any process exists: the small model, the processes,
-the batch, and what of the configuration stays as it is.
+"""Plan of a verification: small model, processes, batch and changed settings.
 
-A Plan is data that every process gets. Degrees of tensor, sequence and pipeline parallelism are
-never changed; those of data parallelism, the batch and the buckets shrink with the model, each with
-a line that says so.
+The plan is made before any process exists, and every process gets it. Degrees of tensor, sequence
+and pipeline parallelism are never changed. Degrees of data parallelism, the batch and the buckets
+shrink with the model, and a line of the report names each change.
 """
 
 from __future__ import annotations
@@ -38,13 +37,11 @@ Device = Literal["auto"] | DeviceType
 Peer = Literal["plait", "deepspeed", "accelerate"]
 
 MICRO_BATCH = 2
+"""Most samples per micro-batch. Two samples can differ in length."""
 ACCUMULATION = 3
-"""At most so many samples and micro-batches: two rows differ in length, of three micro-batches one
-is neither the first nor the last.
-"""
+"""Most micro-batches without a pipeline. One of three is neither the first nor the last."""
 SCALE_POWER = 12
-"""float16 starts from at most this power of two, so that no step of a short comparison is skipped.
-"""
+"""Largest initial loss scale of float16, as a power of 2, so that no step is skipped."""
 LEAST_BUCKET_BYTES = 1024
 
 _MOST_STEPS = 10_000
@@ -52,7 +49,7 @@ _MOST_STEPS = 10_000
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything a process needs to know."""
+    """Description of a verification, which every process gets."""
 
     tested: TestedModel
     resolved: Resolved
@@ -60,14 +57,14 @@ class Plan:
     passes: tuple[Pass, ...]
     steps: int
     dtype: str
-    """Of the parameters, in the configured precision."""
+    """Dtype of the parameters in the configured precision."""
     blocks: tuple[str, ...]
     """Names of the small model's blocks, for the report."""
     lines: tuple[tuple[str, str], ...]
-    """(topic, note) before anything runs."""
+    """Lines of the report as (topic, note), known before anything runs."""
     device: DeviceType = "cpu"
     deepspeed: dict[str, Any] | None = None
-    """The file itself where it is a DeepSpeed file, for DeepSpeed."""
+    """Content of the file if it is a DeepSpeed file, for DeepSpeed."""
 
     @property
     def world_size(self) -> int:
@@ -76,18 +73,20 @@ class Plan:
 
     @property
     def micro_batches(self) -> int:
-        """Of a step, over all data-parallel ranks."""
+        """Micro-batches per step, over all data-parallel ranks."""
         return self.resolved.layout.dp * self.resolved.batch.accumulation
 
     def build(self, dtype: torch.dtype, *, rank: int = 0) -> Built:
-        """The model. Where it comes with weights of its own, every rank draws others: an engine
-        must make them rank 0's.
+        """Build the model.
+
+        A model that comes with weights has others on every rank, because an engine must replace
+        them by those of rank 0.
         """
         seed_everything(self.resolved.seed + rank)
         return build(self.tested, dtype=dtype)
 
     def data(self, built: Built) -> list[list[Any]]:
-        """Steps of micro-batches of all ranks, the same for every process and pass."""
+        """Return micro-batches of all steps and ranks, the same in every process and pass."""
         return ragged_steps(
             steps=self.steps,
             micro_batches=self.micro_batches,
@@ -98,14 +97,14 @@ class Plan:
 
     @staticmethod
     def lifting(name: Pass, model: nn.Module) -> AbstractContextManager[None]:
-        """In float64, casts inside the model and inside the optimizer that narrows on purpose are
-        left out.
-        """
+        """Return the context of a pass. In float64 it skips casts to narrower dtypes."""
         return keeping_float64(model, torch.optim.Muon) if name == "float64" else nullcontext()
 
     def settings(self, name: Pass) -> tuple[Resolved, torch.dtype]:
-        """(configuration, dtype of the parameters) of a pass. float64 keeps every mechanism of
-        mixed precision, the loss scale included, and replaces each dtype.
+        """Return the configuration and the dtype of the parameters of a pass.
+
+        The float64 pass keeps all mechanisms of mixed precision, the loss scale included, and
+        replaces each dtype.
         """
         if name == "configured":
             return self.resolved, dtype_of(self.dtype)
@@ -115,7 +114,7 @@ class Plan:
             "compute": "float64" if precision.compute else None,
             "reduce": "float64" if precision.reduction else None,
         }
-        # No file can ask for this dtype, so it does not pass the validation.
+        # Files cannot set this dtype, so validation would refuse it.
         return (
             self.resolved.model_copy(update={"precision": Precision.model_construct(**wide)}),
             torch.float64,
@@ -123,13 +122,11 @@ class Plan:
 
     @property
     def computes_in(self) -> str:
-        """A description of the configured precision: `bfloat16 with float32 parameters`."""
+        """Description of the configured precision: `bfloat16 with float32 parameters`."""
         compute = self.resolved.precision.compute
-        return (
-            f"{compute} with {self.dtype} parameters"
-            if compute and compute != self.dtype
-            else self.dtype
-        )
+        if compute and compute != self.dtype:
+            return f"{compute} with {self.dtype} parameters"
+        return self.dtype
 
 
 def prepare(
@@ -145,9 +142,24 @@ def prepare(
     gpus: int = 0,
     deepspeed: dict[str, Any] | None = None,
 ) -> Plan:
-    """The plan, or ConfigError, InputError or ModelError for what cannot be verified.
-    `most_processes` is the default number of processes on this machine, `gpus` how many processes
-    can have one of their own.
+    """Plan a verification.
+
+    Args:
+        config: The configuration.
+        model: Folder, name or function of the model, or None for the `model` section.
+        processes: Number of processes, or None to choose it.
+        most_processes: Largest number of processes to choose.
+        steps: Optimizer steps to compare.
+        passes: Precisions to compare in.
+        engine: Engine that trains.
+        device: Device type, or "auto".
+        gpus: Number of processes that can have a GPU.
+        deepspeed: Content of the file if it is a DeepSpeed file.
+
+    Raises:
+        ConfigError: The configuration cannot be verified.
+        InputError: An argument is wrong.
+        ModelError: The model cannot be verified.
     """
     if steps < 1:
         raise InputError(f"--steps {steps}: at least one step is compared; use 1 or more")
@@ -179,13 +191,13 @@ def prepare(
     )
     choice = choose(config, model, layout=resolved.layout)
     buckets = resolved.data_parallel
-    # What is compared computes the same numbers from the first step to the last.
+    # With candidates the compression would change between steps.
     resolved = resolved.model_copy(
         update={"compression": resolved.compression.model_copy(update={"candidates": ()})}
     )
     changed: dict[str, Any] = {}
     if choice.share < 1:
-        # As many buckets for the small model as the large one has.
+        # The small model gets as many buckets as the large one has.
         size = max(LEAST_BUCKET_BYTES, round(buckets.bucket_bytes * choice.share))
         changed |= {"bucket_bytes": size, "bucket_by_links": False}
     resolved = resolved.model_copy(update={"data_parallel": buckets.model_copy(update=changed)})
@@ -194,9 +206,9 @@ def prepare(
         rest.append(NOT_READ)
     layout = resolved.layout
     batch = resolved.batch
-    pieces = layout.dp * batch.accumulation
+    micro_batches = layout.dp * batch.accumulation
     data = (
-        f"{_counted(steps, 'step')} of {_counted(pieces, 'micro-batch')} of"
+        f"{_counted(steps, 'step')} of {_counted(micro_batches, 'micro-batch')} of"
         f" {_counted(batch.micro_batch_size, 'sample')}, ragged"
     )
     place = f"{_counted(world, 'process')} on {'GPUs' if where != 'cpu' else 'the CPU'}"
@@ -233,7 +245,7 @@ def refuse_peer(
     *,
     installed: Callable[[str], bool] | None = None,
 ) -> None:
-    """Raise InputError or ConfigError where `engine` cannot run the plan. Before any process."""
+    """Raise InputError or ConfigError if `engine` cannot run the plan."""
     installed = installed or (lambda name: find_spec(name) is not None)
     if not installed(engine):
         raise InputError(
@@ -267,7 +279,7 @@ def refuse_peer(
 
 
 def in_float32(resolved: Resolved) -> tuple[Resolved, list[str]]:
-    """(the configuration that peers run, notes)."""
+    """Return the configuration that other engines run, and notes about it."""
     compute = resolved.precision.compute
     lines = (
         [
@@ -288,26 +300,33 @@ def _counted(count: int, what: str) -> str:
 def small_degrees(
     config: Config, processes: int | None, *, most: int
 ) -> tuple[ParallelSection, int, list[str]]:
-    """(degrees, processes, notes). With `processes` the file's degrees as they are; else every open
-    data-parallel degree is 2, and given ones are lowered to 2 where that many processes would be
-    too many. Raises ConfigError where even those are.
+    """Choose the degrees of parallelism.
+
+    With `processes` the degrees of the file are used. Otherwise open data-parallel degrees are 2,
+    and larger ones are lowered to 2 if they need more than `most` processes.
+
+    Returns:
+        The `parallel` section, the number of processes, and notes about changes.
+
+    Raises:
+        ConfigError: The lowered degrees need more than `most` processes.
     """
     parallel = config.parallel
     sharded = config.zero_optimization.stage > 0
-    wanted = config.run.processes if config.run is not None else "auto"
+    requested = config.run.processes if config.run is not None else "auto"
     if processes is not None:
         return parallel, processes, []
-    if isinstance(wanted, int) and wanted <= most:
-        return parallel, wanted, []
+    if isinstance(requested, int) and requested <= most:
+        return parallel, requested, []
     fixed = {"pp": parallel.pp, "cp": parallel.cp, "tp": parallel.tp}
-    given = {
+    configured = {
         name: value
         for name in ("dp_replicate", "dp_shard")
         if isinstance(value := getattr(parallel, name), int)
     }
     degrees = {
-        "dp_replicate": given.get("dp_replicate", 1 if sharded else 2),
-        "dp_shard": given.get("dp_shard", 2 if sharded else 1),
+        "dp_replicate": configured.get("dp_replicate", 1 if sharded else 2),
+        "dp_shard": configured.get("dp_shard", 2 if sharded else 1),
     }
     lines = []
     if prod((fixed | degrees).values()) > most:
@@ -334,11 +353,11 @@ def small_degrees(
 
 
 def small_batch(config: Config) -> tuple[Config, list[str]]:
-    """(the configuration with a small batch and a constant learning rate, notes)."""
+    """Return the configuration with a small batch and a constant learning rate, and notes."""
     micro = config.train_micro_batch_size_per_gpu
     accumulation = config.gradient_accumulation_steps
     pp = config.parallel.pp
-    # that takes no fewer
+    # DualPipeV needs at least 2 pp micro-batches.
     most = max(ACCUMULATION, 2 * pp if config.parallel.pipeline.schedule == "dualpipev" else pp + 1)
     changed: dict[str, Any] = {
         "train_batch_size": None,
@@ -380,12 +399,9 @@ def small_batch(config: Config) -> tuple[Config, list[str]]:
 
 
 def _accumulation(config: Config) -> int:
-    """Where the file leaves it to the batch size: several micro-batches if it can mean several,
-    else one.
+    """Return the accumulation if the file does not set it.
+
+    It is 2 if the batch sizes of the file may imply several micro-batches, and 1 otherwise.
     """
-    return (
-        2
-        if isinstance(config.train_batch_size, int)
-        and isinstance(config.train_micro_batch_size_per_gpu, int)
-        else 1
-    )
+    sizes = (config.train_batch_size, config.train_micro_batch_size_per_gpu)
+    return 2 if all(isinstance(size, int) for size in sizes) else 1

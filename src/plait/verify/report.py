@@ -1,11 +1,12 @@
-"""The result: every compared value with its error and the allowed error, as printed lines and as
-one JSON object.
+"""Report of a verification: compared values with errors and allowed errors, as lines and as JSON.
 
-float64: each loss, norm, gradient and parameter is within the bar of one process, and of the
-independent reference. The configured precision: the error against float64 is at most 1.2 x that of
-one process in the same precision, in root mean square over all tensors of a kind; a single tensor,
-which is a small sample, may add the error of its worst neighbour to its own, and parameters may be
-as much worse as gradients may. Nothing is run here.
+In float64 each loss, norm, gradient and parameter must be within a fixed relative error of one
+process and of the independent reference.
+
+In the configured precision the error against float64 must be at most 1.2 times that of one process
+in the same precision, in root mean square over all tensors of a kind. A single tensor is a small
+sample, so the largest error of its kind is added to its own. Parameters may exceed the error of one
+process by the same factor as gradients.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ EXACT_BAR = 1e-10
 ROUNDED_BAR = 1e-7
 FACTOR = 1.2
 ROUNDINGS = 8
-"""So many roundings more than in one process may befall a float32 gradient: scaling by ranks and
-back, the clip factor.
-"""
+"""Additional float32 roundings of a gradient in a layout: scaling by ranks, the clip factor."""
 SCALAR_SHARE = 0.1
-"""A loss or a norm is one number, which may be right by chance in one process; it may err by this
-share of that step's gradients.
+"""Allowed error of a loss or norm, as a fraction of the error of that step's gradients.
+
+A loss or norm is a single number, whose error in one process may be 0 by chance.
 """
 FLOOR = 1e-3
-"""A tensor is measured against its own size plus this share of the usual size of its kind: what
-should be 0 holds rounding noise.
+"""Fraction of the usual size of a kind that is added to the size of a tensor.
+
+Tensors whose exact value is 0 contain rounding noise.
 """
 
 
@@ -49,17 +50,17 @@ class Row:
     kind: Kind
     step: int | None
     name: str
-    """Of the parameter; empty for a loss, a norm, or all tensors together."""
+    """Name of the parameter. Empty for a loss, a norm, or all tensors together."""
     error: float
     allowed: float
     one_process: float | None = None
-    """The error of one process in the same precision."""
+    """Error of one process in the same precision."""
     what: str = ""
-    """What is different, where it is not a matter of size."""
+    """Description of a difference that is not an error of size."""
 
     @property
     def equal(self) -> bool:
-        """Whether the error is allowed; NaN never is."""
+        """True if the error is allowed. NaN never is."""
         return self.error <= self.allowed
 
     def __str__(self) -> str:
@@ -73,7 +74,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Section:
-    """The result of one pass."""
+    """Result of one pass."""
 
     name: Pass | Literal["independent"]
     title: str
@@ -88,7 +89,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Report:
-    """The result."""
+    """Result of a verification."""
 
     sections: tuple[Section, ...]
     blocks: tuple[str, ...] = ()
@@ -96,11 +97,11 @@ class Report:
 
     @property
     def equal(self) -> bool:
-        """Whether everything is."""
+        """True if all compared values are equal."""
         return not any(section.different for section in self.sections)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: numbers that are not finite become text."""
+        """Return the report for JSON, with non-finite numbers as text."""
         sections = [
             {
                 "name": section.name,
@@ -135,10 +136,16 @@ def _finite(value: Any) -> Any:
 def compare_float64(
     plan: Plan, exact: Trace, found: Trace, *, tolerance: float | None = None
 ) -> Section:
-    """Equal to rounding. `tolerance` replaces the bar, which is 1e-10, or 1e-7 where the model
-    itself rounds to float32.
+    """Compare the float64 pass with one process.
+
+    Args:
+        plan: The plan.
+        exact: Trace of one process.
+        found: Trace of the layout.
+        tolerance: Largest relative error. The default is 1e-10, or 1e-7 if the model itself rounds
+            to float32.
     """
-    bar = tolerance if tolerance is not None else EXACT_BAR if plan.tested.exact else ROUNDED_BAR
+    bar = _bar(plan, tolerance)
     rows = [*_rows(compare(exact, found), bar), *_wrong_skips(exact, found)]
     title = f"float64 in place of every dtype of the configuration, within {bar:.0e} of one process"
     return Section("float64", title, tuple(rows), _skips(found))
@@ -152,14 +159,20 @@ def compare_independent(
     unchecked: str = "",
     tolerance: float | None = None,
 ) -> Section:
-    """`found` against the reference that shares no code, under the bar of the other. `unchecked`:
-    what it leaves out; where `second` has fewer steps or no parameters, only what it has is
-    compared.
+    """Compare the float64 pass with the independent reference.
+
+    Args:
+        plan: The plan.
+        second: Trace of the reference, which may have fewer steps and no parameters. None if
+            nothing is compared.
+        found: Trace of the layout.
+        unchecked: Description of what the reference does not check.
+        tolerance: As in `compare_float64`.
     """
     notes = (unchecked,) if unchecked else ()
     if second is None:
         return Section("independent", INDEPENDENT, (), notes)
-    bar = tolerance if tolerance is not None else EXACT_BAR if plan.tested.exact else ROUNDED_BAR
+    bar = _bar(plan, tolerance)
     count = len(second.losses)
     same = replace(
         found,
@@ -172,13 +185,20 @@ def compare_independent(
     return Section("independent", INDEPENDENT, tuple(_rows(compare(second, same), bar)), notes)
 
 
+def _bar(plan: Plan, tolerance: float | None) -> float:
+    if tolerance is not None:
+        return tolerance
+    return EXACT_BAR if plan.tested.exact else ROUNDED_BAR
+
+
 def _rows(differences: Iterable[Difference], allowed: float) -> list[Row]:
     return [
-        Row(d.kind, d.step, d.tensor or "", d.error, allowed, what=_what(d)) for d in differences
+        Row(d.kind, d.step, d.tensor or "", d.error, allowed, what=_difference_text(d))
+        for d in differences
     ]
 
 
-def _what(found: Difference) -> str:
+def _difference_text(found: Difference) -> str:
     if found.kind == "other":
         return found.name
     if found.name.startswith("copies"):
@@ -187,9 +207,10 @@ def _what(found: Difference) -> str:
 
 
 def compare_configured(plan: Plan, exact: Trace, single: Trace, found: Trace) -> Section:
-    """As close to float64 as one process in the same precision. Steps that float16 skipped have no
-    gradient to compare; that they had to be skipped is checked against one process at the same loss
-    scale.
+    """Compare the errors of the configured precision with those of one process.
+
+    Steps that float16 skipped have no gradient to compare. One process at the same loss scale
+    shows whether they had to be skipped.
     """
     ours = _errors(exact, found)
     theirs = _errors(exact, single)
@@ -204,7 +225,7 @@ def compare_configured(plan: Plan, exact: Trace, single: Trace, found: Trace) ->
 
 
 def _wrong_skips(one: Trace, found: Trace) -> list[Row]:
-    """Steps that were skipped for nothing, and a comparison of which nothing is left."""
+    """Return rows for steps that need not be skipped, and for a run that skipped all steps."""
     needless = "the step was skipped, and one process does not overflow"
     rows = [
         Row("gradient norm", step, "", math.inf, 0.0, what=needless)
@@ -226,7 +247,7 @@ def _wrong_skips(one: Trace, found: Trace) -> list[Row]:
 
 
 def _order(row: Row) -> tuple[int, int]:
-    """The order in which a run computes: what is not in order keeps its place."""
+    """Return the sort key of the order in which a run computes. The sort is stable."""
     if row.kind == "initial weight":
         return (0, 0)
     if row.kind in ("parameter", "other"):
@@ -246,18 +267,27 @@ Key = tuple[Kind, int | None, str]
 
 
 def _allowances(theirs: Mapping[Key, float], unit: float, single_number: float) -> dict[Key, float]:
-    """What is allowed where one process has the errors `theirs`. Parameters may be as much worse as
-    gradients may, because an optimizer such as Adam magnifies what is wrong with small gradients.
+    """Return the allowed errors.
+
+    Parameters may exceed the error of one process by the same factor as gradients, because
+    optimizers such as Adam magnify errors of small gradients.
+
+    Args:
+        theirs: Errors of one process.
+        unit: Allowed rounding of a tensor.
+        single_number: Allowed rounding of a loss or norm.
     """
     allowed: dict[Key, float] = {}
     slack = FACTOR
     for (kind, step, name), error in theirs.items():
         if kind in ("loss", "gradient norm"):
-            together = theirs.get(("gradient", step, ""), 0.0)
-            allowed[kind, step, name] = FACTOR * error + max(single_number, SCALAR_SHARE * together)
+            all_tensors = theirs.get(("gradient", step, ""), 0.0)
+            allowed[kind, step, name] = FACTOR * error + max(
+                single_number, SCALAR_SHARE * all_tensors
+            )
         elif not name and kind == "gradient":
             allowed[kind, step, name] = FACTOR * error + unit
-            # at most doubled
+            # The factor is at most doubled.
             slack = max(slack, FACTOR + min(unit / error if error else FACTOR, FACTOR))
     for (kind, step, name), error in theirs.items():
         if (kind, step, name) not in allowed:
@@ -273,9 +303,10 @@ def _allowances(theirs: Mapping[Key, float], unit: float, single_number: float) 
 
 
 def _units(plan: Plan) -> tuple[float, float]:
-    """What rounding may change beside its usual share: of a tensor, because an engine sums and
-    divides in another order, in the dtype of the reduction; of a loss or norm, a single number
-    whose error in one process may be 0 by chance.
+    """Return the additional rounding that is allowed for a tensor, and for a loss or norm.
+
+    An engine sums and divides gradients in another order, in the dtype of the reduction. A loss or
+    norm is a single number, whose error in one process may be 0 by chance.
     """
     precision = plan.resolved.precision
     reduced, computed = (
@@ -287,8 +318,10 @@ def _units(plan: Plan) -> tuple[float, float]:
 
 
 def _errors(exact: Trace, found: Trace) -> dict[Key, float]:
-    """Relative errors, in the order of the computation: of losses, norms, every tensor, and ("" as
-    name) all tensors of a step together. Those of parameters are relative to what training changed.
+    """Return relative errors of losses, norms and tensors, in the order of the computation.
+
+    The name "" stands for all tensors of a step. Errors of parameters are relative to the
+    change by training.
     """
     errors: dict[Key, float] = {}
     for step in range(len(exact.losses)):
@@ -334,27 +367,25 @@ def _tensor_errors(
         for name, tensor in exact.items()
         if tensor is not None and name in sizes
     }
-    usual = sum(sizes.values()) / max(sum(count.values()), 1)  # of an element, squared
-    together = math.sqrt(sum(squares.values()) / max(sum(sizes.values()), 1e-300))
-    singly = {
+    usual_square = sum(sizes.values()) / max(sum(count.values()), 1)
+    all_tensors = math.sqrt(sum(squares.values()) / max(sum(sizes.values()), 1e-300))
+    each = {
         (kind, step, name): math.sqrt(
-            squares[name] / max(sizes[name] + FLOOR**2 * usual * count[name], 1e-300)
+            squares[name] / max(sizes[name] + FLOOR**2 * usual_square * count[name], 1e-300)
         )
         for name in sizes
     }
-    return {(kind, step, ""): together, **singly, **errors}
+    return {(kind, step, ""): all_tensors, **each, **errors}
 
 
 def raise_unless_equal(report: Report) -> None:
-    """Raise ParityError, whose message is `failure`."""
+    """Raise ParityError with `failure` as its message if values differ."""
     if not report.equal:
         raise ParityError(failure(report))
 
 
 def failure(report: Report) -> str:
-    """Why the result is "different": for each pass the first parameter by name, the largest
-    error.
-    """
+    """Describe the differences: the first parameter and the largest error of each pass."""
     lines = []
     for section in report.sections:
         rows = section.different
@@ -373,17 +404,22 @@ def failure(report: Report) -> str:
 
 
 def _badness(row: Row) -> float:
-    if row.error != row.error:
+    if row.error == 0:
+        return 0.0
+    if math.isnan(row.error) or row.allowed == 0:
         return math.inf
-    return row.error / row.allowed if row.allowed else math.inf if row.error else 0.0
+    return row.error / row.allowed
 
 
 def lines(report: Report, *, everything: bool = False) -> list[str]:
-    """The tables: worst first, the tensors of a block in one line unless `everything`."""
-    shown = []
+    """Return the tables, with the worst rows first.
+
+    The tensors of a block are one line unless `everything` is set.
+    """
+    table_lines = []
     for section in report.sections:
-        shown += ["", section.title]
-        shown += [f"  {note}" for note in section.notes]
+        table_lines += ["", section.title]
+        table_lines += [f"  {note}" for note in section.notes]
         if not section.rows:
             continue
         table = [
@@ -393,10 +429,10 @@ def lines(report: Report, *, everything: bool = False) -> list[str]:
             )
         ]
         rows = [("", "worst", "error", "one process", "allowed", ""), *table]
-        shown += _aligned(
+        table_lines += _aligned(
             [row if section.name == "configured" else row[:3] + row[4:] for row in rows]
         )
-    return shown
+    return table_lines
 
 
 def _groups(

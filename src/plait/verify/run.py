@@ -1,9 +1,7 @@
-"""Runs a plan: the layout in every process that was started for it, one process's references where
-the results are compared.
+"""Execution of a plan: the layout in all processes, the references in one, and the comparison.
 
-The layout goes through `plait.initialize`, as any training does, so nothing here knows of a
-technique. The references are plain torch and see the same weights, the same data, the same
-optimizer.
+The layout is started by `plait.initialize` as in any training, so no technique is named here. The
+references are plain torch and use the same weights, data and optimizer.
 """
 
 from __future__ import annotations
@@ -50,9 +48,10 @@ Traces = dict[Pass, Trace]
 
 
 def main(arguments: Sequence[str]) -> None:
-    """What each started process does with FOLDER SECONDS: the folder holds the plan and takes the
-    traces from rank 0; a run that takes longer is ended, because a defect may show as ranks that
-    wait for each other.
+    """Run the plan in a started process. The arguments are FOLDER SECONDS.
+
+    The folder contains the plan, and rank 0 writes the traces to it. A run that takes longer than
+    SECONDS is ended, because a defect may make ranks wait for each other.
     """
     folder = Path(arguments[0])
     seconds = float(arguments[1])
@@ -66,11 +65,12 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def run_watched(plan: Plan, *, seconds: float) -> Traces:
-    """`run_layout`, ended after `seconds` with every thread's stack, and with what engines print
-    sent to standard error: standard output is the report's.
+    """Call `run_layout`, and end the process with the stacks of all threads after `seconds`.
+
+    Output of engines is sent to standard error, because standard output contains the report.
     """
-    # Gathering full tensors of a layout of two axes takes two steps, as torch warns; here it does
-    # not matter.
+    # torch warns that gathering full tensors of a layout of two axes takes two collectives, which
+    # does not matter here.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     sys.stdout.flush()
     report = os.dup(1)
@@ -86,7 +86,7 @@ def run_watched(plan: Plan, *, seconds: float) -> Traces:
 
 
 def run_layout(plan: Plan) -> Traces:
-    """Every pass of the plan on this process. Collective."""
+    """Run every pass of the plan in this process. Collective."""
     if plan.engine != "plait":
         return peers.traces(plan)
     engines: list[Engine] = []
@@ -95,7 +95,8 @@ def run_layout(plan: Plan) -> Traces:
         for name in plan.passes:
             traces[name] = _engine_trace(plan, name, engines)
     finally:
-        for engine in reversed(engines):  # the first made the process group that the others use
+        # The first engine created the process group that the others use.
+        for engine in reversed(engines):
             engine.close()
     return traces
 
@@ -113,17 +114,22 @@ def _engine_trace(plan: Plan, name: Pass, engines: list[Engine]) -> Trace:
 
 @dataclass(frozen=True)
 class References:
-    """What one process computes. `exact` is in float64 from the weights of the pass; `single` in
-    the precision of the pass.
+    """Traces of one process, from the weights of a pass.
+
+    `exact` is computed in float64, `single` in the precision of the pass.
     """
 
     exact: Trace
     single: Trace | None
 
 
-def references(plan: Plan, name: Pass, found: Trace) -> References:
-    """The truth about a pass, in this process alone. `found` tells which steps were skipped and how
-    losses were scaled.
+def references(plan: Plan, name: Pass, trace: Trace) -> References:
+    """Compute the references of a pass in this process alone.
+
+    Args:
+        plan: The plan.
+        name: The pass.
+        trace: Trace of the layout, whose skipped steps and loss scales the references use.
     """
     _, dtype = plan.settings(name)
     built = plan.build(dtype)
@@ -135,7 +141,7 @@ def references(plan: Plan, name: Pass, found: Trace) -> References:
     ]
     exact_model = model if name == "float64" else _in_float64(plan, model)
     with plan.lifting("float64", exact_model):
-        exact = _trace(plan, built, exact_model, data, found)
+        exact = _trace(plan, built, exact_model, data, trace)
     if name == "float64":
         return References(exact, None)
     precision = plan.resolved.precision
@@ -144,17 +150,18 @@ def references(plan: Plan, name: Pass, found: Trace) -> References:
         built,
         model,
         data,
-        found,
+        trace,
         compute=dtype_of(precision.compute) if precision.compute else None,
         reduce=dtype_of(precision.reduction) if precision.reduction else None,
-        scales=found.scales,
+        scales=trace.scales,
     )
     return References(exact, single)
 
 
 def _in_float64(plan: Plan, model: nn.Module) -> nn.Module:
-    """A copy with the same values. It is built anew, because some layers are made differently for
-    float64.
+    """Return a float64 model with the same values.
+
+    The model is built again, because some layers are constructed differently for float64.
     """
     if plan.tested.fields is None:
         return copy.deepcopy(model).double()
@@ -174,7 +181,7 @@ def _trace(
     built: Built,
     model: nn.Module,
     data: list[list[Any]],
-    found: Trace,
+    trace: Trace,
     **precision: Any,
 ) -> Trace:
     return reference_trace(
@@ -186,26 +193,30 @@ def _trace(
         ),
         clipping=plan.resolved.gradient_clipping,
         forward=built.forward,
-        skipped=found.skipped,
+        skipped=trace.skipped,
         **precision,
     )
 
 
 def compare(plan: Plan, traces: Traces, *, tolerance: float | None = None) -> Report:
-    """Run one process's side of every pass, and compare. `tolerance` replaces the bar in
-    float64.
+    """Compute the references of every pass, and compare.
+
+    Args:
+        plan: The plan.
+        traces: Traces of the layout.
+        tolerance: Largest relative error in float64, instead of the default.
     """
     sections = []
-    for name, found in traces.items():
-        truth = references(plan, name, found)
+    for name, trace in traces.items():
+        truth = references(plan, name, trace)
         if truth.single is None:
-            sections.append(compare_float64(plan, truth.exact, found, tolerance=tolerance))
-            second, unchecked = second_trace(plan, found)
+            sections.append(compare_float64(plan, truth.exact, trace, tolerance=tolerance))
+            second, unchecked = second_trace(plan, trace)
             sections.append(
-                compare_independent(plan, second, found, unchecked=unchecked, tolerance=tolerance)
+                compare_independent(plan, second, trace, unchecked=unchecked, tolerance=tolerance)
             )
         else:
-            sections.append(compare_configured(plan, truth.exact, truth.single, found))
+            sections.append(compare_configured(plan, truth.exact, truth.single, trace))
     if "float64" not in traces:
         why = "not compared: it computes in float64, and that comparison was not asked for"
         sections.append(Section("independent", INDEPENDENT, (), (why,)))

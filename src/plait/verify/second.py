@@ -1,8 +1,7 @@
-"""Passes a plan and the layout's results to the independent reference, and reports what that
-reference cannot check.
+"""Call of the independent reference with a plan and the layout's initial weights.
 
-The reference gets the layout's initial weights, as arrays, and a model that Transformers itself (or
-the user's function) built; the other reference checks the initialisation. Nothing is computed here.
+The reference gets the weights as arrays, and a model that Transformers or the user's function
+built. The first reference checks the initialisation.
 """
 
 from __future__ import annotations
@@ -21,12 +20,13 @@ from plait.verify.plan import Plan
 from plait.verify.shrink import without_dropout
 
 _KERNELS = {"fused", "foreach", "capturable"}
-"""How torch computes the same update."""
+"""Options of torch's optimizers that do not change the update."""
 
 
 def adamw_of(spec: OptimizerSpec) -> independent.AdamW | str:
-    """The settings of an optimizer that is AdamW, else why nothing is compared after the first
-    gradients. Defaults are DeepSpeed's: weight decay 0, or torch's 0.01 with `torch_adam`.
+    """Return the settings of an AdamW, or the reason why the optimizer is not compared.
+
+    Defaults are those of DeepSpeed: weight decay 0, or torch's 0.01 with `torch_adam`.
     """
     spec = spec.resolved()
     params = {name: value for name, value in spec.params.items() if name not in _KERNELS}
@@ -49,9 +49,12 @@ def adamw_of(spec: OptimizerSpec) -> independent.AdamW | str:
 
 
 def second_trace(plan: Plan, found: Trace) -> tuple[Trace | None, str]:
-    """(the results of the independent reference in float64, what of `found` it does not check;
-    empty for nothing). None where it checks nothing. With another optimizer than AdamW it checks
-    the first step up to its gradients.
+    """Train with the independent reference in float64.
+
+    With another optimizer than AdamW the reference checks the first step up to its gradients.
+
+    Returns:
+        The trace, or None if nothing can be checked, and a description of what is not checked.
     """
     built = plan.build(torch.float64)
     if built.loss is not causal_lm_loss:
@@ -71,11 +74,12 @@ def second_trace(plan: Plan, found: Trace) -> tuple[Trace | None, str]:
             ),
         )
     adamw = adamw_of(plan.resolved.optimizer)
-    known = isinstance(adamw, independent.AdamW)
-    data = plan.data(built) if known else plan.data(built)[:1]
+    is_adamw = isinstance(adamw, independent.AdamW)
+    data = plan.data(built) if is_adamw else plan.data(built)[:1]
     model = _model(plan)
     lost = sorted({name for name, _ in model.named_parameters()} ^ set(found.initial))
-    if lost:  # which the other reference counts as a difference
+    if lost:
+        # The first reference reports these weights as a difference.
         return (
             None,
             (
@@ -105,13 +109,13 @@ def second_trace(plan: Plan, found: Trace) -> tuple[Trace | None, str]:
         ),
         (
             {name: torch.from_numpy(np.asarray(value)) for name, value in result.parameters.items()}
-            if known
+            if is_adamw
             else {}
         ),
     )
     return trace, (
         ""
-        if known
+        if is_adamw
         else (
             "compared: the first step's loss, norm and gradients; not compared: what follows,"
             f" because {adamw}"
@@ -120,7 +124,7 @@ def second_trace(plan: Plan, found: Trace) -> tuple[Trace | None, str]:
 
 
 def _model(plan: Plan) -> torch.nn.Module:
-    """In float64, with the buffers that its own code makes."""
+    """Return the model in float64, with the buffers that its own code creates."""
     if plan.tested.fields is not None:
         model = transformers_model(plan.tested.fields, dtype=torch.float64, device="cpu")
         without_dropout(model)
@@ -130,9 +134,10 @@ def _model(plan: Plan) -> torch.nn.Module:
 
 
 def _fill_buffers_again(model: torch.nn.Module) -> None:
-    """By Transformers' own `_init_weights`, as `from_pretrained` does: constructors compute tables
-    (GPT-J's sines) in the default dtype of the moment, so that a model built for float64 has others
-    than one that was built on meta.
+    """Compute buffers again by Transformers' `_init_weights`, as `from_pretrained` does.
+
+    Constructors compute tables (GPT-J's sines) in the current default dtype, so a model that is
+    built for float64 has other tables than one that is built on meta.
     """
     with torch.no_grad():
         for module in model.modules():

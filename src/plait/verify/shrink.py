@@ -1,10 +1,9 @@
-"""A Transformers configuration or a plain model made small enough to compare in seconds, and still
-cut by a layout as the large one is.
+"""Rules that make a configuration or a model small, so that a layout splits it as the large one.
 
-Sizes shrink; what decides the code path does not: whether heads, key-value heads, widths and the
-vocabulary divide by each degree of the layout, grouped or multi-query attention, kinds of layers,
-experts chosen per token. Every change is listed. Pure arithmetic on a dictionary: whether the
-result builds and runs is tried by `tested`.
+Sizes shrink. Properties that decide the code path stay: whether heads, key-value heads, widths and
+the vocabulary are divisible by each degree of the layout, grouped or multi-query attention, kinds
+of layers, experts per token. Every change is listed. The rules are arithmetic on a dictionary;
+`choose` tries whether the result builds and runs.
 """
 
 from __future__ import annotations
@@ -24,15 +23,18 @@ from plait.cluster.layout import Layout
 Fields = dict[str, Any]
 
 DEPTH = 2
-"""Blocks that are kept, where neither the layout nor different kinds of layers ask for more."""
+"""Number of blocks, unless the layout or different kinds of layers need more."""
 HEAD_SIZES = (8, 16, 32, 64)
-"""Sizes of an attention head that are tried in turn; small ones fail where a model rotates a
-fraction of the head.
+"""Head sizes in the order in which they are tried.
+
+Small ones fail for models that rotate a fraction of the head.
 """
 VOCABULARY = 96
 SPREAD = 0.1
-"""Standard deviation of initial weights. The usual 0.02 is made for wide layers; in narrow ones it
-leaves attention uniform, and gradients of queries and keys too small to see an error in.
+"""Standard deviation of initial weights.
+
+In narrow layers the usual 0.02 makes attention uniform, and gradients of queries and keys too small
+to show an error.
 """
 
 _DEPTH = (
@@ -93,18 +95,18 @@ _STATE_HEAD_SIZE = ("mamba_d_head", "mamba_head_dim", "mamba_headdim", "head_dim
 _EXPAND = ("mamba_expand", "expand")
 _STATE_GROUPS = ("n_groups", "mamba_n_groups", "mamba_ngroups")
 _CHUNKS = ("chunk_size", "mamba_chunk_size")
-"""Sequences are padded to a multiple, so that short data would cost what long data costs."""
+"""Fields with a length to whose multiples sequences are padded. It makes short data slow."""
 _GROUPS = ("n_group", "num_expert_group")
 _WINDOWS = ("sliding_window", "attention_window_size")
 _FIRST_LAYERS = ("first_k_dense_replace",)
 _HEADS_WITHOUT_A_FIELD = 4
-"""As many as a narrow model without attention heads is wide in head sizes."""
+"""Width of a narrow model without attention heads, in head sizes."""
 _SPREADS = ("initializer_range", "init_std")
 
 
 @dataclass(frozen=True)
 class Change:
-    """One field of a configuration that was changed."""
+    """Change of one field of a configuration."""
 
     name: str
     before: Any
@@ -119,43 +121,45 @@ def _short(value: Any) -> str:
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[Change, ...]:
-    """What differs, in the order of the configuration; a field of a part is named
-    `text_config.hidden_size`.
+    """Return the changed fields, in the order of the configuration.
+
+    A field of a part is named `text_config.hidden_size`.
     """
-    found: list[Change] = []
+    result: list[Change] = []
     for name, value in after.items():
         old = before.get(name)
         if isinstance(value, dict) and isinstance(old, dict):
-            found += [
+            result += [
                 Change(f"{name}.{change.name}", change.before, change.after)
                 for change in changes(old, value)
             ]
         elif old != value:
-            found.append(Change(name, old, value))
-    return tuple(found)
+            result.append(Change(name, old, value))
+    return tuple(result)
 
 
 def _parts(fields: Mapping[str, Any]) -> list[str]:
-    """Fields that hold the configuration of a part: `text_config`, `vision_config`, `decoder`."""
+    """Return fields with the configuration of a part: `text_config`, `vision_config`, `decoder`."""
     return [
         name for name, value in fields.items() if isinstance(value, dict) and "model_type" in value
     ]
 
 
 def _in_parts(fields: Mapping[str, Any], change: Callable[[Fields], Fields]) -> Fields:
-    """A copy whose parts are changed, where they can be."""
+    """Return a copy in which `change` was applied to each part that allows it."""
     result = copy.deepcopy(dict(fields))
     for name in _parts(fields):
         try:
             result[name] = change(result[name])
-        except ValueError:  # it has no layers of its own
-            continue
+        except ValueError:
+            continue  # The part has no layers.
     return result
 
 
 def depth_of(fields: Mapping[str, Any]) -> int | None:
-    """Number of layers, of its text model where it has parts; None where the configuration has no
-    field for it.
+    """Return the number of layers, of the text model if there are parts.
+
+    The result is None if the configuration has no field for it.
     """
     name = _present(fields, _DEPTH)
     if name is None and isinstance(fields.get("text_config"), dict):
@@ -164,9 +168,7 @@ def depth_of(fields: Mapping[str, Any]) -> int | None:
 
 
 def kinds_of_layers(fields: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-    """What the configuration says of every layer in lists that have one entry a layer
-    (`layer_types`).
-    """
+    """Return the entries of each layer in fields with one entry per layer (`layer_types`)."""
     depth = depth_of(fields) or 0
     lists = [
         value
@@ -183,9 +185,7 @@ def kinds_of_layers(fields: Mapping[str, Any]) -> list[tuple[Any, ...]]:
 
 
 def _by_layer(fields: Mapping[str, Any]) -> list[str]:
-    """Fields that map the numbers of some layers to what is different there
-    (`per_layer_config`).
-    """
+    """Return fields that map indices of layers to their settings (`per_layer_config`)."""
     return [
         name
         for name, value in fields.items()
@@ -200,8 +200,9 @@ def _hashable(value: Any) -> Any:
 
 
 def with_depth(fields: Mapping[str, Any], depth: int) -> Fields:
-    """The configuration with at most `depth` layers, more where there are more kinds of layers. Of
-    every kind the first is kept.
+    """Return the configuration with `depth` layers, or more if there are more kinds of layers.
+
+    The first layer of each kind is kept_layers.
     """
     name = _present(fields, _DEPTH)
     before = depth_of(fields)
@@ -211,26 +212,35 @@ def with_depth(fields: Mapping[str, Any], depth: int) -> Fields:
     kinds = kinds_of_layers(fields)
     chosen = {kinds.index(kind) for kind in kinds}
     rest = [index for index in range(before) if index not in chosen]
-    kept = sorted(chosen | set(rest[: max(0, depth - len(chosen))]))
-    result[name] = len(kept)
+    kept_layers = sorted(chosen | set(rest[: max(0, depth - len(chosen))]))
+    result[name] = len(kept_layers)
     for field, value in fields.items():
         if isinstance(value, list | tuple) and len(value) == before > 1:
-            result[field] = [value[index] for index in kept]
+            result[field] = [value[index] for index in kept_layers]
         elif field in _by_layer(fields):
-            here = {int(key): entry for key, entry in value.items()}
-            result[field] = {str(new): here[old] for new, old in enumerate(kept) if old in here}
+            by_index = {int(key): entry for key, entry in value.items()}
+            result[field] = {
+                str(new): by_index[old] for new, old in enumerate(kept_layers) if old in by_index
+            }
         elif field in _OTHER_DEPTHS and isinstance(value, int) and field != name:
             result[field] = min(value, result[name])
         elif field in _FIRST_LAYERS and isinstance(value, int):
             result[field] = min(value, 1)
         elif field == "mlp_only_layers" and value:
-            result[field] = [index for index in value if index < len(kept)]
+            result[field] = [index for index in value if index < len(kept_layers)]
     return result
 
 
 def with_width(fields: Mapping[str, Any], layout: Layout, *, head_size: int) -> Fields:
-    """The configuration with narrow layers whose attention heads have `head_size` elements; parts
-    alike. Raises ValueError for one that does not say its hidden size.
+    """Return the configuration with narrow layers, in all parts.
+
+    Args:
+        fields: The configuration.
+        layout: The layout, for whose degrees divisibility stays.
+        head_size: Elements of an attention head.
+
+    Raises:
+        ValueError: The configuration has no hidden size.
     """
     result = _in_parts(fields, lambda part: with_width(part, layout, head_size=head_size))
     hidden = _present(fields, _HIDDEN)
@@ -288,7 +298,7 @@ def with_width(fields: Mapping[str, Any], layout: Layout, *, head_size: int) -> 
 def _without_heads(
     fields: Mapping[str, Any], result: Fields, hidden: str, layout: Layout, width: int
 ) -> Fields:
-    """Of a model without attention, such as a state space model."""
+    """Return the narrow configuration of a model without attention, such as a state space model."""
     degrees = (*_degrees(layout.tp, layout.cp, layout.dp_shard, layout.dp), 8)
     result[hidden] = min(fields[hidden], like(fields[hidden], width, degrees))
     _change(fields, result, _INNER, lambda size: min(size, size * result[hidden] // fields[hidden]))
@@ -299,7 +309,7 @@ def _without_heads(
 def _shrink_state_space(
     fields: Mapping[str, Any], result: Fields, hidden: str, head_size: int
 ) -> None:
-    """Heads of a state space layer, whose widths together are `expand` x hidden."""
+    """Shrink the heads of a state space layer, whose total width is `expand` x hidden."""
     for heads, size, expand in product(_STATE_HEADS, _STATE_HEAD_SIZE, _EXPAND):
         if not all(isinstance(fields.get(name), int) for name in (heads, size, expand)):
             continue
@@ -318,7 +328,7 @@ def _follow_hidden(fields: Mapping[str, Any], result: Fields, hidden: str) -> No
 
 
 def _as_before(value: Any, before: Any, after: Any) -> Any:
-    """A layer's own size, as much larger or smaller than the others' as it was."""
+    """Return the size of a single layer, in the same ratio to the other layers as before."""
     if not all(
         isinstance(size, int) and not isinstance(size, bool) and size > 0
         for size in (value, before, after)
@@ -340,8 +350,9 @@ def _shrink_experts(fields: Mapping[str, Any], result: Fields, cuts: Sequence[in
 
 
 def with_small_rest(fields: Mapping[str, Any], layout: Layout) -> Fields:
-    """Vocabulary, windows and dropout: a short vocabulary, attention windows that the short data
-    reaches, no randomness.
+    """Return the configuration with a small vocabulary, short windows and no dropout.
+
+    Attention windows are shorter than the data.
     """
     result = _in_parts(fields, lambda part: with_small_rest(part, layout))
     if isinstance(fields.get("vocab_size"), int):
@@ -366,7 +377,7 @@ def with_small_rest(fields: Mapping[str, Any], layout: Layout) -> Fields:
 def _change(
     fields: Mapping[str, Any], result: Fields, names: Iterable[str], change: Callable[[int], int]
 ) -> None:
-    """Those of the whole numbers `names` that the configuration has."""
+    """Apply `change` to those integer fields of `names` that the configuration has."""
     result.update(
         {name: change(fields[name]) for name in names if isinstance(fields.get(name), int)}
     )
@@ -379,7 +390,7 @@ def _small_token(value: Any, size: int) -> Any:
 
 
 def is_dropout(name: str, value: Any) -> bool:
-    """Whether a field is a probability of dropping something, and not 0."""
+    """Return True if a field is a dropout probability above 0."""
     return (
         "drop" in name
         and isinstance(value, float | int)
@@ -389,9 +400,7 @@ def is_dropout(name: str, value: Any) -> bool:
 
 
 def like(value: int, target: int, degrees: Iterable[int]) -> int:
-    """The least number from `target` on that divides by exactly those of `degrees` that `value`
-    divides by.
-    """
+    """Return the least number >= `target` that is divisible by the same `degrees` as `value`."""
     degrees = tuple(degrees)
     for found in range(max(target, 1), max(target, 1) + prod(set(degrees)) + 1):
         if all((found % degree == 0) == (value % degree == 0) for degree in degrees):
@@ -400,9 +409,10 @@ def like(value: int, target: int, degrees: Iterable[int]) -> int:
 
 
 def shrink_heads(heads: int, kv_heads: int, degrees: Sequence[int]) -> tuple[int, int]:
-    """The fewest (heads, key-value heads) that a layout of `degrees` cuts as it cuts the given
-    ones: what divides still does, what has to be replicated still has, two heads or more on a rank
-    where there were so many.
+    """Return the smallest numbers of heads and key-value heads that are split in the same way.
+
+    Divisibility by each degree, replication of key-value heads, and whether a rank has several
+    heads stay as they are.
     """
 
     def cut(h: int, k: int) -> tuple[Any, ...]:
@@ -411,10 +421,10 @@ def shrink_heads(heads: int, kv_heads: int, degrees: Sequence[int]) -> tuple[int
         )
         return (h == k, k == 1, h % k == 0, *per_degree)
 
-    wanted = cut(heads, kv_heads)
+    expected = cut(heads, kv_heads)
     for h in range(min(heads, 4), heads + 1):
         for k in range(min(kv_heads, 2), min(kv_heads, h) + 1):
-            if cut(h, k) == wanted:
+            if cut(h, k) == expected:
                 return h, k
     return heads, kv_heads
 
@@ -435,8 +445,11 @@ def _present(fields: Mapping[str, Any], names: Iterable[str]) -> str | None:
 
 
 def cut_blocks(model: nn.Module, blocks: Sequence[str], depth: int) -> int | None:
-    """Leave only the first `depth` entries of the list that holds `blocks`, in place. Returns how
-    many there were; None where the blocks are no single list or no more than that.
+    """Keep only the first `depth` entries of the list of blocks, in place.
+
+    Returns:
+        The previous number of blocks, or None if the blocks are not one list or not more than
+        `depth`.
     """
     owners = {name.rpartition(".")[0] for name in blocks}
     if len(owners) != 1 or len(blocks) <= depth:
@@ -460,8 +473,9 @@ _DROPOUTS = (
 
 
 def without_dropout(model: nn.Module) -> int:
-    """Set every dropout probability in `model` to 0, in place: torch's layers, and attributes such
-    as `dropout` or `drop_path`. Returns how many there were.
+    """Set every dropout probability in a model to 0, in place, and return their number.
+
+    These are torch's layers, and attributes such as `dropout` or `drop_path`.
     """
     count = 0
     for module in model.modules():

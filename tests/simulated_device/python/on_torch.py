@@ -19,9 +19,6 @@ COUNT = library.simulated_devices()
 _NOW, _PEAK, _RESERVED, _RESERVED_PEAK, _CAPACITY, _PINNED = range(6)
 
 
-# ---- what tests ask -----------------------------------------------------------------------------------------------------------------
-
-
 def races() -> list[str]:
     """What touched the same memory without an order, since `clear`."""
     return [library.simulated_race(index).decode() for index in range(library.simulated_races())]
@@ -68,9 +65,6 @@ def set_clock(seconds: float) -> None:
 def pinned_bytes() -> int:
     """Of pinned host memory, held now."""
     return int(library.simulated_memory(0, _PINNED))
-
-
-# ---- devices ------------------------------------------------------------------------------------------------------------------------
 
 
 def _index(device: Any = None) -> int:
@@ -137,9 +131,6 @@ def _devices() -> None:
         torch.Generator(device=f"cuda:{index}") for index in range(COUNT)
     )
     library.simulated_default_generators(0)
-
-
-# ---- streams and events -------------------------------------------------------------------------------------------------------------
 
 
 class Stream(torch.Stream):
@@ -246,9 +237,6 @@ def _streams() -> None:
     ) = _NoGraph
 
 
-# ---- memory -------------------------------------------------------------------------------------------------------------------------
-
-
 def _statistics(device: int) -> dict[str, Any]:
     now, peak, reserved, most = (
         library.simulated_memory(device, which)
@@ -309,9 +297,6 @@ def _storages() -> None:
     )
     torch.storage._StorageBase.cuda = storage.cuda  # type: ignore[attr-defined]
     storage.cpu = lambda self: moved(self, "cpu") if self.device.type == "cuda" else to_host(self)
-
-
-# ---- NCCL ---------------------------------------------------------------------------------------------------------------------------
 
 
 def _nccl() -> None:

@@ -93,9 +93,6 @@ def test_the_same_plan_on_meta() -> None:
         assert plan_of(family(kind, device="meta"), 2) == plan_of(family(kind), 2)
 
 
-# ---- what it says ----------------------------------------------------------------------------------------------------------------------
-
-
 def test_llama_s_plan_in_full() -> None:
     plan = plan_of(family("llama", num_hidden_layers=1, tie_word_embeddings=False), 2)
     assert plan.dims == {
@@ -248,9 +245,6 @@ def test_a_container_s_style_goes_to_the_owners_of_parameters() -> None:
     model = nn.ModuleDict({"up": nn.Linear(4, 8), "norms": norms})
     plan = plan_of(model, 2, {"up": "colwise", "norms": "replicated_with_grad_allreduce"})
     assert [entry.name for entry in plan.modules] == ["up", "norms.q", "norms.k"]
-
-
-# ---- what it refuses -------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -428,9 +422,6 @@ def test_sequence_parallelism_needs_blocks_whose_parts_are_all_known() -> None:
         mixed, tp=2, user={f"*.{name}": style for name, style in user.items()}, blocks=("0", "1")
     )
     assert plan.sequence_parallel == "0.mixer (Conv1d) is neither a norm nor split over tp"
-
-
-# ---- the judge itself ------------------------------------------------------------------------------------------------------------------
 
 
 def wrong(plan: TensorPlan, **styles: str) -> TensorPlan:

@@ -19,7 +19,6 @@ from plait.errors import CheckpointError, ConfigError
 from plait.optim.lr_schedules import build_scheduler
 from plait.optim.optimizer import build_optimizer
 
-# ---- DeepSpeed 0.19.8, deepspeed/runtime/lr_schedules.py, transcribed for one parameter group ----------------------------------------
 # Each class keeps DeepSpeed's state (`last`, its last_batch_iteration) and the order of its operations. `lr` and `mom` are what it has
 # written into the optimizer.
 
@@ -357,9 +356,6 @@ def test_a_list_of_another_length_than_the_groups_is_refused():
         make("WarmupLR", {"warmup_min_lr": [0.0, 0.1]})
 
 
-# ---- the length of the run ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
@@ -410,8 +406,6 @@ def test_a_run_shorter_than_its_warmup_is_said(caplog):
     assert "50 steps, fewer than the 100 of the warm-up" in caplog.text
 
 
-# ---- momentum -------------------------------------------------------------------------------------------------------------------------
-
 CYCLE = {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 5}
 
 
@@ -433,8 +427,6 @@ def test_a_momentum_that_would_reach_one_is_refused_as_soon_as_it_is_known():
     with pytest.raises(ConfigError, match="outside 0 to 1"):
         run(unknown_length, 20)
 
-
-# ---- torch's and Transformers' --------------------------------------------------------------------------------------------------------
 
 NEEDED = {
     "OneCycle": CYCLE,
@@ -533,9 +525,6 @@ def test_what_a_schedule_itself_refuses_is_a_config_error():
         make("LinearLR", {"start_factor": 7})
     with pytest.raises(ConfigError, match="cosine_with_min_lr says: .*min_lr"):
         make("cosine_with_min_lr", total_steps=10)
-
-
-# ---- Megatron-LM's --------------------------------------------------------------------------------------------------------------------
 
 
 def megatron(done, *, samples, high, low, warm, total, style, init):

@@ -90,8 +90,6 @@ def sharded(model, mesh, *, only=None):
     return model
 
 
-# ---- what each name means -------------------------------------------------------------------------------------------------------------
-
 MEANINGS = [
     ("AdamW", {}, torch.optim.AdamW, {"weight_decay": 0.0}),
     ("adamw", {"lr": 0.01, "betas": [0.8, 0.9], "eps": 1e-6, "weight_decay": 0.1}, torch.optim.AdamW,
@@ -148,9 +146,6 @@ def test_weight_decay_reaches_every_parameter():
         torch.testing.assert_close(p.detach(), before[name] * (1 - 0.1 * 0.5))
 
 
-# ---- which parameters -----------------------------------------------------------------------------------------------------------------
-
-
 def test_frozen_parameters_are_left_out_and_tied_ones_updated_once():
     model = net()
     model.up.requires_grad_(False)
@@ -179,8 +174,6 @@ def test_a_pipeline_stage_may_have_nothing_to_train():
         optimizer.step()
         assert optimizer.state_dict()["state"] == {}
 
-
-# ---- which kernel ---------------------------------------------------------------------------------------------------------------------
 
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
@@ -248,9 +241,6 @@ def test_a_parameter_that_is_not_on_a_device_with_a_fused_kernel_gets_torchs_def
     }
 
 
-# ---- sharded parameters ---------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("type", "params", "fused"),
     [
@@ -307,9 +297,6 @@ def test_what_torch_cannot_do_on_shards_is_refused_before_the_first_step(mesh):
             build(name, model=model)
     with pytest.raises(ConfigError, match="fused SGD does not run on sharded parameters"):
         build("SGD", {"fused": True}, model)
-
-
-# ---- Muon -----------------------------------------------------------------------------------------------------------------------------
 
 
 def test_muon_takes_the_matrices_inside_and_leaves_the_rest_to_adamw():
@@ -389,9 +376,6 @@ def test_muon_without_a_matrix_to_train_is_refused():
         build("Muon", model=nn.LayerNorm(4))
 
 
-# ---- checkpoints ----------------------------------------------------------------------------------------------------------------------
-
-
 def through_a_checkpoint(folder, model, optimizer, other_model, other_optimizer):
     """Save the state of one optimizer and load it into another, in torch's distributed format, keyed by parameter name."""
     options = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -428,9 +412,6 @@ def test_the_kernel_is_not_taken_from_a_state_dict():
     loaded = build("AdamW")
     loaded.load_state_dict(unfused.state_dict())
     assert loaded.param_groups[0]["fused"]
-
-
-# ---- libraries ------------------------------------------------------------------------------------------------------------------------
 
 
 class Library(torch.optim.SGD):

@@ -399,9 +399,6 @@ def test_an_all_reduce_is_two_ways():
     assert both == pytest.approx(2 * once, rel=0.01)
 
 
-# ---- memory ------------------------------------------------------------------------------------------------------------------------------
-
-
 def korthikanti(model, tp, pp, vpp, micro_batch, **fields):
     """Activations of the first stage, fp16 and dropout and unfused attention, as arXiv 2205.05198 counts them."""
     at = layouts(

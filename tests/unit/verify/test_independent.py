@@ -122,8 +122,6 @@ def test_batches_are_padded_on_both_sides() -> None:
     assert all(int(row.sum()) >= 3 for mask in masks for row in mask)
 
 
-# ---- what the other reference cannot see --------------------------------------------------------------------------------------------
-
 FIELDS = {
     "model_type": "llama",
     "hidden_size": 32,

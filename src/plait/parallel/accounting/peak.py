@@ -109,7 +109,6 @@ class _Walk:
             self.constant["gradients"] = own
             casts = any(unit.gradients != unit.sharded_gradients for unit in self.units.values())
             self.constant["communication"] = wire if casts else 0
-        # ---- what changes ----
         self.gathered: dict[Unit, int] = {}
         self.arriving_units: dict[Unit, int] = {}
         """Flat buffers of gathers whose parameters are not copied out yet."""

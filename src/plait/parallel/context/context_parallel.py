@@ -21,6 +21,7 @@ from plait.cluster import accelerator
 from plait.cluster.fake_group import is_fake
 from plait.cluster.mesh import Mesh
 from plait.errors import InputError, Problem, refuse, warn
+from plait.model.adapters import without_wrapper
 from plait.model.facts import ModelFacts
 from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.compile import Compile
@@ -115,7 +116,7 @@ class ContextParallel(Technique):
         group = mesh.group("cp")
         if group is None:
             return parts
-        model: Any = parts.model
+        model: Any = without_wrapper(parts.model)
         place = Place(self.layout(mesh.layout.cp, mesh.coordinates["cp"]), group)
         before = str(model.config._attn_implementation)
         implementation = implementation_of(model)
@@ -133,7 +134,8 @@ class ContextParallel(Technique):
             if p.requires_grad and "cp" in parts.reduction(p).summed
         ]
         dtype = parts.shard.compute_dtype or next(parts.model.parameters()).dtype
-        return [SequenceParts(parts.model, self, installed, summed, dtype, device=mesh.device)]
+        model = without_wrapper(parts.model)
+        return [SequenceParts(model, self, installed, summed, dtype, device=mesh.device)]
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
         """The traffic of attention and of gradients; nothing where cp is 1."""

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from plait.errors import ConfigError, ModelError, Problem
+from plait.model.adapters import without_wrapper
 from plait.parallel.context.flash import IMPLEMENTATIONS
 from plait.parallel.context.kernel import Kernel, Rule, kernel_for
 from plait.parallel.context.kinds import Kind
@@ -63,6 +64,7 @@ def refuse_unknown_model(
     """Raise ModelError or ConfigError for a model that would not compute what one process does, on
     devices of that type.
     """
+    model = without_wrapper(model)
     config: Any = getattr(model, "config", None)
     reason = (
         _unknown(model, config) or next(_unfit(config), None) or _kernel(config, kind, device_type)

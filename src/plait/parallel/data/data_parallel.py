@@ -55,6 +55,7 @@ from plait.parallel.data import collective_selection
 from plait.parallel.data.bucket_account import ALGORITHM_KINDS, account_buckets
 from plait.parallel.data.collective_selection import CollectiveSettings, Sharing
 from plait.parallel.data.compression import Compression
+from plait.parallel.data.gathered_writes import LostWrites
 from plait.parallel.data.reducer import Reducer
 from plait.parallel.data.shard_units import shard_units
 from plait.parallel.data.unused import UnusedTracker
@@ -205,6 +206,9 @@ class DataParallel(CollectiveSettings):
                         model, group, device=mesh.device, order=order, finishes_backward=mean
                     )
                 )
+            if sharing is None or sharing.parameter_host is None:
+                # Shards in shared memory are read in place, so writes to them are kept.
+                hooks.append(LostWrites(model, in_forward=mean))
         buffers = ChangingBuffers(model, parts.blocks, mesh, parts.batch_axes)
         if mean:
             buffers.send_in_forward(model)

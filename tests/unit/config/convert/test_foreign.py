@@ -151,9 +151,6 @@ def test_every_key_of_accelerate_is_in_the_tables() -> None:
     assert of_deepspeed == {*sections["deepspeed_config"], "deepspeed_config_file"}
 
 
-# ---- the other programs' own reading ------------------------------------------------------------------------------------------------
-
-
 def launched(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Set what `accelerate launch` hands to a script."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
@@ -291,8 +288,6 @@ def test_every_key_that_the_trainer_documents_is_in_the_table() -> None:
     assert set(re.findall(r"- (\w+) \(", text)) <= {*(key.path for key in OF_TRAINER), *NAMES}
 
 
-# ---- a DeepSpeed file that Accelerate's names ---------------------------------------------------------------------------------------
-
 NAMING = "distributed_type: DEEPSPEED\nnum_processes: 4\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n  zero3_init_flag: true\n"
 FILE = {
     "zero_optimization": {"stage": 3, "overlap_comm": True},
@@ -378,8 +373,6 @@ def test_overrides_win(tmp_path: Path) -> None:
         "file: parallelism_config.parallelism_config_dp_replicate_size",
     )
 
-
-# ---- whatever is wrong --------------------------------------------------------------------------------------------------------------
 
 SAMPLES = [yaml.safe_load(text) for text, _ in [*ACCELERATE.values(), *ACCELERATE_REFUSED.values()]]
 SAMPLES += [tree for tree, _ in [*TRAINER.values(), *TRAINER_REFUSED.values()]]

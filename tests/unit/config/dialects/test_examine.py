@@ -27,9 +27,6 @@ def problems(tree: dict[str, Any], *overrides: str) -> list[str]:
     return [str(problem) for problem in error.value.problems]
 
 
-# ---- the literal examples -----------------------------------------------------------------------------------------------------------
-
-
 def test_zero_2_with_tensor_parallel_2_is_enough() -> None:
     config = load({"zero_optimization": {"stage": 2}, "tensor_parallel": {"tp_size": 2}})
     assert (config.zero_optimization.stage, config.parallel.tp) == (2, 2)
@@ -38,9 +35,6 @@ def test_zero_2_with_tensor_parallel_2_is_enough() -> None:
         {"zero_optimization": {"stage": 2}, "tensor_parallel": {"tp_size": 2}}, world_size=8
     ).layout
     assert (layout.tp, layout.dp_shard, layout.dp_replicate) == (2, 4, 1)
-
-
-# ---- other names --------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -133,9 +127,6 @@ def test_a_wrong_value_is_told_under_the_name_that_was_written() -> None:
     assert problems({"bfloat16": {"enabled": "maybe"}}) == [
         "bfloat16.enabled = 'maybe': must be true or false; write true or false"
     ]
-
-
-# ---- legacy and misspelt forms ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -245,8 +236,6 @@ def test_secrets_are_not_shown() -> None:
     assert "hunter2" not in str(row)
 
 
-# ---- the table ----------------------------------------------------------------------------------------------------------------------
-
 TYPICAL = {
     "flag": True,
     "whole": 5e8,
@@ -351,9 +340,6 @@ def test_every_reason_is_used() -> None:
     assert all(refusal.keys for refusal in REFUSED)
 
 
-# ---- wrong values of supported keys -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
@@ -421,9 +407,6 @@ def test_every_reason_is_used() -> None:
 )
 def test_wrong_values(tree: dict[str, Any], message: str) -> None:
     assert [text for text in problems(tree) if text.startswith(message)], problems(tree)
-
-
-# ---- overrides ----------------------------------------------------------------------------------------------------------------------
 
 
 def test_an_override_wins_over_the_file_whatever_name_the_file_uses() -> None:

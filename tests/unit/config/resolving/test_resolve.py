@@ -19,9 +19,6 @@ def problems(tree: dict[str, Any], **context: Any) -> list[str]:
     return [str(problem) for problem in error.value.problems]
 
 
-# ---- precision ----------------------------------------------------------------------------------------------------------------------
-
-
 def test_gradients_are_reduced_in_the_dtype_of_the_computation_whatever_else_a_file_says() -> None:
     """A24: a default depends on no key that has nothing to do with it."""
     for name, dtype in (("fp16", "float16"), ("bf16", "bfloat16")):
@@ -135,8 +132,6 @@ def test_contradictions_of_precision() -> None:
         is not None
     )
 
-
-# ---- "auto" -------------------------------------------------------------------------------------------------------------------------
 
 HF_FILE = {
     "train_batch_size": "auto",
@@ -296,9 +291,6 @@ def test_the_highest_rate_of_a_schedule_is_the_optimizers() -> None:
     )
 
 
-# ---- the bucket of stage 0 ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("tree", "context", "bucket_bytes"),
     [
@@ -359,9 +351,6 @@ def test_two_sizes_of_the_bucket_that_disagree() -> None:
     ]
 
 
-# ---- checks -------------------------------------------------------------------------------------------------------------------------
-
-
 def test_the_stated_data_parallel_size_is_checked() -> None:
     assert resolved({"data_parallel_size": 4}).layout.dp == 4
     (problem,) = problems({**BATCH, "data_parallel_size": 2, "parallel": {"tp": 1}})
@@ -417,9 +406,6 @@ def test_a_batch_size_of_the_caller_stands_in_where_the_file_has_none() -> None:
         ).batch.micro_batch_size
         == 4
     )
-
-
-# ---- the whole ----------------------------------------------------------------------------------------------------------------------
 
 
 def test_defaults_are_those_of_deepspeed() -> None:
@@ -487,9 +473,6 @@ def test_the_warning_names_the_keys_that_mean_nothing() -> None:
         "the configuration: ignored are zero_optimization.overlap_comm, zero_optimization.contiguous_gradients, "
         "zero_optimization.sub_group_size, zero_optimization.reduce_scatter and 1 more; `plait config explain` has the reasons"
     )
-
-
-# ---- compression --------------------------------------------------------------------------------------------------------------------
 
 
 def test_compression() -> None:
