@@ -211,7 +211,7 @@ def test_the_end_of_a_step_is_waited_for(simulated: SimulatedPool) -> None:
 def staged(rank: int, world: int) -> list[float]:
     """What the thread that writes is given. Runs in a worker."""
     tensors = {"x": torch.arange(4.0, device=CUDA)}
-    found = Writer(SimpleNamespace(device=CUDA))._staged(SimpleNamespace(tensors=tensors))  # type: ignore[arg-type]
+    found = Writer(SimpleNamespace(device=CUDA))._stage(SimpleNamespace(tensors=tensors))  # type: ignore[arg-type]
     return found["x"].tolist()
 
 

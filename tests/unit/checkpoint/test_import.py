@@ -313,9 +313,9 @@ def test_what_was_made_to_do_harm(
 def test_elements_across_parts() -> None:
     parts = [torch.arange(3.0), torch.arange(3.0, 4.0), torch.arange(4.0, 9.0)]
     assert all(
-        content.of_parts(parts, a, b).tolist() == list(range(a, a + b))
+        content.slice_of_parts(parts, a, b).tolist() == list(range(a, a + b))
         for a in range(9)
         for b in range(10 - a)
     )
     with pytest.raises(CheckpointError, match="lacks 1 of them"):
-        content.of_parts(parts, 4, 6)
+        content.slice_of_parts(parts, 4, 6)
