@@ -54,6 +54,7 @@ def together(
     try:
         result = work()
         encoded = brings(result)
+        assert len(encoded) <= _RESULT_BYTES, len(encoded)
     except Exception as error:  # any error: the other ranks wait for this one
         failure = error
         encoded = b""

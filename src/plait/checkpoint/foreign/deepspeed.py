@@ -218,7 +218,13 @@ def _read_settings(
     checkpoint.steps = int(model.get("global_steps", 0))
     checkpoint.skipped = int(model.get("skipped_steps", 0))
     optimizer = rank["optimizer_state_dict"] if stage == 3 else rank["base_optimizer_state"]
-    for group, names in zip(optimizer.get("param_groups", []), shapes, strict=False):
+    groups = optimizer.get("param_groups", [])
+    if groups and len(groups) != len(shapes):
+        raise CheckpointError(
+            f"the optimizer state has {len(groups)} parameter groups and param_shapes has"
+            f" {len(shapes)}; save the checkpoint again with one version of DeepSpeed"
+        )
+    for group, names in zip(groups, shapes, strict=False):
         values = {
             key: value
             for key, value in group.items()
