@@ -1,5 +1,6 @@
-"""Pairs of settings that do not go together yet, as data. Each is refused with its reason until a
-test proves it.
+"""Combinations of settings that are not supported yet.
+
+Each one is refused with its reason until a test proves it.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ from plait.parallel.technique import Context
 
 @dataclass(frozen=True)
 class Refusal:
-    """`applies` says whether a choice has the pair."""
+    """A combination of settings that is refused."""
 
     field: str
+    """Setting that the error names."""
     value: Callable[[Context], object]
+    """Returns the value of the setting."""
     applies: Callable[[Context], bool]
+    """Returns True if a context has the combination."""
     rule: str
     remedy: str
 
@@ -69,7 +73,11 @@ REFUSALS: tuple[Refusal, ...] = (
 
 
 def refuse_incompatible(choice: Context) -> None:
-    """Raise ConfigError with every refused pair."""
+    """Refuse all unsupported combinations at once.
+
+    Raises:
+        ConfigError: It lists every combination that applies.
+    """
     problems = [
         Problem(r.field, r.value(choice), r.rule, r.remedy) for r in REFUSALS if r.applies(choice)
     ]
