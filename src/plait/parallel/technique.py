@@ -111,8 +111,7 @@ class Parts:
     shard: ShardSettings = ShardSettings()
     """Settings of earlier techniques for the one that shards."""
     batch_axes: tuple[str, ...] = ()
-    """Axes whose ranks have different parts of the batch (`Technique.batch_axes` of all techniques).
-    """
+    """Axes whose ranks have different parts of the batch, those of all techniques."""
     hooks: Hooks = field(default_factory=Hooks)
     """Hooks of a step, once all techniques are attached."""
     notes: Mapping[type, object] = field(default_factory=dict)
@@ -134,7 +133,7 @@ class Parts:
         )
 
     def reduction(self, parameter: nn.Parameter) -> Reduction:
-        """Return which axes split a parameter of this rank, and over which its gradient is summed."""
+        """Return which axes split a parameter of this rank, and which ones sum its gradient."""
         sharded = sharded_axes(parameter)
         # The all-to-all of ep has already brought the tokens of all its ranks to an expert.
         return Reduction(sharded, ("edp",) if "ep" in sharded else self.batch_axes)
@@ -205,5 +204,8 @@ class Technique(Policy):
 
     @classmethod
     def sweep(cls, **arrays: Any) -> Self:
-        """Create a technique whose fields are arrays, one entry per candidate, for `account` only."""
+        """Create a technique whose fields are arrays with one entry per candidate.
+
+        It is for `account` only.
+        """
         return cls.model_construct(**arrays)  # type: ignore[return-value]
