@@ -91,9 +91,12 @@ def chunked_causal_lm_loss(
 
     It equals the head followed by `plait.causal_lm_loss`, in the memory of `chunk_tokens` tokens.
 
-    Args: hidden: Input of the head [batch, seq, hidden]. head: The layer that computes logits.
+    Args:
+        hidden: Input of the head [batch, seq, hidden].
+        head: The layer that computes logits.
         labels: [batch, seq] int64. They are shifted here (position t predicts label t + 1), and
-        -100 is ignored. chunk_tokens: Tokens whose logits exist at the same time.
+            -100 is ignored.
+        chunk_tokens: Tokens whose logits exist at the same time.
 
     Returns:
         (sum of the cross entropies, number of targets), both 0-dimensional.
@@ -166,9 +169,12 @@ def _with_gradients(
 ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor | None]]]:
     """Compute the sum over chunks, and its gradients times `factor`.
 
-    Returns: The sum, and a pair (tensor, gradient) for every tensor that needs a gradient,
-        parameters first. A gradient of a parameter may be wider than the parameter. It is None if
-        the head does not use the parameter.
+    Returns:
+        The sum, and a pair (tensor, gradient) for every tensor that needs a gradient, parameters
+        first.
+        A gradient of a parameter may be wider than the parameter. It is None if the head does not
+        use
+        the parameter.
     """
     hidden = logits.hidden
     parameters = logits.parameters

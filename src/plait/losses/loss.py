@@ -52,7 +52,7 @@ class CausalLMLoss:
     """
 
     split_logits: ClassVar[bool] = True
-    """Whether the loss accepts logits that are split along the vocabulary (a DTensor)."""
+    """True if the loss accepts logits that are split along the vocabulary (a DTensor)."""
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)

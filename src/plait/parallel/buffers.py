@@ -83,7 +83,7 @@ class ChangingBuffers(StepHook):
         self.names: tuple[str, ...] = ()
         """Buffers that are sent after every step."""
         self.accumulating = False
-        """Whether the step continues after this micro-batch, in the user's training loop."""
+        """True if the step continues after this micro-batch, in the user's training loop."""
         self._forward_hook: RemovableHandle | None = None
         self._mesh = mesh
         self._blocks = tuple(blocks)
@@ -105,9 +105,9 @@ class ChangingBuffers(StepHook):
         self._any_unsent: Largest | None = None
         """Exchange of whether any rank has unsent buffers, or None if none is in flight."""
         self._may_find_more = False
-        """Whether another persistent buffer may begin to change on any rank."""
+        """True if another persistent buffer may begin to change on any rank."""
         self._has_agreed = False
-        """Whether the first step is over."""
+        """True if the first step is over."""
 
     def _watch(self, model: nn.Module) -> None:
         for owner_name, owner in model.named_modules():
@@ -155,7 +155,8 @@ class ChangingBuffers(StepHook):
         def send_if_due(module: nn.Module, _: Any) -> None:
             nonlocal is_due
             if module is not model_ref():
-                return  # a copy of the model has this hook too
+                # A copy of the model has a copy of this hook.
+                return
             if module.training and torch.is_grad_enabled():
                 if is_due:
                     self.send()

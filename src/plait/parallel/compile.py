@@ -21,7 +21,7 @@ class Compile(Technique):
     """Compilation of every block, or of the whole model if it has no blocks."""
 
     enabled: bool = False
-    """Whether to compile. Off by default, because on a CPU the first step takes tens of seconds."""
+    """True to compile. Off by default, because on a CPU the first step takes tens of seconds."""
     backend: str = "inductor"
     """Name of a torch.compile backend."""
     mode: str | None = None

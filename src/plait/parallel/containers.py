@@ -39,7 +39,8 @@ def rebuilt(value: Any, inside: Mapping[Any, Any]) -> Any:
             changed[key] = entry
         return changed
     if isinstance(value, tuple):
-        if hasattr(value, "_fields"):  # a named tuple
+        # A named tuple.
+        if hasattr(value, "_fields"):
             return type(value)(*inside.values())
         return tuple(inside.values())
     if isinstance(value, list):

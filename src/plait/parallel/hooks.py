@@ -32,7 +32,7 @@ class StepEnd:
     """Outcome of a step."""
 
     skipped: bool
-    """Whether the update was skipped, because gradients were not finite."""
+    """True if the update was skipped, because gradients were not finite."""
     rescaled: float = 1.0
     """Factor by which the loss scale, and with it the next gradients, has changed."""
 
@@ -45,10 +45,10 @@ class StepHook:
     """
 
     said_is_default: bool = False
-    """Whether `said` describes a default, which the first lines of a run leave out."""
+    """True if `said` describes a default, which the first lines of a run leave out."""
 
     has_refused: bool = False
-    """Whether it has refused a gradient. Earlier gradients of the step have to be dropped then."""
+    """True if it has refused a gradient. Earlier gradients of the step have to be dropped then."""
 
     def transform(self, batch: Any) -> Any:
         """Return the micro-batch that replaces `batch` for the model and the loss.

@@ -129,7 +129,8 @@ def initialise(
     tied_parameters = {name for names in ties for name in names}
     for prefix, unit, recurse in _units(template, blocks):
         if not any(name in targets for name, _ in _own_tensors(unit, prefix, recurse=recurse)):
-            continue  # on another pipeline stage
+            # On another pipeline stage.
+            continue
 
         _allocate_poisoned(unit, recurse=recurse)
         versions = {
@@ -152,8 +153,12 @@ def initialise(
                 and name not in tied_parameters
                 and not rules[name.rpartition(".")[0]].is_of_transformers
             ):
-                repeated = version_of(value) - versions[name]
-                _refuse_lost_writes(name, unit, made=writes[name], repeated=repeated)
+                _refuse_lost_writes(
+                    name,
+                    unit,
+                    original_writes=writes[name],
+                    repeated_writes=version_of(value) - versions[name],
+                )
             if _is_poisoned(value):
                 raise ModelError(
                     f"{name} was not initialised: {type(unit).__name__} computes it only in its"
@@ -161,7 +166,8 @@ def initialise(
                     " fills it, load weights from a folder, or build the model with real weights"
                 )
             target = targets[name]
-            if id(target) not in filled_targets:  # a tied parameter takes that of its first name
+            # A tied parameter takes the value of its first name.
+            if id(target) not in filled_targets:
                 filled_targets.add(id(target))
                 _copy_slice(target, value)
                 filled(target)
@@ -187,7 +193,8 @@ def broadcast(model: nn.Module, *, group: dist.ProcessGroup | None = None) -> No
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             unexpanded = _each_element_once(tensor.data)
-            buffer = unexpanded.contiguous()  # the memory layouts of ranks may differ
+            # The memory layouts of ranks may differ, and a broadcast copies storage in order.
+            buffer = unexpanded.contiguous()
             dist.broadcast(buffer, group_src=0, group=group)
             if buffer is not unexpanded:
                 unexpanded.copy_(buffer)
@@ -254,15 +261,18 @@ def _units(template: nn.Module, blocks: tuple[str, ...]) -> Iterator[tuple[str, 
     yield from walk("", template)
 
 
-def _refuse_lost_writes(name: str, unit: nn.Module, *, made: int, repeated: int) -> None:
+def _refuse_lost_writes(
+    name: str, unit: nn.Module, *, original_writes: int, repeated_writes: int
+) -> None:
     """Refuse a parameter that was written to on `meta` more often than its classes repeat."""
-    if made > repeated:
+    if original_writes > repeated_writes:
         raise ModelError(
-            f"{name} was written to {made} times while the model was built on meta, where values "
-            f"are lost, and reset_parameters and _init_weights repeat {repeated} of that number: "
-            f"{type(unit).__name__} or a class around it sets it in its constructor; set it in "
-            "reset_parameters of its class or in _init_weights(self, module) of the model, load "
-            "weights from a folder, or build the model with real weights"
+            f"{name} was written to {original_writes} times while the model was built on meta,"
+            " where values are lost, and reset_parameters and _init_weights repeat"
+            f" {repeated_writes} of that number: {type(unit).__name__} or a class around it sets"
+            " it in its constructor; set it in reset_parameters of its class or in"
+            " _init_weights(self, module) of the model, load weights from a folder, or build the"
+            " model with real weights"
         )
 
 

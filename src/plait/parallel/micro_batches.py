@@ -37,9 +37,11 @@ IGNORED = -100
 def default_forward(model: nn.Module, batch: Any) -> Any:
     """Call the model with a micro-batch.
 
-    Args: model: The model. batch: A mapping is passed by name, except for `labels` and
-        `shift_labels`. A tuple or list is passed by position, except for the last entry, the
-        target. Anything else is the only argument.
+    Args:
+        model: The model.
+        batch: A mapping is passed by name, except for `labels` and `shift_labels`. A tuple or list
+            is passed by position, except for the last entry, the target. Anything else is the only
+            argument.
     """
     if isinstance(batch, Mapping):
         inputs = {key: value for key, value in batch.items() if key not in (LABELS, SHIFTED)}
@@ -101,8 +103,9 @@ def micro_batches(batch: Any, *, count: int, size: int | None) -> list[Any]:
         count: Micro-batches per step.
         size: Samples of a micro-batch, or None for equal parts.
 
-    Raises: InputError: The batch has another number of samples or micro-batches, or a list could be
-        either a batch or micro-batches.
+    Raises:
+        InputError: The batch has another number of samples or micro-batches, or a list could be
+            either a batch or micro-batches.
     """
     if isinstance(batch, list):
         if not _is_one_batch(batch, count=count, size=size):
@@ -267,7 +270,8 @@ def to_device(value: Any, device: torch.device) -> Any:
         ):
             dims = zip(value.shape, value.stride(), strict=True)
             if any(size > 1 and not stride for size, stride in dims):
-                value = value.contiguous()  # an expanded tensor cannot be pinned
+                # An expanded tensor cannot be pinned.
+                value = value.contiguous()
             # A copy from pageable memory blocks this thread in spite of `non_blocking`.
             value = value.pin_memory()
         return value.to(device, non_blocking=True)

@@ -76,9 +76,9 @@ class ShardSettings:
     float32_modules: tuple[str, ...] = ()
     """Modules (FQNs) that compute in float32, whatever `compute_dtype` is."""
     master_weights_on_host: bool = False
-    """Whether host memory stores shards of parameters and gradients, and the optimizer states."""
+    """True if host memory stores shards of parameters and gradients, and the optimizer states."""
     pin_master_weights: bool = False
-    """Whether that memory is pinned, so that copies overlap with computation."""
+    """True if that memory is pinned, so that copies overlap with computation."""
     offloaded_units: frozenset[str] = frozenset()
     """Units whose master weights, gradients and states are not in the device's memory.
 
@@ -91,9 +91,9 @@ class ShardSettings:
     hook sums their gradients if nothing is sharded.
     """
     always_shard: bool = False
-    """Whether parameters are sharded even if one process holds all of them, in their own dtype."""
+    """True if parameters are sharded even if one process holds all of them, in their own dtype."""
     mean: bool = False
-    """Whether reduced gradients are means, complete when the backward ends.
+    """True if reduced gradients are means, complete when the backward ends.
 
     This is for the user's own training loop, as under DistributedDataParallel. Otherwise they are
     sums, because the engine has already divided every loss.
@@ -165,12 +165,14 @@ class Technique(Policy):
     def check(self, context: Context) -> object | None:
         """Check the settings before any process group exists.
 
-        Returns: A result about the model that `apply` needs (a plan), or None. It is added to
+        Returns:
+            A result about the model that `apply` needs (a plan), or None. It is added to
             `Parts.notes`.
 
-        Raises: ConfigError: A setting is impossible. The message has the numbers and a remedy.
-            Without a model in the context, only the configuration is checked. ModelError: The model
-            does not allow the settings.
+        Raises:
+            ConfigError: A setting is impossible. The message has the numbers and a remedy. Without
+                a model in the context, only the configuration is checked.
+            ModelError: The model does not allow the settings.
         """
         return None
 

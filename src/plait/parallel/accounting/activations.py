@@ -80,7 +80,7 @@ class StageFacts:
     received: int = 0
     """Bytes from the previous stage, which are counted in both stages if both are on one rank."""
     differentiable: bool = False
-    """Whether the stage sends a gradient to a previous one.
+    """True if the stage sends a gradient to a previous one.
 
     Otherwise a split backward consists of its second half.
     """
@@ -139,21 +139,23 @@ class StageFacts:
 class _StageBytes:
     """Bytes of one micro-batch in a stage whose blocks have their modes."""
 
-    kept: int
+    saved: int
+    """Bytes between forward and backward."""
     deferred: int
+    """Bytes between the halves of a split backward."""
     in_backward: int
-    """Most bytes besides `kept` during an unsplit backward."""
+    """Most bytes besides `saved` during an unsplit backward."""
     in_first_half: int
-    """Most bytes besides `kept` during the first half of a split backward."""
+    """Most bytes besides `saved` during the first half of a split backward."""
     in_second_half: int
     """Most bytes besides `deferred` during the second half of a split backward."""
     received: int
 
 
 def _stage_bytes(facts: StageFacts, modes: Assignment) -> _StageBytes:
-    kept = [facts.modes[mode].kept[index] for index, mode in enumerate(modes)]
+    saved = [facts.modes[mode].kept[index] for index, mode in enumerate(modes)]
     returning = [facts.modes[mode].returning[index] for index, mode in enumerate(modes)]
-    total_kept = facts.kept(modes) + facts.modes["none"].head
+    total_saved = facts.kept(modes) + facts.modes["none"].head
     in_backward = facts.returning(modes)
 
     deferred = 0
@@ -163,8 +165,8 @@ def _stage_bytes(facts: StageFacts, modes: Assignment) -> _StageBytes:
         outside = max(facts.modes[mode].deferred_outside for mode in {"none", *modes})
         deferred = outside + sum(block_deferred)
         # During the first half of a block, later blocks have had theirs and earlier ones have not.
-        growth = [new - old for new, old in zip(block_deferred, kept, strict=True)]
-        in_first_half = max(0, deferred - total_kept)
+        growth = [new - old for new, old in zip(block_deferred, saved, strict=True)]
+        in_first_half = max(0, deferred - total_saved)
         later_growth = 0
         for block_growth, block_returning in zip(
             reversed(growth), reversed(returning), strict=True
@@ -172,7 +174,7 @@ def _stage_bytes(facts: StageFacts, modes: Assignment) -> _StageBytes:
             in_first_half = max(in_first_half, later_growth + block_returning)
             later_growth += block_growth
     if not facts.differentiable:
-        return _StageBytes(total_kept, deferred, in_backward, 0, in_backward, facts.received)
+        return _StageBytes(total_saved, deferred, in_backward, 0, in_backward, facts.received)
 
     # The second half recomputes all blocks of the stage before it frees any.
     in_second_half = sum(
@@ -181,7 +183,7 @@ def _stage_bytes(facts: StageFacts, modes: Assignment) -> _StageBytes:
         if mode != "none"
     )
     return _StageBytes(
-        total_kept, deferred, in_backward, in_first_half, in_second_half, facts.received
+        total_saved, deferred, in_backward, in_first_half, in_second_half, facts.received
     )
 
 
@@ -244,7 +246,8 @@ def _kept_bytes(moment: _RankMoment, stages: Sequence[_StageBytes]) -> int:
     for waiting, deferred, shared, stage in zip(
         moment.waiting, moment.deferred, moment.shared, stages, strict=True
     ):
-        total += waiting * stage.kept + deferred * stage.deferred - shared * stage.received
+        # A tensor that passes between two stages of this rank exists once.
+        total += waiting * stage.saved + deferred * stage.deferred - shared * stage.received
     return total
 
 
@@ -313,7 +316,8 @@ class RankActivations:
         for assignment in self.candidates():
             flops = self.repeated(assignment)
             if flops > best_cost[0]:
-                continue  # the peak takes longer to compute
+                # Compare the operations first, because the peak takes longer to compute.
+                continue
             peak = _peak_bytes(moments, self._stage_bytes(assignment))
             if peak <= budget_bytes and (flops, peak) < best_cost:
                 best_cost = (flops, peak)

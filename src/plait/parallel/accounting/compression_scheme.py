@@ -51,9 +51,9 @@ class Scheme(Policy):
     powersgd_rank: int = 0
     """Stage 0: columns of the factors as which gradients of matrices are sent; 0: off."""
     error_feedback: bool = False
-    """Whether to add the error of the last step to this step's gradients. PowerSGD always does."""
+    """True to add the error of the last step to this step's gradients. PowerSGD always does."""
     revocable: bool = False
-    """Whether steps may be skipped.
+    """True if steps may be skipped.
 
     A step then writes residuals and factors to second tensors until it is known to be applied.
     """

@@ -26,10 +26,10 @@ def of_experts(ledger: Ledger) -> Ledger:
     """
     same = ledger.dp_replicate * ledger.dp_shard * ledger.cp * ledger.tp // ledger.ep
     shards = is_sharded(ledger)
-    one = np.ones_like(same)
+    single = np.ones_like(same)
     return ledger.with_(
-        dp_replicate=np.where(shards, one, same),
-        dp_shard=np.where(shards, same, one),
+        dp_replicate=np.where(shards, single, same),
+        dp_shard=np.where(shards, same, single),
         shard_rank=np.where(shards, ledger.edp_rank, 0),
         tp=ledger.ep,
         tp_rank=np.zeros_like(same),

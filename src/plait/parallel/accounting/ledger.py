@@ -120,7 +120,7 @@ class Ledger:
     tensor_dims: Mapping[str, int | None] = field(default_factory=lambda: MappingProxyType({}))
     """Dimension that tensor parallelism splits, by parameter name, or None for replicated ones."""
     sequence_parallel: Any = False
-    """Whether tensor parallelism also shards sequences; an array if candidates differ."""
+    """True if tensor parallelism also shards sequences; an array if candidates differ."""
     experts: frozenset[str] = frozenset()
     """Names of the parameters that are split over ep along their first dimension."""
     scheme: Scheme = field(default_factory=Scheme)

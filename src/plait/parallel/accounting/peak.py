@@ -124,7 +124,8 @@ class _StepSimulation:
         }
         """Bytes that do not change during the step, by kind."""
         self.has_buckets = not self.sharded and self.replicas > 1
-        if self.has_buckets:  # gradients live in the buckets, which stay
+        # Gradients live in the buckets, which stay.
+        if self.has_buckets:
             self.constant["gradients"] = int(ledger.memory["gradients"][0])
             units = self.units.values()
             if any(unit.gradients != unit.sharded_gradients for unit in units):
@@ -215,10 +216,10 @@ class _StepSimulation:
             "temporaries": total.temporaries,
             "messages": message_count * self.facts.boundary_bytes + self.sending,
         }
-        held = sum(kinds.values())
-        self.phases[self.phase] = max(held, self.phases.get(self.phase, 0))
-        if held > self.best:
-            self.best = held
+        total_bytes = sum(kinds.values())
+        self.phases[self.phase] = max(total_bytes, self.phases.get(self.phase, 0))
+        if total_bytes > self.best:
+            self.best = total_bytes
             self.best_moment = f"{moment}{self.place}"
             self.best_kinds = kinds
 
@@ -302,9 +303,9 @@ class _StepSimulation:
     def _backward(self, action: Action, stage: StageMoments) -> None:
         if action.stage < self.last_stage:
             self._receive(Message(Payload.GRADIENT, action.stage + 1, action.microbatch))
-        kept = self.in_flight.pop((action.stage, action.microbatch))
-        self.now = kept
-        shared = stage.forward[-1].end.activations - kept.activations
+        saved = self.in_flight.pop((action.stage, action.microbatch))
+        self.now = saved
+        shared = stage.forward[-1].end.activations - saved.activations
         is_first_half = action.kind is Kind.INPUT
         moments = stage.backward
         if is_first_half:
@@ -347,9 +348,9 @@ class _StepSimulation:
             self._send(Message(Payload.GRADIENT, action.stage, action.microbatch))
 
     def _weights(self, action: Action, stage: StageMoments) -> None:
-        kept = self.in_flight.pop((action.stage, action.microbatch))
-        self.now = kept
-        shared = stage.inputs[-1].end.activations - kept.activations
+        saved = self.in_flight.pop((action.stage, action.microbatch))
+        self.now = saved
+        shared = stage.inputs[-1].end.activations - saved.activations
         blocks = self.blocks[action.stage]
         for moment in stage.weights:
             self._compute(moment, blocks=blocks, shared=shared, is_second_half=True)
@@ -379,7 +380,8 @@ class _StepSimulation:
         """
         unit = moment.unit
         if is_second_half:
-            unit = blocks[0]  # it keeps the gradients of all blocks
+            # The second half keeps the gradients of all blocks, so any of them stands for all.
+            unit = blocks[0]
         owner: Unit = unit
         if unit in (HEAD, LOSS):
             owner = self.head
@@ -473,7 +475,8 @@ class _StepSimulation:
         sizes = self.units[unit]
         if self.has_buckets:
             return
-        if not self.sharded:  # a single process: gradients stay where they are computed
+        # A single process: gradients stay where they are computed.
+        if not self.sharded:
             if gradients or unit in self.gradient_shards:
                 self.gradient_shards[unit] = sizes.sharded_gradients
             return
@@ -565,7 +568,8 @@ class _StepSimulation:
         elif message.payload is Payload.GRADIENT:
             self.sending = self.facts.boundary_bytes
         else:
-            self.sending = 0  # an activation is kept for the backward in any case
+            # An activation stays for the backward anyway, and is counted there.
+            self.sending = 0
 
 
 def _without_pipeline(count: int) -> tuple[Action, ...]:

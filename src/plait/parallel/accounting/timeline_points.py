@@ -112,7 +112,7 @@ class StepFacts:
     optimizer_temporary_bytes: int
     """Most bytes that the optimizer step holds besides its states."""
     exchanges_reductions: bool = False
-    """Whether a reduce-scatter is an exchange into a buffer as large as its input, as on CPUs.
+    """True if a reduce-scatter is an exchange into a buffer as large as its input, as on CPUs.
 
     See `comm.reduce_scatter`.
     """

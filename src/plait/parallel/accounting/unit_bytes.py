@@ -35,7 +35,7 @@ class UnitBytes:
     sharded_gradients: int = 0
     """This rank's part of the reduced gradients, in the parameters' dtype."""
     casts_gradients: bool = False
-    """Whether gradients are computed in another dtype than they are reduced in."""
+    """True if gradients are computed in another dtype than they are reduced in."""
 
 
 def unit_bytes(facts: ModelFacts, ledger: Ledger) -> dict[int | str, UnitBytes]:

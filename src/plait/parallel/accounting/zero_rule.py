@@ -15,19 +15,22 @@ class AfterBackward(NamedTuple):
     """Actions on a unit, which `fully_shard` gathers and reduces as one, after a backward."""
 
     reduce: bool
-    """Whether its gradients are reduced over dp_shard."""
+    """True if its gradients are reduced over dp_shard."""
     last: bool
-    """Whether its gradients are complete, so that they are also summed over dp_replicate."""
+    """True if its gradients are complete, so that they are also summed over dp_replicate."""
     free: bool
-    """Whether its gathered parameters are freed."""
+    """True if its gathered parameters are freed."""
 
 
 def of_block(zero: int, left: Mapping[int, int], *, ran: int, own: int) -> AfterBackward:
     """Return the actions on a block after a backward.
 
-    Args: zero: The ZeRO stage. left: Backwards that each pipeline stage of the rank has to run in
-        this step, this one included. ran: The pipeline stage that ran. own: The pipeline stage of
-        the block.
+    Args:
+        zero: The ZeRO stage.
+        left: Backwards that each pipeline stage of the rank has to run in this step, this one
+        included.
+        ran: The pipeline stage that ran.
+        own: The pipeline stage of the block.
     """
     if own != ran:
         return AfterBackward(False, False, False)
@@ -40,9 +43,12 @@ def of_root(
 ) -> AfterBackward:
     """Return the actions on the root unit after a backward.
 
-    Args: zero: The ZeRO stage. left: Backwards that each pipeline stage of the rank has to run in
-        this step, this one included. ran: The pipeline stage that ran. Every stage gathers the root
-        unit. users: The pipeline stages of the rank that compute gradients of it.
+    Args:
+        zero: The ZeRO stage.
+        left: Backwards that each pipeline stage of the rank has to run in this step, this one
+        included.
+        ran: The pipeline stage that ran. Every stage gathers the root unit.
+        users: The pipeline stages of the rank that compute gradients of it.
     """
     last = ran in users and sum(left[stage] for stage in users) == 1
     return AfterBackward(

@@ -47,9 +47,11 @@ def best_of(seconds: Mapping[str, float]) -> str:
 class Candidate:
     """A scheme of compression that may be selected.
 
-    Attributes: name: Name for the user. code: Number of the scheme in a checkpoint, positive.
+    Attributes:
+        name: Name for the user.
+        code: Number of the scheme in a checkpoint, positive.
         activate: Switches to the scheme at the next step. Called between two steps, on every rank
-        of the groups.
+            of the groups.
     """
 
     name: str
@@ -61,11 +63,14 @@ class Candidate:
 class CompressionAutotuner(StepHook):
     """Times steps and selects the compression of gradients.
 
-    Attributes: groups: One group for each axis whose ranks must take the same decision (see
-        `deciding_groups`). device: The device of this rank. Its queue is empty when a step's time
-        is taken. deactivate: Returns to uncompressed gradients. candidates: Candidates, the least
-        lossy first. decision: int64 scalar for a checkpoint. -1: undecided, 0: uncompressed,
-        otherwise the code of a candidate.
+    Attributes:
+        groups: One group for each axis whose ranks must take the same decision (see
+        `deciding_groups`).
+        device: The device of this rank. Its queue is empty when a step's time is taken.
+        deactivate: Returns to uncompressed gradients.
+        candidates: Candidates, the least lossy first.
+        decision: int64 scalar for a checkpoint. -1: undecided, 0: uncompressed, otherwise the code
+            of a candidate.
     """
 
     groups: tuple[dist.ProcessGroup, ...]

@@ -105,7 +105,8 @@ def _candidate_costs(
     costs = Counter[str]()
     carried = 0
     if scheme.powersgd_rank:
-        carried += 8  # the count of steps
+        # PowerSGD's count of steps, int64.
+        carried += 8
     for members in partition(sizes, bucket_bytes):
         numel = sum(numels[i] for i in members)
         itemsize = parameters[members[0]].itemsize

@@ -68,7 +68,7 @@ class CollectiveSettings(Technique):
     kept_links: str | None = None
     """File that stores the measured links for the next start of the run."""
     bucket_by_links: bool = False
-    """Whether measured links also determine the size of a bucket. Otherwise `bucket_bytes` does."""
+    """True if measured links also determine the size of a bucket. Otherwise `bucket_bytes` does."""
     secondary_partition: int = 0
     """Ranks over which stage 3 shards the parameters of a block between forward and backward.
 
@@ -98,7 +98,7 @@ class ReplicatedReduction:
     description: str
     candidates: tuple[tuple[Scheme, BucketReduction], ...] = ()
     is_default: bool = False
-    """Whether neither a setting nor a measurement has decided the selection."""
+    """True if neither a setting nor a measurement has decided the selection."""
 
     def autotuner_of(self, reducer: Reducer, mesh: Mesh) -> CompressionAutotuner | None:
         """Return the hook that selects a candidate, or None if there are no candidates."""
@@ -121,7 +121,7 @@ class ShardCollectives:
     autotuner: CompressionAutotuner | None = None
     """Hook whose steps decide whether gradients are compressed, or None if that is fixed."""
     is_default: bool = False
-    """Whether no setting has decided the selection."""
+    """True if no setting has decided the selection."""
     parameter_host: Host | None = None
     """Ranks of a machine that can store parameters once in shared memory, or None."""
 
@@ -286,7 +286,7 @@ def _select_by_links(
     Returns:
         (algorithm, bucket size in bytes, reason).
     """
-    found = find_links(
+    measurement = find_links(
         "dp_replicate",
         group,
         levels,
@@ -299,11 +299,16 @@ def _select_by_links(
     fixed_bucket_bytes = None
     if not technique.bucket_by_links:
         fixed_bucket_bytes = technique.bucket_bytes
-    choice = choose_buckets(gradient_bytes, found.links, bucket_bytes=fixed_bucket_bytes)
+    choice = choose_buckets(gradient_bytes, measurement.links, bucket_bytes=fixed_bucket_bytes)
     choice, refinement = refine(
-        choice, found.links, group, levels, device=mesh.device, seconds=technique.measure_seconds
+        choice,
+        measurement.links,
+        group,
+        levels,
+        device=mesh.device,
+        seconds=technique.measure_seconds,
     )
-    reason = f"{choice.reason} The links were {found.how}"
+    reason = f"{choice.reason} The links were {measurement.how}"
     if refinement:
         reason += f"; {refinement}"
     return _broadcast_over_tp(mesh, (choice.algorithm, choice.bucket_bytes, reason))

@@ -86,12 +86,12 @@ class DataParallel(CollectiveSettings):
     too.
     """
     unused_parameters: bool = True
-    """Whether a step may leave parameters unused, also different ones on different ranks.
+    """True if a step may leave parameters unused, also different ones on different ranks.
 
     Costs one small all-reduce per step.
     """
     update_in_backward: bool = False
-    """Whether to update a parameter inside of backward, as soon as its gradient is complete.
+    """True to update a parameter inside of backward, as soon as its gradient is complete.
 
     The gradient is freed after the update.
     """
@@ -321,7 +321,8 @@ def reduce_by_sum(model: nn.Module) -> None:
     """
     for module in sharded_modules(model):
         module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled reduction
+        # By default torch scales inside of the collective, which gloo does not support.
+        module.set_force_sum_reduction_for_comms(True)
 
 
 class ShardedSteps(StepHook):

@@ -106,11 +106,11 @@ class Reducer(StepHook):
     make_buckets: Callable[[Sequence[Flat]], Buckets]
     """Allocates the buffers that are summed over `group` (see `comm.transport`)."""
     mean: bool = False
-    """Whether to divide by the size of the group, as DistributedDataParallel does."""
+    """True to divide by the size of the group, as DistributedDataParallel does."""
     reduce_dtype: torch.dtype | None = None
     """Dtype of the reduction, or None for the dtype of the gradients."""
     track_unused: bool = True
-    """Whether a parameter that no rank used keeps `grad = None`.
+    """True if a parameter that no rank used keeps `grad = None`.
 
     It also lets ranks receive a gradient in different numbers of parts. Costs one small all-reduce
     per step.
@@ -118,14 +118,14 @@ class Reducer(StepHook):
     excluded: frozenset[nn.Parameter] = frozenset()
     """Parameters of the model that another hook reduces."""
     separate_vectors: bool = False
-    """Whether parameters of fewer than two dimensions have separate buckets.
+    """True if parameters of fewer than two dimensions have separate buckets.
 
     Compression does not apply to them.
     """
     synchronise: bool = True
-    """Whether the next backward is the last one of its step. The others only accumulate."""
+    """True if the next backward is the last one of its step. The others only accumulate."""
     expects_gradients: bool = True
-    """Whether a backward of the engine is running. At other times a gradient raises InputError."""
+    """True if a backward of the engine is running. At other times a gradient raises InputError."""
     buckets: list[Bucket] = field(default_factory=list, init=False)
     reduction: Buckets = field(init=False)
     """Buffers of the buckets and the collective that sums them."""
@@ -139,7 +139,7 @@ class Reducer(StepHook):
     _frozen: list[nn.Parameter] = field(default_factory=list, init=False)
     """Parameters without a slot, because they have never required a gradient so far."""
     _used: list[bool] = field(default_factory=list, init=False)
-    """Whether a gradient of this step has been launched, per slot."""
+    """True if a gradient of this step has been launched, per slot."""
     _late_buckets: set[int] = field(default_factory=set, init=False)
     """Indices of the buckets for which a gradient arrived after their launch."""
     _next_bucket: int = field(default=0, init=False)
@@ -147,12 +147,12 @@ class Reducer(StepHook):
     _graph_task: int | None = field(default=None, init=False)
     """Backward pass that the last gradient of this round came from."""
     _has_nested_backwards: bool = field(default=False, init=False)
-    """Whether gradients of one round have ever come from several backward passes."""
+    """True if gradients of one round have ever come from several backward passes."""
     _finishes_with_backward: bool = field(default=False, init=False)
-    """Whether the end of a backward finishes the reduction, as in the user's training loop."""
+    """True if the end of a backward finishes the reduction, as in the user's training loop."""
     _finish_queued: bool = field(default=False, init=False)
     _finished: bool = field(default=False, init=False)
-    """Whether `finish_reduction` has completed this round."""
+    """True if `finish_reduction` has completed this round."""
     _handles: list[Any] = field(default_factory=list, init=False)
 
     def attach(self) -> None:
@@ -371,13 +371,16 @@ class Reducer(StepHook):
         for parameter in bucket.parameters:
             if self._move_to_bucket(parameter):
                 self._used[self._slots[parameter].index] = True
-                parameter.grad = None  # later gradients must not change what is being sent
+                # A gradient that is accumulated later must not change what is being sent.
+                parameter.grad = None
         self._launch(bucket)
 
     def _launch(self, bucket: Bucket) -> None:
         if bucket.wire is not bucket.flat:
             bucket.wire.copy_(bucket.flat)
-        with naming("all-reduce of gradients over dp_replicate"):  # compression may wait here
+        # Compressed buckets may wait for other ranks already in `start`, so a failure there must
+        # have a name too.
+        with naming("all-reduce of gradients over dp_replicate"):
             self.reduction.start(self._next_bucket)
         self._next_bucket += 1
 
@@ -389,14 +392,16 @@ class Reducer(StepHook):
         if not (torch.is_grad_enabled() and self.synchronise):
             return
         if self._finish_queued and not self._finished and graph_task() is None:
-            self.abandon()  # the last backward failed
+            # The callback of the last backward has not run, because that backward failed.
+            self.abandon()
 
         for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 leaf.register_hook(lambda _: self._queue_finish())
 
     def _queue_finish(self) -> None:
-        if self._finished:  # the first gradient after a finished reduction begins a new round
+        # The first gradient after a finished reduction begins a new round.
+        if self._finished:
             self._begin_round()
         if self.synchronise and not self._finish_queued:
             self._finish_queued = True
@@ -463,7 +468,8 @@ class Reducer(StepHook):
         for index in self._late_buckets:
             for parameter in self.buckets[index].parameters:
                 self._used[self._slots[parameter].index] |= parameter.grad is not None
-        if not self.track_unused or not self.buckets:  # a pipeline stage may have nothing to train
+        # A pipeline stage may have nothing to train.
+        if not self.track_unused or not self.buckets:
             return None
 
         late = [index in self._late_buckets for index in range(len(self.buckets))]

@@ -93,11 +93,11 @@ class UnusedTracker(StepHook):
         # Frozen parameters too: they may be unfrozen at any step.
         self.parameters = [p.sharded_param for module in units for p in sharded_parameters(module)]
         self.expects_gradients = finishes_backward
-        """Whether a backward of the engine is running. Other gradients raise InputError."""
+        """True if a backward of the engine is running. Other gradients raise InputError."""
         self._is_last = True
         self._had_gradient: list[bool] | None = None
         self._used = [False] * len(self.parameters)
-        """Whether autograd has reached each parameter in this step on this rank."""
+        """True if autograd has reached each parameter in this step on this rank."""
         self._index = {p: i for i, p in enumerate(self.parameters)}
         reduce_unused_parameters(model)
         # The tensors that autograd accumulates into exist after a unit's first gathering, which

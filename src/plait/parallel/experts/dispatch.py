@@ -244,8 +244,11 @@ def install(
 ) -> None:
     """Replace the forward of a module of experts by `Dispatch`.
 
-    Args: module: The module, which has the parameters of this rank's experts. group: The ranks of
-        ep. here: Number of experts of each rank. tp: The ranks with the same tokens, or None.
+    Args:
+        module: The module, which has the parameters of this rank's experts.
+        group: The ranks of ep.
+        experts_per_rank: Number of experts of each rank.
+        tp: The ranks with the same tokens, or None.
         sequence: The region of sequence parallelism if the output is a shard of the sequence, or
         None.
     """

@@ -112,7 +112,8 @@ class ExpertParallel(Technique):
         names = [name for experts in split.layers for name in experts.parameters]
         parameters = [p for p in map(parts.model.get_parameter, names) if p.requires_grad]
         if isinstance(parts.model, FSDPModule):
-            parameters = []  # `fully_shard` reduces them
+            # `fully_shard` reduces them.
+            parameters = []
         return [
             ExpertGradients(
                 parts.model,
@@ -309,7 +310,9 @@ class ExpertGradients(StepHook):
                 parameter.grad = torch.zeros_like(parameter)
             if self.same is not None:
                 gradient = local_tensor(parameter.grad)
-                sent = gradient.contiguous()  # grouped products leave it transposed
+                # Grouped products leave the gradient transposed, and collectives need it
+                # contiguous.
+                sent = gradient.contiguous()
                 sums.append((gradient, sent, dist.all_reduce(sent, group=self.same, async_op=True)))
         for gradient, sent, work in sums:
             if work is not None:

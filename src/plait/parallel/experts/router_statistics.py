@@ -61,12 +61,16 @@ class RouterStatistics:
     ) -> None:
         """Listen to the routers of a model.
 
-        Args: model: The model on this rank. Its own forward computes no balance loss any more if
-            `balances`. Its config stays as it is. routers: The routers of the model on this rank.
-            experts: Number of experts. top_k: Number of experts per token. balances: Whether there
-            is a balance loss. z_loss: Coefficient of the z loss. group: Ranks whose tokens count
-            too. is_global: Whether the balance loss is that of the tokens of all data-parallel
-            ranks.
+        Args:
+            model: The model on this rank. Its own forward computes no balance loss any more if
+                `balances`. Its config stays as it is.
+            routers: The routers of the model on this rank.
+            experts: Number of experts.
+            top_k: Number of experts per token.
+            balances: Whether there is a balance loss.
+            z_loss: Coefficient of the z loss.
+            group: Ranks whose tokens count too.
+            is_global: Whether the balance loss is that of the tokens of all data-parallel ranks.
         """
         self.is_global = is_global
         self.experts = experts

@@ -28,10 +28,13 @@ PAGE = mmap.PAGESIZE
 # Values of madvise on Linux.
 _WILLNEED = 3
 _DONTNEED = 4
-_POPULATE_READ = 22  # since Linux 5.14
+# Since Linux 5.14.
+_POPULATE_READ = 22
 _POPULATE_WRITE = 23
-_MMAP_THRESHOLD = -3  # glibc's M_MMAP_THRESHOLD
-_WRITE_RANGE = 2  # SYNC_FILE_RANGE_WRITE: start to write, do not wait
+# M_MMAP_THRESHOLD of glibc's mallopt.
+_MMAP_THRESHOLD = -3
+# SYNC_FILE_RANGE_WRITE of Linux: start to write, do not wait.
+_WRITE_RANGE = 2
 
 
 def in_pages(tensor: torch.Tensor) -> int:
@@ -115,13 +118,16 @@ class Arena:
         if write:
             advice = _POPULATE_WRITE
         if self._advise(tensor, advice) != 0:
-            self._advise(tensor, _WILLNEED)  # an older kernel: reading ahead without waiting
+            # Older kernels can only read ahead without waiting.
+            self._advise(tensor, _WILLNEED)
 
     def evict(self, tensor: torch.Tensor, *, written: bool = True) -> None:
         """Release the memory of a mapped tensor, or of a slice of one.
 
-        Args: tensor: The tensor. Nothing happens if it is not mapped here. written: Whether it has
-            changed, so that the system should start to write it to the disk.
+        Args:
+            tensor: The tensor. Nothing happens if it is not mapped here.
+            written: Whether it has changed, so that the system should start to write it to the
+            disk.
         """
         segment = self._segment(tensor)
         if segment is None or not tensor.numel():
@@ -177,7 +183,7 @@ class Arena:
 
 
 class _Segment:
-    """One file, mapped as bytes."""
+    """A file, mapped as bytes."""
 
     def __init__(self, file: Any, size: int) -> None:
         self.file = file

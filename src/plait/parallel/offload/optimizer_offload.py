@@ -29,7 +29,7 @@ class OptimizerOffload(Technique):
     """Placement of the optimizer states."""
 
     device: Literal["none", "cpu", "nvme"] = "none"
-    """none: the device. cpu: host memory. nvme: files."""
+    """Place of the states. none: the device. cpu: host memory. nvme: files."""
     pin_memory: bool = True
     """cpu: whether to pin the memory, so that copies overlap with computation on the device."""
     path: str | None = None
@@ -80,7 +80,8 @@ class OptimizerOffload(Technique):
             if unit >= 0:
                 names.add(parts.blocks[unit])
             else:
-                names.add("")  # the parameters outside of the blocks
+                # The parameters outside of the blocks.
+                names.add("")
         return parts.with_shard(
             master_weights_on_host=on_host,
             pin_master_weights=pinned,

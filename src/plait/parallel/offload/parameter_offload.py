@@ -26,9 +26,9 @@ class ParameterOffload(Technique):
     """Placement of the parameter shards."""
 
     device: Literal["none", "cpu", "nvme"] = "none"
-    """none: the device. cpu: host memory, together with the states. nvme: files."""
+    """Place of the shards. none: the device. cpu: host memory, with the states. nvme: files."""
     with_states: bool = False
-    """Whether they are offloaded because the optimizer states are, without a setting of their own.
+    """True if they are offloaded because the optimizer states are, without a setting of their own.
 
     With nvme (stages 1 and 2) a single process does not shard parameters in their own dtype. They
     stay in memory then.

@@ -58,7 +58,7 @@ class ShardReader:
         self._ahead: dict[int, Future[None]] = {}
         """Units that are in memory or being read, except for the one that is gathered."""
         self._stays = False
-        """Whether the unit that is gathered now is also gathered next, so it stays in memory."""
+        """True if the unit that is gathered now is also gathered next, so it stays in memory."""
         for index, unit in enumerate(units):
             on_shard_reads(unit, partial(self._before, index), partial(self._after, index))
 

@@ -36,7 +36,8 @@ def offloaded_bytes_of(
 ) -> Iterator[tuple[ParameterFacts, Array, Array]]:
     """Yield every parameter of the offloaded units with its bytes on this rank.
 
-    Yields: (parameter, bytes of its shard padded to that of the first rank, bytes of this rank's
+    Yields:
+        (parameter, bytes of its shard padded to that of the first rank, bytes of this rank's
         shard).
     """
     units = offloaded_units(facts, ratio)

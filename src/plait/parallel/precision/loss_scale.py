@@ -39,7 +39,7 @@ class LossScale(Policy):
     Doubling the scale restores the allowance.
     """
     consecutive_hysteresis: bool = False
-    """Whether each step without overflow restores the allowance.
+    """True if each step without overflow restores the allowance.
 
     Only overflows in a row count then.
     """

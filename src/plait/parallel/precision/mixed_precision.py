@@ -36,7 +36,7 @@ class Precision(Technique):
     loss_scale: LossScale | None = None
     """Settings of loss scaling, for float16 only."""
     check_overflow: bool = False
-    """Whether to skip an optimizer step with non-finite gradients. Loss scaling always does."""
+    """True to skip an optimizer step with non-finite gradients. Loss scaling always does."""
     float32_modules: tuple[str, ...] = ()
     """Names or patterns of modules that compute in float32 if `compute` is set.
 

@@ -129,7 +129,9 @@ def in_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
     numbered = Numbered(stages=schedule.stages, microbatches=schedule.microbatches)
     done = bytearray(numbered.size)
     positions = [0] * len(schedule.ranks)
-    waiting: dict[int, list[int]] = {}  # message -> ranks
+    # Ranks that wait for each message. They are looked at again when it exists, so that the loop
+    # is linear in the size of the table.
+    waiting: dict[int, list[int]] = {}
     ready = list(reversed(range(len(schedule.ranks))))
     while ready:
         rank = ready.pop()
@@ -217,7 +219,7 @@ class ScheduleSpec:
     generator: str | None = None
     """Class of torch that generates the table, or None for a generator of this module."""
     splits_backward: bool = False
-    """Whether gradients of weights are computed separately from those of inputs."""
+    """True if gradients of weights are computed separately from those of inputs."""
 
     @property
     def default_stages_per_rank(self) -> int:

@@ -94,7 +94,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step, from the start of the first action at 0 to the end of the last one."""
+    """Times of a step, from the start of the first action at 0 to the end of the last one."""
 
     schedule: Schedule
     ranks: tuple[tuple[Span, ...], ...]
@@ -135,8 +135,9 @@ def simulate(schedule: Schedule, durations: Durations) -> Timeline:
     numbered = Numbered(stages=schedule.stages, microbatches=schedule.microbatches)
     free = [0.0] * len(schedule.ranks)
     link_free: dict[tuple[int, int], float] = {}
-    ready = [0.0] * numbered.size  # when its producer has it
-    arrived = [0.0] * numbered.size  # when the neighbouring stage has it
+    # Times at which the producer and the receiver of each message have it.
+    ready = [0.0] * numbered.size
+    arrived = [0.0] * numbered.size
     for rank, action in in_order(schedule):
         start = free[rank]
         for needed in numbered.needed_by(action):
@@ -195,9 +196,10 @@ def peak_in_flight(schedule: Schedule, *, held: Sequence[float] | None = None) -
     is split. A rank runs one action at a time, so the order of its actions decides, and durations
     do not matter.
 
-    Args: schedule: The schedule. held: What a forward of each stage holds, e.g. in bytes. By
-        default 1 / (stages per rank), so that the result counts micro-batches through all stages of
-        a rank.
+    Args:
+        schedule: The schedule.
+        held: What a forward of each stage holds, e.g. in bytes. By default 1 / (stages per rank),
+            so that the result counts micro-batches through all stages of a rank.
 
     Raises:
         InputError: `held` has another number of stages.

@@ -23,9 +23,11 @@ def vocab_parallel_cross_entropy(
 
     It is computed in float32, or in float64 for float64 logits.
 
-    Args: logits: [..., vocab] over a one-dimensional mesh. Logits with another placement are first
-        split along the last dimension. targets: [...] int64. ignored: Target of tokens that do not
-        count.
+    Args:
+        logits: [..., vocab] over a one-dimensional mesh. Logits with another placement are first
+            split along the last dimension.
+        targets: [...] int64.
+        ignored: Target of tokens that do not count.
 
     Returns:
         A 0-dimensional tensor.

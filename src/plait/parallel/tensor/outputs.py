@@ -59,7 +59,8 @@ def gather_outputs(module: nn.Module, group: ProcessGroup) -> None:
     def gather_marked(_module: nn.Module, _args: object, output: Any) -> Any:
         gathered = _gather_parts(output, group)
         if gathered is output:
-            return None  # a forward hook that changes nothing
+            # None leaves the output of the module as it is.
+            return None
         return gathered
 
     module.register_forward_hook(gather_marked)
@@ -77,7 +78,8 @@ def _gather_parts(value: Any, group: ProcessGroup) -> Any:
         gathered = [_gather_parts(entry, group) for entry in value]
         if all(new is old for new, old in zip(gathered, value, strict=True)):
             return value
-        if hasattr(value, "_fields"):  # a named tuple
+        # A named tuple.
+        if hasattr(value, "_fields"):
             return type(value)(*gathered)
         return type(value)(gathered)
     if isinstance(value, Mapping):
@@ -87,10 +89,15 @@ def _gather_parts(value: Any, group: ProcessGroup) -> Any:
                 value[key] = new  # type: ignore[index]  # a ModelOutput or a dict
         return value
     if not isinstance(value, nn.Module) and hasattr(value, "__dict__"):
-        for key, entry in list(vars(value).items()):
-            if not isinstance(entry, torch.Tensor | tuple | list):
-                continue
-            new = _gather_parts(entry, group)
-            if new is not entry:
-                object.__setattr__(value, key, new)  # also for a frozen dataclass
+        _gather_attributes(value, group)
     return value
+
+
+def _gather_attributes(value: Any, group: ProcessGroup) -> None:
+    for name, attribute in list(vars(value).items()):
+        if not isinstance(attribute, torch.Tensor | tuple | list):
+            continue
+        new = _gather_parts(attribute, group)
+        if new is not attribute:
+            # The object may be a frozen dataclass.
+            object.__setattr__(value, name, new)

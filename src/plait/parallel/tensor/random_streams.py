@@ -57,8 +57,9 @@ class SplitStream:
             like: A tensor on the device of the part.
             read: The input of its first layer, if it is known.
 
-        Raises: ModelError: Random numbers were drawn in the part, and then another of its layers
-            reads a replicated tensor, which each rank would have dropped differently.
+        Raises:
+            ModelError: Random numbers were drawn in the part, and then another of its layers reads
+                a replicated tensor, which each rank would have dropped differently.
         """
         generator = _generator(like)
         if generator is None:

@@ -58,12 +58,12 @@ class Region:
     All-reduces of input gradients overlap as well. 0: nothing overlaps.
     """
     gather_logits: bool = True
-    """Whether the head gathers its logits over the vocabulary, so that any caller can use them.
+    """True if the head gathers its logits over the vocabulary, so that any caller can use them.
 
     Otherwise it leaves them sharded for the loss.
     """
     loss_parallel: bool = True
-    """Whether a loss that supports sharded logits may receive them."""
+    """True if a loss that supports sharded logits may receive them."""
     own_random: Literal["parts", "blocks", "nothing"] = "parts"
     """Parts of the model in which each rank draws different random numbers.
 
@@ -107,9 +107,9 @@ class RegionInput:
 
     region: Region
     sequence: bool = False
-    """Whether the input is sharded along the sequence."""
+    """True if the input is sharded along the sequence."""
     opened: bool = False
-    """Whether a container has gathered the input already (see `gather_at`)."""
+    """True if a container has gathered the input already (see `gather_at`)."""
     uses: int = 1
     """Number of siblings."""
     siblings: list[nn.Module] = field(default_factory=list, repr=False)
@@ -177,7 +177,8 @@ def _matmul(
 
 def _out_in(module: nn.Module, weight: torch.Tensor) -> torch.Tensor:
     """Return a weight of the module as [out, in]."""
-    if is_conv1d(module):  # Transformers' Conv1D stores [in, out]
+    # Transformers' Conv1D stores [in, out].
+    if is_conv1d(module):
         return weight.t()
     return weight
 
@@ -273,7 +274,8 @@ def embedding_rowwise(module: nn.Embedding, region: Region) -> Forward:
 
     def forward(ids: torch.Tensor) -> torch.Tensor:
         weight = _weight(module)
-        if not size:  # more ranks than rows, so no token belongs to this rank
+        # More ranks than rows, so no token belongs to this rank.
+        if not size:
             return leave(weight.new_zeros(*ids.shape, weight.shape[1]) + weight.sum(), region.group)
         is_local = (ids >= start) & (ids < start + size)
         with own_values(module, {"weight": weight}, padding_idx=local_padding):
@@ -304,7 +306,8 @@ def vocab_head(module: nn.Module, region: Region, region_input: RegionInput) -> 
             y, region.mesh, [Shard(y.ndim - 1)], run_check=False, shape=shape, stride=stride
         )
 
-    forward.__dict__["region"] = region  # for a loss that applies the head itself
+    # A loss in chunks applies the head itself, and needs the region for it.
+    forward.__dict__["region"] = region
     return forward
 
 

@@ -39,12 +39,12 @@ class TensorParallel(Technique):
     """Tensor parallelism. Its degree is that of the layout."""
 
     sequence_parallel: bool = False
-    """Whether to shard norms and the residual stream along the sequence.
+    """True to shard norms and the residual stream along the sequence.
 
     All-reduces become reduce-scatters and all-gathers.
     """
     loss_parallel: bool = True
-    """Whether to leave the logits split over the vocabulary for a loss that supports it.
+    """True to leave the logits split over the vocabulary for a loss that supports it.
 
     Training never builds the full logits then.
     """
@@ -276,7 +276,8 @@ def _shard_sequence(
         return styles.on_hidden(shard, args, kwargs)
 
     def leave_last(_module: nn.Module, _args: object, output: object) -> object:
-        if isinstance(output, tuple | list):  # OpenAI's GPT returns lists
+        # The hidden states come first. OpenAI's GPT returns lists.
+        if isinstance(output, tuple | list):
             entries = dict(enumerate(output))
             entries[0] = leave_last(_module, _args, output[0])
             return rebuilt(output, entries)

@@ -95,8 +95,10 @@ def _features(
 ) -> tuple[Counter[str], list[int], int]:
     """Return what the collectives of a micro-batch move.
 
-    Returns: The features of a token by collective (`loss`: float32 elements), the widths that are
-        gathered along features, and the elements of all-reduced parameter gradients.
+    Returns:
+        The features of a token by collective (`loss`: float32 elements), the widths that are
+        gathered
+        along features, and the elements of all-reduced parameter gradients.
     """
     parameter_of = {name: p for p in facts.parameters for name in (p.name, *p.also)}
     moved: Counter[str] = Counter()
@@ -169,11 +171,12 @@ def _widths(weight: ParameterFacts, plan: TensorPlan) -> tuple[int, int]:
     )
     if len(weight.shape) < 2:
         return weight.shape[0], weight.shape[0]
-    # Transformers' Conv1D stores [in, out]. It shows by the dimension that the style splits.
-    is_split_by_output = style.startswith(("colwise", "vocab"))
-    transposed_dim = 0
-    if is_split_by_output:
-        transposed_dim = 1
-    if plan.dims[weight.name] == transposed_dim:
+    # Transformers' Conv1D stores [in, out], which the dimension that the style splits reveals.
+    split_dim = plan.dims[weight.name]
+    if style.startswith(("colwise", "vocab")):
+        is_transposed = split_dim == 1
+    else:
+        is_transposed = split_dim == 0
+    if is_transposed:
         return weight.shape[0], weight.shape[1]
     return weight.shape[1], weight.shape[0]

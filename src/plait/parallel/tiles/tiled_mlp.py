@@ -91,7 +91,8 @@ class TiledMLP(Technique):
         for name in (*token_modules.mlps, *token_modules.experts):
             module = modules.get(name)
             if module is None:
-                continue  # on another pipeline stage
+                # On another pipeline stage.
+                continue
 
             group = None
             if region is not None and name in sequence_sharded:
