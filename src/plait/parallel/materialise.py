@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -116,12 +116,7 @@ def initialise(
     targets = _targets(model)
     name_of_target = {id(target): name for name, target in reversed(targets.items())}
     ties = tied_names(template)
-    # All names of a tied parameter get one target: its value is that of the first name, which a
-    # pipeline stage may lack.
-    for names in ties:
-        tied = next((targets[name] for name in names if name in targets), None)
-        if tied is not None:
-            targets.update(dict.fromkeys(names, tied))
+    _tie(targets, ties)
 
     filled_targets: set[int] = set()
     rules = _rules(template)
@@ -179,6 +174,17 @@ def initialise(
             f"{missing[0]} was given no values: after sharding it is tied otherwise than in the"
             " model that was built"
         )
+
+
+def _tie(targets: dict[str, torch.Tensor], ties: Iterable[Sequence[str]]) -> None:
+    """Give all names of a tied parameter one target.
+
+    Its value is that of the first name, which a pipeline stage may lack.
+    """
+    for names in ties:
+        target = next((targets[name] for name in names if name in targets), None)
+        if target is not None:
+            targets.update(dict.fromkeys(names, target))
 
 
 def broadcast(model: nn.Module, *, group: dist.ProcessGroup | None = None) -> None:

@@ -202,20 +202,7 @@ def select_replicated(
         )
         return ReplicatedReduction(compressed, f"gradients are reduced as {scheme.name}")
 
-    levels = None
-    if technique.all_reduce in NEEDS_LEVELS:
-        levels = mesh.levels("dp_replicate")
-    if not _all_over_tp(mesh, levels is not None):
-        levels = None
-    if technique.all_reduce == "hierarchical" and levels is None:
-        rule = (
-            f"the {group.size()} processes are on one machine, or do not fill several equally with"
-            " two or more"
-        )
-        raise ConfigError(
-            Problem("parallel.all_reduce", "hierarchical", rule, 'use "auto" or "all-reduce"')
-        )
-
+    levels = _replica_levels(technique, group, mesh)
     algorithm: str = technique.all_reduce
     reason = "set in the configuration"
     bucket_bytes = technique.bucket_bytes
@@ -272,6 +259,27 @@ def select_replicated(
         candidates,
         is_default,
     )
+
+
+def _replica_levels(
+    technique: CollectiveSettings, group: dist.ProcessGroup, mesh: Mesh
+) -> Levels | None:
+    """Return the groups within and between machines, if the algorithm may need them."""
+    levels = None
+    if technique.all_reduce in NEEDS_LEVELS:
+        levels = mesh.levels("dp_replicate")
+    # See Note [Same selection on all ranks of tp].
+    if not _all_over_tp(mesh, levels is not None):
+        levels = None
+    if technique.all_reduce == "hierarchical" and levels is None:
+        rule = (
+            f"the {group.size()} processes are on one machine, or do not fill several equally with"
+            " two or more"
+        )
+        raise ConfigError(
+            Problem("parallel.all_reduce", "hierarchical", rule, 'use "auto" or "all-reduce"')
+        )
+    return levels
 
 
 def _select_by_links(
@@ -356,18 +364,7 @@ def select_sharded(
     group = mesh.group("dp_shard")
     if group is None:
         if technique.transport == "shared-memory" and mesh.layout.dp > 1:
-            rule = (
-                "replicated parameters that are cast for the computation are reduced by torch's"
-                " collectives"
-            )
-            raise ConfigError(
-                Problem(
-                    "parallel.transport",
-                    "shared-memory",
-                    rule,
-                    'use "auto", or zero_optimization.stage 1, 2 or 3',
-                )
-            )
+            raise _no_shared_memory()
         return ShardCollectives()
 
     transport = _connect(technique, group, mesh, label="dp_shard")
@@ -381,25 +378,12 @@ def select_sharded(
     if transport.reduce_scatter is not None:
         _install_reduce_scatter(transport.reduce_scatter, parts)
 
-    # Shared memory can store parameters only if they are what forward computes with. Shards on a
-    # disk or in another dtype are not.
     scheme = compression.scheme
-    shard = parts.shard
-    computes_with_shards = shard.compute_dtype is None and not (
-        shard.offloaded_units or shard.always_shard or shard.own_mesh
-    )
     host = None
-    if all_gather is not None and computes_with_shards and not scheme.weight_bits:
+    if all_gather is not None and not scheme.weight_bits and _computes_with_shards(parts):
         host = transport.host
 
-    names = {0: f"by {transport.name}", 4: "as int4", 8: "as int8"}
-    storage = f"gathered {names[scheme.weight_bits]}"
-    if host is not None:
-        storage = "stored once in shared memory"
-    description = (
-        f"parameters are {storage}, gradients reduced {names[scheme.gradient_bits]}:"
-        f" {transport.reason}"
-    )
+    description = _describe_sharded(scheme, transport, is_shared=host is not None)
 
     in_memory = transport.name == "shared-memory"
     schemes, sentence = _candidate_schemes(compression, in_memory=in_memory)
@@ -426,6 +410,35 @@ def select_sharded(
         scheme.weight_bits or scheme.gradient_bits or sentence
     )
     return ShardCollectives(f"{description}{sentence}", compressors, autotuner, is_default, host)
+
+
+def _describe_sharded(scheme: Scheme, transport: Transport, *, is_shared: bool) -> str:
+    names = {0: f"by {transport.name}", 4: "as int4", 8: "as int8"}
+    storage = f"gathered {names[scheme.weight_bits]}"
+    if is_shared:
+        storage = "stored once in shared memory"
+    return (
+        f"parameters are {storage}, gradients reduced {names[scheme.gradient_bits]}:"
+        f" {transport.reason}"
+    )
+
+
+def _no_shared_memory() -> ConfigError:
+    rule = (
+        "replicated parameters that are cast for the computation are reduced by torch's collectives"
+    )
+    remedy = 'use "auto", or zero_optimization.stage 1, 2 or 3'
+    return ConfigError(Problem("parallel.transport", "shared-memory", rule, remedy))
+
+
+def _computes_with_shards(parts: Parts) -> bool:
+    """Return True if forward computes with the numbers that shards store.
+
+    Only then shared memory can store parameters. Shards on a disk or in another dtype are others.
+    """
+    shard = parts.shard
+    is_special = shard.offloaded_units or shard.always_shard or shard.own_mesh
+    return shard.compute_dtype is None and not is_special
 
 
 def _dp_shard_units(parts: Parts) -> list[FSDPModule]:

@@ -48,9 +48,10 @@ def tensor_traffic(
         sequence_parallel: Whether hidden states are sharded along the sequence.
         loss_parallel: Whether the loss takes sharded logits.
     """
-    features, gathered, parameters = _features(
+    features, gathered = _features(
         facts, plan, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel
     )
+    parameters = _summed_numel(facts, plan, sequence_parallel=sequence_parallel)
     itemsize: Any = facts.parameters[0].itemsize
     if ledger.compute_bytes is not None:
         itemsize = ledger.compute_bytes
@@ -92,18 +93,16 @@ def tensor_traffic(
 
 def _features(
     facts: ModelFacts, plan: TensorPlan, *, sequence_parallel: bool, loss_parallel: bool
-) -> tuple[Counter[str], list[int], int]:
+) -> tuple[Counter[str], list[int]]:
     """Return what the collectives of a micro-batch move.
 
     Returns:
-        The features of a token by collective (`loss`: float32 elements), the widths that are
-        gathered
-        along features, and the elements of all-reduced parameter gradients.
+        The features of a token by collective (`loss`: float32 elements), and the widths that are
+        gathered along features.
     """
-    parameter_of = {name: p for p in facts.parameters for name in (p.name, *p.also)}
+    parameter_of = _parameters_by_name(facts)
     moved: Counter[str] = Counter()
     gathered: list[int] = []
-    summed = 0
 
     def move(features: int, *, sequence: bool) -> None:
         if sequence:
@@ -112,18 +111,11 @@ def _features(
         else:
             moved["all_reduce"] += features
 
-    def numel_of(module: str) -> int:
-        return sum(p.numel for name, p in parameter_of.items() if name.rpartition(".")[0] == module)
-
     region_inputs: set[str] = set()
     for entry in plan.modules:
         weight = parameter_of[f"{entry.name}.weight"]
         inputs, outputs = _widths(weight, plan)
-        sequence = (
-            sequence_parallel
-            and is_inside(entry.name, facts.blocks)
-            and not is_inside(entry.name, plan.whole)
-        )
+        sequence = sequence_parallel and _is_sequence_sharded(entry, facts, plan)
         if entry.style in ("colwise", "colwise_gather_output", "kv_replicated", "vocab_head"):
             input_name = _region_input_name(entry, plan, sequence=sequence)
             if input_name not in region_inputs:
@@ -137,18 +129,42 @@ def _features(
             gathered.append(outputs)
         if entry.style in ("rowwise", "rowwise_split_input"):
             move(outputs, sequence=sequence)
-            bias = parameter_of.get(f"{entry.name}.bias")
-            if sequence and bias is not None:
-                summed += bias.numel
         if entry.style == "rowwise_split_input":
             gathered.append(inputs)
         if entry.style == "embedding_rowwise":
             moved["all_reduce"] += weight.shape[1]
+    return moved, gathered
+
+
+def _summed_numel(facts: ModelFacts, plan: TensorPlan, *, sequence_parallel: bool) -> int:
+    """Return the elements of replicated parameters whose gradients are summed over tp."""
+    # Number of sums of each module or bias.
+    sums: Counter[str] = Counter()
+    for entry in plan.modules:
+        # Ranks see different heads in such a module.
         if entry.style in ("replicated_with_grad_allreduce", "kv_replicated"):
-            summed += numel_of(entry.name)
+            sums[entry.name] += 1
     if sequence_parallel:
-        summed += sum(numel_of(name) for name in set(plan.norms))
-    return moved, gathered, summed
+        # Ranks see different tokens in norms, and in the biases of row-parallel layers.
+        sums.update(set(plan.norms))
+        for entry in plan.modules:
+            is_row_parallel = entry.style in ("rowwise", "rowwise_split_input")
+            if is_row_parallel and _is_sequence_sharded(entry, facts, plan):
+                sums[f"{entry.name}.bias"] += 1
+
+    total = 0
+    for name, parameter in _parameters_by_name(facts).items():
+        module = name.rpartition(".")[0]
+        total += parameter.numel * (sums[module] + sums[name])
+    return total
+
+
+def _parameters_by_name(facts: ModelFacts) -> dict[str, ParameterFacts]:
+    return {name: p for p in facts.parameters for name in (p.name, *p.also)}
+
+
+def _is_sequence_sharded(entry: Sharded, facts: ModelFacts, plan: TensorPlan) -> bool:
+    return is_inside(entry.name, facts.blocks) and not is_inside(entry.name, plan.whole)
 
 
 def _region_input_name(entry: Sharded, plan: TensorPlan, *, sequence: bool) -> str:
