@@ -56,6 +56,7 @@ class CausalLMLoss:
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
+        # A loss that is not written for it would read this rank's part of the vocabulary only.
         if "__call__" in vars(cls) and "split_logits" not in vars(cls):
             cls.split_logits = False
 

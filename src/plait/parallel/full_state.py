@@ -35,6 +35,7 @@ def _slice_full_tensors(
         value: Any = state_dict.get(f"{prefix}{leaf}")
         if not isinstance(parameter, DTensor) or type(value) not in (torch.Tensor, nn.Parameter):
             continue
+        # torch's error names a tensor of another shape.
         if value.shape == parameter.shape:
             local = value.detach()[local_window(parameter)].to(parameter.device)
             state_dict[f"{prefix}{leaf}"] = DTensor.from_local(

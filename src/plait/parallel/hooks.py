@@ -161,6 +161,7 @@ class Hooks:
         self.close: list[Callable[[], None]] = self._bound("close")
 
     def _bound(self, name: str) -> list[Callable[..., Any]]:
+        # Methods that a class does not override do nothing, and a step need not call them.
         return [
             getattr(hook, name)
             for hook in self.all
@@ -183,6 +184,8 @@ class Hooks:
 
     def prepared(self, batch: Any) -> Any:
         """Return a micro-batch after the `transform` of all hooks."""
+        # A transform may cut sequences. Targets and positions that follow from the place of a
+        # token in its sequence must be entries before that.
         if self.transform:
             batch = explicit(batch)
         for transform in self.transform:
@@ -201,6 +204,7 @@ class Hooks:
         with ExitStack() as stack:
             for around in self.around_backward:
                 stack.enter_context(around())
+            # A model of another engine that receives a gradient now can name the cause.
             _RUNNING_BACKWARDS.append(self)
             stack.callback(_RUNNING_BACKWARDS.remove, self)
             yield

@@ -20,6 +20,7 @@ def dims_in_memory(tensor: torch.Tensor) -> list[int] | None:
     )
     expected = 1
     for dim in reversed(dims):
+        # A dimension of length 1 may have any stride.
         if tensor.shape[dim] != 1 and tensor.numel():
             if tensor.stride(dim) != expected:
                 return None
@@ -50,6 +51,7 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
     end = 0
     if not prod(tensor.shape):
         return False
+    # From the smallest stride to the largest, each must step over all elements before it.
     for dim in dims:
         if tensor.stride(dim) <= end:
             return True

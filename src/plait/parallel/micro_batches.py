@@ -182,16 +182,19 @@ def _is_one_batch(entries: list[Any], *, count: int, size: int | None) -> bool:
     lengths = {
         int(tensor.shape[0]) for entry in entries for tensor in tensors_in(entry) if tensor.ndim
     }
+    # The fields of a batch have equally many samples.
     if len(lengths) != 1:
         return False
     if len(entries) == 1:
         return False
     if not all(_have_one_form(entries[0], entry) for entry in entries[1:]):
         return True  # micro-batches of one model have one form
+    # A mapping or a tuple is a complete micro-batch.
     if not isinstance(entries[0], torch.Tensor | list):
         return False
     if len(entries) != count:
         return True
+    # As many entries as micro-batches: the number of rows decides, if it can.
     length = lengths.pop()
     if size is not None and length in (size, count * size):
         return length == count * size

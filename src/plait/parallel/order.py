@@ -156,6 +156,7 @@ def apply_all(techniques: Iterable[Technique], parts: Parts, mesh: Mesh) -> Part
     if attributes:
         for name, parameter in parts.model.named_parameters(remove_duplicate=False):
             for key, value in attributes.get(name, {}).items():
+                # What a technique has set itself stays.
                 if key not in vars(parameter):
                     setattr(parameter, key, value)
     return parts

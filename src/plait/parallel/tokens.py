@@ -25,6 +25,7 @@ def mark(mask: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:
     Returns:
         `mask` itself.
     """
+    # In a tuple, so that None (no padding) differs from a mask without the attribute.
     setattr(mask, _ATTRIBUTE, (tokens,))
     return mask
 

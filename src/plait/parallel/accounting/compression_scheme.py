@@ -131,6 +131,7 @@ class Scheme(Policy):
         scatters = {}
         for index, module in enumerate(sharded_modules(model)):
             if self.weight_bits:
+                # Parameters of fewer than two dimensions are sent as they are.
                 segments = [
                     Segment(numel, dimensions > 1)
                     for dimensions, numel, _ in gathered_shapes(module)
@@ -156,6 +157,7 @@ class Scheme(Policy):
 
 def sent_bytes(bits: Any, shape: Sequence[int], numel: Numbers, itemsize: Any) -> Numbers:
     """Return the bytes in which `numel` elements of a parameter are sent by one rank."""
+    # Vectors are not compressed.
     if len(shape) < 2:
         return numel * itemsize
     bits = np.asarray(bits)

@@ -27,6 +27,8 @@ def of_experts(ledger: Ledger) -> Ledger:
     same = ledger.dp_replicate * ledger.dp_shard * ledger.cp * ledger.tp // ledger.ep
     shards = is_sharded(ledger)
     single = np.ones_like(same)
+    # ep takes the place of tp: it splits experts along their first dimension, and tp does not split
+    # them.
     return ledger.with_(
         dp_replicate=np.where(shards, single, same),
         dp_shard=np.where(shards, same, single),

@@ -291,6 +291,7 @@ def local_rows(
     row_numel = np.full_like(ledger.tp, prod(shape[1:]))
     if tensor_dim is None:
         return rows, row_numel
+    # tp takes some of the rows, or a part of each row.
     length = shape[tensor_dim]
     local_length = shard_length(length, ledger.tp, ledger.tp_rank)
     if tensor_dim == 0:

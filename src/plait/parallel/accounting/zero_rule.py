@@ -32,6 +32,7 @@ def of_block(zero: int, left: Mapping[int, int], *, ran: int, own: int) -> After
         ran: The pipeline stage that ran.
         own: The pipeline stage of the block.
     """
+    # Backwards of other stages of the rank do not touch the block.
     if own != ran:
         return AfterBackward(False, False, False)
     last = left[own] == 1
@@ -50,6 +51,8 @@ def of_root(
         ran: The pipeline stage that ran. Every stage gathers the root unit.
         users: The pipeline stages of the rank that compute gradients of it.
     """
+    # Its gradients are complete after the last backward of the stages that use it. It is freed
+    # after the last backward of any stage, because all of them gather it.
     last = ran in users and sum(left[stage] for stage in users) == 1
     return AfterBackward(
         ran in users and (zero >= 2 or last), last, zero == 3 or sum(left.values()) == 1

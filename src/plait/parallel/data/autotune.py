@@ -115,6 +115,8 @@ class CompressionAutotuner(StepHook):
         if len(self._steps) < _UNCOUNTED + _COUNTED:
             return ""
 
+        # The phases are: uncompressed, each candidate, and uncompressed again if a candidate won,
+        # because the first steps may have been slow by chance.
         seconds = self._slowest_rank()
         self._steps = []
         if not self._seconds:

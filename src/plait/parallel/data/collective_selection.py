@@ -210,6 +210,7 @@ def select_replicated(
     measured = None
     if algorithm == "by-machines" and not is_fake(group):
         transport = _connect(technique, group, mesh, label="dp_replicate")
+        # Nothing is faster than shared memory, so links are measured only without it.
         if transport.name == "torch" and technique.measure_seconds:
             measured = _select_by_links(technique, group, levels, mesh, gradient_bytes)
     if measured is not None:

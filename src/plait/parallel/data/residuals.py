@@ -51,6 +51,7 @@ class Residuals(StepHook):
         """
         if self._reducer is not None:
             for name, tensor in self._reducer.reduction.state.items():
+                # Shapes differ if this run has other buckets.
                 if name in saved and saved[name].shape == tensor.shape:
                     tensor.copy_(saved[name])
         if not saved:

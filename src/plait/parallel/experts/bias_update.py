@@ -88,6 +88,7 @@ class BiasUpdate(StepHook):
         if self.group is None or not self._counts:
             self._totals = [counts.clone() for counts in self._counts]
             return
+        # One message for all routers.
         summed = torch.cat(self._counts)
         dist.all_reduce(summed, group=self.group)
         self._totals = list(summed.split([len(counts) for counts in self._counts]))

@@ -83,6 +83,7 @@ class ParameterOffload(Technique):
         """
         if self.device != "nvme":
             return ledger
+        # A single process that computes in the parameters' dtype has shards only by its setting.
         sharded = (
             (ledger.dp_shard > 1) | (ledger.compute_bytes is not None) | (not self.with_states)
         )

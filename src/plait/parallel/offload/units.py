@@ -24,6 +24,7 @@ def offloaded_units(facts: ModelFacts, ratio: float) -> frozenset[int]:
 
     units: set[int] = set()
     offloaded_bytes = 0
+    # Blocks come in their order, and -1 comes last.
     for unit in sorted(sizes, key=lambda unit: (unit < 0, unit)):
         if offloaded_bytes < ratio * total:
             units.add(unit)

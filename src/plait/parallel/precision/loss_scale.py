@@ -134,6 +134,7 @@ def _after_overflow(policy: LossScale, state: ScaleState) -> ScaleState:
             " smaller scales cannot help; train with bf16 instead of fp16, lower the learning rate"
             " or clip (gradient_clipping), or look for nan in the data and the loss"
         )
+    # The allowance stays 1, so that further overflows in a row halve at once.
     scale = max(state.scale / FACTOR, policy.minimum)
     return replace(state, scale=scale, last_overflow=state.step, step=state.step + 1)
 

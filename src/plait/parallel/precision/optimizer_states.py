@@ -52,6 +52,7 @@ def block_of(shape: Sequence[int]) -> int:
     row = prod(shape[1:])
     if len(shape) < 2 or shape[0] * row < FEWEST_NUMBERS:
         return 0
+    # Up to TENSOR_PARALLEL_DEGREE ranks must be able to split a row between two blocks.
     block = LARGEST_BLOCK
     while block >= SMALLEST_BLOCK and row % (TENSOR_PARALLEL_DEGREE * block):
         block //= 2
@@ -101,10 +102,12 @@ def refuse_cut_blocks(form: str | None, named: Iterable[tuple[str, torch.Tensor]
         if not block or not isinstance(parameter, DTensor):
             continue
         for axis, placement in enumerate(parameter.placements):
+            # A split along the first dimension leaves complete rows.
             if not placement.is_shard() or placement.dim == 0:  # type: ignore[attr-defined]
                 continue
             size = parameter.device_mesh.size(axis)
             row = prod(parameter.shape[1:])
+            # Only an even split of the second dimension leaves equal and contiguous parts of rows.
             even = placement.dim == 1 and parameter.shape[1] % size == 0  # type: ignore[attr-defined]
             if not even or row // size % block:
                 rule = (

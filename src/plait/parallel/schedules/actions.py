@@ -84,11 +84,14 @@ class Numbered:
         index = action.stage * self._microbatches + action.microbatch
         kind = action.kind
         if kind is Kind.FORWARD:
+            # The first stage reads the batch.
             if action.stage == 0:
                 return ()
             return (index - self._microbatches,)
+        # The second half of a backward needs the first half of the same stage only.
         if kind is Kind.WEIGHT:
             return (self.gradients + index,)
+        # The last stage computes the loss, so no other stage sends it a gradient.
         if action.stage == self._stages - 1:
             return (index,)
         return (index, self.gradients + index + self._microbatches)

@@ -469,9 +469,11 @@ def _one_forward_one_backward(rank: int, pp: int, microbatches: int) -> Iterator
 
     PipeDream-Flush, Narayanan et al. 2021, arXiv:2104.04473.
     """
+    # Fill the pipeline.
     ahead = min(microbatches, pp - 1 - rank)
     for microbatch in range(ahead):
         yield Action(rank, Kind.FORWARD, microbatch)
+    # One forward and one backward in turn. In the end only backwards are left.
     for microbatch in range(microbatches):
         if ahead + microbatch < microbatches:
             yield Action(rank, Kind.FORWARD, ahead + microbatch)

@@ -139,6 +139,7 @@ def simulate(schedule: Schedule, durations: Durations) -> Timeline:
     ready = [0.0] * numbered.size
     arrived = [0.0] * numbered.size
     for rank, action in in_order(schedule):
+        # Results of the stage itself need no message.
         start = free[rank]
         for needed in numbered.needed_by(action):
             if numbered.stage(needed) == action.stage:
@@ -219,6 +220,7 @@ def peak_in_flight(schedule: Schedule, *, held: Sequence[float] | None = None) -
             if action.kind is Kind.FORWARD:
                 counts[action.stage] += 1
                 peak = max(peak, sum(count * held[stage] for stage, count in counts.items()))
+            # A split backward holds the activations until W.
             elif action.kind is not Kind.INPUT:
                 counts[action.stage] -= 1
         peaks.append(peak)

@@ -207,6 +207,7 @@ def _setting(split_values: str) -> str:
 
 def is_foreign(hook: Any) -> bool:
     """Return True if a hook is a user's: not one of Plait, torch or Transformers."""
+    # A partial function has the module of functools.
     while isinstance(hook, functools.partial):
         hook = hook.func
     module = getattr(hook, "__module__", None) or type(hook).__module__

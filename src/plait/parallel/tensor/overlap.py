@@ -168,6 +168,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         x, weight = ctx.saved_tensors
         ctx.deferred.put(grad, x)
+        # `_Later` replaces it by the gradient.
         placeholder = weight.new_zeros(()).expand(weight.shape)
         return grad @ weight, placeholder, None
 
@@ -182,6 +183,7 @@ class _SummedProduct(torch.autograd.Function):
         features = weight.shape[0]
         # The output must not be a view, because models add to it in place.
         total = x.new_empty(*x.shape[:-1], features)
+        # [tokens, in] x [in, out] -> [tokens, out], in chunks of tokens
         inputs = x.reshape(-1, x.shape[-1]).chunk(chunks)
         outputs = total.view(-1, features).chunk(chunks)
         works = []

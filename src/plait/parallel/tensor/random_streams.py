@@ -133,6 +133,7 @@ def _branch(generator: torch.Generator) -> tuple[int, Callable[[], None]]:
 
     def resume() -> None:
         generator.manual_seed(shared_seed)
+        # Another offset, so that the next part gets another seed.
         generator.set_offset(offset + _OFFSET)
 
     return _mixed(_mixed(shared_seed) ^ offset), resume

@@ -82,6 +82,7 @@ class TensorParallel(Technique):
             _shard_sequence(parts.model, plan, region, parts.blocks)
         _end_parts(parts.model, region, parts.blocks)
         _gather_outputs(parts.model, plan, region, parts.blocks)
+        # Last, because it wraps the forwards that were set above.
         watch(parts.model, plan, blocks=parts.blocks, sequence_parallel=self.sequence_parallel)
         return parts.with_notes(region, plan)
 

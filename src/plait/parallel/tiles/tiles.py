@@ -50,6 +50,7 @@ class Tiles:
             tiles = self._split(values)
         else:
             tiles = self._split_by_rank(values, self.scattered)
+        # A single tile would only be recomputed.
         if len(tiles) == 1:
             return self.original(*args, **kwargs)
 
@@ -65,6 +66,8 @@ class Tiles:
             with keeping_nothing(), _replace_weights(weights):
                 return self.original(*positional, **named)
 
+        # The tiles hold the weights of the forward, because the module may have others when a tile
+        # is computed again.
         outputs = []
         weights = _local_weights(self.module)
         if torch.is_grad_enabled():
