@@ -15,7 +15,7 @@ from plait.parallel.technique import Context
 
 
 @dataclass(frozen=True)
-class Refusal:
+class UnsupportedCombination:
     """A combination of settings that is refused."""
 
     field: str
@@ -28,40 +28,40 @@ class Refusal:
     remedy: str
 
 
-REFUSALS: tuple[Refusal, ...] = (
-    Refusal(
+UNSUPPORTED_COMBINATIONS: tuple[UnsupportedCombination, ...] = (
+    UnsupportedCombination(
         field="parallel.cp",
-        value=lambda choice: choice.layout.cp,
-        applies=lambda choice: (
-            choice.layout.cp > 1
-            and not any("cp" in technique.batch_axes for technique in choice.techniques)
+        value=lambda context: context.layout.cp,
+        applies=lambda context: (
+            context.layout.cp > 1
+            and not any("cp" in technique.batch_axes for technique in context.techniques)
         ),
         rule="no technique cuts sequences over cp",
         remedy="use 1; the processes become data parallel",
     ),
-    Refusal(
+    UnsupportedCombination(
         field="compile.enabled",
         value=lambda _: "true",
-        applies=lambda choice: choice.chosen(Compile).enabled and choice.layout.tp > 1,
+        applies=lambda context: context.chosen(Compile).enabled and context.layout.tp > 1,
         rule=(
             "blocks that tensor parallelism has split are not proven to keep their gradients under"
             " torch.compile"
         ),
         remedy="use false, or parallel.tp = 1",
     ),
-    Refusal(
+    UnsupportedCombination(
         field="compile.enabled",
         value=lambda _: "true",
-        applies=lambda choice: choice.chosen(Compile).enabled and choice.layout.pp > 1,
+        applies=lambda context: context.chosen(Compile).enabled and context.layout.pp > 1,
         rule="pipeline stages are not proven under torch.compile",
         remedy="use false, or parallel.pp = 1",
     ),
-    Refusal(
+    UnsupportedCombination(
         field="parallel.secondary_partition",
-        value=lambda choice: choice.chosen(DataParallel).secondary_partition,
-        applies=lambda choice: (
-            choice.chosen(DataParallel).secondary_partition > 0
-            and choice.layout.pp * choice.layout.tp > 1
+        value=lambda context: context.chosen(DataParallel).secondary_partition,
+        applies=lambda context: (
+            context.chosen(DataParallel).secondary_partition > 0
+            and context.layout.pp * context.layout.tp > 1
         ),
         rule=(
             "all processes make the groups of a secondary partition together, and other stages and"
@@ -72,14 +72,16 @@ REFUSALS: tuple[Refusal, ...] = (
 )
 
 
-def refuse_incompatible(choice: Context) -> None:
+def refuse_incompatible(context: Context) -> None:
     """Refuse all unsupported combinations at once.
 
     Raises:
         ConfigError: It lists every combination that applies.
     """
     problems = [
-        Problem(r.field, r.value(choice), r.rule, r.remedy) for r in REFUSALS if r.applies(choice)
+        Problem(combination.field, combination.value(context), combination.rule, combination.remedy)
+        for combination in UNSUPPORTED_COMBINATIONS
+        if combination.applies(context)
     ]
     if problems:
         raise ConfigError(*problems)

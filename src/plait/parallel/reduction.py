@@ -1,7 +1,7 @@
 """Distribution of a parameter over the ranks, for norms, sums and checkpoints.
 
 An axis either splits a tensor or replicates it. Replicas are bitwise equal once gradients are
-reduced. The counterpart in numbers is `accounting.ledger.Part`.
+reduced. The counterpart in numbers is `accounting.ledger.ParameterPart`.
 """
 
 from __future__ import annotations

@@ -240,7 +240,7 @@ def _added(table: Mapping[str, Array], key: str, count: Any) -> Mapping[str, Arr
 
 
 @dataclass(frozen=True)
-class Part:
+class ParameterPart:
     """Part of a parameter, its gradient and its optimizer states on a rank, for every candidate.
 
     tp splits a parameter along one dimension, and dp_shard along the first. It is replicated over
@@ -257,7 +257,7 @@ class Part:
     """Rows of this rank's shard."""
 
 
-def part_of(shape: tuple[int, ...], tensor_dim: int | None, ledger: Ledger) -> Part:
+def part_of(shape: tuple[int, ...], tensor_dim: int | None, ledger: Ledger) -> ParameterPart:
     """Return this rank's part of a parameter.
 
     Args:
@@ -266,7 +266,7 @@ def part_of(shape: tuple[int, ...], tensor_dim: int | None, ledger: Ledger) -> P
         ledger: The candidates.
     """
     rows, row = local_rows(shape, tensor_dim, ledger)
-    return Part(
+    return ParameterPart(
         rows,
         row,
         shard_size(rows, ledger.dp_shard),

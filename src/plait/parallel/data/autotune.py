@@ -44,7 +44,7 @@ def best_of(seconds: Mapping[str, float]) -> str:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class CompressionCandidate:
     """A scheme of compression that may be selected.
 
     Attributes:
@@ -76,10 +76,10 @@ class CompressionAutotuner(StepHook):
     groups: tuple[dist.ProcessGroup, ...]
     device: torch.device
     deactivate: Callable[[], object]
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[CompressionCandidate, ...]
     decision: torch.Tensor = field(default_factory=lambda: torch.full((), -1, dtype=torch.int64))
-    _active: Candidate | None = None
-    _untested: list[Candidate] = field(default_factory=list)
+    _active: CompressionCandidate | None = None
+    _untested: list[CompressionCandidate] = field(default_factory=list)
     _seconds: dict[str, float] = field(default_factory=dict)
     _seconds_again: float | None = None
     """Seconds per step of uncompressed gradients, timed again after the candidates."""
@@ -174,7 +174,7 @@ class CompressionAutotuner(StepHook):
             next((candidate for candidate in self.candidates if candidate.code == code), None)
         )
 
-    def _activate(self, candidate: Candidate | None) -> None:
+    def _activate(self, candidate: CompressionCandidate | None) -> None:
         if candidate is self._active:
             return
         self._active = candidate

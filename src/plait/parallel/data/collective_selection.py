@@ -33,7 +33,7 @@ from plait.comm.startup import find_links, refine
 from plait.comm.transport import Transport, TransportName, connect
 from plait.errors import ConfigError, Problem
 from plait.parallel.accounting.compression_scheme import Scheme
-from plait.parallel.data.autotune import Candidate, CompressionAutotuner
+from plait.parallel.data.autotune import CompressionAutotuner, CompressionCandidate
 from plait.parallel.data.compression import Compression
 from plait.parallel.data.reducer import Reducer
 from plait.parallel.data.residuals import CompressedUnits
@@ -105,7 +105,9 @@ class ReplicatedReduction:
         if not self.candidates:
             return None
         candidates = tuple(
-            Candidate(scheme.name, scheme.code, partial(buckets.activate, reducer, compressed=True))
+            CompressionCandidate(
+                scheme.name, scheme.code, partial(buckets.activate, reducer, compressed=True)
+            )
             for scheme, buckets in self.candidates
         )
         uncompressed = partial(self.buckets.activate, reducer, compressed=False)
@@ -402,7 +404,8 @@ def select_sharded(
         _install_reduce_scatter(transport.reduce_scatter or DefaultReduceScatter(), parts)
 
     candidates = tuple(
-        Candidate(scheme.name, scheme.code, partial(compress, scheme)) for scheme in schemes
+        CompressionCandidate(scheme.name, scheme.code, partial(compress, scheme))
+        for scheme in schemes
     )
     autotuner = None
     if candidates:

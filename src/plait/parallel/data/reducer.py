@@ -81,7 +81,7 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class Slot:
+class ParameterSlot:
     """Place of a parameter in a bucket."""
 
     bucket: Bucket
@@ -129,7 +129,7 @@ class Reducer(StepHook):
     buckets: list[Bucket] = field(default_factory=list, init=False)
     reduction: Buckets = field(init=False)
     """Buffers of the buckets and the collective that sums them."""
-    _slots: dict[nn.Parameter, Slot] = field(default_factory=dict, init=False)
+    _slots: dict[nn.Parameter, ParameterSlot] = field(default_factory=dict, init=False)
     _trainable: list[nn.Parameter] = field(default_factory=list, init=False)
     """Parameters that have a slot.
 
@@ -263,7 +263,9 @@ class Reducer(StepHook):
         bucket = Bucket(members, flat, wire, len(self.buckets), slots)
         self.buckets.append(bucket)
         for index, parameter, view in zip(slots, members, views, strict=True):
-            self._slots[parameter] = Slot(bucket, view, like_parameter(view, parameter), index)
+            self._slots[parameter] = ParameterSlot(
+                bucket, view, like_parameter(view, parameter), index
+            )
 
     def before_microbatch(self, last: bool) -> None:
         """Reduce in the backward of the last micro-batch only."""

@@ -63,7 +63,7 @@ class Residuals(StepHook):
                 if key.startswith(f"{name}.")
             }
 
-    def held(self) -> list[torch.Tensor]:
+    def tensors(self) -> list[torch.Tensor]:
         """Return all tensors in memory: `state`, and the copies that a skipped step needs."""
         return [
             *self.state().values(),

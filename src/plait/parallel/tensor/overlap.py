@@ -28,7 +28,7 @@ from plait.comm.collectives import unshared
 from plait.comm.pending import Pending
 
 
-class Deferred:
+class DeferredGradient:
     """Operands of a weight's gradient, which is computed after the gradient of the layer's input.
 
     It holds no tensor of the graph before the backward. Nodes of the graph hold it, and a reference
@@ -50,7 +50,7 @@ class Deferred:
         return _weight_gradient(*operands)
 
 
-Weight = tuple[torch.Tensor, Deferred]
+Weight = tuple[torch.Tensor, DeferredGradient]
 """Weight [out, in] with the operands of its gradient."""
 
 
@@ -72,7 +72,7 @@ def enter_overlapped(
     waiting = _Wait.apply(x, gradient_sum)
     deferred: dict[int, Weight] = {}
     for key, weight in weights.items():
-        operands = Deferred()
+        operands = DeferredGradient()
         deferred[key] = (_Later.apply(weight, operands), operands)
     entered: torch.Tensor = _Start.apply(waiting, gradient_sum)
     return entered, deferred
@@ -157,7 +157,7 @@ class _Start(_Identity):
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, deferred: Deferred
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, deferred: DeferredGradient
     ) -> torch.Tensor:
         allow_two_runs(ctx)
         ctx.save_for_backward(x, weight)
