@@ -126,7 +126,7 @@ def chunked_cross_entropy(
 
     value, gradients = _with_gradients(logits, chunks)
     total = value
-    # One node of the graph per tensor: a pipeline that splits its backward asks for them at
+    # One node of the graph per tensor: a pipeline that splits its backward computes them at
     # different times.
     for tensor, gradient in gradients:
         if gradient is not None:

@@ -221,10 +221,9 @@ class ChangingBuffers(StepHook):
             for name in changed:
                 if name in shared:
                     first.setdefault(name, rank)
-        self._names_of_stage = {
-            rank: sorted(name for name in first if first[name] == rank)
-            for rank in sorted(set(first.values()))
-        }
+        self._names_of_stage = {rank: [] for rank in sorted(set(first.values()))}
+        for name in sorted(first):
+            self._names_of_stage[first[name]].append(name)
 
     def _broadcast_all(self) -> None:
         if self._data_group is not None and self.names:

@@ -64,8 +64,8 @@ UNSUPPORTED_COMBINATIONS: tuple[UnsupportedCombination, ...] = (
             and context.layout.pp * context.layout.tp > 1
         ),
         rule=(
-            "all processes make the groups of a secondary partition together, and other stages and"
-            " slices make others: it hangs"
+            "all processes create the groups of a secondary partition together, but other pipeline"
+            " stages and tp slices create other groups: it would hang"
         ),
         remedy="use 0, or parallel.pp = 1 and parallel.tp = 1",
     ),

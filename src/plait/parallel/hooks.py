@@ -24,7 +24,7 @@ import torch
 from plait.parallel.micro_batches import explicit
 
 Lost = Literal["forward", "step"]
-"""Loss of a failure: a forward, which has not changed gradients, or all gradients of the step."""
+"""Work that a failure has lost: a forward, without effect on gradients, or the step's gradients."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,7 @@ class StepHook:
     """Base class of hooks, which does nothing. See Note [Hooks of a step]."""
 
     said: str = ""
-    """Description of its selection on this machine, with the reason, if one was made at the start.
-    """
+    """Description of the selections that it made on this machine at the start, with the reason."""
 
     said_is_default: bool = False
     """True if `said` describes a default, which the first lines of a run leave out."""

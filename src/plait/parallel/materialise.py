@@ -171,8 +171,8 @@ def initialise(
     missing = [name for target, name in name_of_target.items() if target not in filled_targets]
     if missing:
         raise ModelError(
-            f"{missing[0]} was given no values: after sharding it is tied otherwise than in the"
-            " model that was built"
+            f"{missing[0]} received no values: after sharding it is tied to other parameters than"
+            " in the model that was built"
         )
 
 

@@ -115,7 +115,7 @@ def micro_batches(batch: Any, *, count: int, size: int | None) -> list[Any]:
     elif entries_of(batch) is None and not isinstance(batch, torch.Tensor):
         if isinstance(batch, Iterable):
             raise InputError(
-                f"train_batch got a {type(batch).__name__}, which would begin anew at every step;"
+                f"train_batch got a {type(batch).__name__}, which would restart at every step;"
                 " make `batches = iter(...)` of it once and pass that, or pass one batch or a list"
                 " of micro-batches"
             )

@@ -170,7 +170,7 @@ def _refuse_shared_memory(model: nn.Module) -> None:
             if trains and _share_elements(first, second):
                 raise ModelError(
                     f"{first_name} and {second_name} are two tensors in the same memory, which"
-                    " sharding or moving them would tear apart; make them one parameter"
+                    " sharding or moving them would separate; make them one parameter"
                     " (`b.weight = a.weight`), or use ZeRO stage 0 with real weights on the"
                     " training device"
                 )

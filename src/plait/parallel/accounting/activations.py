@@ -253,15 +253,18 @@ def _kept_bytes(moment: _RankMoment, stages: Sequence[_StageBytes]) -> int:
 
 def _peak_bytes(moments: Iterable[_RankMoment], stages: Sequence[_StageBytes]) -> int:
     """Return the most bytes of any moment, with those of the running action."""
-    additional = {
-        Kind.FORWARD: [0 for _ in stages],
-        Kind.BACKWARD: [stage.in_backward for stage in stages],
-        Kind.INPUT: [stage.in_first_half for stage in stages],
-        Kind.WEIGHT: [stage.in_second_half for stage in stages],
-    }
-    return max(
-        _kept_bytes(moment, stages) + additional[moment.kind][moment.running] for moment in moments
-    )
+    peak = 0
+    for moment in moments:
+        total = _kept_bytes(moment, stages)
+        running = stages[moment.running]
+        if moment.kind is Kind.BACKWARD:
+            total += running.in_backward
+        elif moment.kind is Kind.INPUT:
+            total += running.in_first_half
+        elif moment.kind is Kind.WEIGHT:
+            total += running.in_second_half
+        peak = max(peak, total)
+    return peak
 
 
 @dataclass(frozen=True)

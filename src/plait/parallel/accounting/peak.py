@@ -584,10 +584,13 @@ def _without_shared(alive: Alive, shared: int) -> Alive:
 
 
 def _sum(parts: Sequence[Alive]) -> Alive:
-    return Alive(
-        activations=sum(part.activations for part in parts),
-        logits=sum(part.logits for part in parts),
-        temporaries=sum(part.temporaries for part in parts),
-        gradients=sum(part.gradients for part in parts),
-        root_gradients=sum(part.root_gradients for part in parts),
-    )
+    total = Alive()
+    for part in parts:
+        total = Alive(
+            activations=total.activations + part.activations,
+            logits=total.logits + part.logits,
+            temporaries=total.temporaries + part.temporaries,
+            gradients=total.gradients + part.gradients,
+            root_gradients=total.root_gradients + part.root_gradients,
+        )
+    return total

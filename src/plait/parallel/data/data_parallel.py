@@ -255,7 +255,7 @@ def _place_in_shared_memory(collectives: ShardCollectives, parts: Parts) -> str:
 
 def _attach_reducer(reducer: Reducer, *, mean: bool) -> Reducer:
     reducer.mean = mean
-    # An engine expects gradients only inside of its own backward.
+    # An engine expects gradients only inside of its backward, and sets this there.
     reducer.expects_gradients = mean
     reducer.attach()
     if mean:

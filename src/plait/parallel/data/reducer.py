@@ -125,7 +125,10 @@ class Reducer(StepHook):
     synchronise: bool = True
     """True if the next backward is the last one of its step. The others only accumulate."""
     expects_gradients: bool = True
-    """True if a backward of the engine is running. At other times a gradient raises InputError."""
+    """True if a gradient may arrive now. At other times it raises InputError.
+
+    An engine expects gradients inside of its backward, and the user's training loop at any time.
+    """
     buckets: list[Bucket] = field(default_factory=list, init=False)
     reduction: Buckets = field(init=False)
     """Buffers of the buckets and the collective that sums them."""
@@ -220,15 +223,15 @@ class Reducer(StepHook):
         reduced_or_excluded = {*self._trainable, *self.excluded}
         self._frozen = [p for p in self.model.parameters() if p not in reduced_or_excluded]
 
-        partition = self._partition()
+        members_of_buckets = self._partition()
         flats = []
-        for members in partition:
+        for members in members_of_buckets:
             dtype = self.reduce_dtype or members[0].dtype
             shapes = tuple(_shape_in_memory(p) for p in members)
             flats.append(Flat(dtype, shapes, tp_local=isinstance(members[0], DTensor)))
 
         self.reduction = self.make_buckets(flats)
-        for members, wire in zip(partition, self.reduction.buffers, strict=True):
+        for members, wire in zip(members_of_buckets, self.reduction.buffers, strict=True):
             self._add_bucket(members, wire)
         self.start_step()
 

@@ -49,7 +49,7 @@ def foreign_backward() -> InputError:
             " gradients that engine does not expect and would not reduce; call"
             " requires_grad_(False) on the other engine's model before its forward for this loss (a"
             " discriminator's, where the generator is trained), and requires_grad_(True)"
-            " afterwards; gradients go through it all the same"
+            " afterwards; gradients still flow through it"
         )
     return InputError(
         "loss.backward() was called on a model of plait.initialize: it does not divide by the"
@@ -93,7 +93,7 @@ class UnusedTracker(StepHook):
         # Frozen parameters too: they may be unfrozen at any step.
         self.parameters = [p.sharded_param for module in units for p in sharded_parameters(module)]
         self.expects_gradients = finishes_backward
-        """True if a backward of the engine is running. Other gradients raise InputError."""
+        """True if a gradient may arrive now. At other times it raises InputError."""
         self._is_last = True
         self._had_gradient: list[bool] | None = None
         self._used = [False] * len(self.parameters)

@@ -221,8 +221,8 @@ def _refuse_unproven(model: nn.Module, *, tp: int) -> None:
     if tp > 1 and kind not in SPLIT_FAMILIES:
         raise ModelError(
             f"parallel.ep with parallel.tp = {tp}: {type(model).__name__} (model_type {kind!r}) is"
-            " not among the models whose other layers are split beside experts and compared with"
-            f" one process: {', '.join(SPLIT_FAMILIES)}; use parallel.tp = 1"
+            " not among the models for which splitting other layers together with experts is"
+            f" tested: {', '.join(SPLIT_FAMILIES)}; use parallel.tp = 1"
         )
 
 

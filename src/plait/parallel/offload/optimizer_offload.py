@@ -62,7 +62,7 @@ class OptimizerOffload(Technique):
         if self.device == "nvme" and context.device_type != "cpu":
             rule = (
                 "files are mapped into host memory, and copies to and from a GPU are not"
-                " written yet"
+                " implemented yet"
             )
             raise ConfigError(Problem(f"{FIELD}.device", self.device, rule, 'use "cpu" or "none"'))
 

@@ -59,7 +59,7 @@ class ParameterOffload(Technique):
         if self.device == "nvme" and not self.with_states and context.device_type != "cpu":
             rule = (
                 "files are mapped into host memory, and copies to and from a GPU are not"
-                " written yet"
+                " implemented yet"
             )
             raise ConfigError(
                 Problem(

@@ -47,9 +47,9 @@ class ShardReader:
         """
         self._arena = arena
         self._shards = [shard_buffers(unit) for unit in units]
-        self._sizes = [
-            sum(shard.numel() * shard.element_size() for shard in shards) for shards in self._shards
-        ]
+        self._sizes = []
+        for shards in self._shards:
+            self._sizes.append(sum(shard.numel() * shard.element_size() for shard in shards))
         self._pool_bytes = pool_bytes
         self._reader = reader
         self._follows: dict[_Gather, tuple[Moment, int] | None] = {}

@@ -241,13 +241,13 @@ SCHEDULES: Mapping[str, ScheduleSpec] = MappingProxyType(
             (1, 1),
         ),
         "interleaved-1f1b": ScheduleSpec(
-            "1F1B over several stages a rank: the bubble divided by their number, for as many times"
-            " the messages",
+            "1F1B over several stages per rank: the bubble divided by their number, for as many"
+            " times the messages",
             (2, None),
             generator="ScheduleInterleaved1F1B",
         ),
         "looped-bfs": ScheduleSpec(
-            "GPipe over several stages a rank: one stage after the other, all micro-batches in a"
+            "GPipe over several stages per rank: one stage after the other, all micro-batches in a"
             " row on each",
             (1, None),
             generator="ScheduleLoopedBFS",

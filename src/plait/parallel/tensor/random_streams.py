@@ -99,8 +99,8 @@ class SplitStream:
         if not _is_same_position(self._start_position, _position(generator)):
             raise ModelError(
                 "tensor parallelism: between the column-split layers of one part random numbers"
-                " were drawn (dropout), and then another of its layers read something else than the"
-                " first: what all ranks hold would be dropped differently on each; call the"
+                " were drawn (dropout), and then another of its layers read another tensor than the"
+                " first: each rank would drop other elements of a replicated tensor; call the"
                 " column-split layers one after the other, or give this one 'colwise_gather_output'"
                 " in parallel.plan"
             )
