@@ -70,6 +70,7 @@ def with_balance_loss(
         ConfigError: A setting needs the statistics, and they cannot be added to this loss.
     """
     coefficient = balance_coefficient(model)
+    # Another loss may add `output.aux_loss` itself.
     if not isinstance(loss, CausalLMLoss) or _is_user_defined(loss):
         if statistics is not None:
             _refuse_statistics(loss, statistics)

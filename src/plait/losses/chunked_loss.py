@@ -121,6 +121,7 @@ def chunked_cross_entropy(
     chunks = _chunks(hidden, targets, chunk_tokens)
     if not torch.is_grad_enabled() or not (hidden.requires_grad or logits.parameters):
         return _sum_of_chunks(logits.head, chunks)
+    # The loss scale is known in the backward only.
     if _computes_in_float16(logits):
         return _GradientsInBackward.apply(hidden, targets, logits, chunk_tokens, *logits.parameters)
 

@@ -89,9 +89,11 @@ def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tens
     """
     if isinstance(logits, DTensor):
         return vocab_parallel_cross_entropy(logits, targets, ignored=IGNORED)
+    # 16-bit logits would lose digits in the sum of exponentials.
     wide = logits
     if logits.dtype != torch.float64:
         wide = logits.float()
+    # [batch, seq, vocab] -> [tokens, vocab]
     return F.cross_entropy(
         wide.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum"
     )
@@ -162,6 +164,7 @@ def checked_total(result: Any) -> tuple[torch.Tensor, Any]:
         and result[0].numel() == 1
     ):
         return result[0], result[1]
+    # The usual mistake is a loss of torch, which returns a mean.
     is_mean = isinstance(result, torch.Tensor) or (isinstance(result, tuple) and len(result) == 1)
     description = type(result).__name__
     if isinstance(result, torch.Tensor):

@@ -28,7 +28,7 @@ def of_block(zero: int, left: Mapping[int, int], *, ran: int, own: int) -> After
     Args:
         zero: The ZeRO stage.
         left: Backwards that each pipeline stage of the rank has to run in this step, this one
-        included.
+            included.
         ran: The pipeline stage that ran.
         own: The pipeline stage of the block.
     """
@@ -47,7 +47,7 @@ def of_root(
     Args:
         zero: The ZeRO stage.
         left: Backwards that each pipeline stage of the rank has to run in this step, this one
-        included.
+            included.
         ran: The pipeline stage that ran. Every stage gathers the root unit.
         users: The pipeline stages of the rank that compute gradients of it.
     """

@@ -65,7 +65,7 @@ class CompressionAutotuner(StepHook):
 
     Attributes:
         groups: One group for each axis whose ranks must take the same decision (see
-        `deciding_groups`).
+            `deciding_groups`).
         device: The device of this rank. Its queue is empty when a step's time is taken.
         deactivate: Returns to uncompressed gradients.
         candidates: Candidates, the least lossy first.

@@ -250,7 +250,7 @@ def install(
         experts_per_rank: Number of experts of each rank.
         tp: The ranks with the same tokens, or None.
         sequence: The region of sequence parallelism if the output is a shard of the sequence, or
-        None.
+            None.
     """
     module.forward = Dispatch(module, module.forward, group, experts_per_rank, tp, sequence)
     module.num_experts = experts_per_rank  # type: ignore[assignment]  # grouped products count them

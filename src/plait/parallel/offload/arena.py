@@ -127,7 +127,7 @@ class Arena:
         Args:
             tensor: The tensor. Nothing happens if it is not mapped here.
             written: Whether it has changed, so that the system should start to write it to the
-            disk.
+                disk.
         """
         segment = self._segment(tensor)
         if segment is None or not tensor.numel():
