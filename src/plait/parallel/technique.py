@@ -84,7 +84,7 @@ class ShardSettings:
 
     These are names of blocks, and "" for all parameters outside of the blocks.
     """
-    own_mesh: Mapping[str, DeviceMesh] = field(default_factory=dict)
+    separate_mesh: Mapping[str, DeviceMesh] = field(default_factory=dict)
     """Modules (FQNs) with a separate mesh, such as experts.
 
     Their parameters are not reduced with the others. They are sharded over this mesh, or another
@@ -127,9 +127,11 @@ class Parts:
 
     @property
     def separately_reduced(self) -> frozenset[nn.Parameter]:
-        """Parameters whose gradients another hook reduces, those of `ShardSettings.own_mesh`."""
+        """Parameters of `ShardSettings.separate_mesh`, whose gradients another hook reduces."""
         return frozenset(
-            p for name in self.shard.own_mesh for p in self.model.get_submodule(name).parameters()
+            p
+            for name in self.shard.separate_mesh
+            for p in self.model.get_submodule(name).parameters()
         )
 
     def reduction(self, parameter: nn.Parameter) -> Reduction:

@@ -441,13 +441,13 @@ def _computes_with_shards(parts: Parts) -> bool:
     Only then shared memory can store parameters. Shards on a disk or in another dtype are others.
     """
     shard = parts.shard
-    is_special = shard.offloaded_units or shard.always_shard or shard.own_mesh
+    is_special = shard.offloaded_units or shard.always_shard or shard.separate_mesh
     return shard.compute_dtype is None and not is_special
 
 
 def _dp_shard_units(parts: Parts) -> list[FSDPModule]:
     """Return the units that are sharded over `dp_shard`, which those of experts are not."""
-    separate = {id(parts.model.get_submodule(name)) for name in parts.shard.own_mesh}
+    separate = {id(parts.model.get_submodule(name)) for name in parts.shard.separate_mesh}
     return [module for module in sharded_modules(parts.model) if id(module) not in separate]
 
 

@@ -78,7 +78,7 @@ def shard_units(parts: Parts, mesh: Mesh, *, free_after_forward: bool | int) -> 
             ignored_params=replicated,
         )
 
-    for name, expert_mesh in parts.shard.own_mesh.items():
+    for name, expert_mesh in parts.shard.separate_mesh.items():
         unit = _block_of(parts.blocks, name)
         shard(name, expert_mesh, expert_policy, unit, free=free_after_forward)
     float32 = MixedPrecisionPolicy(

@@ -101,8 +101,10 @@ class ExpertParallel(Technique):
                 tp=mesh.group("tp"),
                 sequence=region if is_inside(experts.name, sequence_sharded) else None,
             )
-        own_mesh = {experts.name: mesh.expert_mesh["edp"] for experts in layers}
-        return parts.with_shard(own_mesh=own_mesh).with_notes(SplitExperts(layers), Deciding())
+        separate_mesh = {experts.name: mesh.expert_mesh["edp"] for experts in layers}
+        return parts.with_shard(separate_mesh=separate_mesh).with_notes(
+            SplitExperts(layers), Deciding()
+        )
 
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
         """Return the hook that sums gradients over ranks with the same experts."""

@@ -64,11 +64,11 @@ class Region:
     """
     loss_parallel: bool = True
     """True if a loss that supports sharded logits may receive them."""
-    own_random: Literal["parts", "blocks", "nothing"] = "parts"
+    random_scope: Literal["parts", "blocks", "nothing"] = "parts"
     """Parts of the model in which each rank draws different random numbers.
 
     parts: from a column-parallel layer to the row-parallel layer after it. blocks: in all of a
-    block, which works on sequence shards.
+    block, which works on sequence shards. nothing: all ranks always draw the same numbers.
     """
     stream: SplitStream = field(init=False, repr=False)
     """Generators for the random numbers of this rank."""
@@ -88,12 +88,12 @@ class Region:
             like: Its output on this rank.
             read: Its input.
         """
-        if self.own_random == "parts" and module.training:
+        if self.random_scope == "parts" and module.training:
             self.stream.enter(like, read=read)
 
     def leave_part(self) -> None:
         """End the part, because a row-parallel layer reads it."""
-        if self.own_random == "parts":
+        if self.random_scope == "parts":
             self.stream.leave()
 
 

@@ -75,10 +75,10 @@ class TensorParallel(Technique):
         _split_parameters(parts.model, plan, region.mesh)
         _set_forwards(parts.model, plan, region, parts.blocks)
         if self.sequence_parallel:
-            region.own_random = "blocks"
+            region.random_scope = "blocks"
             # Such a block also computes on all tokens, where ranks must draw the same numbers.
             if plan.whole or _gathers_inside(plan, parts.blocks):
-                region.own_random = "nothing"
+                region.random_scope = "nothing"
             _shard_sequence(parts.model, plan, region, parts.blocks)
         _end_parts(parts.model, region, parts.blocks)
         _gather_outputs(parts.model, plan, region, parts.blocks)
@@ -291,7 +291,7 @@ def _shard_sequence(
         return gather(output, region.group, dim=SEQUENCE, length=region.length)
 
     def enter_block(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if module.training and region.own_random == "blocks":
+        if module.training and region.random_scope == "blocks":
             hidden = args[0] if args else kwargs["hidden_states"]
             region.stream.enter(hidden)
 
