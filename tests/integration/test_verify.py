@@ -121,7 +121,7 @@ class _Done:
 
 
 def _launch_nothing(self: Reducer, bucket: Any) -> None:
-    self._next += 1
+    self._next_bucket += 1
     bucket.work = _Done()
 
 

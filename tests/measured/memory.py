@@ -62,7 +62,7 @@ def measure_step(engine: Engine, batch: Any) -> dict[str, int]:
         held["gradients"] = max(
             held["gradients"], storage_bytes(p.grad for p in parameters if p.grad is not None)
         )
-        held["compression"] = storage_bytes(residuals.held()) if residuals is not None else 0
+        held["compression"] = storage_bytes(residuals.tensors()) if residuals is not None else 0
 
     def before_one(_: torch.nn.Parameter) -> None:
         before_update()
