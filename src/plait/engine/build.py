@@ -99,9 +99,11 @@ def initialize(
     warn_of_unused_sections(resolved, optimizer=optimizer, lr_scheduler=lr_scheduler)
     refuse_loss_of_samples(loss, resolved)
     check_trackers(resolved)
+    # From here on a previous owner of the model cannot be used any more.
     take_over(model)
     given = Given(loss, forward, optimizer, lr_scheduler, weights, total_steps)
     engine = begin(checked_model(model, resolved), given)
+    # With a pipeline the state dict lacks layers, which a script may not notice.
     if resolved.layout.pp > 1:
         refuse_shards_as_weights(model, remedy=_FULL_WEIGHTS, is_partial=True)
     if resolved.trackers:
@@ -168,6 +170,7 @@ def begin(checked: CheckedModel, given: Given) -> Engine:
         # A run with states in files leaves the memory that it frees to other programs.
         keep_host_memory()
 
+    # Before the schedule, which changes the values.
     configured = configured_groups(optimizer)
     scheduler, source = _build_scheduler(given, resolved, optimizer)
     if given.optimizer is not None or given.lr_scheduler is not None:
@@ -179,6 +182,7 @@ def begin(checked: CheckedModel, given: Given) -> Engine:
         configured=configured,
         schedule_source=source,
     )
+    # From here on ranks draw different random numbers, for example for dropout.
     torch.manual_seed(generator_seed(resolved.seed, mesh))
     loss_fn = with_balance_loss(loss_fn, model, parts.noted(RouterStatistics))
     return Engine(sharded, stepper, loss_fn)

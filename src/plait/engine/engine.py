@@ -98,6 +98,8 @@ class Engine(EngineFacts):
         self.global_steps = 0
         self.skipped_steps = 0
         self._guard = sharded.guard
+        # Ranks that read different slices of the batch. For the loss also the pipeline stages, of
+        # which only the last has a loss.
         self._dp_group = sharded.mesh.group(*sharded.parts.batch_axes)
         self._loss_group = sharded.mesh.group("pp", *sharded.parts.batch_axes)
 
@@ -176,6 +178,7 @@ class Engine(EngineFacts):
         global_sums = Pending(
             torch.stack([loss_sum, self._sum(returned_weights)]), self._loss_group
         )
+        # Both may change in the update.
         scale = self.sharded.loss_scale
         rate = self.get_lr()[0]
         outcome = self._update(
@@ -400,6 +403,7 @@ class Engine(EngineFacts):
         self._recover()
         is_boundary = self.is_gradient_accumulation_boundary()
         if is_boundary:
+            # An error of a checkpoint is raised here, where all ranks are at the same place.
             self._writer.raise_failed()
         self._micro_step += 1
         self._boundary = None
@@ -573,6 +577,7 @@ class Engine(EngineFacts):
             self.zero_grad()
             self._restart_step()
         with WATCH.during(board.CHECKPOINT):
+            # The newest checkpoint may still be on its way to the disk.
             self._writer.wait()
             loaded = load_engine(
                 self, place_of(folder), tag=tag, verify=verify, on_note=on_note, loader=loader
@@ -593,4 +598,5 @@ class Engine(EngineFacts):
             if self.trackers is not None:
                 self.trackers.close()
         finally:
+            # Also if a checkpoint could not be written.
             self.sharded.close()

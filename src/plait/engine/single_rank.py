@@ -225,7 +225,7 @@ def _refuse_grouped_products(model: nn.Module, resolved: Resolved) -> None:
 
 @dataclass
 class _RankStep:
-    """One step of a rank, and its measurements."""
+    """Step of a single rank, and its measurements."""
 
     sharded: ShardedModel
     samples: int

@@ -116,7 +116,7 @@ class Accelerator(accelerate.Accelerator):
 
     @property
     def evaluates_alone(self) -> bool:
-        """Whether the code runs inside of `alone`."""
+        """True inside of `alone`."""
         return self._alone
 
     @contextmanager
@@ -169,13 +169,15 @@ class Accelerator(accelerate.Accelerator):
         else:
             rank_loader = self._sampled_loader(data_loader, settings)
 
+        if device_placement is None:
+            device_placement = self.device_placement
         # One process: the loader has this rank's batches already.
         prepared = prepare_data_loader(
             rank_loader,
             self.device,
             num_processes=1,
             process_index=0,
-            put_on_device=self.device_placement if device_placement is None else device_placement,
+            put_on_device=device_placement,
             dispatch_batches=False,
             non_blocking=self.non_blocking,
             **self._order(),
@@ -230,6 +232,7 @@ class Accelerator(accelerate.Accelerator):
         index = self.process_index
         drop_last = bool(data_loader.drop_last) or bool(getattr(batch_sampler, "drop_last", False))
         is_split = split_sampler(batch_sampler, ranks=ranks, index=index)
+        # A sampler that knows the ranks yields the batches of this rank already.
         rounds_class = OwnRounds if is_split else Rounds
         rounds = rounds_class(
             batch_sampler,
@@ -393,7 +396,9 @@ class Accelerator(accelerate.Accelerator):
     def _gather_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the rows of all data-parallel ranks, see `gather`. Collective."""
         group = self._group()
-        tensor = (tensor[None] if tensor.ndim == 0 else tensor).detach()
+        tensor = tensor.detach()
+        if tensor.ndim == 0:
+            tensor = tensor[None]
         if group is None:
             return tensor
 

@@ -43,9 +43,12 @@ class Rounds:
         device: torch.device | None = None,
         seed: int | None = None,
     ) -> None:
-        is_of_user = _is_of_user(batch_sampler)
-        self._device = device if is_of_user else None
-        self._seed = seed if is_of_user else None
+        self._device: torch.device | None = None
+        self._seed: int | None = None
+        # Other samplers yield the same order on every rank.
+        if _is_of_user(batch_sampler):
+            self._device = device
+            self._seed = seed
         self._epoch = 0
         self.batch_sampler = batch_sampler
         self.ranks = ranks
@@ -80,7 +83,9 @@ class Rounds:
 
     def __len__(self) -> int:
         batches = len(self.batch_sampler)
-        return batches // self.ranks if self.drop_last else math.ceil(batches / self.ranks)
+        if self.drop_last:
+            return batches // self.ranks
+        return math.ceil(batches / self.ranks)
 
     def __iter__(self) -> Iterator[Any]:
         self._last = None

@@ -128,6 +128,7 @@ class CheckpointMixin:
         read = self._position * self._samples_of_round()
         client = {SAMPLES: self.engine.train_batch_size(), _EPOCH: self._epoch, _READ: read}
         self.engine.save_checkpoint(output_dir, tag=TAG, client_state=client)
+        # The Trainer steps its schedule itself, so the engine's checkpoint does not have it.
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
 

@@ -175,11 +175,11 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
                 " config) for each"
             )
         groups = optimizers[0].param_groups
-        held = {id(parameter) for group in groups for parameter in group["params"]}
+        updated = {id(parameter) for group in groups for parameter in group["params"]}
         candidates = [
             model
             for model in models
-            if any(id(parameter) in held for parameter in model.parameters())
+            if any(id(parameter) in updated for parameter in model.parameters())
         ]
         if len(candidates) != 1:
             raise InputError(
@@ -198,6 +198,7 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
             micro = loaders[0].batch_size
         hidden_size = getattr(getattr(model, "config", None), "hidden_size", None)
         self.resolved = self._resolve(micro=micro, hidden_size=hidden_size)
+        # Checkpoints of a model with adapters do not have its frozen weights.
         if has_adapters(model):
             keep_what_is_trained(model)
         self.engine = initialize(model, self.resolved, optimizer=optimizer)
@@ -355,9 +356,11 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
                 " complete, and would be summed again; call optimizer.step(), or"
                 " optimizer.zero_grad(), first"
             )
-        ranks = engine.dp_size
+        # The engine divides by all ranks.
         present = self._ranks_with_batch()
-        factor = ranks / present if self.process_index < present else 0.0
+        factor = 0.0
+        if self.process_index < present:
+            factor = engine.dp_size / present
         self._announce_micro_batch()
         # The engine divides by its own number of micro-batches. Accelerate's may be changed later.
         engine.backward(loss * (factor * self._steps / self.gradient_accumulation_steps))
@@ -368,7 +371,9 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
         if loader is None or not loader.end_of_dataloader:
             return self.num_processes
         plan = plan_of(loader)
-        return plan.present_last if plan is not None else self.num_processes
+        if plan is None:
+            return self.num_processes
+        return plan.present_last
 
     def clip_grad_norm_(
         self, parameters: Any, max_norm: float, norm_type: float = 2

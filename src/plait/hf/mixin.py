@@ -220,6 +220,7 @@ class TrainerMixin(CheckpointMixin):
         if generates(self.args) and not has_encoder(self.model):
             check_settings(self.model)
         self._flops_per_token = 6 * sum(p.numel() for p in self.model.parameters())
+        # Checkpoints of a model with adapters do not have its frozen weights.
         if has_adapters(self.model):
             keep_what_is_trained(self.model)
         smoother: Any = self.label_smoother  # type: ignore[has-type]
@@ -266,6 +267,7 @@ class TrainerMixin(CheckpointMixin):
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any
     ) -> tuple[Any, Any]:
+        # As in Transformers, an earlier call of train() leaves no schedule.
         if getattr(self, "_created_lr_scheduler", False):
             self.lr_scheduler = None
             self._created_lr_scheduler = False
@@ -441,6 +443,7 @@ class TrainerMixin(CheckpointMixin):
         if step.inside:
             yield step
             return
+        # Only at the start of a step, because it drops the gradients of a failed one.
         if step.begun == 0:
             engine.sharded.guard.recover()
         step.begun += 1
@@ -470,6 +473,7 @@ class TrainerMixin(CheckpointMixin):
 
     def _backward(self, loss: torch.Tensor) -> None:
         assert self.engine is not None
+        # The engine divides by the number of micro-batches, which the Trainer has already done.
         self.engine.backward(loss * (self._factor * self.engine.gradient_accumulation_steps()))
 
     def _pipeline_step(

@@ -75,5 +75,5 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was skipped because its gradients were not finite."""
+        """True if the last step was skipped because its gradients were not finite."""
         return self.engine.global_steps > 0 and not self.engine.was_step_applied()

@@ -19,7 +19,7 @@ _LABELS = ("labels", "shift_labels")
 
 @dataclass
 class Step:
-    """One optimizer step of a Trainer.
+    """Optimizer step of a Trainer.
 
     Attributes:
         present: For every micro-batch, the number of data-parallel ranks with a batch of their own.
@@ -39,7 +39,7 @@ class Step:
 
     @property
     def is_last(self) -> bool:
-        """Whether the micro-batch that has started is the last of the step."""
+        """True if the micro-batch that has started is the last of the step."""
         return self.begun == len(self.own)
 
     def factor(self, index: int, *, scaled: bool, ranks: int) -> float:
@@ -54,7 +54,10 @@ class Step:
         """
         if not self.own[index]:
             return 0.0
-        return 1.0 if scaled else len(self.own) * ranks / sum(self.present)
+        if scaled:
+            return 1.0
+        # The mean over this rank's micro-batches becomes that over all micro-batches with data.
+        return len(self.own) * ranks / sum(self.present)
 
 
 def step_of(

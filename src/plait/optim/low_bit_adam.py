@@ -184,7 +184,7 @@ class SmallStateAdam(Optimizer):
 
 
 class _Moment:
-    """One moment of a parameter's local shard, flat, quantized or not.
+    """Moment of a parameter's local shard, flat, quantized or not.
 
     Args:
         stored: Numbers or codes, [n].

@@ -66,7 +66,7 @@ class ScheduleSource:
 
 
 class DeepSpeedScheduler(LRScheduler):
-    """One of DeepSpeed's schedules on an optimizer.
+    """LR schedule of DeepSpeed on an optimizer.
 
     Its state is the position alone, so a changed schedule takes effect on resume.
 

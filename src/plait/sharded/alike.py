@@ -143,8 +143,12 @@ def _setting_facts(path: str, value: Any) -> Iterator[Fact]:
 def _model_facts(model: nn.Module) -> Iterator[Fact]:
     first_names: dict[int, str] = {}
     for owner, module in model.named_modules():
-        yield f"module `{owner}`" if owner else "the model", type(module).__qualname__
-        prefix = f"{owner}." if owner else ""
+        subject = "the model"
+        prefix = ""
+        if owner:
+            subject = f"module `{owner}`"
+            prefix = f"{owner}."
+        yield subject, type(module).__qualname__
 
         for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             name = prefix + leaf
@@ -246,23 +250,28 @@ def _describe_difference(
     usual_subject, usual_value = _fact_at(usual, index)
     subject, value = _fact_at(other, index)
 
-    some = f"{_rank_list(ranks)} {'has' if len(ranks) == 1 else 'have'}"
-    most = f"{_rank_list(usual_ranks)} {'has' if len(usual_ranks) == 1 else 'have'}"
+    others_have = _with_verb(ranks)
+    most_have = _with_verb(usual_ranks)
     if subject == usual_subject:
-        return f"{some} {subject} {value}, {most} {usual_value}"
+        return f"{others_have} {subject} {value}, {most_have} {usual_value}"
 
     usual_subjects = {name for name, _ in usual}
     subjects = {name for name, _ in other}
     if subject in usual_subjects and usual_subject in subjects:
-        return f"{some} {subject} where {most} {usual_subject}: the order differs"
+        return f"{others_have} {subject} where {most_have} {usual_subject}: the order differs"
     # A value is empty at the end of the list.
-    left = f"{some} {subject} {value}".rstrip()
-    right = f"{most} {usual_subject} {usual_value}".rstrip()
+    left = f"{others_have} {subject} {value}".rstrip()
+    right = f"{most_have} {usual_subject} {usual_value}".rstrip()
     return f"{left} where {right}"
 
 
 def _fact_at(facts: list[Fact], index: int) -> Fact:
     return facts[index] if index < len(facts) else ("nothing more", "")
+
+
+def _with_verb(ranks: list[int]) -> str:
+    verb = "has" if len(ranks) == 1 else "have"
+    return f"{_rank_list(ranks)} {verb}"
 
 
 def _rank_list(ranks: Sequence[int]) -> str:
@@ -273,5 +282,8 @@ def _rank_list(ranks: Sequence[int]) -> str:
             runs[-1][1] = rank
         else:
             runs.append([rank, rank])
-    text = ", ".join(f"{low}" if low == high else f"{low}-{high}" for low, high in runs)
-    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
+    texts = []
+    for low, high in runs:
+        texts.append(f"{low}" if low == high else f"{low}-{high}")
+    noun = "ranks" if len(ranks) > 1 else "rank"
+    return f"{noun} {', '.join(texts)}"

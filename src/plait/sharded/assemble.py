@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +122,9 @@ def shard(
     mesh, parts, seed = split(checked, weights=weights, loss_fn=loss_fn, forward=forward)
     refuse_cut_blocks(resolved.optimizer.states, model.named_parameters())
     if template is not None:
-        host_units = parts.shard.offloaded_units if parts.shard.master_weights_on_host else ()
+        host_units: Collection[str] = ()
+        if parts.shard.master_weights_on_host:
+            host_units = parts.shard.offloaded_units
         materialise.allocate(model, mesh.device, host_units=host_units)
 
     # After the allocation and before the weights: the shards move to files first, and each is
@@ -136,8 +137,10 @@ def shard(
                 model, template, checked.blocks, seed=resolved.seed, filled=filled
             )
         else:
-            fill = weights if callable(weights) else partial(load_weights, folder=weights)
-            fill(model, whole=template, filled=filled)
+            if callable(weights):
+                weights(model, whole=template, filled=filled)
+            else:
+                load_weights(model, weights, whole=template, filled=filled)
             materialise.fill_buffers(model, template)
     if tier is not None:
         tier.evict_parameters()

@@ -32,7 +32,9 @@ def arguments_of(model: nn.Module) -> frozenset[str]:
     if not hasattr(model, "peft_config"):
         return arguments
     get_base_model: Any = getattr(model, "get_base_model", None)
-    base = get_base_model() if callable(get_base_model) else model
+    if not callable(get_base_model):
+        return arguments
+    base = get_base_model()
     return arguments if base is model else arguments | arguments_of(base)
 
 
@@ -46,7 +48,10 @@ def keep_rows(cache: Any, rows: torch.Tensor) -> bool:
     Returns:
         False, without any change, if a layer of the cache does not support it.
     """
-    layers = cache.own_layers() if isinstance(cache, StageCaches) else list(cache.layers)
+    if isinstance(cache, StageCaches):
+        layers = cache.own_layers()
+    else:
+        layers = list(cache.layers)
     can_select = all(
         callable(getattr(layer, "batch_select_indices", None)) and not _has_state(layer)
         for layer in layers
@@ -215,7 +220,10 @@ def _copying_subclass(layer_class: Any) -> type:
         # Some models share one tensor for keys and values. It must stay one.
         is_shared = self.values is self.keys
         self.keys = _without_larger_storage(self.keys)
-        self.values = self.keys if is_shared else _without_larger_storage(self.values)
+        if is_shared:
+            self.values = self.keys
+        else:
+            self.values = _without_larger_storage(self.values)
         return result
 
     members = {"update": update, "__module__": layer_class.__module__}

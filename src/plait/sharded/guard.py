@@ -76,7 +76,8 @@ class Guard(StepHook):
             yield
         except BaseException as error:
             # A lost step includes a lost forward.
-            self._lost = "step" if "step" in (lost, self._lost) else lost
+            if self._lost != "step":
+                self._lost = lost
             if isinstance(error, RuntimeError) and MIXED_TENSORS in str(error):
                 raise InputError(_mixed_tensors_message(error, self._parts)) from error
             failure = failed_collective(
@@ -163,11 +164,12 @@ class Guard(StepHook):
         if not unfrozen:
             return  # The usual case, which needs no look at the optimizer.
 
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        groups = optimizer.param_groups
+        updated = {id(parameter) for group in groups for parameter in group["params"]}
         untrained = [
             name
             for name in unfrozen
-            if id(self._frozen[name]) not in held or not self._is_reduced(self._frozen[name])
+            if id(self._frozen[name]) not in updated or not self._is_reduced(self._frozen[name])
         ]
         if untrained:
             raise InputError(

@@ -51,7 +51,9 @@ def weight_files(folder: Path) -> dict[str, Path]:
     single = folder / SINGLE
     if not index.is_file() and not single.is_file():
         _raise_missing(folder)
-    table = _weight_map(index) if index.is_file() else {}
+    table: dict[str, str] = {}
+    if index.is_file():
+        table = _weight_map(index)
     missing = sorted({name for name in table.values() if not (folder / name).is_file()})
 
     # Transformers reads SINGLE if it exists. It leaves SINGLE, or INDEX, in the folder if it later
@@ -283,7 +285,8 @@ def _refuse_unequal(tied: list[str], files: dict[str, Path]) -> None:
         # The modification times and sizes are a part of the cache's key.
         versions = tuple((path.stat().st_mtime_ns, path.stat().st_size) for path in paths)
         # A new file may be written again with the same modification time.
-        is_new = time.time_ns() - max(mtime for mtime, _ in versions) < _CLOCK_TICK_NS
+        newest = max(mtime for mtime, _ in versions)
+        is_new = time.time_ns() - newest < _CLOCK_TICK_NS
         are_equal = _are_equal.__wrapped__ if is_new else _are_equal
         if not are_equal(paths[0], tied[0], paths[1], other, versions):
             raise CheckpointError(

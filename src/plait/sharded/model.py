@@ -143,7 +143,7 @@ class ShardedModel:
 
     @property
     def holds_output(self) -> bool:
-        """Whether this rank has the model's output.
+        """True if this rank has the model's output.
 
         Every rank has it, except those of a pipeline that do not hold the last stage.
         """
@@ -276,7 +276,7 @@ class ShardedModel:
 
     @property
     def _checks_finite(self) -> bool:
-        """Whether a step reads its norm before the update. See `Stepper.checks_finite`."""
+        """True if a step reads its norm before the update. See `Stepper.checks_finite`."""
         is_configured = (
             self.scaler is not None
             or self.config.precision.check_overflow
@@ -488,7 +488,7 @@ class ShardedModel:
 
     @property
     def is_cut(self) -> bool:
-        """Whether the model was changed for good, so that no other owner can take it over.
+        """True if the model was changed for good, so that no other owner can take it over.
 
         That is so if its parameters are shards, or its modules were replaced.
         """

@@ -60,7 +60,7 @@ class Stepper:
     non_finite: Literal["raise", "skip"]
     """Action for a step with a non-finite norm or loss. With a loss scaler it is always skipped."""
     checks_finite: bool
-    """Whether to read the norm before the update, in order to decide about it.
+    """True to read the norm before the update, in order to decide about it.
 
     On a GPU this waits for the device once per step, between the backward and the update. fp16
     needs it by design: the loss scale of the next step depends on the answer, and so does the LR
