@@ -101,8 +101,8 @@ def initialize(
     check_trackers(resolved)
     # From here on a previous owner of the model cannot be used any more.
     take_over(model)
-    given = Given(loss, forward, optimizer, lr_scheduler, weights, total_steps)
-    engine = begin(checked_model(model, resolved), given)
+    arguments = Given(loss, forward, optimizer, lr_scheduler, weights, total_steps)
+    engine = begin(checked_model(model, resolved), arguments)
     # With a pipeline the state dict lacks layers, which a script may not notice.
     if resolved.layout.pp > 1:
         refuse_shards_as_weights(model, remedy=_FULL_WEIGHTS, is_partial=True)
@@ -134,28 +134,28 @@ class Given:
 
 
 @leaving_no_group()
-def begin(checked: CheckedModel, given: Given) -> Engine:
+def begin(checked: CheckedModel, arguments: Given) -> Engine:
     """Return the engine of a checked model. This is the second half of `initialize`. Collective.
 
     Args:
         checked: The checked model.
-        given: Arguments of `initialize`.
+        arguments: Arguments of `initialize`.
     """
     model = checked.model
     resolved = checked.resolved
-    loss_fn = given.loss_fn
-    forward = given.forward
+    loss_fn = arguments.loss_fn
+    forward = arguments.forward
     if resolved.loss_chunk_tokens:
         loss_fn = _chunked_loss(loss_fn, resolved.loss_chunk_tokens)
         forward = deferred(forward, model)
 
     # Sharding replaces the parameters. The caller's optimizer still holds these.
     names = {id(p): name for name, p in model.named_parameters()}
-    mesh, parts, seed = shard(checked, weights=given.weights, loss_fn=loss_fn, forward=forward)
+    mesh, parts, seed = shard(checked, weights=arguments.weights, loss_fn=loss_fn, forward=forward)
     resolved = with_callers_seed(resolved, seed)
 
-    optimizer = _build_optimizer(given.optimizer, resolved, model, names)
-    if given.optimizer is not None:
+    optimizer = _build_optimizer(arguments.optimizer, resolved, model, names)
+    if arguments.optimizer is not None:
         step_by_placement(optimizer)
     in_backward = None
     if resolved.data_parallel.update_in_backward:
@@ -172,8 +172,8 @@ def begin(checked: CheckedModel, given: Given) -> Engine:
 
     # Before the schedule, which changes the values.
     configured = configured_groups(optimizer)
-    scheduler, source = _build_scheduler(given, resolved, optimizer)
-    if given.optimizer is not None or given.lr_scheduler is not None:
+    scheduler, source = _build_scheduler(arguments, resolved, optimizer)
+    if arguments.optimizer is not None or arguments.lr_scheduler is not None:
         refuse_different_optimizers(optimizer, scheduler, mesh)
     stepper = sharded.stepper(
         optimizer,
@@ -189,17 +189,17 @@ def begin(checked: CheckedModel, given: Given) -> Engine:
 
 
 def _build_scheduler(
-    given: Given, resolved: Resolved, optimizer: torch.optim.Optimizer
+    arguments: Given, resolved: Resolved, optimizer: torch.optim.Optimizer
 ) -> tuple[Scheduler | None, ScheduleSource | None]:
     """Return the LR scheduler, and the specification that it was built from, if there is one."""
-    scheduler = given.lr_scheduler
+    scheduler = arguments.lr_scheduler
     if callable(scheduler):
         scheduler = scheduler(optimizer)
     scheduler = check_scheduler(scheduler)
     if scheduler is not None or resolved.scheduler is None:
         return scheduler, None
-    source = ScheduleSource(resolved.scheduler, given.total_steps)
-    return build_scheduler(source.spec, optimizer, total_steps=given.total_steps), source
+    source = ScheduleSource(resolved.scheduler, arguments.total_steps)
+    return build_scheduler(source.spec, optimizer, total_steps=arguments.total_steps), source
 
 
 def _as_loss(loss_fn: Any, weight_fn: Callable[[Any], Any] | None) -> Loss | None:

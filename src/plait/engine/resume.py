@@ -174,23 +174,23 @@ class Resume:
 
         values: Group = {}
         for key in dict.fromkeys(keys):
-            own = configured.get(key, current.get(key))
+            fallback = configured.get(key, current.get(key))
             were = [entry["configured"][key] for entry in saved if key in entry["configured"]]
             are = [entry["now"][key] for entry in saved if key in entry["now"]]
             if key in _KERNEL_KEYS:
                 values[key] = current.get(key)
             elif key in configured and any(
-                not _are_equal(exact.decode(was, own), configured[key]) for was in were
+                not _are_equal(exact.decode(was, fallback), configured[key]) for was in were
             ):
-                self._changed.setdefault(key, (exact.decode(were[0], own), configured[key]))
+                self._changed.setdefault(key, (exact.decode(were[0], fallback), configured[key]))
                 values[key] = configured[key]
             elif anew and key in _SCHEDULED_KEYS:
                 if key in configured:
                     values[key] = configured[key]
             elif are and all(value == are[0] for value in are):
-                values[key] = _in_form_of(own, exact.decode(are[0], own))
-            elif own is not None:
-                values[key] = own
+                values[key] = _in_form_of(fallback, exact.decode(are[0], fallback))
+            elif fallback is not None:
+                values[key] = fallback
         return {
             key: value for key, value in values.items() if key not in _KERNEL_KEYS or key in current
         }
@@ -355,11 +355,11 @@ def _are_equal(left: Any, right: Any) -> bool:
     return bool(left == right)
 
 
-def _in_form_of(own: Any, value: Any) -> Any:
-    """Return a number in the form that this run uses: a tensor on its device, or a number."""
-    if isinstance(own, torch.Tensor) and not isinstance(value, torch.Tensor):
-        return torch.full_like(own, value)
-    if isinstance(value, torch.Tensor) and isinstance(own, float | int):
+def _in_form_of(example: Any, value: Any) -> Any:
+    """Return a number in the form of another one: a tensor on its device, or a number."""
+    if isinstance(example, torch.Tensor) and not isinstance(value, torch.Tensor):
+        return torch.full_like(example, value)
+    if isinstance(value, torch.Tensor) and isinstance(example, float | int):
         return value.item()
     return value
 

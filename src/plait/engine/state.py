@@ -202,12 +202,12 @@ def load_engine(
     )
 
     same_layout = reader.manifest.degrees == mesh.layout.all_degrees
-    own = agreed(lambda: reader.own(mesh.rank) if same_layout else {})
-    if not generators.restore(engine.device, own):
+    rank_state = agreed(lambda: reader.own(mesh.rank) if same_layout else {})
+    if not generators.restore(engine.device, rank_state):
         generators.seed(engine.config.seed, mesh, step=facts["global_steps"])
         resume.notes.append(_seeded_note(same_layout=same_layout))
-    _load_hooks(engine, own, zero_stage=facts["zero_stage"])
-    loader_state.restore(loader, own)
+    _load_hooks(engine, rank_state, zero_stage=facts["zero_stage"])
+    loader_state.restore(loader, rank_state)
     engine.global_steps = facts["global_steps"]
     engine.skipped_steps = facts["skipped_steps"]
     if stepper.scaler is not None and facts["loss_scaler"] is not None:
