@@ -78,10 +78,10 @@ def _refuse_small_pool(offload: ParameterOffload, model: nn.Module) -> None:
     names = {
         module: name or "what is outside of the blocks" for name, module in model.named_modules()
     }
-    units = [
-        (sum(shard.nbytes for shard in shard_buffers(unit)), names[unit])
-        for unit in sharded_modules(model)
-    ]
+    units = []
+    for unit in sharded_modules(model):
+        unit_bytes = sum(shard.nbytes for shard in shard_buffers(unit))
+        units.append((unit_bytes, names[unit]))
     size, name = max(units, default=(0, ""))
     if size <= offload.pool_bytes:
         return

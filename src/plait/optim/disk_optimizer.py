@@ -371,6 +371,7 @@ class DiskTier(StepHook):
         self._new = {p for p in updated if not optimizer.state.get(p)}
         elementwise = is_elementwise(optimizer)
         scaled = isinstance(factor, torch.Tensor) or factor != 1.0
+        # The inner step sees the parameters of one chunk at a time in the groups.
         try:
             for chunk in self._pipelined(
                 self._chunks(updated, elementwise=elementwise),
@@ -401,7 +402,7 @@ class DiskTier(StepHook):
             element_bytes = parameter.element_size()
             if self.arena is not None:
                 # The parameter, its gradient and its states. Before the first step there are no
-                # states to count.
+                # states to count, and two are assumed.
                 element_bytes *= 2 + max(2, len(self._large_states(parameter)))
 
             start = 0

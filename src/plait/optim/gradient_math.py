@@ -42,12 +42,11 @@ def joined_norm(norms: Sequence[torch.Tensor]) -> torch.Tensor:
         norms: 0-dimensional tensors, at least one. They may be on several devices; the result is on
             the device of the first.
     """
-    stacks = [
-        torch.stack([norms[index] for index in indices])
-        for indices in grouped_by_device_and_dtype(norms)
-    ]
-    # One cast for all parameters. A cast per parameter would be as many kernels.
-    joined = [torch.linalg.vector_norm(stack, 2.0, dtype=torch.float64) for stack in stacks]
+    joined = []
+    for indices in grouped_by_device_and_dtype(norms):
+        stack = torch.stack([norms[index] for index in indices])
+        # One cast for all parameters. A cast per parameter would be as many kernels.
+        joined.append(torch.linalg.vector_norm(stack, 2.0, dtype=torch.float64))
     if len(joined) == 1:
         return joined[0]
     return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in joined]), 2.0)

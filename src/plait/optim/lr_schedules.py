@@ -121,10 +121,12 @@ class DeepSpeedScheduler(LRScheduler):
                 "the saved schedule has no `last_epoch` (it has"
                 f" {', '.join(map(str, state_dict)) or 'nothing'})"
             )
+        # torch's own method would restore all attributes, also those of a changed schedule.
         self.last_epoch = position
         self._step_count = position + 1
         rates = self.get_lr()
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            # A compiled or capturable optimizer reads the rate from its tensor.
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(rate)
             else:

@@ -108,6 +108,7 @@ def _build_small_state_adam(
     if is_adamw and "weight_decay" not in arguments:
         # torch's default, which `torch_adam` selects.
         arguments["weight_decay"] = 0.01
+    # A block of codes must not be divided between ranks.
     refuse_cut_blocks(spec.states, named)
     parameters = [parameter for _, parameter in named]
     return SmallStateAdam(
