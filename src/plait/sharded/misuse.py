@@ -1,4 +1,4 @@
-"""Refusals of models, losses, optimizers and calls that would silently train wrongly."""
+"""Refusals of models, losses, optimizers and calls that would silently train wrong weights."""
 
 from __future__ import annotations
 
@@ -64,6 +64,9 @@ def check_placement(resolved: Resolved) -> None:
     """Refuse tensor parallelism wider than a machine, and warn of groups that span machines.
 
     An existing process group is the user's choice, and is not checked.
+
+    Raises:
+        ConfigError: `parallel.tp` is larger than the number of devices of a machine.
     """
     if dist.is_initialized() or resolved.layout.tp == 1:
         return
@@ -75,10 +78,10 @@ def check_placement(resolved: Resolved) -> None:
 
 
 def explain_methods(model: nn.Module) -> None:
-    """Name the user's method in the error of torch if it computes with shards of the model.
+    """Make public methods of the user's model raise a clear error if they compute with shards.
 
-    All public methods but `forward` are wrapped, in the class that torch made for the sharded
-    model. The user's class is not changed.
+    torch's own error does not name the method. All public methods but `forward` are wrapped, in
+    the class that torch made for the sharded model. The user's class is not changed.
     """
     if not isinstance(model, FSDPModule):
         return
@@ -131,9 +134,17 @@ def refuse_resized(shapes: Sequence[tuple[str, nn.Parameter, torch.Size]]) -> No
 
 
 def refuse_cache(parts: Parts, mesh: Mesh, cache: Any) -> None:
-    """Refuse a KV cache that does not fit.
+    """Refuse a KV cache that does not fit the layout.
 
-    It has to hold full sequences, and in a pipeline the stages of this rank.
+    A cache has full sequences, and in a pipeline the layers of this rank's stages.
+
+    Args:
+        parts: The model after all techniques were applied.
+        mesh: Mesh of the ranks.
+        cache: The cache.
+
+    Raises:
+        InputError: The cache does not fit.
     """
     pp = mesh.layout.pp
     if pp > 1 and not isinstance(cache, StageCaches):
@@ -146,17 +157,25 @@ def refuse_cache(parts: Parts, mesh: Mesh, cache: Any) -> None:
 
 
 def refuse_own_batches(parts: Parts, call: str) -> None:
-    """Refuse a call that passes a batch to the model unchanged if a technique changes batches."""
+    """Refuse a call that passes a batch to the model unchanged if a technique changes batches.
+
+    Args:
+        parts: The model after all techniques were applied.
+        call: Name of the call, for the message.
+
+    Raises:
+        InputError: A technique changes batches, or experts are on several ranks.
+    """
     refuse_split_experts(parts, call)
     if parts.hooks.transform:
-        who = ", ".join(
+        techniques = ", ".join(
             type(hook).__name__
             for hook in parts.hooks.all
             if type(hook).transform is not StepHook.transform
         )
         raise InputError(
-            f"{call} gives the model a batch as it is, and {who} changes every micro-batch (its"
-            " part of the sequence); call engine.train_batch, engine.eval_batch or"
+            f"{call} gives the model a batch as it is, and {techniques} changes every micro-batch"
+            " (its part of the sequence); call engine.train_batch, engine.eval_batch or"
             " engine.predict(batch)"
         )
 
@@ -165,6 +184,13 @@ def refuse_split_experts(parts: Parts, call: str) -> None:
     """Refuse a call that ranks may make in different numbers if experts are on several ranks.
 
     Ranks exchange tokens in every layer, so such a call could wait forever.
+
+    Args:
+        parts: The model after all techniques were applied.
+        call: Name of the call, for the message.
+
+    Raises:
+        InputError: Experts are on several ranks.
     """
     if parts.noted(SplitExperts) is not None:
         raise InputError(
@@ -255,7 +281,13 @@ GATHERED_AT_ONCE = 2**24
 
 
 def warn_of_no_blocks(model: nn.Module, blocks: Sequence[str], *, stage: int) -> None:
-    """Warn on rank 0 of a large model without blocks, which ZeRO stage 3 gathers as a whole."""
+    """Warn on rank 0 of a large model without blocks, which ZeRO stage 3 gathers all at once.
+
+    Args:
+        model: The model.
+        blocks: Names of its repeated blocks.
+        stage: ZeRO stage.
+    """
     size = sum(parameter.numel() for parameter in model.parameters())
     if stage == 3 and not blocks and size >= GATHERED_AT_ONCE and place().rank == 0:
         warn(
@@ -283,7 +315,7 @@ def warn_of_unused_sections(resolved: Resolved, *, optimizer: Any, lr_scheduler:
 
 
 def with_callers_seed(resolved: Resolved, seed: int) -> Resolved:
-    """Take the seed from the caller's torch.manual_seed if the file has none.
+    """Return the configuration with the seed of the caller's torch.manual_seed if it has none.
 
     Args:
         resolved: The configuration.
