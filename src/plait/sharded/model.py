@@ -119,7 +119,7 @@ class ShardedModel:
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         # A copy of the model, or a model from a file, has no owner.
-        return _no_owner, ()
+        return _nobody, ()
 
     @property
     def model(self) -> nn.Module:
@@ -531,5 +531,6 @@ def owner_of(model: nn.Module) -> ShardedModel | None:
     return getattr(model, _ATTRIBUTE, None)
 
 
-def _no_owner() -> None:
+# Pickled models refer to this name.
+def _nobody() -> None:
     return None
