@@ -78,12 +78,12 @@ class Engine(EngineFacts):
 
     The model is sharded in place and is still the user's own object.
 
-    Args:
-        sharded: The model on its layout, with the hooks of its steps.
-        stepper: Optimizer step of the model.
-        loss_fn: Loss of `train_batch` and `eval_batch`, if there is one.
-
     Attributes:
+        sharded: The model on its layout, with the hooks of its steps.
+        config: The resolved configuration.
+        loss_fn: Loss of `train_batch` and `eval_batch`, or None.
+        global_steps: Number of steps so far, skipped ones included.
+        skipped_steps: Number of steps that were skipped.
         communication: Description of how data-parallel ranks exchange gradients and parameters,
             with the reasons and with the decisions of the first steps.
         trackers: Experiment trackers of the caller's own loop on the first rank. None if none are
@@ -91,6 +91,13 @@ class Engine(EngineFacts):
     """
 
     def __init__(self, sharded: ShardedModel, stepper: Stepper, loss_fn: Loss | None) -> None:
+        """Initialize the engine.
+
+        Args:
+            sharded: The model on its layout, with the hooks of its steps.
+            stepper: Optimizer step of the model.
+            loss_fn: Loss of `train_batch` and `eval_batch`, if there is one.
+        """
         self.sharded = sharded
         self.config = sharded.config
         self.stepper = stepper
@@ -124,8 +131,7 @@ class Engine(EngineFacts):
     def train_batch(self, batch: Any) -> StepResult:
         """Take one optimizer step. Collective.
 
-        The loss of every target counts the same on every rank and in every micro-batch. See
-        Note [Division of gradients].
+        The loss of every target counts the same on every rank and in every micro-batch.
 
         Args:
             batch: This data-parallel rank's share of the step: micro_batch_size x accumulation
@@ -150,6 +156,8 @@ class Engine(EngineFacts):
         # This reduction overlaps with the first forward.
         weight = Pending(self._sum([loss_fn.weight(b) for b in batches]), self._dp_group)
         checks_weight = self._weight_check.applies_to(loss_fn)
+
+        # See Note [Division of gradients].
         totals: list[torch.Tensor] = []
         returned_weights: list[Any] = []
         factors: dict[torch.dtype, torch.Tensor] = {}
@@ -359,8 +367,7 @@ class Engine(EngineFacts):
     ) -> torch.Tensor:
         """Run the backward of one micro-batch. Collective.
 
-        If it is called several times before `step`, gradients add up, as in one process. See
-        Note [Division of gradients].
+        If it is called several times before `step`, gradients add up, as in one process.
 
         Args:
             loss: Mean loss of the micro-batch, one element.
@@ -380,6 +387,7 @@ class Engine(EngineFacts):
                 " for none"
             )
         self.sharded.before_microbatch(last=self.is_gradient_accumulation_boundary())
+        # See Note [Division of gradients].
         factor = self.sharded.loss_scale
         if weight is None:
             scaled = loss * (factor / (self.config.batch.accumulation * self.dp_size))

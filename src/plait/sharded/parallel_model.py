@@ -69,14 +69,8 @@ class ParallelModel(ShardedModel):
     """A sharded model of your own training loop. `plait.parallelize` makes it.
 
     Gradients are means over the data-parallel ranks. `forward_backward` also divides by the number
-    of micro-batches; with `accumulate` the loop does.
-
-    Args:
-        parts: The model after all techniques were applied, with its step hooks.
-        mesh: Mesh of the ranks.
-        config: The resolved configuration.
-        forward: Passes a micro-batch through the model.
-        before: Parameters of the model before it was sharded.
+    of micro-batches; with `accumulate` the loop does. The methods of `ShardedModel`, such as
+    `predict`, `evaluating`, `grad_norm` and `close`, are available too.
 
     Attributes:
         why_called: The reason why `step` has to be called, or None if a plain loop is enough.
@@ -92,6 +86,15 @@ class ParallelModel(ShardedModel):
         forward: Forward,
         before: list[nn.Parameter],
     ) -> None:
+        """Initialize the handle.
+
+        Args:
+            parts: The model after all techniques were applied, with its step hooks.
+            mesh: Mesh of the ranks.
+            config: The resolved configuration.
+            forward: Passes a micro-batch through the model.
+            before: Parameters of the model before it was sharded.
+        """
         self.why_called = why_called(config)
         self._watch = StepWatch(
             parts.model, before, parts.noted(Reducer), why_called=self.why_called
