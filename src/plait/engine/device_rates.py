@@ -64,6 +64,7 @@ def _time_operations(
     times: dict[str, list[float]] = {name: [] for name in operations}
     for _ in range(_ROUNDS):
         for name, operation in operations.items():
+            # All processes compute at the same time, as in a training step.
             if dist.is_initialized():
                 dist.barrier()
             start = time.perf_counter()
@@ -75,6 +76,7 @@ def _time_operations(
     medians = torch.tensor(
         [median(rounds[1:]) for rounds in times.values()], dtype=torch.float64, device=device
     )
+    # A step waits for the slowest rank.
     if dist.is_initialized():
         dist.all_reduce(medians, op=dist.ReduceOp.MAX)
     return dict(zip(times, medians.tolist(), strict=True))

@@ -177,6 +177,9 @@ class Resume:
             fallback = configured.get(key, current.get(key))
             were = [entry["configured"][key] for entry in saved if key in entry["configured"]]
             are = [entry["now"][key] for entry in saved if key in entry["now"]]
+            # In order of priority: the kernels of this device; a value that the configuration has
+            # changed since; before a replay the configured value, which the schedule starts from;
+            # the saved value if all groups with these parameters agree; the current one.
             if key in _KERNEL_KEYS:
                 values[key] = current.get(key)
             elif key in configured and any(

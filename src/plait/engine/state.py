@@ -83,6 +83,7 @@ def snapshot_of(
         content = optimizer_content.content(
             engine.model, stepper.optimizer, configured=_configured(stepper)
         )
+        # An evaluation may have left parameters gathered. The shards are saved.
         free_gathered(engine.model)
         schedule = schedule_facts(stepper.scheduler, stepper.schedule_source)
         trained = trained_parameters(stepper.optimizer)
@@ -201,6 +202,7 @@ def load_engine(
         optimizer_content.parameter_names(model), trained, facts["optimizer"]["groups"]
     )
 
+    # Each rank has its own generators, so their states fit the same layout only.
     same_layout = reader.manifest.degrees == mesh.layout.all_degrees
     rank_state = agreed(lambda: reader.own(mesh.rank) if same_layout else {})
     if not generators.restore(engine.device, rank_state):

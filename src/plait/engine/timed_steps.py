@@ -64,6 +64,7 @@ def time_steps(
     try:
         accelerator.reset_peak(engine.device)
         samples = engine.config.batch.micro_batch_size * engine.config.batch.accumulation
+        # Ranks that share a slice of the batch need the same tokens.
         generator = torch.Generator().manual_seed(engine.dp_rank)
         times = []
         for _ in range(warm + steps):
@@ -82,6 +83,7 @@ def time_steps(
 
 def _time_step(engine: Engine, batch: Any) -> tuple[float, float]:
     """Return the largest wall-clock and processor seconds over all ranks. Collective."""
+    # All ranks start together, so that none waits for a late one inside of the measured time.
     is_distributed = dist.is_initialized() and dist.get_world_size() > 1
     if is_distributed:
         dist.barrier()

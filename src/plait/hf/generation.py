@@ -98,6 +98,7 @@ def whole_parameters(engine: Engine) -> Iterator[None]:
             f" {type(engine.model).__name__} on every process, {format_bytes(required)}, and"
             f" {format_bytes(free)} are free; leave it out, and generate from the saved model"
         )
+    # Without `kept_gathered` a forward of the model would reshard its parameters.
     with kept_gathered(engine.model):
         for module in sharded_modules(engine.model):
             module.unshard()
@@ -140,6 +141,7 @@ def generated(
     pad = settings_of(engine.model, settings).pad_token_id
     mask = _attention_mask(engine.model, inputs, ids).bool()
     prompts = [row[row_mask].tolist() for row, row_mask in zip(ids, mask, strict=True)]
+    # No row has the generator of a row of a run with another seed.
     seeds = [(seed << 32) + first + index for index in range(len(prompts))]
     generations = engine.generate(prompts, seed=seeds, **settings)
     answers = [generation.token_ids for generation in generations]

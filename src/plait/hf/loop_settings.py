@@ -52,6 +52,7 @@ def checked_config(source: ConfigSource | None, *, precision: str, accumulation:
     if config.origin("gradient_clipping") == "default":
         update["gradient_clipping"] = 0.0  # accelerator.clip_grad_norm_ sets it.
 
+    # `mixed_precision` is the default of the file, and must not contradict it.
     written = {
         name: getattr(config, name).enabled
         for name in ("bf16", "fp16")

@@ -167,6 +167,7 @@ def run_pipeline(
     def train() -> None:
         engine.sharded.train_microbatches(prepared, scaled_loss, loss_fn=_with_unit_weight)
 
+    # A failure loses the gradients of all micro-batches.
     with engine.sharded.guard.running("step"):
         run(loss_of, train)
     # Only the last stage has added to `total`.

@@ -190,6 +190,7 @@ def _build_torch(
         params["T_max"] = _run_length(spec, "T_max", total_steps)
     if spec.type == "OneCycleLR" and not {"total_steps", "epochs"} & set(params):
         params["total_steps"] = _run_length(spec, "total_steps", total_steps)
+    # The constructors have different arguments, so a value that does not fit is a TypeError.
     build: Callable[..., LRScheduler] = lr_schedules.TORCH[spec.type]
     return build(optimizer, **params)
 
@@ -229,7 +230,7 @@ def _build_deepspeed(
     spec: SchedulerSpec, optimizer: Optimizer, *, total_steps: int | None
 ) -> LRScheduler:
     schedule = lr_schedules.deepspeed_schedule(spec.type, spec.params)
-    total = 0
+    total = 0  # For schedules without a length.
     if isinstance(schedule, WarmupCosineLR | WarmupDecayLR):
         total = schedule.total_num_steps or _run_length(spec, "total_num_steps", total_steps)
         if total < schedule.warmup_num_steps:
