@@ -72,7 +72,7 @@ class Pace:
 
 
 @dataclass(frozen=True)
-class Calibration:
+class CalibrationResult:
     """Result of a calibration.
 
     Attributes:
@@ -113,7 +113,7 @@ def measurements(request: Request, pace: Pace) -> int:
 
 def measure(
     request: Request, *, machine: str, pace: Pace, done: Callable[[str], None]
-) -> Calibration:
+) -> CalibrationResult:
     """Measure the rates of the device and the step time of every layout. Collective.
 
     Args:
@@ -146,7 +146,7 @@ def measure(
             if layout["tp"] * layout["pp"] == 1:
                 data_parallel += layout_times
         waiting = waiting_share(data_parallel) if device.type == "cpu" else 0.0
-        return Calibration(rates, runs, waiting)
+        return CalibrationResult(rates, runs, waiting)
 
 
 def _measure_products(request: Request, device: torch.device) -> dict[str, float]:

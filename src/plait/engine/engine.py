@@ -1,5 +1,7 @@
-"""The engine: full optimizer steps (`train_batch`), or DeepSpeed's three calls (`engine(...)`,
-`backward`, `step`).
+"""The engine, which trains a model on a layout.
+
+A loop takes full optimizer steps with `train_batch`, or makes DeepSpeed's three calls
+(`engine(...)`, `backward`, `step`).
 
 Note [Division of gradients]
     Both divide the loss before its backward, and gradients are reduced by sum. `train_batch`

@@ -173,7 +173,7 @@ def _step_values(event: StepDone) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class _QueuedStep:
+class _TrackedStep:
     """A step that the device may still be computing."""
 
     step: int
@@ -192,7 +192,7 @@ class EngineTrackers:
 
     def __init__(self, resolved: Resolved) -> None:
         self._trackers = Trackers(resolved)
-        self._queued: deque[_QueuedStep] = deque()
+        self._queued: deque[_TrackedStep] = deque()
         self._losses: list[torch.Tensor] = []
         # A script may end without closing its engine.
         atexit.register(self.close)
@@ -228,7 +228,7 @@ class EngineTrackers:
         numbers = torch.stack(
             [loss.double().reshape(()), grad_norm.to(loss.device).double().reshape(())]
         )
-        self._queued.append(_QueuedStep(step, HostCopy(numbers), learning_rate, loss_scale))
+        self._queued.append(_TrackedStep(step, HostCopy(numbers), learning_rate, loss_scale))
         while self._queued and self._queued[0].numbers.is_ready():
             self._record(self._queued.popleft())
 
@@ -243,7 +243,7 @@ class EngineTrackers:
             self._record(self._queued.popleft())
         self._trackers.close()
 
-    def _record(self, queued: _QueuedStep) -> None:
+    def _record(self, queued: _TrackedStep) -> None:
         loss, grad_norm = queued.numbers.values().tolist()
         values = {
             "train/loss": loss,

@@ -48,7 +48,7 @@ _LOADER_SETTINGS = (
 _WORKER_SETTINGS = ("prefetch_factor", "persistent_workers")
 
 
-class Accelerator(accelerate.Accelerator):
+class RanksAccelerator(accelerate.Accelerator):
     """The Trainer's accelerator, converted by `adopt`.
 
     Attributes:
@@ -81,7 +81,7 @@ class Accelerator(accelerate.Accelerator):
     @classmethod
     def adopt(
         cls, accelerator: accelerate.Accelerator, resolved: Resolved, *, rank: int, seed: int
-    ) -> Accelerator:
+    ) -> RanksAccelerator:
         """Convert an accelerator in place, and return it.
 
         Args:

@@ -18,7 +18,7 @@ _ELEMENTWISE = ("adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad")
 
 
 @dataclass(frozen=True)
-class Field:
+class ArgumentField:
     """Effect of one field.
 
     Attributes:
@@ -37,8 +37,8 @@ class Field:
     remedy_for: Callable[[Any], str] | None = None
 
 
-def _honoured(what: str = "as in Transformers") -> Field:
-    return Field("honoured", what)
+def _honoured(what: str = "as in Transformers") -> ArgumentField:
+    return ArgumentField("honoured", what)
 
 
 def _never(value: Any, args: Any, layout: Layout) -> bool:
@@ -112,7 +112,7 @@ _DDP = "Plait does not wrap the model in DistributedDataParallel"
 _FSDP = "the configuration describes the layout"
 _EVAL_CAST = "it casts the model in place, and its parameters are parts that the optimizer updates"
 
-FIELDS: dict[str, Field] = {
+FIELDS: dict[str, ArgumentField] = {
     "output_dir": _honoured(),
     "per_device_train_batch_size": _honoured(
         'samples of a micro-batch on a data-parallel rank; fills an "auto" of the file'
@@ -125,7 +125,7 @@ FIELDS: dict[str, Field] = {
     "lr_scheduler_type": _honoured("unless the file has a `scheduler`"),
     "lr_scheduler_kwargs": _honoured("unless the file has a `scheduler`"),
     "warmup_steps": _honoured('fills an "auto" of the file'),
-    "optim": Field(
+    "optim": ArgumentField(
         "refused",
         "honoured for "
         + ", ".join(_ELEMENTWISE)
@@ -140,7 +140,7 @@ FIELDS: dict[str, Field] = {
     "adam_beta1": _honoured('fills an "auto" of the file'),
     "adam_beta2": _honoured('fills an "auto" of the file'),
     "adam_epsilon": _honoured('fills an "auto" of the file'),
-    "optim_target_modules": Field(
+    "optim_target_modules": ArgumentField(
         "refused", "it belongs to optimizers that read a parameter as a matrix", "leave it out"
     ),
     "gradient_accumulation_steps": _honoured(
@@ -153,15 +153,17 @@ FIELDS: dict[str, Field] = {
         "the optimizer keeps the parameters' own dtype, blocks compute in bfloat16; no autocast"
     ),
     "fp16": _honoured("with Plait's own loss scale, which a checkpoint keeps"),
-    "bf16_full_eval": Field(
+    "bf16_full_eval": ArgumentField(
         "refused", _EVAL_CAST, "use bf16=True, which evaluates in bfloat16 too"
     ),
-    "fp16_full_eval": Field("refused", _EVAL_CAST, "use fp16=True, which evaluates in float16 too"),
+    "fp16_full_eval": ArgumentField(
+        "refused", _EVAL_CAST, "use fp16=True, which evaluates in float16 too"
+    ),
     "tf32": _honoured(),
     "activation_checkpointing": _honoured(
         "as parallel.recompute of Plait: every block keeps its input alone"
     ),
-    "activation_checkpointing_kwargs": Field(
+    "activation_checkpointing_kwargs": ArgumentField(
         "refused",
         "honoured for `every_n_layers` and `use_reentrant`; the rest is of torch's checkpoint"
         " function, which Plait does not call",
@@ -172,7 +174,7 @@ FIELDS: dict[str, Field] = {
     "gradient_checkpointing": _honoured(
         "the name of activation_checkpointing before Transformers 5.23"
     ),
-    "gradient_checkpointing_kwargs": Field(
+    "gradient_checkpointing_kwargs": ArgumentField(
         "refused",
         "the name of activation_checkpointing_kwargs before Transformers 5.23, with the same rule",
         "leave it out, or describe it in parallel.recompute and parallel.activation_offload of the"
@@ -182,14 +184,16 @@ FIELDS: dict[str, Field] = {
     "torch_compile": _honoured("as `compile` of the file: every block by itself"),
     "torch_compile_backend": _honoured("as `compile.backend` of the file"),
     "torch_compile_mode": _honoured("as `compile.mode` of the file"),
-    "use_liger_kernel": Field(
+    "use_liger_kernel": ArgumentField(
         "refused",
         "its kernels replace layers that Plait splits and casts, and have not been run with it",
         "leave it out",
     ),
-    "liger_kernel_config": Field("refused", "it belongs to use_liger_kernel", "leave it out"),
+    "liger_kernel_config": ArgumentField(
+        "refused", "it belongs to use_liger_kernel", "leave it out"
+    ),
     "use_cache": _honoured(),
-    "neftune_noise_alpha": Field(
+    "neftune_noise_alpha": ArgumentField(
         "refused",
         "honoured where every process has its own batch; processes that share a batch would draw"
         " different noise",
@@ -197,7 +201,7 @@ FIELDS: dict[str, Field] = {
         _shares_batches,
     ),
     "torch_empty_cache_steps": _honoured("but in a pipeline"),
-    "auto_find_batch_size": Field(
+    "auto_find_batch_size": ArgumentField(
         "refused",
         "it trains again with a smaller batch after memory ran out, and a sharded model cannot"
         " begin anew",
@@ -207,7 +211,7 @@ FIELDS: dict[str, Field] = {
     "logging_steps": _honoured(),
     "logging_first_step": _honoured(),
     "log_on_each_node": _honoured(),
-    "logging_nan_inf_filter": Field(
+    "logging_nan_inf_filter": ArgumentField(
         "noted",
         "a step that is not finite ends the run, or is skipped, as faults.non_finite of the file"
         " says",
@@ -230,7 +234,7 @@ FIELDS: dict[str, Field] = {
     "prediction_loss_only": _honoured(),
     "eval_on_start": _honoured(),
     "eval_do_concat_batches": _honoured(),
-    "eval_use_gather_object": Field(
+    "eval_use_gather_object": ArgumentField(
         "refused",
         "objects have no rows, so repeated samples could not be told from others",
         "leave it out",
@@ -241,13 +245,13 @@ FIELDS: dict[str, Field] = {
     "save_only_model": _honoured(),
     "save_strategy": _honoured(),
     "save_steps": _honoured(),
-    "save_on_each_node": Field(
+    "save_on_each_node": ArgumentField(
         "refused",
         "a checkpoint is one folder that all machines share",
         "leave it out, and name a shared folder",
     ),
     "save_total_limit": _honoured(),
-    "enable_jit_checkpoint": Field(
+    "enable_jit_checkpoint": ArgumentField(
         "refused",
         "it saves inside of a step, whose gradients no checkpoint keeps",
         "leave it out, and use save_steps",
@@ -270,7 +274,7 @@ FIELDS: dict[str, Field] = {
     ),
     "data_seed": _honoured(),
     "use_cpu": _honoured(),
-    "accelerator_config": Field(
+    "accelerator_config": ArgumentField(
         "refused",
         "honoured for non_blocking and gradient_accumulation_kwargs; Plait shares the batches"
         " between ranks itself, each sample once",
@@ -278,7 +282,7 @@ FIELDS: dict[str, Field] = {
         " use_configured_state at their defaults",
         _changes_data,
     ),
-    "parallelism_config": Field(
+    "parallelism_config": ArgumentField(
         "refused",
         _FSDP,
         'leave it out, and write {"parallel": {"tp": 2, "pp": 2}} in deepspeed= or plait_config=',
@@ -295,24 +299,24 @@ FIELDS: dict[str, Field] = {
     "dataloader_in_order": _honoured(),
     "remove_unused_columns": _honoured(),
     "label_names": _honoured(),
-    "train_sampling_strategy": Field(
+    "train_sampling_strategy": ArgumentField(
         "refused",
         "honoured; `batch_rebalance` only where every process has its own batch",
         'use "group_by_length", or parallel.tp = 1 and parallel.pp = 1',
         _rebalances_batches,
     ),
     "length_column_name": _honoured(),
-    "ddp_find_unused_parameters": Field(
+    "ddp_find_unused_parameters": ArgumentField(
         "noted",
         f"{_DDP}; parallel.unused_parameters of the file says whether a step may leave some out",
     ),
-    "ddp_bucket_cap_mb": Field(
+    "ddp_bucket_cap_mb": ArgumentField(
         "noted", f"{_DDP}; parallel.bucket_mib of the file sets its buckets"
     ),
-    "ddp_broadcast_buffers": Field(
+    "ddp_broadcast_buffers": ArgumentField(
         "noted", f"{_DDP}; buffers that a forward changes are the first rank's"
     ),
-    "ddp_static_graph": Field("noted", _DDP),
+    "ddp_static_graph": ArgumentField("noted", _DDP),
     "ddp_backend": _honoured(),
     "ddp_timeout": _honoured(),
     "fsdp": _honoured(
@@ -324,7 +328,7 @@ FIELDS: dict[str, Field] = {
         " reason"
     ),
     "deepspeed": _honoured("the file or mapping that Plait takes; DeepSpeed need not be installed"),
-    "debug": Field(
+    "debug": ArgumentField(
         "refused",
         "its checks look at unsharded activations and have not been run with Plait",
         "leave it out; faults of the file has Plait's",
@@ -340,8 +344,8 @@ FIELDS: dict[str, Field] = {
 }
 """Fields of TrainingArguments."""
 
-SEQ2SEQ: dict[str, Field] = {
-    "sortish_sampler": Field("noted", "Transformers does not use it"),
+SEQ2SEQ: dict[str, ArgumentField] = {
+    "sortish_sampler": ArgumentField("noted", "Transformers does not use it"),
     "predict_with_generate": _honoured(
         "by Plait's generate on every layout; with an encoder by Transformers' own, without tp"
         " and pp"
@@ -385,22 +389,22 @@ _AS_IN_TRL = (
     "use_weighting",
     "discopop_tau",
 )
-TRL: dict[str, Field] = {
-    **dict.fromkeys(_AS_IN_TRL, Field("honoured", "as in TRL")),
-    "precompute_ref_log_probs": Field(
+TRL: dict[str, ArgumentField] = {
+    **dict.fromkeys(_AS_IN_TRL, ArgumentField("honoured", "as in TRL")),
+    "precompute_ref_log_probs": ArgumentField(
         "refused",
         "it runs the whole reference in every process, before anything is sharded",
         "leave it out: the reference is sharded as the model is",
     ),
-    "sync_ref_model": Field(
+    "sync_ref_model": ArgumentField(
         "refused",
         "it mixes the trained weights into the reference's, which has not been run with Plait",
         "leave it out",
     ),
-    "precompute_ref_batch_size": Field("noted", "it belongs to precompute_ref_log_probs"),
-    "ref_model_mixup_alpha": Field("noted", "it belongs to sync_ref_model"),
-    "ref_model_sync_steps": Field("noted", "it belongs to sync_ref_model"),
-    "activation_offloading": Field(
+    "precompute_ref_batch_size": ArgumentField("noted", "it belongs to precompute_ref_log_probs"),
+    "ref_model_mixup_alpha": ArgumentField("noted", "it belongs to sync_ref_model"),
+    "ref_model_sync_steps": ArgumentField("noted", "it belongs to sync_ref_model"),
+    "activation_offloading": ArgumentField(
         "refused",
         "its hooks have not been run with Plait",
         "leave it out, and write parallel.activation_offload in the file",
@@ -442,7 +446,7 @@ def examined(args: Any, layout: Layout) -> tuple[list[Problem], list[str]]:
     return problems, notes
 
 
-def _applies(entry: Field, field: Any, value: Any, args: Any, layout: Layout) -> bool:
+def _applies(entry: ArgumentField, field: Any, value: Any, args: Any, layout: Layout) -> bool:
     """Return True if a value is refused or noted."""
     if entry.when is not None:
         return entry.when(value, args, layout)

@@ -24,8 +24,7 @@ from plait.cluster.topology import place
 from plait.data.split_rows import refuse_other_rows
 from plait.engine.build import initialize
 from plait.errors import InputError, warn
-from plait.hf.accelerator import FULL_WEIGHTS
-from plait.hf.accelerator import Accelerator as RanksAccelerator
+from plait.hf.accelerator import FULL_WEIGHTS, RanksAccelerator
 from plait.hf.batches import plan_of
 from plait.hf.checkpoints import has_adapters
 from plait.hf.loop_checkpoints import DrawnOrder, LoopCheckpoints
@@ -36,7 +35,7 @@ from plait.hf.loop_settings import (
     refuse_another_clipping,
     resolved_of,
 )
-from plait.hf.optimizer import EngineOptimizer
+from plait.hf.optimizer import EngineOptimizerProxy
 from plait.hf.settings import ConfigSource
 from plait.sharded.model import owner_of
 from plait.sharded.shards_as_weights import refuse_shards_as_weights
@@ -483,7 +482,7 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
     clear = free_memory
 
 
-class LoopOptimizer(EngineOptimizer):
+class LoopOptimizer(EngineOptimizerProxy):
     """Optimizer of an Accelerate loop.
 
     `step` and `zero_grad` have an effect at the end of the micro-batches of a step only.

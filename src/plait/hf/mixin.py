@@ -6,9 +6,9 @@ engine's. Nothing is wrapped, so `trainer.model` is the user's own object.
 
 Note [Life of a step]
     `get_batch_samples` reads the micro-batches of a step, and `_get_num_items_in_batch` makes the
-    `Step` for them. Each call of `training_step` runs inside of `_micro_batch`, which computes the
-    factor of the loss. `_backward` multiplies by it. The Trainer then calls `optimizer.step`, which
-    is `EngineOptimizer.step`.
+    `TrainerStep` for them. Each call of `training_step` runs inside of `_micro_batch`, which
+    computes the factor of the loss. `_backward` multiplies by it. The Trainer then calls
+    `optimizer.step`, which is `EngineOptimizerProxy.step`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from plait.data.split_rows import refuse_other_rows
 from plait.engine.build import initialize
 from plait.engine.engine import Engine
 from plait.errors import ConfigError, InputError, Problem, refuse, warn
-from plait.hf.accelerator import FULL_WEIGHTS, Accelerator
+from plait.hf.accelerator import FULL_WEIGHTS, RanksAccelerator
 from plait.hf.arguments import fsdp_config_of, reroute
 from plait.hf.batches import EpochOrder, Rounds, plan_of
 from plait.hf.checkpoints import CheckpointMixin, has_adapters
@@ -45,11 +45,18 @@ from plait.hf.generation import (
     problems_of,
     whole_parameters,
 )
-from plait.hf.optimizer import EngineOptimizer
+from plait.hf.optimizer import EngineOptimizerProxy
 from plait.hf.overridden import cautions_about_loss, reads
 from plait.hf.settings import ConfigSource, schedule_of, settings_of
 from plait.hf.smoothing import smoothing_of
-from plait.hf.steps import FilledStep, Step, counted, from_output_stage, run_pipeline, step_of
+from plait.hf.steps import (
+    FilledStep,
+    TrainerStep,
+    counted,
+    from_output_stage,
+    run_pipeline,
+    step_of,
+)
 from plait.hf.transformers_versions import (
     has_supported_trainer,
     layout_free_groups,
@@ -94,7 +101,7 @@ class TrainerMixin(CheckpointMixin):
         require_supported_trainer()
         _refuse_other_trainers(type(self))
         self._plait_source = plait_config
-        self._step: Step | None = None
+        self._step: TrainerStep | None = None
         self._plan: Any = None
         """Object that knows which batches of the current loader are this rank's own."""
         self._position = 0
@@ -138,7 +145,7 @@ class TrainerMixin(CheckpointMixin):
 
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        self.accelerator = Accelerator.adopt(
+        self.accelerator = RanksAccelerator.adopt(
             self.accelerator, self._resolved, rank=process.rank, seed=seed
         )
         self.accelerator.backward_of = self._backward
@@ -236,7 +243,7 @@ class TrainerMixin(CheckpointMixin):
         remedy = f"trainer.save_model(folder), or trainer.{FULL_WEIGHTS}"
         refuse_shards_as_weights(self.model, remedy=remedy, is_partial=self._resolved.layout.pp > 1)
         self.accelerator.engine = self.engine
-        self.optimizer = EngineOptimizer(self.engine)
+        self.optimizer = EngineOptimizerProxy(self.engine)
         return self.engine
 
     def _optimizer_source(self) -> Any:
@@ -431,7 +438,7 @@ class TrainerMixin(CheckpointMixin):
         return loss * self._factor
 
     @contextmanager
-    def _micro_batch(self, items: Any) -> Iterator[Step]:
+    def _micro_batch(self, items: Any) -> Iterator[TrainerStep]:
         """Run the forward and the backwards of a micro-batch in this context.
 
         A nested call, as by `super().training_step`, belongs to the same micro-batch. See
@@ -477,7 +484,7 @@ class TrainerMixin(CheckpointMixin):
         self.engine.backward(loss * (self._factor * self.engine.gradient_accumulation_steps()))
 
     def _pipeline_step(
-        self, engine: Engine, step: Step, inputs: Any, items: Any, *, scaled: bool
+        self, engine: Engine, step: TrainerStep, inputs: Any, items: Any, *, scaled: bool
     ) -> torch.Tensor:
         # A pipeline runs all micro-batches at once, in the last call of the step.
         step.held.append(self._prepare_inputs(inputs))  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ import torch
 from plait.engine.engine import Engine
 
 
-class EngineOptimizer(torch.optim.Optimizer):
+class EngineOptimizerProxy(torch.optim.Optimizer):
     """Proxy of an engine's optimizer.
 
     Groups and states are those of the engine's optimizer. `step` reduces gradients, clips and

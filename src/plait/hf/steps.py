@@ -18,7 +18,7 @@ _LABELS = ("labels", "shift_labels")
 
 
 @dataclass
-class Step:
+class TrainerStep:
     """Optimizer step of a Trainer.
 
     Attributes:
@@ -68,7 +68,7 @@ def step_of(
     ranks: int,
     index: int,
     filled: int = 0,
-) -> Step:
+) -> TrainerStep:
     """Return the step of the next micro-batches of a loader.
 
     Args:
@@ -83,7 +83,7 @@ def step_of(
     if plan is not None:
         present = [plan.present(position + offset) for offset in range(count)]
     present += [0] * filled
-    return Step(present, [index < ranks_with_batch for ranks_with_batch in present])
+    return TrainerStep(present, [index < ranks_with_batch for ranks_with_batch in present])
 
 
 class FilledStep(Iterator[Any]):
@@ -108,7 +108,7 @@ class FilledStep(Iterator[Any]):
         return self._last
 
 
-def counted(batches: list[Any], step: Step) -> list[Any]:
+def counted(batches: list[Any], step: TrainerStep) -> list[Any]:
     """Return the micro-batches without labels in those that belong to another rank.
 
     The other rank counts these labels.

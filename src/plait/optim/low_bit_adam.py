@@ -122,14 +122,14 @@ class SmallStateAdam(Optimizer):
         if not local.is_contiguous():
             local.copy_(values.view(local.shape))
 
-    def _moment(self, parameter: nn.Parameter, name: str, signed: bool) -> _Moment:
+    def _moment(self, parameter: nn.Parameter, name: str, signed: bool) -> _StoredMoment:
         state = self.state[parameter]
         if name in state:
-            return _Moment(local_tensor(state[name]).view(-1))
+            return _StoredMoment(local_tensor(state[name]).view(-1))
         codes = local_tensor(state[f"{name}_{self.states}"]).view(-1)
         scales = local_tensor(state[f"{name}_{self.states}_scale"]).view(-1)
         codec = self._codec(signed, parameter.device)
-        return _Moment(codes, scales, block_of(parameter.shape), codec)
+        return _StoredMoment(codes, scales, block_of(parameter.shape), codec)
 
     def _codec(self, signed: bool, device: torch.device) -> Codec:
         key = (signed, device)
@@ -183,7 +183,7 @@ class SmallStateAdam(Optimizer):
                 self.state[parameter] = dict(state_dict["state"][key])
 
 
-class _Moment:
+class _StoredMoment:
     """Moment of a parameter's local shard, flat, quantized or not.
 
     Args:

@@ -115,10 +115,10 @@ def _explain_error(method: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def refuse_resized(shapes: Sequence[tuple[str, nn.Parameter, torch.Size]]) -> None:
-    """Raise InputError for a parameter whose shape has changed, as `resize_token_embeddings`
-    changes it.
+    """Raise InputError for a parameter whose shape has changed.
 
-    Gradients and optimizer states have the former shape. An update would write past their end.
+    `resize_token_embeddings` changes it. Gradients and optimizer states have the former shape, and
+    an update would write past their end.
 
     Args:
         shapes: (name, parameter, shape) of the parameters when the model was given to Plait.
