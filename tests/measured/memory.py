@@ -106,7 +106,7 @@ def measure_activations(engine: Engine, piece: Any) -> dict[str, int]:
         with live:
             for tell in engine.hooks.before_microbatch:
                 tell(True)
-            loss_fn = engine._loss()
+            loss_fn = engine._required_loss()
             with engine.sharded.logits_for(loss_fn):
                 total = loss_fn(engine.sharded.forward(model, piece), piece)[0]
                 total = total * factor.to(total.dtype)  # as the engine scales it
