@@ -175,7 +175,7 @@ def plain(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"a_later_field": {"x": 1}}, "a_later_field"),
         (
             {"init_lora_weights": "pissa"},
-            "init_lora_weights = 'pissa' has changed the base model's weights, too",
+            "init_lora_weights = 'pissa' has also changed the base model's weights",
         ),
         ({"target_modules": ["no_such"]}, "PEFT cannot put it on the model"),
         ({"target_modules": ["q_proj"]}, "which the model does not have; is it another model's"),

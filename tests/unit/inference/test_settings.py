@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from plait.errors import InputError
-from plait.inference.settings import NAMES, NEW_TOKENS, Settings, settings_of
+from plait.inference.settings import NAMES, NEW_TOKENS, GenerationSettings, settings_of
 
 
 class Model(nn.Module):
@@ -22,7 +22,7 @@ class Model(nn.Module):
 
 def test_the_call_comes_first_then_the_argument_then_the_model() -> None:
     model = Model(temperature=0.7, top_k=9, do_sample=True, max_new_tokens=5, eos_token_id=[1, 2])
-    assert settings_of(model, {}) == Settings(
+    assert settings_of(model, {}) == GenerationSettings(
         5, temperature=0.7, top_k=9, do_sample=True, eos_token_id=(1, 2), pad_token_id=1
     )
     found = settings_of(model, {"top_k": 3}, {"top_k": 4, "temperature": 0.2})
