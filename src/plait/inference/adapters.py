@@ -99,6 +99,7 @@ class Adapter:
         tied = {name for group in tied_names(model) for name in group}
         fields = {name: value for name, value in self.config.items() if name in _USED_FIELDS}
         try:
+            # With `low_cpu_mem_usage` the adapter is created on the meta device as well.
             inject_adapter_in_model(
                 LoraConfig(**fields), model, _ADAPTER_NAME, low_cpu_mem_usage=True
             )

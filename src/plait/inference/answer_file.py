@@ -57,15 +57,15 @@ class AnswerFile:
             self._file.close()
             raise
 
-    def add(self, made: Sequence[Generation]) -> None:
+    def add(self, generations: Sequence[Generation]) -> None:
         """Write the answers to the next lines.
 
         Raises:
             InputError: They cannot be written.
         """
-        lines = self._lines[self.done : self.done + len(made)]
+        lines = self._lines[self.done : self.done + len(generations)]
         rows = []
-        for line, generation in zip(lines, made, strict=True):
+        for line, generation in zip(lines, generations, strict=True):
             rows.append(json.dumps(_row(line, generation), ensure_ascii=False) + "\n")
 
         with self._input_errors():
@@ -74,7 +74,7 @@ class AnswerFile:
             while remaining:
                 remaining = remaining[self._file.write(remaining) :]
         self._end += size
-        self.done += len(made)
+        self.done += len(generations)
 
     def finish(self) -> None:
         """Rename the file of finished answers to its final name.

@@ -47,6 +47,7 @@ class CacheTensor:
         if self.window is not None:
             tokens = min(tokens, self.window)
         count = ceil(requests * (self.fixed + self.token * tokens))
+        # Ranks have complete heads, so the rank with most heads has this many.
         local_heads = -(-self.heads // parts)
         return local_heads * (count // self.heads) * (self.itemsize or itemsize)
 

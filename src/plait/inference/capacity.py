@@ -44,7 +44,9 @@ def activation_bytes(config: Any, *, tokens: int, requests: int, itemsize: int) 
     longest = -(-tokens // max(requests, 1))
 
     block = tokens * (6 * hidden + 3 * inner) * itemsize
+    # 2 bytes per element of the mask [requests, longest, longest].
     mask = requests * longest * longest * 2
+    # The logits, and three tensors of their size in float32.
     logits = requests * vocabulary * (itemsize + 3 * 4)
     return block + mask + logits
 

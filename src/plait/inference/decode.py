@@ -9,6 +9,7 @@ Note [Padding]
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,12 +29,13 @@ OnToken = Callable[[int, int], None]
 """Callback with the number of a request and its new token, called when the token is chosen."""
 
 
+@dataclass
 class Decoder:
     """Decodes batches of requests on one rank.
 
     All ranks that hold parts of one model (tp, pp) decode the same requests.
 
-    Args:
+    Attributes:
         sharded: The model.
         predictor: Runs its forwards.
         settings: Settings of the call.
@@ -45,30 +47,20 @@ class Decoder:
         any_callback: Whether any rank has a callback.
     """
 
-    def __init__(
-        self,
-        sharded: ShardedModel,
-        predictor: Predictor,
-        settings: GenerationSettings,
-        *,
-        tokenizer: Any,
-        use_cache: bool,
-        offload_cache: bool,
-        prefill_tokens: int | None,
-        on_token: OnToken | None,
-        any_callback: bool,
-    ) -> None:
-        self.sharded = sharded
-        self.predictor = predictor
-        self.settings = settings
-        self.offload_cache = offload_cache
-        self.prefill_tokens = prefill_tokens
-        self.rope = rope_by_length(sharded.model)
-        self._tokenizer = tokenizer
-        self._tokens = tokens_of_tokenizer(tokenizer)
-        self._use_cache = use_cache
-        self._on_token = on_token
-        self._any_callback = any_callback
+    sharded: ShardedModel
+    predictor: Predictor
+    settings: GenerationSettings
+    tokenizer: Any
+    use_cache: bool
+    offload_cache: bool
+    prefill_tokens: int | None
+    on_token: OnToken | None
+    any_callback: bool
+
+    def __post_init__(self) -> None:
+        self.rope = rope_by_length(self.sharded.model)
+        # Counted once, because every batch has a sampler of its own.
+        self._tokens = tokens_of_tokenizer(self.tokenizer)
 
     def forwards(
         self,
@@ -114,7 +106,7 @@ class Decoder:
                 answer.logprobs.append(logprobs[index])
                 answer.finish_reason = ENDS[ends[index]]
                 new_tokens.append((numbers[row], ids[index]))
-            if self._any_callback:
+            if self.any_callback:
                 self._call_back(new_tokens)
             if all(ends):
                 return
@@ -127,8 +119,8 @@ class Decoder:
     ) -> tuple[TokenSampler | None, _CachedBatch | _UncachedBatch]:
         sampler = None
         if self.predictor.is_first:
-            sampler = TokenSampler(requests, self.settings, self._tokenizer, tokens=self._tokens)
-        if self._use_cache:
+            sampler = TokenSampler(requests, self.settings, self.tokenizer, tokens=self._tokens)
+        if self.use_cache:
             return sampler, _CachedBatch(self, requests)
         return sampler, _UncachedBatch(self, requests)
 
@@ -140,9 +132,9 @@ class Decoder:
         """
         failure: Exception | None = None
         try:
-            if self._on_token is not None:
+            if self.on_token is not None:
                 for request, token in tokens:
-                    self._on_token(request, token)
+                    self.on_token(request, token)
         except Exception as error:  # the other ranks wait for this one, whatever the error is
             failure = error
         self.predictor.raise_together(failure)
@@ -177,6 +169,7 @@ class _CachedBatch:
     def _reset(self) -> None:
         """Create an empty cache, so that the model reads all tokens again."""
         self._cache = self._decoder.sharded.new_cache(on_host=self._decoder.offload_cache)
+        # Padding gets position 0. The mask excludes it from attention.
         self._positions = (self._mask.cumsum(1) - 1).clamp(min=0)
         """Positions of the tokens from `_start` on."""
         self._start = 0

@@ -191,6 +191,7 @@ def deploy_streamed(
         )
     budget = gpu_budget if on.on_gpu else cpu_budget
     if budget is None:
+        # The allocator needs the rest, as in a placement.
         budget = int((1 - WORKSPACE) * on.memory_bytes)
     host = 0
     if on.on_gpu:
@@ -265,6 +266,7 @@ def deploy_in_budget(
     Raises:
         InputError: The budget is too small for a single request.
     """
+    # An attempt only computes sizes; nothing is loaded.
     requests = work.requests
     while True:
         try:
@@ -292,6 +294,7 @@ def _deploy_placed(
     layout = cache_layout_of(work.model)
     demand = CacheDemand(work.requests, work.tokens, compute_dtype(work.model).itemsize)
     if work.offload_cache:
+        # Host memory has the rest of the cache.
         needs = replace(needs, cache=lambda tp, pp: offloaded_cache(layout, demand, tp=tp).device)
     placed = place_model(needs, machines=1, per_machine=count, device_bytes=memory, tp=tp, pp=pp)
 

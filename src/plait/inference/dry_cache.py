@@ -219,6 +219,7 @@ def _cache_tensor(
     window: int | None,
 ) -> CacheTensor:
     """Return the size of a tensor from its numbers of elements after both forwards."""
+    # The size is a linear function of the number of tokens, known at two points.
     token = (after - before) / lengths[1]
     fixed = max(before - token * lengths[0], after - token * sum(lengths), 0)
     itemsize = None if tensor.dtype == _COMPUTE_DTYPE else tensor.element_size()

@@ -132,9 +132,12 @@ def generate(
         prepare, _flags, device=mesh.device, doing="generate", raising=InputError
     )
     gathers = is_sharded(model)
+    # Gathering is collective, so all ranks keep gathered parameters or none does.
     gathers_once = gathers and all(rank_flags[0] for rank_flags in flags)
     requests = of_first_rank(sharded, prepared.requests)
     predictor = Predictor(sharded)
+    # A recurrent state would begin anew with each forward over a part of a prompt.
+    prefill_limit = None if reads_prompts_whole(model) else prefill_tokens
     decoder = Decoder(
         sharded,
         predictor,
@@ -142,7 +145,7 @@ def generate(
         tokenizer=tokenizer,
         use_cache=prepared.settings.use_cache and _can_cache(sharded, requests),
         offload_cache=offload_cache,
-        prefill_tokens=None if reads_prompts_whole(model) else prefill_tokens,
+        prefill_tokens=prefill_limit,
         on_token=on_token,
         any_callback=any(rank_flags[1] for rank_flags in flags),
     )

@@ -139,6 +139,7 @@ def scratch_folder(folder: Path | None, size: int) -> Iterator[Path]:
             f"--scratch {parent}: {format_bytes(free)} are free, and the layers that are streamed"
             f" take {format_bytes(size)}; name a folder with more room"
         )
+    # See Note [Unused scratch folders].
     for other in parent.glob(f"{_PREFIX}*"):
         _remove_if_unused(other)
     try:

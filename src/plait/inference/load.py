@@ -97,10 +97,10 @@ def load_model(
         InputError: The number of processes is not tp x pp, or the model cannot be loaded.
     """
     model = source.model(dtype)
-    here = place()
-    if here.world_size != tp * pp:
+    world_size = place().world_size
+    if world_size != tp * pp:
         raise InputError(
-            f"tp = {tp} x pp = {pp} are {tp * pp} processes, and {here.world_size} were started"
+            f"tp = {tp} x pp = {pp} are {tp * pp} processes, and {world_size} were started"
         )
     parallel: dict[str, Any] = {"tp": tp, "pp": pp}
     if tp > 1:
@@ -112,9 +112,8 @@ def load_model(
             "parallel": parallel,
         }
     )
-    resolved = resolve(
-        settings, world_size=here.world_size, hidden_size=getattr(model.config, "hidden_size", None)
-    )
+    hidden_size = getattr(model.config, "hidden_size", None)
+    resolved = resolve(settings, world_size=world_size, hidden_size=hidden_size)
     checked = checked_model(model, resolved)
     mesh, parts, _ = shard(checked, weights=on_huge_pages(source.filler()))
     model.requires_grad_(False)

@@ -95,6 +95,7 @@ def place_model(
         if (tp is not None and degree != tp) or (pp is not None and stages != pp):
             continue
         replicated = needs.weight_bytes - needs.split_bytes
+        # Stages are assumed to have equal parts.
         weights = -(-(needs.split_bytes // degree + replicated) // stages)
         cache = needs.cache(degree, stages)
         why = "as asked for"

@@ -119,6 +119,7 @@ class Predictor:
         """
         mesh = self._sharded.mesh
         tensor = tensor.to(self._sharded.device)
+        # First inside of the output stage, then from there to the other stages.
         if (group := mesh.group("tp")) is not None and mesh.coordinates["pp"] == self._output_stage:
             dist.broadcast(tensor, group=group, group_src=0)
         if (group := mesh.group("pp")) is not None:
@@ -151,6 +152,7 @@ class Predictor:
 
         # The result is zero on all other ranks, so one sum distributes it together with the flags.
         flags = torch.zeros(self._parts, dtype=result.dtype)
+        # A stage that has no inputs because an earlier stage failed does not report an error.
         if failure is not None and not isinstance(failure, EarlierStageFailed):
             flags[self._part] = 1
         total = self._sum(torch.cat([result.flatten().to(flags.device), flags]))
@@ -195,6 +197,7 @@ class Predictor:
             failure: Error of this rank, if it has failed.
             part: Number of the first failed rank.
         """
+        # The message is empty on all other ranks, so a sum distributes it.
         message = b""
         if part == self._part:
             text = str(failure) or type(failure).__name__
@@ -243,6 +246,7 @@ class Predictor:
         failure: Exception | None = None
         while True:
             try:
+                # `work` yields None before each forward. The default means that it has ended.
                 state = _BUSY if next(work, _IDLE) is None else _IDLE
             except Exception as error:
                 failure = error

@@ -87,6 +87,7 @@ def token_ids(prompts: Any, tokenizer: Any) -> list[tuple[int, ...]]:
     if isinstance(prompts, str | Conversation) or _is_conversation(prompts):
         prompts = [prompts]
     elif isinstance(prompts, torch.Tensor):
+        # [prompts, tokens] or [tokens]
         if prompts.ndim == 2:
             prompts = prompts.tolist()
         elif prompts.ndim == 1:
@@ -124,6 +125,7 @@ def check_ids(prompt: tuple[int, ...], name: str, size: int | None, *, of: str =
         size: Size of the vocabulary, or None if it is unknown.
         of: Owner of the vocabulary, for the message.
     """
+    # The smallest and the largest token represent all others.
     for token in (min(prompt), max(prompt)):
         if token < 0 or (size is not None and token >= size):
             last = "" if size is None else f" to {size - 1}"

@@ -111,6 +111,7 @@ def group_requests(
         if rope is None or most <= rope.original:
             group = 0
         elif rope.reads_anew and prompt > rope.original:
+            # They have the second set from the start, with or without padding.
             group = -1
         else:
             # Prompts of one length have no padding, and exceed the original length together.

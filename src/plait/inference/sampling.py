@@ -88,8 +88,10 @@ class TokenSampler:
         width = logits.shape[-1]
         # The embedding may be padded to more rows than the tokenizer has tokens.
         logits = logits[..., : self._tokens]
+        # Before penalties and temperature: results are those of the model's own distribution.
         logprobs = log_softmax(logits)
         if not any(self._processors) and not self._settings.do_sample:
+            # The logits of all requests stay on the device.
             tokens = logits.argmax(dim=-1).tolist()
         else:
             # As wide as the model's logits: prompts may have tokens that the tokenizer lacks, and
@@ -110,6 +112,7 @@ class TokenSampler:
                 raise InputError(_NOT_FINITE.format(row=row))
             self._known[row].append(tokens[index])
             self.ends[row] = self._end(row)
+        # float64 represents tokens and log probabilities exactly.
         return torch.tensor([tokens, chosen, [self.ends[row] for row in rows]], dtype=torch.float64)
 
     def known(self, row: int) -> list[int]:
@@ -153,6 +156,7 @@ class TokenSampler:
 
         # See Note [Reproducible draws].
         cumulative = torch.softmax(scores[0].double(), dim=0).cumsum(0)
+        # By rounding, the last sum can differ from 1, and the number can reach it.
         number = torch.rand((), generator=generator, dtype=torch.float64) * cumulative[-1]
         return min(int(torch.searchsorted(cumulative, number, right=True)), len(cumulative) - 1)
 

@@ -160,6 +160,7 @@ class _Scorer:
         def compute() -> torch.Tensor:
             """Compute the result on the rank that reads the logits, and return its form."""
             nonlocal logprobs
+            # The logits of a position are those of the next token.
             logprobs = log_softmax(read()[row, : len(sequence) - 1, : self._tokens])
             if not self._vocabulary:
                 next_tokens = torch.tensor(sequence[1:], device=logprobs.device)

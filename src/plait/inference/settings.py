@@ -139,6 +139,7 @@ def settings_of(
         InputError: A value is out of range, a name is unknown, or a setting that would change
             tokens is not supported.
     """
+    # A neutral argument overrides the model's own setting and has no other effect.
     neutral = {
         name for name, value in arguments.items() if name in NEUTRAL and value == NEUTRAL[name]
     }
@@ -158,6 +159,7 @@ def settings_of(
         _override(values, {name: value for name, value in config.items() if name in NAMES})
     _override(values, overrides)
 
+    # Transformers rejects a temperature of 0. Here it stands for greedy decoding.
     if values.get("temperature") == 0:
         values |= {"do_sample": False, "temperature": 1.0}
     elif "do_sample" not in overrides and any(name in overrides for name in SAMPLING):
@@ -167,6 +169,7 @@ def settings_of(
         values[name] = _as_tuple(values.get(name))
     values["bad_words_ids"] = tuple(map(_as_tuple, _as_tuple(values.get("bad_words_ids"))))
     _check_types(values)
+    # The limit of new tokens has precedence.
     if "min_new_tokens" in values:
         values.pop("min_length", None)
 

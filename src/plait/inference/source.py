@@ -236,6 +236,7 @@ def described(config: Path | Mapping[str, Any], *, dtype: torch.dtype | None) ->
             loaded = AutoConfig.from_pretrained(config, trust_remote_code=False)
         _refuse_other_heads(loaded, config)
         refuse_quantised_folder(loaded, config)
+        # The configurations of some folders have no dtype.
         if dtype is None and loaded.dtype is None and isinstance(config, Path):
             dtype = _dtype_of_weights(config)
         with torch.device("meta"):

@@ -66,6 +66,7 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
 
 
 def _location(path: Path, name: str, entry: dict[str, Any], begin: int, size: int) -> StoredTensor:
+    # Offsets count from the end of the header.
     low, high = entry["data_offsets"]
     if begin + high > size:
         raise CheckpointError(

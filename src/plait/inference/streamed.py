@@ -216,6 +216,7 @@ def plan_streaming(
             " tokens or prompts at once"
         )
 
+    # Bytes of movable blocks that do not fit, in blocks of the largest size.
     excess = sum(sizes.values()) - available
     count = min(len(movable), max(1, -(-excess // max(sizes.values()))))
     chosen = _spread_evenly(movable, count)
@@ -339,6 +340,7 @@ def load_streamed(
             if planned.streamed:
                 folder = stack.enter_context(scratch_folder(scratch, planned.streamed_bytes))
                 stored = write_layers(source, model, planned.streamed, folder)
+        # Before `shard`, which would allocate memory for parameters with elements.
         streamed_names = _make_empty(model, planned.streamed)
         mesh, parts, _ = shard(
             checked, weights=on_huge_pages(_resident_filler(source, stored, streamed_names))

@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from plait.errors import ModelError
+from plait.model.layers import count_parameters
 
 
 def find_blocks(model: nn.Module, patterns: Sequence[str] | None = None) -> tuple[str, ...]:
@@ -44,7 +45,9 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] | None = None) -> tupl
 
     # The share of a list is computed without the towers, which may have most of the parameters.
     language_models = _language_models(model)
-    towers = () if language_models else _towers(model)
+    towers: tuple[str, ...] = ()
+    if not language_models:
+        towers = _towers(model)
     total = _count_parameters(model, language_models or ("",), excluded=towers)
     if total == 0:
         return ()
@@ -57,9 +60,10 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] | None = None) -> tupl
         if language_models and not _is_in(name, language_models):
             continue
         # At least 5 % of the parameters, which leaves out the stem of a vision model.
-        if _repeats(module) and total <= 20 * sum(p.numel() for p in module.parameters()):
+        if _repeats(module) and total <= 20 * count_parameters(module):
             lists.append(name)
-            blocks += [f"{name}.{child}" if name else child for child, _ in module.named_children()]
+            for child, _ in module.named_children():
+                blocks.append(f"{name}.{child}".removeprefix("."))
     return tuple(blocks)
 
 

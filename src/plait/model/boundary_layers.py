@@ -10,13 +10,13 @@ This module completes the rules of a model family. A user's rules are applied as
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 
 from torch import nn
 
 from plait.model.adapters import copied_layers
 from plait.model.layers import is_embedding, is_linear, split_dims
 from plait.model.rules import RuleSet, Style
+from plait.model.sequence import is_inside
 from plait.model.tied import tied_names
 
 _BOUNDARY_STYLES: tuple[Style, ...] = ("embedding_rowwise", "vocab_head")
@@ -67,60 +67,56 @@ def _complete_styles(
     model: nn.Module, styles: dict[str, Style], embedding: str | None, head: str | None
 ) -> None:
     modules = dict(model.named_modules())
-    indexed_embeddings = set()
+    lookups = set()
     for name, module in modules.items():
-        if name and is_embedding(module) and _weight_is_indexed(model, name):
-            indexed_embeddings.add(name)
+        if is_embedding(module) and not _weight_is_indexed(model, name):
+            lookups.add(name)
 
     # Transformers marks every input embedding, including those that compute more than a lookup.
     for name, style in list(styles.items()):
-        if style != "embedding_rowwise":
-            continue
-        if not is_embedding(modules[name]) or name in indexed_embeddings:
+        if style == "embedding_rowwise" and name not in lookups:
             del styles[name]
 
-    if (
-        embedding is not None
-        and embedding not in indexed_embeddings
-        and is_embedding(modules[embedding])
-    ):
+    if embedding is not None and embedding in lookups:
         styles[embedding] = "embedding_rowwise"
     if head is not None and is_linear(modules[head]):
         styles[head] = "vocab_head"
-
-    copied = copied_layers(model)
-    for name in {embedding, head} & set(copied):
+    for name in {embedding, head}.intersection(copied_layers(model)):
         # The wrapper contains the layer and its trained copy. Both are replicated.
         styles.pop(str(name), None)
+    _align_tied_layers(model, styles, lookups)
 
+
+def _align_tied_layers(model: nn.Module, styles: dict[str, Style], lookups: set[str]) -> None:
+    """Split all owners of a tied weight along the vocabulary, or none of them.
+
+    Args:
+        model: The model.
+        styles: Style by module name. It is changed in place.
+        lookups: Names of the embeddings that can compute with a part of their rows.
+    """
+    copied = copied_layers(model)
     for owners in _owners_of_tied_weights(model):
         split_owners = [name for name in owners if styles.get(name) in _BOUNDARY_STYLES]
         if not split_owners:
             continue
-        if _can_share_split(modules, owners, copied, indexed_embeddings):
+        can_split = True
+        for name in owners:
+            splits_rows = name in lookups or _is_head(model.get_submodule(name))
+            if is_inside(name, copied) or not splits_rows:
+                can_split = False
+        if can_split:
             for name in owners:
-                styles[name] = "vocab_head"
-                if is_embedding(modules[name]):
-                    styles[name] = "embedding_rowwise"
+                styles[name] = "embedding_rowwise" if name in lookups else "vocab_head"
         else:
             # If a single owner needs the full tensor, it is replicated for all owners.
             for name in split_owners:
                 del styles[name]
 
 
-def _can_share_split(
-    modules: dict[str, nn.Module],
-    owners: Sequence[str],
-    copied: Sequence[str],
-    indexed_embeddings: set[str],
-) -> bool:
-    """Return True if all owners of a tied weight can compute with a part of its rows."""
-    for name in owners:
-        if any(name.startswith(f"{wrapper}.") for wrapper in copied):
-            return False
-        if name in indexed_embeddings or not _splits_rows(modules[name]):
-            return False
-    return True
+def _is_head(module: nn.Module) -> bool:
+    """Return True for a linear layer whose weight has the vocabulary in its first dimension."""
+    return is_linear(module) and split_dims(module, "vocab_head")["weight"] == 0
 
 
 def _weight_is_indexed(model: nn.Module, name: str) -> bool:
@@ -165,9 +161,3 @@ def _owners_of_tied_weights(model: nn.Module) -> list[list[str]]:
         owners = [name.rpartition(".")[0] for name in names if name.endswith(".weight")]
         groups.append([name for name in owners if name in modules])
     return groups
-
-
-def _splits_rows(module: nn.Module) -> bool:
-    if is_embedding(module):
-        return True
-    return is_linear(module) and split_dims(module, "vocab_head")["weight"] == 0

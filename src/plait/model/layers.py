@@ -23,6 +23,11 @@ _NORMS_OVER_TOKENS = ("batch", "group", "instance")
 """Parts of the class names of norms that do not normalise every token by itself."""
 
 
+def count_parameters(module: nn.Module) -> int:
+    """Return the number of elements of all parameters of a module, shared ones counted once."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
 def is_conv1d(module: nn.Module) -> bool:
     """Return True for Transformers' `Conv1D`, a linear layer with the weight [in, out]."""
     return type(module).__name__ == "Conv1D" and type(module).__module__.startswith("transformers.")
@@ -101,12 +106,12 @@ def split_dims(module: nn.Module, style: Style) -> Mapping[str, int | None]:
 
     None keeps the parameter replicated on every rank.
     """
-    transposed = is_conv1d(module)
+    output_dim = 1 if is_conv1d(module) else 0
     if style in COLUMN_STYLES:
-        return {"weight": 1 if transposed else 0, "bias": 0}
+        return {"weight": output_dim, "bias": 0}
     if style in ROW_STYLES:
         # The bias is added once, after the sum over the ranks.
-        return {"weight": 0 if transposed else 1, "bias": None}
+        return {"weight": 1 - output_dim, "bias": None}
     if style == "embedding_rowwise":
         return {"weight": 0}
     return {name: None for name, _ in module.named_parameters(recurse=False)}

@@ -23,7 +23,7 @@ from plait.model.adapters import adapted_layers
 from plait.model.experts import find_experts
 from plait.model.guess import signature
 from plait.model.heads import count_attributes
-from plait.model.layers import in_features, is_linear, out_features
+from plait.model.layers import count_parameters, in_features, is_linear, out_features
 from plait.model.sequence import is_inside
 from plait.model.split_check import takes_one_tensor
 
@@ -119,13 +119,13 @@ def _refuse_other_wide_layers(
 ) -> None:
     """Raise ModelError if a block widens tokens outside of attention and tiled modules."""
     modules = dict(model.get_submodule(block).named_modules(prefix=block))
-    attentions = [
-        name for name, module in modules.items() if name != block and _is_attention(name, module)
-    ]
+    known = list(tiled)
     for name, module in modules.items():
-        if name in (*tiled, *attentions) or is_inside(name, (*tiled, *attentions)):
-            continue
-        if not _widens(module):
+        if name != block and _is_attention(name, module):
+            known.append(name)
+
+    for name, module in modules.items():
+        if name in known or is_inside(name, known) or not _widens(module):
             continue
         owner = next((candidate for candidate in reasons if is_inside(name, (candidate,))), None)
         if owner is not None:
@@ -267,10 +267,11 @@ def _narrow_copy(module: nn.Module, generator: torch.Generator) -> nn.Module:
 
 def _narrowing_factor(module: nn.Module) -> int:
     """Return the largest common divisor of all large sizes that leaves at least 4 elements."""
-    if sum(parameter.numel() for parameter in module.parameters()) <= _MAX_PARAMETERS:
+    if count_parameters(module) <= _MAX_PARAMETERS:
         return 1
-    sizes = {size for parameter in module.parameters() for size in parameter.shape}
-    large = [size for size in sizes if size >= _MIN_NARROWED_SIZE]
+    large: set[int] = set()
+    for parameter in module.parameters():
+        large.update(size for size in parameter.shape if size >= _MIN_NARROWED_SIZE)
     common = math.gcd(*large)
     factors = [factor for factor in range(1, common + 1) if common % factor == 0]
     return max(factor for factor in factors if min(large) // factor >= 4)

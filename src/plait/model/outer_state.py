@@ -80,12 +80,12 @@ def setting_text(name: SettingName) -> str:
 
 def outer_buffers(modules: Sequence[tuple[str, nn.Module]]) -> dict[str, torch.Tensor]:
     """Return the buffers of modules by their full names."""
-    return {
-        f"{name}.{leaf}" if name else leaf: buffer
-        for name, module in modules
-        for leaf, buffer in own_buffers(module).items()
-        if buffer is not None
-    }
+    buffers = {}
+    for name, module in modules:
+        for leaf, buffer in own_buffers(module).items():
+            if buffer is not None:
+                buffers[f"{name}.{leaf}".removeprefix(".")] = buffer
+    return buffers
 
 
 def _equal(first: Setting, second: Setting) -> bool:

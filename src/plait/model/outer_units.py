@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from plait.model.boundary_layers import head_name
-from plait.model.layers import is_embedding, is_linear
+from plait.model.layers import count_parameters, is_embedding, is_linear
 from plait.model.tied import tied_names
 
 LEAST_SHARE = 0.1
@@ -75,21 +75,21 @@ def outer_units(model: nn.Module, blocks: Sequence[str]) -> OuterUnits:
 def _large_untied_layers(model: nn.Module, blocks: Sequence[str]) -> dict[str, nn.Module]:
     """Return the embeddings and linear layers outside of the blocks that are worth a unit."""
     prefixes = tuple(f"{block}." for block in blocks)
-    tied = {name for names in tied_names(model) for name in names}
-    outside = sum(
-        parameter.numel()
-        for name, parameter in model.named_parameters()
-        if not name.startswith(prefixes)
-    )
+    outside = 0
+    for name, parameter in model.named_parameters():
+        if not name.startswith(prefixes):
+            outside += parameter.numel()
+    tied: set[str] = set()
+    for names in tied_names(model):
+        tied.update(names)
 
     layers = {}
     for name, module in model.named_modules():
         if f"{name}.".startswith(prefixes) or not (is_embedding(module) or is_linear(module)):
             continue
-        parameters = {f"{name}.{leaf}": parameter for leaf, parameter in module.named_parameters()}
         # Smaller layers are not worth the additional collectives and stay in the root unit.
-        size = sum(parameter.numel() for parameter in parameters.values())
+        size = count_parameters(module)
         is_large = size > 0 and size >= LEAST_SHARE * outside
-        if is_large and tied.isdisjoint(parameters):
+        if is_large and tied.isdisjoint(f"{name}.{leaf}" for leaf, _ in module.named_parameters()):
             layers[name] = module
     return layers

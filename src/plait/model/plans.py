@@ -39,7 +39,7 @@ from plait.model.heads import (
 from plait.model.layers import check_style, in_features, out_features, split_dims
 from plait.model.partial import complete_inner_rules
 from plait.model.rules import COLUMN_STYLES, RuleSet, Style, assign, generic, matches
-from plait.model.sequence import sequence_facts
+from plait.model.sequence import is_inside, sequence_facts
 from plait.model.sources import rules_for
 from plait.model.tied import tied_names
 from plait.shards import shard_length, shard_lengths
@@ -422,11 +422,12 @@ def _check_widths(
 def _split_sizes(
     model: nn.Module, styles: Mapping[str, Style], attentions: Sequence[Attention]
 ) -> Iterator[_SplitSize]:
+    attention_names = [attention.name for attention in attentions]
     for name, style in styles.items():
         if style in ("kv_replicated", "replicated_with_grad_allreduce"):
             continue
         module = model.get_submodule(name)
-        in_attention = any(name.startswith(f"{attention.name}.") for attention in attentions)
+        in_attention = is_inside(name, attention_names)
         of_heads = in_attention and style in ("colwise", "rowwise")
         if style == "embedding_rowwise":
             rows = int(module.get_parameter("weight").shape[0])

@@ -178,10 +178,9 @@ def _classify_children(
 
 def _reasons_of_block(module: nn.Module, block: str, styles: Mapping[str, Style]) -> list[str]:
     """Return the reasons that concern a block itself, and not one of its children."""
-    reasons = [
-        f"{block} has a parameter of its own, {name}"
-        for name, _ in module.named_parameters(recurse=False)
-    ]
+    reasons = []
+    for name, _ in module.named_parameters(recurse=False):
+        reasons.append(f"{block} has a parameter of its own, {name}")
     for name, _ in module.named_modules():
         if any(part in name.lower() for part in _CROSS_ATTENTION_PARTS):
             reasons.append(
@@ -259,5 +258,5 @@ def _final_norm(model: nn.Module, blocks: Sequence[str]) -> str | None:
         if not is_norm(child) or next(child.parameters(), None) is None:
             continue
         if not any(part in leaf.lower() for part in _EMBEDDING_NORM_PARTS):
-            names.append(f"{owner}.{leaf}" if owner else leaf)
+            names.append(f"{owner}.{leaf}".removeprefix("."))
     return names[0] if len(names) == 1 else None

@@ -19,7 +19,7 @@ from torch import nn
 
 from plait._torch.modules import own_buffers, own_parameters
 from plait.model.heads import HEADS, KV_HEADS, count_attributes
-from plait.model.layers import in_features, out_features, split_dims
+from plait.model.layers import count_parameters, in_features, out_features, split_dims
 from plait.model.rules import Style
 from plait.shards import shard_length, shard_lengths
 
@@ -76,7 +76,7 @@ def can_be_run(module: nn.Module) -> bool:
     """Return True if a module takes one tensor and is small enough to run alone."""
     if not takes_one_tensor(module):
         return False
-    return sum(parameter.numel() for parameter in module.parameters()) <= MAX_PARAMETERS
+    return count_parameters(module) <= MAX_PARAMETERS
 
 
 def takes_one_tensor(module: nn.Module) -> bool:
@@ -116,7 +116,7 @@ def _adds_up(
     """Return True if the outputs of the parts of a module add up to its output."""
     dtype = torch.float64
     tolerance = 1e-9
-    if sum(parameter.numel() for parameter in module.parameters()) > _MAX_FLOAT64_PARAMETERS:
+    if count_parameters(module) > _MAX_FLOAT64_PARAMETERS:
         dtype = torch.float32
         tolerance = 1e-3
 

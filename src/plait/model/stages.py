@@ -279,6 +279,7 @@ def check_order(flow: Dataflow, bounds: Sequence[int], name: str) -> None:
         ModelError: They do not.
     """
     repeated = sorted({flow.blocks[index] for index in flow.order if flow.order.count(index) > 1})
+    # The last stage may end with blocks that do not run.
     missing = [flow.blocks[end - 1] for end in bounds[1:-1] if end - 1 not in flow.order]
     if repeated:
         rule = (
@@ -329,8 +330,9 @@ def block_list(model: nn.Module, blocks: Sequence[str]) -> str:
             " one list in parallel.blocks"
         )
     (parent,) = parents
-    prefix = f"{parent}." if parent else ""
-    children = [prefix + leaf for leaf, _ in model.get_submodule(parent).named_children()]
+    children = []
+    for leaf, _ in model.get_submodule(parent).named_children():
+        children.append(f"{parent}.{leaf}".removeprefix("."))
     if list(blocks) != children:
         raise ModelError(
             f"parallel.pp > 1: {parent or 'the model'} holds {len(children)} modules and"
@@ -434,4 +436,4 @@ def _modules_before_blocks(model: nn.Module, parent: str) -> list[str] | None:
     if not plan or leaf not in plan:
         return None
     modules = list(plan)[: list(plan).index(leaf)]
-    return [f"{prefix}.{name}" if prefix else name for name in modules]
+    return [f"{prefix}.{name}".removeprefix(".") for name in modules]
