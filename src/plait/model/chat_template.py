@@ -129,6 +129,7 @@ class ChatTemplate:
             rule = f"the chat template refuses a conversation ({first_line(error)})"
             raise InputError(f"{rule}; correct the row") from error
 
+        # Only rendering with a mask of the answers returns spans.
         if not spans:
             return str(texts[0]), []
         return str(texts[0]), list(spans[0])

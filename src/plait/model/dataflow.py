@@ -34,7 +34,6 @@ from plait._torch.operators import (
     TorchDispatchMode,
     refusing_triton_kernels,
     schema_of,
-    tree_leaves,
     tree_map,
 )
 from plait._torch.storage import storage_id, version_of
@@ -48,7 +47,7 @@ from plait.model.outer_state import (
     outer_settings,
 )
 from plait.model.tied import tied_names
-from plait.model.without_values import Shapes, run_without_values
+from plait.model.without_values import Shapes, run_without_values, tensors_of
 
 MAX_COMPUTED_ELEMENTS = 2**20
 """Largest number of elements of a value that is computed from the batch.
@@ -246,10 +245,6 @@ def _storage(tensor: torch.Tensor) -> int:
     return storage_id(tensor.untyped_storage())
 
 
-def _tensors_of(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
 def _copy_without_values(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(
@@ -363,7 +358,7 @@ class Trace(TorchDispatchMode):
         outer = self._inside
         self._inside = index
         try:
-            for tensor in _tensors_of((args, kwargs)):
+            for tensor in tensors_of((args, kwargs)):
                 self._use(tensor)
             output = self.call(self.skeleton.blocks[index], module, forward, args, kwargs)
         finally:
@@ -373,7 +368,7 @@ class Trace(TorchDispatchMode):
         self.state.after_block()
         if not self.flow.shapes:
             self.flow.returned = tree_map(_to_meta, output)
-        self.flow.shapes.append(tuple((leaf.shape, leaf.dtype) for leaf in _tensors_of(output)))
+        self.flow.shapes.append(tuple((leaf.shape, leaf.dtype) for leaf in tensors_of(output)))
         return tree_map(lambda leaf: self._block_output(leaf, index + 1), output)
 
     def _position(self) -> int:
@@ -390,7 +385,7 @@ class Trace(TorchDispatchMode):
 
     def _replace_opaque(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Return an output for a module that does not run. See Note [Opaque modules]."""
-        tensors = _tensors_of((args, kwargs))
+        tensors = tensors_of((args, kwargs))
         first = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
         if first is None:
             raise Untraceable(f"{type(module).__name__} takes no tensor")
@@ -447,7 +442,7 @@ class Trace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        tensors = _tensors_of((args, kwargs))
+        tensors = tensors_of((args, kwargs))
         origin = self._origin_of_result(func, tensors)
 
         known = all(self.has_value(tensor) for tensor in tensors)
@@ -471,7 +466,7 @@ class Trace(TorchDispatchMode):
 
         # Views share the storage of an input and keep its origin.
         input_keys = {_storage(tensor) for tensor in tensors}
-        for tensor in _tensors_of(result):
+        for tensor in tensors_of(result):
             key = _storage(tensor)
             if key not in input_keys and key not in self.skeleton.names:
                 self._origins[key] = origin
@@ -507,7 +502,7 @@ def _mutated_tensors(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     for index, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[index] if index < len(args) else kwargs.get(argument.name)
-            tensors += _tensors_of(value)
+            tensors += tensors_of(value)
     return tensors
 
 

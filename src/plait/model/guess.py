@@ -120,6 +120,7 @@ def _reads_weight(module_class: type, leaf: str) -> bool:
     """
     pattern = re.compile(rf"\bself\.{re.escape(leaf)}\.(weight|bias)\b")
     for base in module_class.__mro__:
+        # Modules of torch that compute with the weights of children are known by class.
         if base.__module__.startswith("torch."):
             break
         for name, value in vars(base).items():

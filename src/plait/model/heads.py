@@ -116,9 +116,14 @@ def _is_attention(module: nn.Module, columns: Sequence[str]) -> bool:
 
 def _attention(model: nn.Module, parent: str, columns: Sequence[str]) -> Attention:
     module = model.get_submodule(parent)
-    leaves = {name: name.rpartition(".")[2] for name in columns}
-    keys_values = tuple(name for name, leaf in leaves.items() if leaf in KEY_VALUE_NAMES)
-    fused = tuple(name for name, leaf in leaves.items() if leaf in FUSED_NAMES)
+    keys_values = []
+    fused = []
+    for name in columns:
+        leaf = name.rpartition(".")[2]
+        if leaf in KEY_VALUE_NAMES:
+            keys_values.append(name)
+        if leaf in FUSED_NAMES:
+            fused.append(name)
 
     # Attributes of the layer come first: layers of one model may have different numbers of heads.
     heads, heads_field = _find_count(module, model, HEADS)
@@ -138,7 +143,14 @@ def _attention(model: nn.Module, parent: str, columns: Sequence[str]) -> Attenti
         kv_heads = heads
         kv_field = heads_field
     return Attention(
-        parent, heads, kv_heads, heads_field, kv_field, tuple(columns), keys_values, fused
+        parent,
+        heads,
+        kv_heads,
+        heads_field,
+        kv_field,
+        tuple(columns),
+        tuple(keys_values),
+        tuple(fused),
     )
 
 

@@ -89,6 +89,7 @@ def find_mlps(model: nn.Module, blocks: Sequence[str], *, setting: str) -> Token
                 reasons[name] = reason
         _refuse_other_wide_layers(model, block, (*mlps, *experts), reasons, setting)
 
+    # A module that computes tiles calls its children once per tile.
     for name in mlps:
         _refuse_hooks(model, name, setting)
     return TokenModules(tuple(mlps), tuple(name for name in experts if is_inside(name, blocks)))

@@ -256,6 +256,7 @@ def little_is_split(
         else:
             split += parameter.numel()
 
+    # At least 1, because experts can be all of a model's parameters.
     share = split / max(1, split + sum(replicated.values()))
     if share >= SMALL_SHARE:
         return None
@@ -401,7 +402,7 @@ def _check_widths(
         ConfigError: It does not. The error suggests the largest smaller degree that fits.
     """
     sizes = list(_split_sizes(model, styles, attentions))
-    # Of the same layer in many blocks, the first one is reported.
+    # Of the same layer in many blocks, only the first one is reported.
     problems: dict[str, str] = {}
     for size in sizes:
         rule = size.violated_rule(tp)

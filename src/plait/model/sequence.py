@@ -201,9 +201,10 @@ def _reasons_of_region(model: nn.Module, region: str, inside: Mapping[str, Style
         region: Name of an attention or MLP.
         inside: Styles of the modules inside of it.
     """
-    if not any(style in COLUMN_STYLES for style in inside.values()):
+    styles = set(inside.values())
+    if styles.isdisjoint(COLUMN_STYLES):
         return [f"{region} has no column-split layer that reads its input"]
-    if not any(style in ROW_STYLES for style in inside.values()):
+    if styles.isdisjoint(ROW_STYLES):
         return [f"{region} has no row-split layer at its end"]
 
     parameters = inspect.signature(model.get_submodule(region).forward).parameters.values()
@@ -214,7 +215,7 @@ def _reasons_of_region(model: nn.Module, region: str, inside: Mapping[str, Style
             f"{region} takes a second input, {second[0]}, which would have to be gathered as well"
         ]
 
-    all_gathered = all(style not in ("colwise", "kv_replicated") for style in inside.values())
+    all_gathered = styles.isdisjoint(("colwise", "kv_replicated"))
     reasons = []
     for name, module in model.get_submodule(region).named_modules(prefix=region):
         owned = [leaf for leaf, _ in module.named_parameters(recurse=False)]

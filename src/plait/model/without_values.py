@@ -36,6 +36,11 @@ _INDEXING = frozenset(
 """Operators that take indices or masks in their second argument."""
 
 
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested tuples, lists and dictionaries."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
 def run_without_values(
     func: Any,
     args: Any,
@@ -83,8 +88,7 @@ def run_without_values(
 
     # A mutable operator writes to existing tensors, so it never creates a large result.
     result = shapes.of(func, args, kwargs) if not schema_of(func).is_mutable else ()
-    tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-    if all(tensor.numel() <= limit for tensor in tensors):
+    if all(tensor.numel() <= limit for tensor in tensors_of(result)):
         result = func(*args, **_replace_device("cpu", kwargs))
     return result, read
 
@@ -116,7 +120,8 @@ class Shapes:
             return tree_map(_create, cached)
 
         result = _run_on_meta(func, args, kwargs)
-        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        # A description has no storage offset, and its tensors are on the meta device.
+        tensors = tensors_of(result)
         if all(leaf.device.type == "meta" and leaf.storage_offset() == 0 for leaf in tensors):
             self._results[key] = tree_map(_describe, result)
         return result
