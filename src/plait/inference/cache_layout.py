@@ -58,7 +58,7 @@ class CacheLayer:
 
     tensors: tuple[CacheTensor, ...] = ()
     stays: bool = False
-    """Whether the layer stays on the device if the cache is offloaded, e.g. a recurrent state."""
+    """True if the layer, e.g. a recurrent state, stays on the device of an offloaded cache."""
 
 
 @dataclass(frozen=True)

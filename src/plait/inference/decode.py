@@ -42,7 +42,7 @@ class Decoder:
         tokenizer: A tokenizer, or None.
         use_cache: Whether to keep keys and values between forwards.
         offload_cache: Whether to keep them in host memory.
-        prefill_tokens: Largest number of tokens of one forward over prompts. None is no limit.
+        prefill_tokens: Largest number of tokens of each prompt in one forward. None is no limit.
         on_token: Callback of this rank.
         any_callback: Whether any rank has a callback.
     """
@@ -89,6 +89,7 @@ class Decoder:
                 yield
                 read = run()
 
+            # One rank samples; the others receive its tokens.
             template = torch.empty(3, len(rows), dtype=torch.float64)
             chosen = self.predictor.compute_on_first(
                 partial(_sample, sampler, read, rows), template
@@ -186,6 +187,7 @@ class _CachedBatch:
         is_past = self._rope is not None and int(self._positions.max()) >= self._rope.original
         step = self._decoder.prefill_tokens or end
         if is_past:
+            # All keys of a prompt need the frequencies of its full length.
             step = end
         while self._seen < end:
             low = self._seen

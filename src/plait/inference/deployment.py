@@ -53,7 +53,7 @@ class Work:
     requests: int
     """Number of requests at the same time."""
     offload_cache: bool = False
-    """Whether keys and values are kept in host memory."""
+    """True if keys and values are kept in host memory."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Deployment:
     host_bytes: int = 0
     """Host memory that may be pinned for weights."""
     written: bool = False
-    """Whether streamed layers are written to new files first."""
+    """True if streamed layers are written to new files first."""
     account: Account = field(default_factory=lambda: Account(0, 0, 0))
 
 

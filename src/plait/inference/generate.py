@@ -84,8 +84,8 @@ def generate(
             for each request. None chooses new seeds.
         batch_size: Number of requests that are decoded at the same time. None decodes all of them.
             Requests whose rotary frequencies depend on their length have batches of their own.
-        prefill_tokens: Largest number of tokens of a forward over prompts. None reads each prompt
-            in one forward, as is always done for models with a recurrent state and for models
+        prefill_tokens: Largest number of tokens of each prompt in one forward. None reads prompts
+            in a single forward, as is always done for models with a recurrent state and for models
             that attend in both directions.
         offload_cache: Whether to keep keys and values in pinned host memory. Those of a layer are
             copied to the GPU while the previous layer computes.
@@ -343,6 +343,7 @@ def _gathered_model_fits(
             cache = _cache_bytes(sharded, demand)
     check_cache(cache, free, at_once, longest)
 
+    # Offloaded parameters do not stay on the device.
     if not is_sharded(sharded.model) or sharded.config.parameter_offload.device != "none":
         return False
     return free is None or gathered_bytes(sharded.model, compute) + cache <= ROOM * free

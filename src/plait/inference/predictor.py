@@ -48,6 +48,7 @@ class Predictor:
         self.device = sharded.device
         self.takes = arguments_of(sharded.model)
         """Names of the model's arguments."""
+        # A model without `input_ids` gets the token ids as its only argument.
         self._takes_names = "input_ids" in self.takes
         # Under sequence parallelism the head reads a part of the positions, and the last one is on
         # another rank.

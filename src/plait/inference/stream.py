@@ -337,6 +337,7 @@ class WeightStream:
 
     def _fill(self, index: int, slot: _Slot) -> None:
         """Read the weights of a block to a slot, or enqueue their copy to it."""
+        # See Note [Order of copies].
         source = self._pinned_blocks.get(index)
         if source is None:
             source = slot.staging
@@ -376,6 +377,7 @@ class WeightStream:
 
 def comes_from_disk(total: int) -> bool:
     """Return True if the kernel cannot keep `total` bytes of files in its cache."""
+    # The cache can use the memory that is free.
     free = free_host_bytes()
     return free is not None and total > free
 

@@ -281,6 +281,7 @@ def _blocks_on_host(
     if sum(sizes) <= host_bytes:
         return streamed
     largest = max(sizes)
+    # Each slot has a staging buffer of the size of the largest block.
     staging = min(SLOTS, len(sizes)) * largest
     if staging > host_bytes:
         raise InputError(

@@ -92,12 +92,14 @@ class TextStream:
         """Add a token, and return the new text. It is empty while a later token may change it."""
         self._tokens.append(token)
         text = self.text()
+        # The last character is not complete.
         if text.endswith(_REPLACEMENT):
             return ""
         if self._cleans:
             text = _MAY_LOSE_SPACES.sub("", text)
         if self._returned.startswith(text):
             return ""
+        # A text that was returned has changed, and may change back.
         if not text.startswith(self._returned):
             self._waited += 1
             if self._waited < _MAX_WAIT_TOKENS:

@@ -373,7 +373,7 @@ class _SplitSize:
     """Name of the module."""
     size: int
     unit: str
-    """What is split: rows, outputs or inputs."""
+    """Name of the dimension that is split: rows, outputs or inputs."""
     of_heads: bool
     """True if the size must be split between heads."""
 

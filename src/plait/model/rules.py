@@ -81,21 +81,21 @@ class RuleSet:
 
     rules: tuple[Rule, ...]
     source: str
-    """Where the rules come from, for messages."""
+    """Source of the rules, for messages."""
     counts: tuple[Counts, ...] = ()
     known_counts: bool = False
-    """Whether to adjust head counts under the usual names (`heads.HEADS`) as well.
+    """True if head counts under the usual names (`heads.HEADS`) are adjusted as well.
 
     Plain modules that reshape by them need this.
     """
     complete: bool = False
-    """Whether the rules are applied as they are, because a user wrote them.
+    """True if the rules are applied as they are, because a user wrote them.
 
     Other rules are extended by an embedding and a head, and layers around parameters of unknown use
     are gathered.
     """
     optional: bool = False
-    """Whether a rule may match no module, as long as another rule matches one.
+    """True if a rule may match no module, as long as another rule matches one.
 
     A configuration of a family may not have all of its layers.
     """
