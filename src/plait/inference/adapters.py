@@ -201,7 +201,9 @@ def open_adapter(folder: Path) -> Adapter:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         kind = config["peft_type"]
     except (ValueError, TypeError, KeyError) as error:
-        raise CheckpointError(f"{folder / CONFIG} is no configuration of PEFT: {error}") from None
+        raise CheckpointError(
+            f"{folder / CONFIG} is not a configuration of PEFT: {error}"
+        ) from None
     if kind != "LORA":
         raise InputError(
             f"--adapter {folder}: is of the kind {kind}, and LORA is supported; merge it into the"
@@ -236,11 +238,13 @@ def base_folder(folder: Path) -> Path:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         base = config.get("base_model_name_or_path")
     except (ValueError, AttributeError) as error:
-        raise CheckpointError(f"{folder / CONFIG} is no configuration of PEFT: {error}") from None
+        raise CheckpointError(
+            f"{folder / CONFIG} is not a configuration of PEFT: {error}"
+        ) from None
     if not base or not Path(base).is_dir():
         raise InputError(
-            f"--model {folder}: is an adapter, and {base!r}, which it names as its base, is no"
-            f" folder here; give --model BASE --adapter {folder}"
+            f"--model {folder}: is an adapter, and {base!r}, which it names as its base, is not"
+            f" a folder here; give --model BASE --adapter {folder}"
         )
     return Path(base)
 

@@ -154,8 +154,8 @@ class AnswerFile:
         for number, (row, line) in enumerate(zip(rows, self._lines, strict=False), 1):
             if not _is_answer(row, line):
                 raise InputError(
-                    f"{self.partial}, line {number}: is no answer to {line.name}; remove the file,"
-                    " or give another --out"
+                    f"{self.partial}, line {number}: is not an answer to {line.name}; remove the"
+                    " file, or give another --out"
                 )
         self.done = len(rows)
         self._end = sum(len(row) + 1 for row in rows)

@@ -194,8 +194,8 @@ def check_model(sharded: ShardedModel) -> None:
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
         raise InputError(
-            f"{type(model).__name__} has an encoder and a decoder; generate is for models that go"
-            " on from a text"
+            f"{type(model).__name__} has an encoder and a decoder; generate is for models that"
+            " continue a text"
         )
     can_generate = getattr(model, "can_generate", None)
     if callable(can_generate) and not can_generate():

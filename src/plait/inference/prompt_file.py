@@ -52,7 +52,7 @@ def read_prompts(path: Path) -> list[Line]:
         byte = error.object[error.start]
         where = f"--prompts {path}, line {len(before)}: byte {len(before[-1]) + 1}"
         raise InputError(
-            f"{where} is {byte:#04x}, which is no UTF-8; save the file as UTF-8"
+            f"{where} is {byte:#04x}, which is not UTF-8; save the file as UTF-8"
         ) from None
 
     # Only real ends of lines: `splitlines` would also split at separators inside of texts.
@@ -62,7 +62,7 @@ def read_prompts(path: Path) -> list[Line]:
             lines.append(_parse_line(row, f"--prompts {path}, line {number}"))
     if not lines:
         raise InputError(
-            f'--prompts {path}: has no line; write one JSON object per line, such as {{"prompt":'
+            f'--prompts {path}: has no lines; write one JSON object per line, such as {{"prompt":'
             ' "Once"}'
         )
     return lines

@@ -181,7 +181,7 @@ def ids_of(prompt: Any, name: str, tokenizer: Any) -> tuple[int, ...]:
         )
     if not ids:
         raise InputError(
-            f"{name} has no token; a model needs one to go on from (its beginning-of-text token)"
+            f"{name} has no token; a model needs at least one (its beginning-of-text token)"
         )
     return tuple(int(token) for token in ids)
 

@@ -215,16 +215,16 @@ def _check_types(values: Mapping[str, Any]) -> None:
             raise InputError(f"{name} = {value!r} must be True or False")
     for value in values["stop_strings"]:
         if not isinstance(value, str) or not value:
-            raise InputError(f"stop_strings: {value!r} is no text")
+            raise InputError(f"stop_strings: {value!r} is not a text")
     for name in _TOKEN_LISTS:
         for token in values[name]:
             if type(token) is not int:
-                raise InputError(f"{name}: {token!r} is no token id")
+                raise InputError(f"{name}: {token!r} is not a token id")
     for word in values["bad_words_ids"]:
         if not word or not all(type(token) is int for token in word):
             raise InputError(
-                f"bad_words_ids: {list(word)!r} is no word; give a list of token ids for each, such"
-                " as [[5, 7], [9]]"
+                f"bad_words_ids: {list(word)!r} is not a word; give a list of token ids for each,"
+                " such as [[5, 7], [9]]"
             )
 
 

@@ -280,7 +280,7 @@ def _refuse_other_heads(config: Any, name: object) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise InputError(
             f"--model {shown}: {config.model_type} has an encoder and a decoder; generate is for"
-            " models that go on from a text"
+            " models that continue a text"
         )
     raise InputError(
         f"--model {shown}: Transformers has no causal language model of the type"
@@ -354,8 +354,8 @@ def open_source(folder: Path, adapter: Path | None = None) -> Source:
     require_transformers("plait generate")
     if not folder.is_dir():
         raise InputError(
-            f"--model {folder}: is no folder; give one of save_pretrained, a run's folder, or one"
-            " of its checkpoints"
+            f"--model {folder}: is not a folder; give one of save_pretrained, a run's folder, or"
+            " one of its checkpoints"
         )
     if is_adapter_folder(folder) and not is_of_transformers(folder):
         if adapter is not None:

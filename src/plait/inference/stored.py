@@ -106,7 +106,7 @@ def read_into(
             ) from error
         if not count:
             raise CheckpointError(
-                f"{stored.path} ends at byte {begin + done:,}, and a tensor goes on: the file was"
-                " cut off"
+                f"{stored.path} ends at byte {begin + done:,}, before the end of a tensor: the file"
+                " was cut off"
             )
         done += count

@@ -294,9 +294,9 @@ class WeightStream:
                 oldest = self._files.oldest
                 if oldest is not None and oldest[0] > reading.PATIENCE_SECONDS:
                     raise CheckpointError(
-                        f"{oldest[1].path}: the weights of {self.blocks[index]} are waited for, and"
-                        f" no bytes have come for {reading.PATIENCE_SECONDS:.0f} s from byte"
-                        f" {oldest[1].low:,} on; look at the disk"
+                        f"{oldest[1].path}: the weights of {self.blocks[index]} have not arrived,"
+                        f" and no bytes were read for {reading.PATIENCE_SECONDS:.0f} s from byte"
+                        f" {oldest[1].low:,} on; check the disk"
                     ) from None
 
     def _prefetch(self, first: int) -> None:

@@ -171,8 +171,8 @@ def _classify_children(
     gathered = [name for name, style in styles.items() if style in _GATHERED_STYLES]
     if dropout and any(is_inside(name, (block,)) for name in (*facts.whole, *gathered)):
         facts.reasons.append(
-            f"{dropout}, and a part of {block} is computed on every rank, on which each would drop"
-            " other places"
+            f"{dropout}, and a part of {block} is computed on every rank, where each rank would"
+            " drop different elements"
         )
 
 

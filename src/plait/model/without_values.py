@@ -180,7 +180,7 @@ def _run_on_meta(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         originals[id(moved)] = leaf
         return moved
 
-    # The variable keeps all moved tensors alive, so that their ids stay unique.
+    # These variables keep all moved tensors alive, so that their ids stay unique.
     moved_args, moved_kwargs = tree_map(to_meta, (args, kwargs))
     result = func(*moved_args, **_replace_device("meta", moved_kwargs))
     return tree_map(lambda leaf: originals.get(id(leaf), leaf), result)

@@ -143,7 +143,9 @@ def test_a_file_that_ends_early_and_a_disk_that_fails(
     path = parts[0].stored.path
     os.truncate(path, 5000)
     dropped(path)
-    with pytest.raises(CheckpointError, match=r"weights ends at byte 5,000, and a tensor goes on"):
+    with pytest.raises(
+        CheckpointError, match=r"weights ends at byte 5,000, before the end of a tensor"
+    ):
         reader.read(parts)
 
     def failing(*_: Any) -> int:

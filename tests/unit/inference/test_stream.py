@@ -196,7 +196,7 @@ def test_a_disk_that_does_not_answer(
     try:
         with pytest.raises(
             CheckpointError,
-            match=r"model.safetensors: the weights of layers.4 are waited for, and no bytes have come for 0 s from byte [\d,]+ on; look",
+            match=r"model.safetensors: the weights of layers.4 have not arrived, and no bytes were read for 0 s from byte [\d,]+ on; check",
         ):
             model(torch.zeros(1, 8))
         began = time.monotonic()
