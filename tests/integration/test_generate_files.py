@@ -320,7 +320,9 @@ def test_answers_of_other_prompts_are_left_as_they_are(tmp_path: Path) -> None:
         assert partial.read_bytes() == before
     partial.write_bytes(before.replace(b"def", b"abc"))
     with (
-        pytest.raises(InputError, match=r"out.partial, line 1: is not an answer to .*line 1; remove"),
+        pytest.raises(
+            InputError, match=r"out.partial, line 1: is not an answer to .*line 1; remove"
+        ),
         answer_file(tmp_path / "out", lines, {"--seed": 1}),
     ):
         pass
