@@ -225,7 +225,7 @@ def test_a_folder_that_is_none(
     tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run("--model", str(tmp_path / "no"), "--prompt", "a", code=2)
-    assert "is no folder" in capsys.readouterr().err
+    assert "is not a folder" in capsys.readouterr().err
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     run("--model", str(tmp_path), "--prompt", "a", code=4)
     assert (
@@ -430,7 +430,7 @@ main(sys.argv[1:])
         ("fails", r"model.safetensors cannot be read at byte [\d,]+: Input/output error"),
         (
             "hangs",
-            r"model.safetensors: the weights of model.layers.\d are waited for, and no bytes have come for 2 s from byte [\d,]+ on",
+            r"model.safetensors: the weights of model.layers.\d have not arrived, and no bytes were read for 2 s from byte [\d,]+ on",
         ),
     ],
 )

@@ -294,7 +294,7 @@ def test_prompts_that_are_no_utf_8(tmp_path: Path) -> None:
     prompts.write_bytes(GOOD.encode() + b'{"prompt": "caf\xe9"}\n')
     with pytest.raises(
         InputError,
-        match=r"prompts.jsonl, line 2: byte 16 is 0xe9, which is no UTF-8; save the file as UTF-8$",
+        match=r"prompts.jsonl, line 2: byte 16 is 0xe9, which is not UTF-8; save the file as UTF-8$",
     ):
         read_prompts(prompts)
     prompts.write_bytes(b'{"prompt": "a"}\r\n\r\n{"prompt": "b"}\r{"prompt": "c"}')
@@ -320,7 +320,9 @@ def test_answers_of_other_prompts_are_left_as_they_are(tmp_path: Path) -> None:
         assert partial.read_bytes() == before
     partial.write_bytes(before.replace(b"def", b"abc"))
     with (
-        pytest.raises(InputError, match=r"out.partial, line 1: is no answer to .*line 1; remove"),
+        pytest.raises(
+            InputError, match=r"out.partial, line 1: is not an answer to .*line 1; remove"
+        ),
         answer_file(tmp_path / "out", lines, {"--seed": 1}),
     ):
         pass
