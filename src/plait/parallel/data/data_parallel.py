@@ -221,7 +221,7 @@ class DataParallel(CollectiveSettings):
                         model, group, device=mesh.device, order=order, finishes_backward=mean
                     )
                 )
-            if sharing is None or sharing.parameter_host is None:
+            if collectives is None or collectives.parameter_host is None:
                 # Shards in shared memory are read in place, so writes to them are kept.
                 hooks.append(LostWrites(model, in_forward=mean))
         buffers = ChangingBuffers(model, parts.blocks, mesh, parts.batch_axes)
