@@ -104,7 +104,7 @@ def plan(
         print_plan,
         write_trace,
     )
-    from plait.observe.report.plan import Story, plan_page
+    from plait.observe.report.plan import PlanReport, plan_page
     from plait.planner import explain, output
     from plait.planner import search as searching
     from plait.planner.fixed import parse_fixed
@@ -145,7 +145,7 @@ def plan(
             write_text(
                 "--report",
                 report,
-                plan_page(Story(found, notes, fixed=fixed, calibration=calibration)),
+                plan_page(PlanReport(found, notes, fixed=fixed, calibration=calibration)),
             )
         raise typer.Exit(1)
     if asked.base and not everything:
@@ -168,7 +168,9 @@ def plan(
     written = output.write(found, out, asked.base) if out is not None else None
     if report is not None:
         write_text(
-            "--report", report, plan_page(Story(found, notes, reasons, changes, fixed, calibration))
+            "--report",
+            report,
+            plan_page(PlanReport(found, notes, reasons, changes, fixed, calibration)),
         )
     if trace is not None:
         write_trace(trace, found, calibration=calibration)

@@ -94,34 +94,34 @@ def schedule(
     durations = even(table, forward=forward, input=input_, weight=weight, send=send)
     timeline = simulate(table, durations)
     if svg is not None:
-        write_text("--svg", svg, drawing.svg(timeline))
+        write_text("--svg", svg, drawing.timeline_svg(timeline))
     if trace is not None:
         write_text(
             "--trace",
             trace,
-            json.dumps(chrome_trace(timeline, title=drawing.summary(timeline))) + "\n",
+            json.dumps(chrome_trace(timeline, title=drawing.timeline_summary(timeline))) + "\n",
         )
     if as_json:
-        print(json.dumps(drawing.as_json(timeline, durations)))
+        print(json.dumps(drawing.timeline_json(timeline, durations)))
         return
     columns = width or (console.width if console.is_terminal else _PIPE_WIDTH)
-    lines = drawing.lines(timeline, width=columns, coloured=console.is_terminal)
-    console.print(drawing.summary(timeline))
+    lines = drawing.timeline_lines(timeline, width=columns, coloured=console.is_terminal)
+    console.print(drawing.timeline_summary(timeline))
     for line in lines:
         console.print(line)
 
 
 def _print_names(as_json: bool) -> None:
-    from plait.observe.schedule import names
+    from plait.observe.schedule import schedule_names
 
     if as_json:
         print(
             json.dumps(
                 [
                     {"name": name, "stages": stages, "summary": summary}
-                    for name, stages, summary in names()
+                    for name, stages, summary in schedule_names()
                 ]
             )
         )
         return
-    print("\n".join(aligned(names())))
+    print("\n".join(aligned(schedule_names())))

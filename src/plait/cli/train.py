@@ -357,7 +357,7 @@ def _residuals(
 ) -> tuple[Listener, ...]:
     """Compares the run with its plan, where `plait plan --out` wrote the file."""
     from plait.cli.planning.calibrations import live_cluster
-    from plait.observe.residual import residual_of
+    from plait.observe.residual import plan_residual
 
     if not file.with_suffix(".plan.json").is_file():
         return ()
@@ -368,12 +368,12 @@ def _residuals(
         return ()
     local = place().local_world_size
     say = partial(console.print, soft_wrap=True)
-    found = residual_of(file, checked, config, gpu=gpu, per_node=local, say=say)
+    found = plan_residual(file, checked, config, gpu=gpu, per_node=local, say=say)
     return (found,) if found is not None else ()
 
 
 def _announce(checked: ValidatedRun, console: Console, config: Config, *, processes: int) -> None:
-    from plait.observe.progress import describe
+    from plait.observe.progress import describe_run
     from plait.train.cautions import cautions
 
     for note in (config.provenance.warning(), checked.resolved.assumed()):
@@ -385,7 +385,7 @@ def _announce(checked: ValidatedRun, console: Console, config: Config, *, proces
     )
     for caution in (*settings, *checked.data.cautions):
         console.print(f"warning: {caution}", soft_wrap=True, style="yellow")
-    for name, text in describe(checked, processes=processes):
+    for name, text in describe_run(checked, processes=processes):
         console.print(f"{name:<8}{text}", soft_wrap=True)
     for change in checked.changes:
         console.print(f"changed since the last start: {change}", soft_wrap=True)
