@@ -76,7 +76,7 @@ def _encode_marked(value: Any, where: str) -> dict[str, Any]:
             for key, item in value.items()
         ]
         return {"$": kind.__name__, "items": items}
-    if kind is _SEQUENCES.get(kind.__name__):
+    if kind.__name__ in _SEQUENCES and kind is _SEQUENCES[kind.__name__]:
         # The order of a set depends on the process, and equal states must give equal files.
         ordered = sorted(value, key=repr) if kind in (set, frozenset) else value
         return {"$": kind.__name__, "items": _encode_items(ordered, where)}

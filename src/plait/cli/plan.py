@@ -1,7 +1,7 @@
-"""`plait plan`: which layout, how fast, what it takes, and why: before you rent GPUs. Prints the
-results of `plait.planner`.
+"""Verb `plait plan`: finds the fastest layout that fits, and explains it.
 
-The command reads files and, where no GPU is named, looks at this machine; all else is arithmetic.
+The command reads files and, if no GPU is named, the devices of this machine. The results are
+computed by `plait.planner`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from plait.cli.options import Json
-from plait.cli.planning.asked import (
+from plait.cli.planning.options import (
     Batch,
     ClusterFile,
     Fix,
@@ -32,7 +32,8 @@ from plait.observe.files import require_writable, write_text
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
-_NAMES = "models"
+_LIST_NAMES = "models"
+"""Argument that prints the names of models and GPUs."""
 
 
 @app.command()
@@ -41,7 +42,7 @@ def plan(
         Path | None,
         typer.Argument(
             metavar="[FILE|models|infer]",
-            help="A training configuration to plan for; `models` prints what has a name.",
+            help="A training configuration to plan for. `models` prints all names.",
         ),
     ] = None,
     model: Model = None,
@@ -61,14 +62,14 @@ def plan(
         list[str] | None,
         typer.Option(
             metavar="A=B",
-            help="Why not tp=4? Or: neighbours, sensitivity. May be repeated.",
+            help="Explain why not tp=4; or neighbours, sensitivity. Repeatable.",
         ),
     ] = None,
     top: Annotated[
-        int, typer.Option(min=1, max=1000, metavar="N", help="How many layouts to show.")
+        int, typer.Option(min=1, max=1000, metavar="N", help="Number of layouts to show.")
     ] = 5,
     everything: Annotated[
-        bool, typer.Option("--all", help="Also price what this version does not run.")
+        bool, typer.Option("--all", help="Include layouts that this version does not run.")
     ] = False,
     calibrate: Annotated[
         Path | None,
@@ -79,22 +80,22 @@ def plan(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write the best as the file that `plait train` runs."),
+        typer.Option(metavar="FILE", help="Write the best layout as a file for `plait train`."),
     ] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="--out: replace a file that no plan wrote.")
+        bool, typer.Option("--force", help="--out: replace a file that was edited by hand.")
     ] = False,
     report: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write one HTML page of it all.")
+        Path | None, typer.Option(metavar="FILE", help="Write an HTML page with all results.")
     ] = None,
     trace: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write the best layout's timeline, for ui.perfetto.dev."),
+        typer.Option(metavar="FILE", help="Write the best layout's timeline for ui.perfetto.dev."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Search every layout of a model on a cluster: what fits, how fast, and why. Exit code 1 if
-    nothing fits. See also `plan infer`.
+    """Search all layouts of a model on a cluster, and print which fit, how fast they are, and why.
+    Exit code 1 if nothing fits. See also `plan infer`.
     """
     from plait.cli.planning.request import read_calibration, read_request
     from plait.cli.planning.show import (
@@ -109,15 +110,18 @@ def plan(
     from plait.planner import search as searching
     from plait.planner.fixed import parse_fixed
 
-    if file == Path(_NAMES) and not file.exists():
-        print(json.dumps(names_as_json())) if as_json else print_names()
+    if file == Path(_LIST_NAMES) and not file.exists():
+        if as_json:
+            print(json.dumps(names_as_json()))
+        else:
+            print_names()
         return
     _check_files(file, out, report, trace, everything=everything, force=force)
     why = why or []
-    queries = [
+    comparisons = [
         (text, parse_fixed([text])) for text in why if text not in ("neighbours", "sensitivity")
     ]
-    asked = read_request(
+    query = read_request(
         file=file,
         model=model,
         world_size=world_size,
@@ -134,64 +138,57 @@ def plan(
         everything=everything,
         fix=fix,
     )
-    request = asked.request
-    fixed = asked.fixed
+    request = query.request
+    fixed = query.fixed
     calibration = read_calibration(calibrate, request)
-    notes = list(asked.notes)
-    found = searching.plan(request, fixed=fixed, calibration=calibration, best=top)
-    if not found.best:
-        print_nothing_fits(found)
+    notes = list(query.notes)
+    result = searching.plan(request, fixed=fixed, calibration=calibration, best=top)
+    if not result.best:
+        print_nothing_fits(result)
         if report is not None:
-            write_text(
-                "--report",
-                report,
-                plan_page(PlanReport(found, notes, fixed=fixed, calibration=calibration)),
-            )
+            content = PlanReport(result, notes, fixed=fixed, calibration=calibration)
+            write_text("--report", report, plan_page(content))
         raise typer.Exit(1)
-    if asked.base and not everything:
-        output.check_runs(request, output.config_of(request, found.best[0], asked.base))
-    around = (
-        [(text, parse_fixed([text])) for text in explain.neighbours(found)]
-        if "neighbours" in why
-        else []
-    )
-    told = [
-        explain.why(found, query, text, fixed=fixed, calibration=calibration)
-        for text, query in queries
+
+    if query.base and not everything:
+        output.check_runs(request, output.config_of(request, result.best[0], query.base))
+    reasons = [
+        explain.why(result, values, text, fixed=fixed, calibration=calibration)
+        for text, values in comparisons
     ]
-    beside = [
-        explain.why(found, query, text, fixed=fixed, calibration=calibration)
-        for text, query in around
-    ]
-    reasons = [*told, *beside]
-    changes = explain.sensitivity(found, calibration=calibration) if "sensitivity" in why else []
-    written = output.write(found, out, asked.base) if out is not None else None
+    neighbours = []
+    if "neighbours" in why:
+        for text in explain.neighbours(result):
+            values = parse_fixed([text])
+            neighbours.append(
+                explain.why(result, values, text, fixed=fixed, calibration=calibration)
+            )
+    changes = []
+    if "sensitivity" in why:
+        changes = explain.sensitivity(result, calibration=calibration)
+
+    written = output.write(result, out, query.base) if out is not None else None
     if report is not None:
-        write_text(
-            "--report",
-            report,
-            plan_page(PlanReport(found, notes, reasons, changes, fixed, calibration)),
-        )
+        content = PlanReport(result, notes, [*reasons, *neighbours], changes, fixed, calibration)
+        write_text("--report", report, plan_page(content))
     if trace is not None:
-        write_trace(trace, found, calibration=calibration)
+        write_trace(trace, result, calibration=calibration)
     if as_json:
-        whole = output.plan_as_json(found) | {
-            "config": None if everything else output.config_of(request, found.best[0], asked.base),
-            "sidecar": output.sidecar_of(found, found.best[0]),
-            "why": [
-                {
-                    "query": r.query,
-                    "reason": r.reason,
-                    "other": output.choice_as_json(r.other) if r.other else None,
-                }
-                for r in reasons
-            ],
+        config = None if everything else output.config_of(request, result.best[0], query.base)
+        answers = []
+        for reason in [*reasons, *neighbours]:
+            other = output.choice_as_json(reason.other) if reason.other else None
+            answers.append({"query": reason.query, "reason": reason.reason, "other": other})
+        content_json = output.plan_as_json(result) | {
+            "config": config,
+            "sidecar": output.sidecar_of(result, result.best[0]),
+            "why": answers,
             "sensitivity": [change.__dict__ for change in changes],
             "notes": notes,
         }
-        print(json.dumps(whole, indent=1, default=float))
+        print(json.dumps(content_json, indent=1, default=float))
         return
-    print_plan(found, notes, told, beside, changes)
+    print_plan(result, notes, reasons, neighbours, changes)
     if written is not None:
         print(f"wrote {written[0]} (run it with `plait train {written[0]}`) and {written[1]}")
     for path in (report, trace):
@@ -208,7 +205,7 @@ def _check_files(
     everything: bool,
     force: bool,
 ) -> None:
-    """Before anything takes time. A file that was edited by hand is replaced only with --force."""
+    """Check the output files before the search. Only --force replaces a file edited by hand."""
     require_writable("--report", report)
     require_writable("--trace", trace)
     if out is None:
@@ -231,12 +228,10 @@ def _check_files(
     except OSError as error:
         raise InputError(f"--out {out}: cannot be written ({error.strerror})") from None
     if exists and not force and not is_own(out):
-        again = (
-            " and is what is planned for"
-            if file is not None and file.exists() and out.samefile(file)
-            else ""
-        )
+        is_input = ""
+        if file is not None and file.exists() and out.samefile(file):
+            is_input = ", is the file to plan for"
         raise InputError(
-            f"--out {out}: exists{again}, and is not as `plait plan` wrote it; give another name,"
-            " or add --force to replace it"
+            f"--out {out}: exists{is_input}, and is not as `plait plan` wrote it; give another"
+            " name, or add --force to replace it"
         )

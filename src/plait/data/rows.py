@@ -140,7 +140,7 @@ def _decode_json(value: Any) -> Any:
 
 def _parse_pair(row: Mapping[str, Any], where: str) -> dict[str, Any]:
     names = ("instruction", "output")
-    read = (*names, "input", *_OPTIONAL_OF_PAIR)
+    read: tuple[str, ...] = (*names, "input", *_OPTIONAL_OF_PAIR)
     if "prompt" in row:
         names = ("prompt", "completion")
         read = (*names, *_OPTIONAL_OF_PAIR)

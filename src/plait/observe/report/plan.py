@@ -413,8 +413,8 @@ def why_section(report: PlanReport) -> Markup:
             for name, ours, theirs in reason.differences
             if abs(ours - theirs) > 1e-4
         ]
-        columns = ("term", "the plan", reason.query, "difference")
-        table = page.table(columns, terms, numbers=(1, 2, 3))
+        heads = ("term", "the plan", reason.query, "difference")
+        table = page.table(heads, terms, numbers=(1, 2, 3))
         term_tables.append(page.folded(f"{reason.query}, term by term", table))
     columns = ("", "query", "best layout with it", "step", "against the plan", "memory", "because")
     return page.join(page.table(columns, rows, numbers=(3, 4, 5)), *term_tables)
