@@ -78,10 +78,10 @@ def launch(
     ] = None,
     standby: Annotated[
         bool,
-        _machine_option("--standby", help="Keep processes with finished imports ready for one."),
+        _machine_option("--standby", help="Keep processes ready for a restart."),
     ] = False,
     grace: Annotated[
-        float, _machine_option(metavar="S", help="Seconds to end after Ctrl-C or SIGTERM.")
+        float, _machine_option(metavar="S", help="Seconds of grace after a signal.")
     ] = DEFAULT_GRACE_SECONDS,
     nnodes: Annotated[
         str | None, machines_option(*NODES, metavar="N", help="Machines: N, or MIN:MAX.")
@@ -96,7 +96,7 @@ def launch(
         machines_option(metavar="NAME", help="As in torchrun; follows from other options."),
     ] = None,
     timeout: Annotated[
-        float, machines_option(metavar="S", help="Seconds to wait for other machines.")
+        float, machines_option(metavar="S", help="Seconds to wait for machines.")
     ] = DEFAULT_TIMEOUT_SECONDS,
     hostfile: Annotated[
         Path | None,

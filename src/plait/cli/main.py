@@ -31,7 +31,7 @@ VERBS = {
     "launch": ("plait.cli.launch", "Run a script on every device of one or several machines."),
     "layout": (
         "plait.cli.layout",
-        "Show the ranks on the machines, the shards of every parameter and the memory of a rank.",
+        "Show the ranks on the machines, the shards of parameters and the memory of a rank.",
     ),
     "dryrun": (
         "plait.cli.dryrun",

@@ -83,7 +83,7 @@ RdzvEndpoint = Annotated[
 ]
 RdzvId = Annotated[
     str | None,
-    machines_option(metavar="NAME", help="Name of the job, if several use the meeting point."),
+    machines_option(metavar="NAME", help="Name of the job at the meeting point."),
 ]
 
 MaxRestarts = Annotated[
@@ -94,7 +94,7 @@ MaxRestarts = Annotated[
 ]
 Standby = Annotated[
     bool,
-    typer.Option("--standby", help="Keep processes with finished imports ready for a restart."),
+    typer.Option("--standby", help="Keep processes ready for a restart."),
 ]
 
 
