@@ -136,7 +136,7 @@ class NumbersError(PlaitError):
 
     exit_code = 7
     of_batch = True
-    """Whether the batch is the cause. The error would then recur with the same batch."""
+    """True if the batch is the cause. The error would then recur with the same batch."""
     samples: int | None = None
     """Number of sequences that the run had consumed before the batch."""
 

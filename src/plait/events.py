@@ -30,7 +30,7 @@ class RunStarted:
 
 @dataclass(frozen=True)
 class StepDone:
-    """One optimizer step over all ranks.
+    """End of an optimizer step over all ranks.
 
     Attributes:
         loss: Weighted mean of the loss over all ranks.

@@ -100,57 +100,57 @@ def _encode_items(items: Iterable[Any], where: str) -> list[Any]:
     return [encode(item, f"{where}[{index}]") for index, item in enumerate(items)]
 
 
-def decode(value: Any, own: Any = None, where: str = "value") -> Any:
+def decode(value: Any, reference: Any = None, where: str = "value") -> Any:
     """Return the value that `encode` was given.
 
     Args:
         value: Result of `encode`.
-        own: Value that the reader has in the same place. Functions are taken from it, and tensors
-            are moved to the device of its tensors.
+        reference: Value that the reader has in the same place. Functions are taken from it, and
+            tensors are moved to the device of its tensors.
         where: Name of the value in error messages.
 
     Raises:
         CheckpointError: The reader lacks a function, or `encode` never returns such a value.
     """
     if isinstance(value, list):
-        return _decode_items(value, own if isinstance(own, list) else [], where)
+        return _decode_items(value, reference if isinstance(reference, list) else [], where)
     if not isinstance(value, dict):
         return value
     if "$" not in value:
-        counterparts = own if isinstance(own, Mapping) else {}
+        counterparts = reference if isinstance(reference, Mapping) else {}
         return {
             key: decode(item, counterparts.get(key), f"{where}.{key}")
             for key, item in value.items()
         }
     try:
-        return _decode_marked(value, own, where)
+        return _decode_marked(value, reference, where)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
             f"{where} is of no form that Plait writes: {str(value)[:200]} ({error!r})"
         ) from error
 
 
-def _decode_marked(value: dict[str, Any], own: Any, where: str) -> Any:
+def _decode_marked(value: dict[str, Any], reference: Any, where: str) -> Any:
     kind = value["$"]
     if kind == "own":
-        if not callable(own):
+        if not callable(reference):
             raise CheckpointError(
                 f"{where} was the function {value['name']} when the checkpoint was written, and"
-                f" here it is {own!r}"
+                f" here it is {reference!r}"
             )
-        return own
+        return reference
     if kind in _MAPPINGS:
-        counterparts = own if isinstance(own, Mapping) else {}
+        counterparts = reference if isinstance(reference, Mapping) else {}
         items = {}
         for encoded_key, item in value["items"]:
             key = decode(encoded_key, None, where)
             items[key] = decode(item, counterparts.get(key), f"{where}[{key!r}]")
         return _MAPPINGS[kind](items)
     if kind in _SEQUENCES:
-        elements = list(own) if isinstance(own, tuple | deque) else []
+        elements = list(reference) if isinstance(reference, tuple | deque) else []
         return _SEQUENCES[kind](_decode_items(value["items"], elements, where))
     if kind == "tensor":
-        return _decode_tensor(value, own)
+        return _decode_tensor(value, reference)
     return _decode_scalar(kind, value)
 
 
@@ -172,9 +172,9 @@ def _decode_scalar(kind: str, value: dict[str, Any]) -> Any:
     raise ValueError(f"unknown mark {kind!r}")
 
 
-def _decode_items(items: list[Any], own: list[Any], where: str) -> list[Any]:
-    """Decode the items of a sequence. `own` may be shorter than the sequence."""
-    counterparts = own + [None] * (len(items) - len(own))
+def _decode_items(items: list[Any], reference: list[Any], where: str) -> list[Any]:
+    """Decode the items of a sequence. `reference` may be shorter than the sequence."""
+    counterparts = reference + [None] * (len(items) - len(reference))
     return [
         decode(item, counterparts[index], f"{where}[{index}]") for index, item in enumerate(items)
     ]
@@ -199,7 +199,7 @@ def _encode_tensor(tensor: torch.Tensor, where: str) -> dict[str, Any]:
     }
 
 
-def _decode_tensor(value: dict[str, Any], own: Any) -> torch.Tensor:
+def _decode_tensor(value: dict[str, Any], reference: Any) -> torch.Tensor:
     dtype = _dtype(value["dtype"])
     content = _from_base64(value["bytes"])
     # torch.frombuffer refuses an empty buffer.
@@ -209,8 +209,8 @@ def _decode_tensor(value: dict[str, Any], own: Any) -> torch.Tensor:
         else torch.empty(0, dtype=dtype)
     )
     tensor = flat.clone().reshape(value["shape"])
-    if isinstance(own, torch.Tensor):
-        return tensor.to(own.device)
+    if isinstance(reference, torch.Tensor):
+        return tensor.to(reference.device)
     return tensor
 
 

@@ -85,6 +85,7 @@ def write_whole(path: Path, text: str) -> None:
         with open(partial, "w", encoding="utf-8") as stream:
             stream.write(text)
             stream.flush()
+            # Without it a crash could leave an empty file under the final name.
             os.fsync(stream.fileno())
         partial.replace(path)
     except BaseException:
@@ -153,6 +154,7 @@ def require_folder(text: str | Path, field: str) -> Path:
     path = user_path(text, field)
     try:
         path.mkdir(parents=True, exist_ok=True)
+        # Permissions alone do not tell: the file system may be read-only or full.
         with tempfile.NamedTemporaryFile(dir=path, prefix=".plait-"):
             pass
     except (OSError, ValueError) as error:

@@ -40,9 +40,9 @@ class AnswerJob:
     The layout and the batches are not part of it, so that a command can continue on others.
     """
     writes: bool
-    """Whether this process writes the answers."""
+    """True if this process writes the answers."""
     several: bool
-    """Whether other processes take part."""
+    """True if other processes take part."""
 
 
 def answer_lines(job: AnswerJob, load: Callable[[], ShardedModel], answer: Answer) -> None:
@@ -62,7 +62,9 @@ def answer_lines(job: AnswerJob, load: Callable[[], ShardedModel], answer: Answe
     ):
         for start in range(_finished_lines(answers, job), len(lines), job.batch_size):
             prompts = [line.prompt for line in lines[start : start + job.batch_size]]
-            seed = None if job.seed is None else job.seed + start
+            seed = job.seed
+            if seed is not None:
+                seed += start
             generations = answer(sharded, prompts, seed)
             new_tokens += sum(len(generation.token_ids) for generation in generations)
             if answers is not None:

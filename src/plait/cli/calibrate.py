@@ -56,6 +56,7 @@ def calibrate(
     if as_json:
         arguments.append("--quiet")
     count = nproc_per_node or default_processes()
+    # Under a launcher, this process is one of those that measure. One process needs no launcher.
     if claim(os.environ) is not None or count == 1:
         _run_process(*arguments)
     elif code := launch.run(["plait.cli.calibrate", *arguments], LaunchSettings(count)):

@@ -112,9 +112,13 @@ def diff_command(
 
     checkpoints = [open_one(place_of(first, "FOLDER")), open_one(place_of(second, "OTHER"))]
     hash_differences = content_difference(*checkpoints)
-    differing = hash_differences if quick else list(differences(*checkpoints))
+    differing = hash_differences
+    if not quick:
+        differing = list(differences(*checkpoints))
     if bool(differing) != bool(hash_differences):
-        result = f"{differing[0].name} differs" if differing else "all tensors are equal"
+        result = "all tensors are equal"
+        if differing:
+            result = f"{differing[0].name} differs"
         raise CheckpointError(
             f"{result}, which contradicts the content hashes: a file is damaged; run `plait"
             " checkpoint verify` on both"

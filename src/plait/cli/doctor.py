@@ -154,7 +154,9 @@ def _measure(processes: int | None, out: Path | None, seconds: float, *, as_json
     with tempfile.TemporaryDirectory(prefix="plait-doctor-") as folder:
         file = out or Path("links.json")
         if out is None and as_json:
+            # The user receives the content on standard output.
             file = Path(folder) / "links.json"
+        # One process has no links.
         count = processes or max(2, default_processes())
         arguments = ["plait.cli.doctor", str(file), str(seconds)]
         if as_json:

@@ -64,6 +64,7 @@ def export_command(
     The checkpoint is verified first. One file of weights is in memory at a time. Exit code 4 if the
     checkpoint is damaged, or if --verify finds a difference; no folder is written then.
     """
+    # Imported here, so that `plait export --help` does not load torch.
     import torch
 
     from plait.checkpoint.inspect import open_one
@@ -95,7 +96,7 @@ def export_command(
         exported = export(
             checkpoint,
             out,
-            dtype=None if dtype is WeightDtype.stored else getattr(torch, dtype.value),
+            dtype=dtype.torch_dtype(),
             tokenizer=tokenizer,
             generation=generation,
             verify=compare if verify else None,

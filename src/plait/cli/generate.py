@@ -20,7 +20,14 @@ import typer
 from plait.cli import answer_lines, launch
 from plait.cli.chat_lines import chat_lines
 from plait.cli.launching.settings import LaunchSettings
-from plait.cli.options import Adapters, WeightDtype, in_panel, refuse_options, single_adapter
+from plait.cli.options import (
+    Adapters,
+    WeightDtype,
+    in_panel,
+    parse_budget,
+    refuse_options,
+    single_adapter,
+)
 from plait.cli.terminal import close_stdout, exit_on_signals
 from plait.cluster.topology import place
 from plait.errors import InputError
@@ -176,7 +183,6 @@ def generate_command(
     from plait.inference.deployment import Work, deploy, deploy_in_budget
     from plait.inference.prompt_file import read_prompts
     from plait.inference.source import open_source
-    from plait.units import bytes_of
 
     _check_files(prompt, prompts, out)
     lines = read_prompts(prompts) if prompts is not None else []
@@ -187,7 +193,8 @@ def generate_command(
             f"--seed {seed}: each prompt has the next number, and the last must be under 2**63;"
             f" give {max_seed} at most"
         )
-    source = open_source(model, single_adapter(adapter))
+    adapter_folder = single_adapter(adapter)
+    source = open_source(model, adapter_folder)
     has_token_ids = bool(lines) and all("token_ids" in line.fields for line in lines)
     if source.tokenizer_folder is None and not has_token_ids:
         raise InputError(
@@ -202,19 +209,20 @@ def generate_command(
         "min_p": min_p,
         "repetition_penalty": repetition_penalty,
         "num_beams": num_beams,
-        "stop_strings": list(stop) if stop else None,
+        "stop_strings": list(stop or ()) or None,
     }
     settings = {name: value for name, value in options.items() if value is not None}
-    gpu_bytes = None if gpu_budget is None else bytes_of(gpu_budget, "--gpu-budget")
-    cpu_bytes = None if cpu_budget is None else bytes_of(cpu_budget, "--cpu-budget")
+    gpu_bytes = parse_budget(gpu_budget, "--gpu-budget")
+    cpu_bytes = parse_budget(cpu_budget, "--cpu-budget")
     if prompt is not None:
         requests: list[tuple[str, Any]] = [("--prompt", prompt)]
     else:
         requests = [(line.name, line.prompt) for line in lines]
 
-    unloaded = source.model(_torch_dtype(dtype))
+    unloaded = source.model(dtype.torch_dtype())
     tokenizer = source.tokenizer()
     tokens = _longest_request(requests, settings, unloaded, tokenizer)
+    # A chat has one request at a time.
     work = Work(source, unloaded, tokens, min(batch_size, len(requests) or 1), offload_cache)
     tp_degree = _parse_degree("--tp", tp)
     pp_degree = _parse_degree("--pp", pp)
@@ -251,19 +259,19 @@ def generate_command(
 
     arguments = GenerateArguments(
         model=str(model),
-        adapter=str(adapter[0]) if adapter else None,
+        adapter=_optional_text(adapter_folder),
         dtype=dtype.value,
         tp=deployment.tp,
         pp=deployment.pp,
         prompt=prompt,
-        prompts=None if prompts is None else str(prompts.resolve()),
-        out=None if out is None else str(out),
+        prompts=_optional_text(prompts and prompts.resolve()),
+        out=_optional_text(out),
         batch_size=batch_size,
         seed=seed,
         budget_bytes=deployment.budget_bytes,
         other_bytes=deployment.other_bytes,
         host_bytes=deployment.host_bytes,
-        scratch=None if scratch is None else str(scratch),
+        scratch=_optional_text(scratch),
         offload_cache=offload_cache,
         settings=settings,
     )
@@ -358,10 +366,12 @@ def _parse_degree(name: str, value: str) -> int | None:
     return int(value)
 
 
-def _torch_dtype(dtype: WeightDtype) -> Any:
-    import torch
+def _optional_path(text: str | None) -> Path | None:
+    return None if text is None else Path(text)
 
-    return None if dtype is WeightDtype.stored else getattr(torch, dtype.value)
+
+def _optional_text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
 
 
 def _run_process(arguments: GenerateArguments) -> int:
@@ -369,9 +379,10 @@ def _run_process(arguments: GenerateArguments) -> int:
     from plait.inference.prompt_file import read_prompts
     from plait.inference.source import open_source
 
-    adapter = None if arguments.adapter is None else Path(arguments.adapter)
-    source = open_source(Path(arguments.model), adapter)
-    lines = [] if arguments.prompts is None else read_prompts(Path(arguments.prompts))
+    source = open_source(Path(arguments.model), _optional_path(arguments.adapter))
+    lines = []
+    if arguments.prompts is not None:
+        lines = read_prompts(Path(arguments.prompts))
     return _run(arguments, source, source.tokenizer(), lines)
 
 
@@ -412,7 +423,7 @@ def _load(arguments: GenerateArguments, source: Source) -> ShardedModel:
     from plait.inference.load import load_model
     from plait.inference.streamed import load_streamed
 
-    dtype = _torch_dtype(WeightDtype(arguments.dtype))
+    dtype = WeightDtype(arguments.dtype).torch_dtype()
     if arguments.budget_bytes is None:
         return load_model(source, tp=arguments.tp, pp=arguments.pp, dtype=dtype)
     sharded, *_ = load_streamed(
@@ -421,17 +432,17 @@ def _load(arguments: GenerateArguments, source: Source) -> ShardedModel:
         other_bytes=arguments.other_bytes,
         host_bytes=arguments.host_bytes,
         dtype=dtype,
-        scratch=None if arguments.scratch is None else Path(arguments.scratch),
+        scratch=_optional_path(arguments.scratch),
     )
     return sharded
 
 
 def _describe_command(arguments: GenerateArguments, source: Source) -> dict[str, Any]:
     """Return everything that the tokens of an answer depend on, keyed by names for the user."""
-    adapter = arguments.adapter
+    adapter = _optional_path(arguments.adapter)
     description = {
         "--model": str(Path(source.name).resolve()),
-        "--adapter": None if adapter is None else str(Path(adapter).resolve()),
+        "--adapter": _optional_text(adapter and adapter.resolve()),
         "--dtype": arguments.dtype,
         "the model's files": source.stamp(),
         "--seed": arguments.seed,

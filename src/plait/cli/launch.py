@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -129,6 +130,7 @@ def launch(
     """
     command = _command(script or [], module)
     on_this_machine = hostfile is None and _names_localhost(include or exclude)
+    # --standalone and a hostfile define the machines, so that variables of torchrun do not count.
     if not standalone and hostfile is None and not on_this_machine:
         options = with_variables(
             {
@@ -232,7 +234,7 @@ def launch(
         hosts=hosts,
         command=tuple(command),
         master_addr=remote.master_address(hosts, master_addr),
-        master_port=DEFAULT_PORT if master_port is None else master_port,
+        master_port=master_port or DEFAULT_PORT,
         processes=nproc,
         grace_seconds=grace,
         timeout_seconds=timeout,
@@ -312,17 +314,21 @@ def _start_hosts(remote_launch: remote.RemoteLaunch, *, ssh: bool) -> int:
                 "run the command on its machines, or leave --no-ssh out",
             )
         )
-    is_single = len(hosts) == 1
     settings = LaunchSettings(
         processes=remote_launch.processes or len(hosts[local_index].slots),
         min_nodes=len(hosts),
         max_nodes=len(hosts),
-        node_rank=None if is_single else local_index,
-        master_addr=None if is_single else remote_launch.master_addr,
-        master_port=None if is_single else remote_launch.master_port,
         grace_seconds=remote_launch.grace_seconds,
         timeout_seconds=remote_launch.timeout_seconds,
     )
+    # A single machine meets no other.
+    if len(hosts) > 1:
+        settings = replace(
+            settings,
+            node_rank=local_index,
+            master_addr=remote_launch.master_addr,
+            master_port=remote_launch.master_port,
+        )
     environment = remote.node_environment(remote_launch, local_index)
     return _start(remote_launch.command, settings, environment=environment)
 
@@ -330,8 +336,11 @@ def _start_hosts(remote_launch: remote.RemoteLaunch, *, ssh: bool) -> int:
 def _command(arguments: Sequence[str], module: bool) -> list[str]:
     """Return the command of the ranks. A missing script is refused before any process starts."""
     if not arguments or not arguments[0]:
-        kind = "module" if module else "script"
-        example = "-m module" if module else "script.py"
+        kind = "script"
+        example = "script.py"
+        if module:
+            kind = "module"
+            example = "-m module"
         raise InputError(
             f"no {kind} to launch; write `plait launch {example}` and its arguments after it"
         )

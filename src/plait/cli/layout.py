@@ -96,6 +96,7 @@ def layout(
         raise InputError(f"{file} has no `model` section; add one, or give --model")
     required = smallest_world(config.parallel)
     topology = _topology(cluster, nnodes, nproc_per_node, required=required)
+    # The micro-batch size changes no shard, so that a file without one can be shown too.
     resolved = resolve(config, world_size=topology.world_size, micro_batch_size=1)
     fields, title = fields_of(config, model)
     dtype = config.model.dtype if config.model is not None else "float32"

@@ -35,6 +35,15 @@ class WeightDtype(StrEnum):
     bfloat16 = "bfloat16"
     float16 = "float16"
 
+    def torch_dtype(self) -> Any:
+        """Return the dtype of torch, or None for the stored dtype."""
+        # torch is not imported for options, so that `--help` is quick.
+        import torch
+
+        if self is WeightDtype.stored:
+            return None
+        return getattr(torch, self.value)
+
 
 Adapters = Annotated[
     list[Path] | None,
@@ -109,6 +118,15 @@ def refuse_options(options: Mapping[str, object], rule: str, remedy: str) -> Non
     refuse(
         Problem(name, value, rule, remedy) for name, value in options.items() if value is not None
     )
+
+
+def parse_budget(text: str | None, name: str) -> int | None:
+    """Return the bytes of a budget such as `2GiB`, or None if the option is not used."""
+    from plait.units import bytes_of
+
+    if text is None:
+        return None
+    return bytes_of(text, name)
 
 
 def single_adapter(adapters: list[Path] | None) -> Path | None:

@@ -116,6 +116,7 @@ def plan(
         else:
             print_names()
         return
+    # Before the search, which can take long.
     _check_files(file, out, report, trace, everything=everything, force=force)
     why = why or []
     comparisons = [
@@ -167,14 +168,18 @@ def plan(
     if "sensitivity" in why:
         changes = explain.sensitivity(result, calibration=calibration)
 
-    written = output.write(result, out, query.base) if out is not None else None
+    written = None
+    if out is not None:
+        written = output.write(result, out, query.base)
     if report is not None:
         content = PlanReport(result, notes, [*reasons, *neighbours], changes, fixed, calibration)
         write_text("--report", report, plan_page(content))
     if trace is not None:
         write_trace(trace, result, calibration=calibration)
     if as_json:
-        config = None if everything else output.config_of(request, result.best[0], query.base)
+        config = None
+        if not everything:
+            config = output.config_of(request, result.best[0], query.base)
         answers = []
         for reason in [*reasons, *neighbours]:
             other = output.choice_as_json(reason.other) if reason.other else None

@@ -214,6 +214,7 @@ def _start(
     from plait.cli.planning.request import process_count
     from plait.config.resolving.resolve import load
 
+    # Options are refused before the plan and the check of the data, which can take minutes.
     settings.check(LaunchSettings(processes or 1, max_restarts=max_restarts, standby=standby))
     console = _console()
     planned = planned_file(
@@ -366,7 +367,10 @@ def _train(
             metrics.close()
     if signal_number:
         console.print(f"resume with: {command}", soft_wrap=True, highlight=False)
-        return 0 if signal_number == ASKED else 128 + signal_number
+        # A callback of the user requested the end.
+        if signal_number == ASKED:
+            return 0
+        return 128 + signal_number
     console.print(
         f"{checked.folder.path} holds metrics.jsonl, checkpoints and tokenizer",
         soft_wrap=True,
@@ -453,5 +457,7 @@ if __name__ == "__main__":
 
     # The processes of several machines check and describe the run themselves.
     is_one_of_several = sys.argv[1] == "--one-of-several"
-    arguments = sys.argv[2:] if is_one_of_several else sys.argv[1:]
+    arguments = sys.argv[1:]
+    if is_one_of_several:
+        arguments = sys.argv[2:]
     end_process(_run_process(Path(arguments[0]), arguments[1:], announced=not is_one_of_several))

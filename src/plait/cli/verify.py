@@ -155,7 +155,10 @@ def verify(
     compares = not launched or place().rank == 0
     if compares and not as_json:
         _print_plan(plan)
-    traces = run_watched(plan, seconds=timeout) if launched else _start(plan, seconds=timeout)
+    if launched:
+        traces = run_watched(plan, seconds=timeout)
+    else:
+        traces = _start(plan, seconds=timeout)
     if compares:
         report = compare(plan, traces, tolerance=tolerance)
         _print_report(report, everything=all_, as_json=as_json)
@@ -181,9 +184,10 @@ def _plan(
     if launched is not None:
         processes = launched.world_size
         gpus = launched.world_size if gpus else 0
-    if dtype is None:
-        is_deepspeed = engine is VerifyEngine.deepspeed
-        dtype = VerifyDtype.configured if is_deepspeed else VerifyDtype.both
+    if dtype is None and engine is VerifyEngine.deepspeed:
+        dtype = VerifyDtype.configured
+    elif dtype is None:
+        dtype = VerifyDtype.both
     return prepare(
         config,
         model=model,
@@ -231,6 +235,7 @@ def _start(plan: Plan, *, seconds: float) -> Traces:
 
     with tempfile.TemporaryDirectory(prefix="plait-verify-") as name:
         folder = Path(name)
+        # Only this command writes to the folder, so that its pickles can be trusted.
         (folder / PLAN).write_bytes(pickle.dumps(plan))
         launch_settings = LaunchSettings(plan.world_size, grace_seconds=10)
         code = launch.run(["plait.verify.run", name, str(seconds)], launch_settings)

@@ -17,9 +17,9 @@ import torch
 
 
 @contextmanager
-def drawn_from(*words: object) -> Iterator[None]:
-    """Seed the generators of Python, NumPy and torch (CPU) from `words`, and restore them later."""
-    text = " ".join(map(str, words)).encode()
+def drawn_from(*seed_parts: object) -> Iterator[None]:
+    """Seed the generators of Python, NumPy and torch (CPU), and restore their states at exit."""
+    text = " ".join(map(str, seed_parts)).encode()
     # 63 bits: torch takes seeds as signed integers.
     seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
     python_state = random.getstate()

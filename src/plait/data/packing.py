@@ -179,7 +179,7 @@ class _TextChunk:
     text: str
     split: str
     is_end: bool
-    """Whether the document ends with this chunk."""
+    """True if the document ends with this chunk."""
 
 
 def _chunks(documents: Iterable[str], held_out: float) -> Iterator[_TextChunk]:

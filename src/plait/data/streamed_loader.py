@@ -50,7 +50,7 @@ class TextBlock:
     validation: Stream
     """Tokens of the documents of the block that are held out for validation."""
     ends: bool
-    """Whether the text ends with this block."""
+    """True if the text ends with this block."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class StreamedLoader:
         """Number of sequences of the current block that were used."""
         self._position = 0
         self._epoch_is_empty = True
-        """Whether no sequence of the current epoch has been read so far."""
+        """True until a sequence of the current epoch has been read."""
 
     @property
     def length(self) -> int:

@@ -107,6 +107,7 @@ def load_tokenizer(place: str | Path) -> PreTrainedTokenizerBase:
     try:
         if path.is_file():
             tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))
+            # A tokenizer.json does not name its end-of-text token.
             if tokenizer.eos_token is None and END_OF_TEXT in tokenizer.get_vocab():
                 tokenizer.eos_token = END_OF_TEXT
         else:

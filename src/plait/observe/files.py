@@ -31,6 +31,7 @@ def require_writable(option: str, path: Path | None, *, make_folder: bool = Fals
                 f" {path.parent})"
             )
         existed = path.exists()
+        # Opening creates the file, which must not remain if the command fails later.
         with path.open("ab"):
             pass
         if not existed:

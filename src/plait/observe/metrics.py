@@ -73,6 +73,7 @@ class MetricsFile:
             for row in rows:
                 if _precedes(row, first_step):
                     print(json.dumps(row), file=stream)
+        # The old file stays complete if this process ends while it writes.
         os.replace(partial, self._path)
         self._stream = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 (open during the run)
 

@@ -17,6 +17,7 @@ def _environment() -> Environment:
     environment = Environment(
         loader=PackageLoader("plait.observe"),
         autoescape=True,
+        # A misspelt variable raises instead of rendering as nothing.
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

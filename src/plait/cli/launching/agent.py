@@ -117,11 +117,12 @@ def launch(
         on_signals(signal.SIG_DFL),
         Reporter(socket.gethostname()) as reporter,
     ):
+        # A signal can arrive before the agent exists.
         agent = None
         rank_watch = RankWatch(
             Path(folder),
             stack_folder=settings.stack_folder or settings.log_folder,
-            tell=reporter.report_hang,
+            emit=reporter.report_hang,
         )
         try:
             handler = rendezvous.make_rendezvous(settings)
@@ -140,7 +141,9 @@ def launch(
             failure = None
             if agent is not None:
                 failure = agent.report_after_signal(interruption.sigval)
-            return 128 + interruption.sigval if failure is None else failure
+            if failure is None:
+                return 128 + interruption.sigval
+            return failure
         except (RendezvousError, DistError) as error:
             raise _meeting_error(settings, error) from None
         handler.shutdown()
@@ -265,8 +268,11 @@ class Agent(LocalElasticAgent):
         """
         if death_sig is not None:
             self._interrupted = True
-            sent = death_sig if death_sig in SUCCESS_CODES else signal.SIGTERM
-            self._end_ranks(sent, self.grace_seconds)
+            # Ranks write their checkpoint after SIGINT and SIGTERM only.
+            if death_sig not in SUCCESS_CODES:
+                self._end_ranks(signal.SIGTERM, self.grace_seconds)
+            else:
+                self._end_ranks(death_sig, self.grace_seconds)
         elif self._interrupted:
             # A second signal arrived before `_end_ranks` could handle it.
             self._end_ranks(signal.SIGKILL, 0)
@@ -328,7 +334,9 @@ class Agent(LocalElasticAgent):
         }
         if failed:
             return process_exit_code(self._reporter.report_attempt(failed, time.time_ns()))
-        return 128 + signal.SIGKILL if self._killed_ranks else None
+        if self._killed_ranks:
+            return 128 + signal.SIGKILL
+        return None
 
 
 class _RankLogs(DefaultLogsSpecs):
@@ -357,7 +365,14 @@ class _RankLogs(DefaultLogsSpecs):
 def _worker_spec(
     command: Sequence[str], settings: LaunchSettings, handler: RendezvousHandler
 ) -> WorkerSpec:
-    has_master = not settings.single_node and settings.rdzv_endpoint is None
+    addresses: dict[str, Any] = {}
+    if settings.single_node:
+        addresses = {"local_addr": rendezvous.LOOPBACK}
+    elif settings.rdzv_endpoint is None:
+        addresses = {
+            "master_addr": settings.master_addr,
+            "master_port": settings.master_port or DEFAULT_PORT,
+        }
     return WorkerSpec(
         role="plait",
         local_world_size=settings.processes,
@@ -366,9 +381,7 @@ def _worker_spec(
         args=("-u", str(WORKER), str(os.getpid()), *command),
         max_restarts=settings.max_restarts,
         monitor_interval=POLL_SECONDS,
-        master_addr=settings.master_addr if has_master else None,
-        master_port=(settings.master_port or DEFAULT_PORT) if has_master else None,
-        local_addr=rendezvous.LOOPBACK if settings.single_node else None,
+        **addresses,
     )
 
 

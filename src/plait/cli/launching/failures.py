@@ -43,7 +43,7 @@ class FailureRecord:
     """Record of a rank about its own exception.
 
     Attributes:
-        told: Whether the text is a message for the user, which is shown without a traceback.
+        is_message: Whether the text is a message for the user, which is shown without a traceback.
     """
 
     time_ns: int
@@ -51,7 +51,7 @@ class FailureRecord:
     pid: int
     summary: str
     text: str
-    told: bool
+    is_message: bool
 
     @property
     def lost_peer(self) -> bool:
@@ -100,7 +100,7 @@ def read_record(path: str | Path) -> FailureRecord | None:
             pid=0,
             summary=lines[-1] if lines else "",
             text=str(message),
-            told=False,
+            is_message=False,
         )
     fields = content.get("plait", {})
     extra = message.get("extraInfo", {})
@@ -110,7 +110,7 @@ def read_record(path: str | Path) -> FailureRecord | None:
         pid=fields.get("pid", 0),
         summary=str(message.get("message", "")),
         text=str(extra.get("py_callstack", message.get("message", ""))).rstrip(),
-        told=fields.get("told", False),
+        is_message=fields.get("told", False),
     )
 
 
@@ -123,7 +123,9 @@ def process_exit_code(failure: Failure) -> int:
     """Return the exit code of the launcher: that of the rank, or 128 + N for signal N."""
     if failure.record is not None:
         return failure.record.exit_code
-    return failure.exit_code if failure.exit_code > 0 else 128 - failure.exit_code
+    if failure.exit_code > 0:
+        return failure.exit_code
+    return 128 - failure.exit_code
 
 
 def _print(text: str) -> None:
@@ -136,15 +138,15 @@ class Reporter:
     The cause of each attempt is reported once, as soon as it is certain.
     """
 
-    def __init__(self, node: str, tell: Callable[[str], None] = _print) -> None:
+    def __init__(self, node: str, emit: Callable[[str], None] = _print) -> None:
         """Report the failures of the ranks on a machine.
 
         Args:
             node: Name of the machine.
-            tell: Receives the lines of the report.
+            emit: Receives the lines of the report.
         """
         self._node = node
-        self._tell = tell
+        self._emit = emit
         self._lock = threading.Lock()
         self._files: dict[int, str] = {}
         self._reported_rank: int | None = None
@@ -170,11 +172,11 @@ class Reporter:
         """Report a line about ranks that hang. All later failures are effects of the hang."""
         with self._lock:
             self._reported_rank = _HANG
-            self._tell(text)
+            self._emit(text)
 
     def report_restart(self) -> None:
         """Report that the ranks start again."""
-        self._tell("plait: starting the ranks again")
+        self._emit("plait: starting the ranks again")
 
     def failed_and_running(self, running: Collection[int], seconds: float) -> dict[int, int]:
         """Return the exit codes of ranks that failed some time ago and still run.
@@ -220,7 +222,7 @@ class Reporter:
             cause = first_cause(failures)
             if self._reported_rank is None:
                 if ended and cause.record is not None and cause.record.lost_peer:
-                    self._tell(
+                    self._emit(
                         f"plait: {_format_ranks(ended)} (node {self._node}) ended with exit code 0"
                         " before the others, which wait for it"
                     )
@@ -261,38 +263,38 @@ class Reporter:
         self._reported_rank = failure.rank
         record = failure.record
         if record is None:
-            self._tell(
+            self._emit(
                 f"plait: {self._describe_rank(failure)} {_describe_end(failure.exit_code)}; it"
                 " recorded no exception, see its output above"
             )
             return
-        if record.told:
-            self._tell(f"plait: {record.text}")
+        if record.is_message:
+            self._emit(f"plait: {record.text}")
             return
-        self._tell(
+        self._emit(
             f"plait: {self._describe_rank(failure)} failed with exit code {record.exit_code}. Its"
             f" traceback:\n{record.text}"
         )
         if record.lost_peer:
-            self._tell(
+            self._emit(
                 "plait: a rank that this one was connected to ended first: look for its failure"
                 " on the other machines"
             )
 
     def _report_others(self, cause: Failure, others: list[Failure]) -> None:
-        is_message = cause.record is not None and cause.record.told
+        is_message = cause.record is not None and cause.record.is_message
         same = [failure for failure in others if _has_same_summary(failure, cause)]
         stopped = [failure for failure in others if failure.stopped]
         if same and not is_message:
             ranks = _format_ranks([failure.rank for failure in same])
-            self._tell(f"plait: {ranks} failed in the same way")
+            self._emit(f"plait: {ranks} failed in the same way")
         for failure in others:
             if failure not in same and failure not in stopped:
-                self._tell(f"plait: {self._describe_failure(failure)}")
+                self._emit(f"plait: {self._describe_failure(failure)}")
         if stopped and not is_message:
             ranks = _format_ranks([failure.rank for failure in stopped])
             verb = "was" if len(stopped) == 1 else "were"
-            self._tell(f"plait: {ranks} {verb} stopped")
+            self._emit(f"plait: {ranks} {verb} stopped")
 
     def _describe_failure(self, failure: Failure) -> str:
         rank = self._describe_rank(failure)
@@ -317,8 +319,10 @@ def _has_same_summary(failure: Failure, other: Failure) -> bool:
 
 
 def _format_ranks(ranks: Collection[int]) -> str:
-    noun = "rank" if len(ranks) == 1 else "ranks"
-    return f"{noun} {', '.join(map(str, sorted(ranks)))}"
+    numbers = ", ".join(map(str, sorted(ranks)))
+    if len(ranks) == 1:
+        return f"rank {numbers}"
+    return f"ranks {numbers}"
 
 
 def _describe_end(exit_code: int) -> str:
@@ -328,5 +332,8 @@ def _describe_end(exit_code: int) -> str:
         name = signal.Signals(-exit_code).name
     except ValueError:
         name = "unknown"
-    hint = " (out of memory?)" if -exit_code == signal.SIGKILL else ""
+    hint = ""
+    # The kernel kills processes with SIGKILL if the machine runs out of memory.
+    if -exit_code == signal.SIGKILL:
+        hint = " (out of memory?)"
     return f"was killed by signal {-exit_code} {name}{hint}"

@@ -180,11 +180,13 @@ class _NodeLauncher:
         if local:
             command = node_command(launch, index)
             environment = {**os.environ, **node_environment(launch, index)}
+            # The output of this machine's ranks goes to the terminal directly.
+            streams = None
         else:
             command = ssh_command(launch, index)
+            # The variables are in the command.
             environment = None
-        # The output of this machine's ranks goes to the terminal directly.
-        streams = None if local else subprocess.PIPE
+            streams = subprocess.PIPE
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -244,9 +246,14 @@ def run(launch: RemoteLaunch) -> int:
 
     def forward(number: int, _: object) -> None:
         received.append(number)
-        forwarded = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
-        # A second signal stops the ranks immediately.
-        grace = launch.grace_seconds if len(received) == 1 else 0
+        # The lifeline knows only these two signals.
+        forwarded = signal.SIGTERM
+        if number == signal.SIGINT:
+            forwarded = signal.SIGINT
+        grace = launch.grace_seconds
+        if len(received) > 1:
+            # A second signal stops the ranks immediately.
+            grace = 0
         for machine in machines:
             machine.send(forwarded, grace)
 
@@ -262,7 +269,9 @@ def run(launch: RemoteLaunch) -> int:
                     machine.process.kill()
     if first_failure:
         return first_failure
-    return 128 + received[0] if received else 0
+    if received:
+        return 128 + received[0]
+    return 0
 
 
 def _wait(machines: list[_NodeLauncher], ended: queue.SimpleQueue[int], received: list[int]) -> int:

@@ -41,6 +41,7 @@ def make_rendezvous(settings: LaunchSettings) -> RendezvousHandler:
     elastic = settings.rdzv_endpoint is not None
     config: dict[str, Any] = {"rank": settings.node_rank, "timeout": seconds}
     if elastic:
+        # torch names the timeouts of its two backends differently.
         config = {"join_timeout": seconds, "read_timeout": seconds}
     return get_rendezvous_handler(
         RendezvousParameters(

@@ -42,7 +42,7 @@ class LaunchSettings:
     max_restarts: int = 0
     """Largest number of restarts of all ranks after a failure."""
     standby: bool = False
-    """Whether to keep one more process per rank, with finished imports, for the next start."""
+    """True to keep one more process per rank, with finished imports, for the next start."""
     grace_seconds: float = DEFAULT_GRACE_SECONDS
     """Time that the ranks get to end after the launcher was interrupted."""
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS

@@ -36,18 +36,18 @@ class RankWatch:
     """Watch over the ranks of one launch on this machine."""
 
     def __init__(
-        self, folder: Path, *, stack_folder: Path | None, tell: Callable[[str], None]
+        self, folder: Path, *, stack_folder: Path | None, emit: Callable[[str], None]
     ) -> None:
         """Watch the ranks that have the variables of `environment(folder)`.
 
         Args:
             folder: Folder of boards and stacks.
             stack_folder: Folder in which the stacks of a hang are kept. None for a new one.
-            tell: Receives the lines of a report.
+            emit: Receives the lines of a report.
         """
         self._folder = folder
         self._stack_folder = stack_folder
-        self._tell = tell
+        self._emit = emit
         self._last_poll = 0.0
 
     def hangs(self, processes: Mapping[int, int]) -> bool:
@@ -69,7 +69,7 @@ class RankWatch:
             rank: stacks.state(processes[rank]) for rank in detected.suspects if rank in readings
         }
         ended = [rank for rank, state in states.items() if state in stacks.ENDED]
-        self._tell(f"plait: {hang.cause(detected, readings, ended=ended)}")
+        self._emit(f"plait: {hang.cause(detected, readings, ended=ended)}")
         folder = self._stack_folder or stacks.new_folder()
         for rank, state in states.items():
             stack = None
@@ -84,7 +84,7 @@ class RankWatch:
                 line=stacks.users_line(stack),
                 stack=str(stack or ""),
             )
-            self._tell(f"plait: {condition}")
+            self._emit(f"plait: {condition}")
         return True
 
     def _read_boards(self, processes: Mapping[int, int]) -> dict[int, Reading]:

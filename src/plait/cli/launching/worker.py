@@ -160,8 +160,12 @@ def _find_spec(name: str) -> ModuleSpec | None:
 def _main_module(spec: ModuleSpec | None) -> ModuleType:
     module = ModuleType("__main__")
     module.__spec__ = spec
-    module.__loader__ = spec.loader if spec is not None else None
-    module.__package__ = spec.parent if spec is not None else None
+    if spec is None:
+        module.__loader__ = None
+        module.__package__ = None
+    else:
+        module.__loader__ = spec.loader
+        module.__package__ = spec.parent
     module.__dict__["__builtins__"] = __builtins__
     return module
 

@@ -137,7 +137,9 @@ def dry_run(
         notes.append(f"no memory is predicted: {reason}")
     rank_is_chosen = rank is None
     if rank is None:
-        rank = _fullest_rank(request, layout, world, pp) if layout is not None else 0
+        rank = 0
+        if layout is not None:
+            rank = _fullest_rank(request, layout, world, pp)
     pp_rank = full.layout.coordinates(rank)["pp"]
     stage = "the only stage" if pp == 1 else f"rank {pp_rank} of {pp} in the pipeline"
     predicted: dict[str, float] = {}
@@ -260,7 +262,8 @@ def _job_and_states(
 
 def _peak(job: Any, states: Any, *, last: bool) -> tuple[float, str]:
     """Return the predicted peak of the first or last pipeline rank, and its point in the step."""
-    memory = memory_bytes(job, knowledge().rates, states, ranks=("last",) if last else ("first",))
+    pipeline_rank = "last" if last else "first"
+    memory = memory_bytes(job, knowledge().rates, states, ranks=(pipeline_rank,))
     return only(memory.allocated), MOMENTS[int(only(memory.moment))]
 
 
@@ -339,25 +342,33 @@ def print_dry_run(run: DryRun, *, operators: int) -> None:
             that take longest.
     """
     console = Console(soft_wrap=True, highlight=False)
-    found = run.found
-    print(f"dry run of rank {run.rank:,} of {run.world_size:,}, {run.stage}, on {found.device}")
+    measured_run = run.found
+    print(
+        f"dry run of rank {run.rank:,} of {run.world_size:,}, {run.stage}, on {measured_run.device}"
+    )
     table = []
     for name, predicted, measured, ratio in run.rows():
-        predicted_text = f"{predicted / GIB:.3f} GiB" if predicted is not None else "-"
-        ratio_text = f"{ratio:.3f}" if ratio is not None else "-"
+        predicted_text = "-"
+        ratio_text = "-"
+        if predicted is not None:
+            predicted_text = f"{predicted / GIB:.3f} GiB"
+        if ratio is not None:
+            ratio_text = f"{ratio:.3f}"
         table.append([name, predicted_text, f"{measured / GIB:.3f} GiB", ratio_text])
-    table.insert(1, ["gradients", "-", f"{found.gradients / GIB:.3f} GiB", "-"])
+    table.insert(1, ["gradients", "-", f"{measured_run.gradients / GIB:.3f} GiB", "-"])
     print_table(console, ("memory", "predicted", "dry run", "ratio"), table)
-    predicted_moment = f" (predicted: {run.moment})" if run.moment else ""
-    print(f"the peak occurred in {found.peak_during}{predicted_moment}")
+    predicted_moment = ""
+    if run.moment:
+        predicted_moment = f" (predicted: {run.moment})"
+    print(f"the peak occurred in {measured_run.peak_during}{predicted_moment}")
 
     traffic = [
         [t.axis, t.kind, str(t.ranks), f"{t.calls:,}", format_bytes(t.wire_bytes)]
-        for t in found.traffic
+        for t in measured_run.traffic
     ]
     print_table(console, ("axis", "collective", "ranks", "calls", "sent by this rank"), traffic)
 
-    shown = found.operators[:operators]
+    shown = measured_run.operators[:operators]
     columns = ["operator", "calls", "FLOPs"]
     # Fake tensors take no time.
     has_times = any(operator.device_seconds for operator in shown)
@@ -373,8 +384,8 @@ def print_dry_run(run: DryRun, *, operators: int) -> None:
         rows.append(row)
     print_table(console, columns, rows)
     print(
-        f"{found.flops:.4g} FLOPs; built in {found.build_seconds:.1f} s, stepped in"
-        f" {found.step_seconds:.1f} s"
+        f"{measured_run.flops:.4g} FLOPs; built in {measured_run.build_seconds:.1f} s, stepped in"
+        f" {measured_run.step_seconds:.1f} s"
     )
     for note in run.notes:
         print(f"note: {note}")

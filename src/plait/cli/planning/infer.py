@@ -19,6 +19,7 @@ from plait.cli.options import (
     Json,
     WeightDtype,
     in_panel,
+    parse_budget,
     refuse_options,
     single_adapter,
 )
@@ -112,10 +113,10 @@ def infer(
     from plait.inference.capacity import check_positions, compute_dtype
     from plait.inference.deployment import Work, deploy, deploy_streamed, devices_here
     from plait.planner.hardware import device
-    from plait.units import bytes_of, format_count
+    from plait.units import format_count
 
-    gpu_bytes = None if gpu_budget is None else bytes_of(gpu_budget, "--gpu-budget")
-    cpu_bytes = None if cpu_budget is None else bytes_of(cpu_budget, "--cpu-budget")
+    gpu_bytes = parse_budget(gpu_budget, "--gpu-budget")
+    cpu_bytes = parse_budget(cpu_budget, "--cpu-budget")
     has_budget = bool(gpu_bytes or cpu_bytes)
     layout_options = {"--tp": tp, "--pp": pp, "--nproc-per-node": nproc_per_node}
     if has_budget:
@@ -124,8 +125,12 @@ def infer(
             "chooses a layout of several devices, and a budget streams weights to one",
             "leave one of them out",
         )
-    named_gpu = None if gpu is None else device(gpu)
-    devices = devices_here() if named_gpu is None else devices_of(named_gpu, nproc_per_node)
+    if gpu is None:
+        named_gpu = None
+        devices = devices_here()
+    else:
+        named_gpu = device(gpu)
+        devices = devices_of(named_gpu, nproc_per_node)
     if not devices.on_gpu:
         refuse_options(layout_options, "is for GPUs", "name some with --gpu, or leave it out")
     source, unloaded = _open_model(model, single_adapter(adapter), dtype)
@@ -146,7 +151,9 @@ def infer(
     bound_gpu = named_gpu
     if bound_gpu is None and devices.on_gpu:
         bound_gpu = catalogued_gpu()
-    bound = None if bound_gpu is None else bandwidth_bound(deployment.account, bound_gpu)
+    bound = None
+    if bound_gpu is not None:
+        bound = bandwidth_bound(deployment.account, bound_gpu)
     if as_json:
         print(json.dumps(_as_json(deployment, bound), indent=1))
         return
@@ -177,7 +184,7 @@ def _open_model(
     from plait.planner.models import named, names, to_config
 
     require_transformers("plait plan infer")
-    torch_dtype = None if dtype is WeightDtype.stored else getattr(torch, dtype.value)
+    torch_dtype = dtype.torch_dtype()
     path = Path(name)
     has_only_config = is_of_transformers(path) and not any(path.glob("*.safetensors"))
     if path.is_dir() and not has_only_config:
@@ -227,7 +234,9 @@ def _print_bytes(deployment: Deployment, devices: Devices) -> None:
     account = deployment.account
     tier = "host memory"
     if devices.on_gpu:
-        tier = "each GPU" if deployment.tp * deployment.pp > 1 else "the GPU"
+        tier = "the GPU"
+    if devices.on_gpu and deployment.tp * deployment.pp > 1:
+        tier = "each GPU"
     rows = [
         [tier, "resident weights", format_bytes(account.weights)],
         [tier, "slots of streamed layers", format_bytes(account.slots)],
@@ -240,7 +249,9 @@ def _print_bytes(deployment: Deployment, devices: Devices) -> None:
     console = Console(soft_wrap=True, highlight=False)
     print_table(console, ("tier", "content", "bytes"), [row for row in rows if row[2] != "0 B"])
 
-    memory = "unknown" if account.memory >= UNKNOWN // 2 else format_bytes(account.memory)
+    memory = format_bytes(account.memory)
+    if account.memory >= UNKNOWN // 2:
+        memory = "unknown"
     reserve = ""
     if not account.activations:
         reserve = f"; {WORKSPACE:.0%} more is left for activations"

@@ -160,8 +160,7 @@ def read_request(
     # Public models are known to be accepted.
     if model is None or named(model) is None:
         described = planned_model.section.get("config")
-        refusal = why_refused(described) if described else None
-        if refusal:
+        if described and (refusal := why_refused(described)):
             notes.append(f"`plait train` refuses this model: {refusal}")
 
     request = Request(planned_model, machines, batch, sequence, precision, compiled, everything)
@@ -402,7 +401,9 @@ def cluster_for(
     local_devices = topology.nodes[0].devices
     memory = topology.memory_bytes
     if per_node is None:
-        per_node = gpus if name == "cpu" else min(gpus, local_devices)
+        per_node = gpus
+        if name != "cpu":
+            per_node = min(gpus, local_devices)
     if name == "cpu" and memory is not None:
         # The processes of a machine share its memory.
         memory = memory * local_devices // per_node

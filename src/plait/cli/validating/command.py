@@ -59,6 +59,7 @@ def validate(
         InputError: An option cannot be followed.
         DeviceError: There is no GPU.
     """
+    # The budget includes the search for the GPUs.
     started = time.monotonic()
     require_writable("--out", out, make_folder=True)
     facts = machine_facts()

@@ -57,6 +57,7 @@ def bars(rows: Sequence[Bar], *, limit: tuple[float, str] | None = None) -> Mark
     ends = [row.end for row in rows]
     if limit:
         ends.append(limit[0])
+    # A margin of 2 % keeps the longest whisker inside of the chart.
     percent_per_unit = 100 / (max(ends) * 1.02)
     return render_macro("bars", rows, percent_per_unit, limit)
 
@@ -72,7 +73,7 @@ class Dot:
     title: str
     """Text of the tooltip."""
     mark: str = ""
-    """One or two characters. Points with a mark are drawn as discs over all other points."""
+    """Label of one or two characters. Marked points are drawn as discs over all other points."""
 
 
 _WIDTH = 1000
@@ -95,6 +96,7 @@ def plane(
         x_limit: Position and label of a vertical line. The area to its right is shaded.
         title: Description for screen readers.
     """
+    # Margins keep the outermost points inside of the plot.
     right = max([dot.x for dot in dots] + [x_limit[0]]) * 1.02
     low = min(dot.y for dot in dots) / 1.08
     high = max(dot.y for dot in dots) * 1.08

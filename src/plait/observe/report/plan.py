@@ -348,6 +348,7 @@ def candidates_section(report: PlanReport) -> Markup:
             cost = f"{point.cost} {point.cost_share:.1%} of the step"
         title = f"{describe(point.layout)}: {point.seconds:.4g} s, {_format_gib(point.needed)}"
         dots.append(charts.Dot(point.needed / GIB, point.seconds, colour, f"{title}; {cost}"))
+    # Marked choices come last, so that their discs are drawn over all other points.
     for mark, choice in report.marks.items():
         colour = "c-best" if mark == "1" else "c-chosen"
         size = _format_gib(choice.needed)
