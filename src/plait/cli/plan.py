@@ -7,8 +7,9 @@ computed by `plait.planner`.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -29,6 +30,12 @@ from plait.cli.planning.options import (
 )
 from plait.errors import InputError
 from plait.observe.files import require_writable, write_text
+
+if TYPE_CHECKING:
+    from plait.cli.planning.request import PlanQuery
+    from plait.planner.calibrate import Calibration
+    from plait.planner.explain import Change, Comparison
+    from plait.planner.search import Plan
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -116,12 +123,12 @@ def plan(
         else:
             print_names()
         return
-    # Before the search, which can take long.
+    # Wrong options are refused before the search, which can take long.
     _check_files(file, out, report, trace, everything=everything, force=force)
     why = why or []
-    comparisons = [
-        (text, parse_fixed([text])) for text in why if text not in ("neighbours", "sensitivity")
-    ]
+    requested = [text for text in why if text not in ("neighbours", "sensitivity")]
+    for text in requested:
+        parse_fixed([text])
     query = read_request(
         file=file,
         model=model,
@@ -142,7 +149,7 @@ def plan(
     request = query.request
     fixed = query.fixed
     calibration = read_calibration(calibrate, request)
-    notes = list(query.notes)
+    notes = query.notes
     result = searching.plan(request, fixed=fixed, calibration=calibration, best=top)
     if not result.best:
         print_nothing_fits(result)
@@ -153,17 +160,10 @@ def plan(
 
     if query.base and not everything:
         output.check_runs(request, output.config_of(request, result.best[0], query.base))
-    reasons = [
-        explain.why(result, values, text, fixed=fixed, calibration=calibration)
-        for text, values in comparisons
-    ]
-    neighbours = []
+    reasons = _compare(result, requested, fixed, calibration)
+    neighbours: list[Comparison] = []
     if "neighbours" in why:
-        for text in explain.neighbours(result):
-            values = parse_fixed([text])
-            neighbours.append(
-                explain.why(result, values, text, fixed=fixed, calibration=calibration)
-            )
+        neighbours = _compare(result, explain.neighbours(result), fixed, calibration)
     changes = []
     if "sensitivity" in why:
         changes = explain.sensitivity(result, calibration=calibration)
@@ -177,20 +177,7 @@ def plan(
     if trace is not None:
         write_trace(trace, result, calibration=calibration)
     if as_json:
-        config = None
-        if not everything:
-            config = output.config_of(request, result.best[0], query.base)
-        answers = []
-        for reason in [*reasons, *neighbours]:
-            other = output.choice_as_json(reason.other) if reason.other else None
-            answers.append({"query": reason.query, "reason": reason.reason, "other": other})
-        content_json = output.plan_as_json(result) | {
-            "config": config,
-            "sidecar": output.sidecar_of(result, result.best[0]),
-            "why": answers,
-            "sensitivity": [change.__dict__ for change in changes],
-            "notes": notes,
-        }
+        content_json = _to_json(result, query, [*reasons, *neighbours], changes, everything)
         print(json.dumps(content_json, indent=1, default=float))
         return
     print_plan(result, notes, reasons, neighbours, changes)
@@ -199,6 +186,48 @@ def plan(
     for path in (report, trace):
         if path is not None:
             print(f"wrote {path}")
+
+
+def _compare(
+    result: Plan,
+    texts: Sequence[str],
+    fixed: Mapping[str, int],
+    calibration: Calibration | None,
+) -> list[Comparison]:
+    """Compare the best layout with the best layouts that have certain values, such as `tp=4`."""
+    from plait.planner import explain
+    from plait.planner.fixed import parse_fixed
+
+    return [
+        explain.why(result, parse_fixed([text]), text, fixed=fixed, calibration=calibration)
+        for text in texts
+    ]
+
+
+def _to_json(
+    result: Plan,
+    query: PlanQuery,
+    reasons: list[Comparison],
+    changes: list[Change],
+    everything: bool,
+) -> dict[str, Any]:
+    from plait.planner import output
+
+    # With --all, the best layout may be one that no configuration can describe.
+    config = None
+    if not everything:
+        config = output.config_of(query.request, result.best[0], query.base)
+    answers = []
+    for reason in reasons:
+        other = output.choice_as_json(reason.other) if reason.other else None
+        answers.append({"query": reason.query, "reason": reason.reason, "other": other})
+    return output.plan_as_json(result) | {
+        "config": config,
+        "sidecar": output.sidecar_of(result, result.best[0]),
+        "why": answers,
+        "sensitivity": [change.__dict__ for change in changes],
+        "notes": query.notes,
+    }
 
 
 def _check_files(

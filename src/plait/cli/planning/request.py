@@ -374,10 +374,11 @@ def cluster_for(
                 f"{name} {value:g}: a device has some; give a number greater than 0, or leave"
                 " it out"
             )
-    changes: dict[str, float | None] = {
-        "memory_bytes": memory_gib * GIB if memory_gib else None,
-        "nic_bandwidth": network * 1e9 if network else None,
-    }
+    changes: dict[str, float | None] = {"memory_bytes": None, "nic_bandwidth": None}
+    if memory_gib is not None:
+        changes["memory_bytes"] = memory_gib * GIB
+    if network is not None:
+        changes["nic_bandwidth"] = network * 1e9
     if file is not None:
         for name, count in (("--world-size", gpus), ("--nproc-per-node", per_node)):
             if count is not None:
@@ -395,6 +396,13 @@ def cluster_for(
         if gpus is None:
             raise InputError(f"--gpu {gpu}: how many? add --world-size, for example --world-size 8")
         return hardware.cluster(gpu, gpus, devices_per_node=per_node, **changes)
+    return _local_cluster(gpus, per_node, changes)
+
+
+def _local_cluster(
+    gpus: int | None, per_node: int | None, changes: dict[str, float | None]
+) -> hardware.Cluster:
+    """Return a cluster of devices like those of this machine."""
     topology, name = live_devices()
     if gpus is None:
         return hardware.cluster_of(topology, name, **changes)
