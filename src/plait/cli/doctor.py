@@ -105,7 +105,7 @@ def doctor(
         "is for the measurement of links; add --links",
     )
     if nccl:
-        _show_nccl(as_json=as_json)
+        _show_library_settings(as_json=as_json)
     else:
         _show_environment(as_json=as_json)
 
@@ -182,7 +182,7 @@ def _show_environment(*, as_json: bool) -> None:
             typer.echo("  none")
 
 
-def _show_nccl(*, as_json: bool) -> None:
+def _show_library_settings(*, as_json: bool) -> None:
     from plait.cluster.nccl import VARIABLES, report, version
 
     library = version()
