@@ -126,7 +126,8 @@ def test_a_text_for_a_model_with_a_template(
     for model, noted in ((other, True), (folder, False)):
         run(model, "--prompt", "a", "--max-new-tokens", "1")
         assert (
-            "the model has a chat template, and a prompt that is a text" in capsys.readouterr().err
+            "the model has a chat template, which is not applied to a prompt"
+            in capsys.readouterr().err
         ) == noted
 
 
