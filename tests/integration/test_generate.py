@@ -384,7 +384,7 @@ def test_an_adapter(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
         )
     assert said["one"] == said["its own folder"] == said["tp"] == said["streamed"] != said["base"]
     run("--model", str(folder), "--adapter", adapter, "--adapter", adapter, "--prompt", "a", code=2)
-    assert "--adapter: 2 were given, and one may be" in capsys.readouterr().err
+    assert "--adapter: 2 were given, and at most one is supported" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(
             [
@@ -576,7 +576,7 @@ def test_the_folder_of_a_run(
     assert streamed.out.rstrip("\n") == answer
     run(*common, "--scratch", str(tmp_path), "--cpu-budget", "1MiB", code=2)
     assert (
-        "--scratch: holds layers that are written anew to be streamed, and none are"
+        "--scratch: holds layers that are converted before they are streamed, and there are"
         in capsys.readouterr().err
     )
     with pytest.raises(SystemExit):

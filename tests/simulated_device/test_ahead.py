@@ -25,7 +25,7 @@ from plait.data.loader import Loader
 from plait.data.packing import Sequences, Stream
 from plait.errors import CheckpointError
 from plait.events import Event, RunStarted, StepDone
-from plait.observe.metrics import MetricsFile, read
+from plait.observe.metrics import MetricsFile, read_metrics
 from plait.parallel.micro_batches import to_device
 from plait.train.clock import StepClock
 from plait.train.loop import Position, TrainingContext, train
@@ -320,7 +320,7 @@ def ahead(
     )
     losses = [
         row["loss"]
-        for row in read(Path(folder) / f"metrics-{rank}.jsonl")
+        for row in read_metrics(Path(folder) / f"metrics-{rank}.jsonl")
         if row["event"] == "step"
     ]
     return waits, idle, losses

@@ -153,8 +153,7 @@ def test_the_command_line(tmp_path: Path) -> None:
     )
     assert run.exit_code == 0, run.output
     assert (
-        "step 3, 5 tensors and 9 states" in run.output
-        and "not taken over: generators" in run.output
+        "step 3, 5 tensors and 9 states" in run.output and "not converted: generators" in run.output
     )
     assert compare(tmp_path / "out", rtol=1e-5).path == tmp_path / "out" / "theirs"
     shutil.copytree(MADE / "zero1", tmp_path / "bad")
