@@ -21,7 +21,7 @@ from typing import Any
 import typer
 
 import plait
-from plait.cli.main import SECOND, VERBS
+from plait.cli.main import NESTED_VERBS, VERBS
 from plait.config.resolving.json_schema import json_schema
 
 ROOT = Path(__file__).parents[1]
@@ -151,7 +151,7 @@ def command_line() -> str:
     )
     for verb, (module, _) in VERBS.items():
         text.extend(_command(f"plait {verb}", load(module)))
-        for words, second in SECOND.items():
+        for words, second in NESTED_VERBS.items():
             if words[0] == verb:
                 text.extend(_command(f"plait {' '.join(words)}", load(second)))
     return "\n".join(text)

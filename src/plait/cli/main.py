@@ -63,7 +63,7 @@ VERBS = {
 }
 """Module of each verb, which has a Typer `app`, and the line of `plait --help`."""
 
-_NESTED_VERBS = {("plan", "infer"): "plait.cli.planning.infer"}
+NESTED_VERBS = {("plan", "infer"): "plait.cli.planning.infer"}
 """Modules of verbs with two words, whose first word is also a verb with a positional argument."""
 
 
@@ -95,7 +95,7 @@ class _LazyVerb(TyperCommand):
     ) -> Any:
         assert self.name is not None
         module = VERBS[self.name][0]
-        nested = _NESTED_VERBS.get((self.name, args[0])) if args else None
+        nested = NESTED_VERBS.get((self.name, args[0])) if args else None
         if nested is not None:
             module = nested
             info_name = f"{info_name} {args[0]}"
