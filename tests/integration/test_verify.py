@@ -179,7 +179,7 @@ _attach, _initialise, _step = Reducer.attach, materialise.initialise, Stepper.__
 DEFECTS: dict[str, tuple[Any, str, Any]] = {
     "missing all-reduce": (Reducer, "_launch", _launch_nothing),
     "mean instead of sum": (DataParallel, "attach", _average),
-    "wrong weight": (plait.engine.engine, "Pending", _scalars_stay_local),
+    "wrong weight": (plait.engine.engine, "AsyncAllReduce", _scalars_stay_local),
     "unsynchronised weights": (materialise, "broadcast", lambda *_, **__: None),
     "initialised by rank": (materialise, "initialise", _initialise_by_rank),
     "reduced in float32": (Reducer, "attach", _attach_in_float32),
