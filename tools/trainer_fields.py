@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.common.table import markdown
-from plait.hf.fields import FIELDS, SEQ2SEQ, TRL, Field
+from plait.hf.fields import FIELDS, SEQ2SEQ, TRL, ArgumentField
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "how-to" / "trainer.md"
 END = "<!-- end -->\n"
@@ -24,7 +24,7 @@ def tables() -> dict[str, str]:
     }
 
 
-def _table(known: dict[str, Field]) -> str:
+def _table(known: dict[str, ArgumentField]) -> str:
     rows = []
     for name, entry in known.items():
         what = "" if entry.what in ("as in Transformers", "as in TRL") else entry.what

@@ -27,7 +27,7 @@ from plait.cluster import huge_pages
 from plait.inference.deployment import Work, deploy_streamed
 from plait.inference.generate import generate
 from plait.inference.load import load_model
-from plait.inference.reading import IN_FLIGHT, STRETCH, Block, FileReader
+from plait.inference.reading import CONCURRENT_READS, MAX_IMAGE_READ_BYTES, FileBlock, FileReader
 from plait.inference.source import open_source
 from plait.inference.stream import WeightStream
 from plait.inference.streamed import load_streamed
@@ -75,7 +75,7 @@ def throttled(bytes_per_second: float) -> None:
     """Reads of streamed weights take as long as at that rate, or longer; a sleep that was too long is made up for."""
     read, due, turn = FileReader.read_block, [0.0], threading.Lock()
 
-    def slow(self: FileReader, block: Block) -> None:
+    def slow(self: FileReader, block: FileBlock) -> None:
         with turn:
             due[0] = end = max(due[0], time.perf_counter() - 0.02) + block.size / bytes_per_second
         read(self, block)
@@ -126,7 +126,9 @@ def written(size: int) -> np.ndarray:
 
 
 @contextmanager
-def reading(path: Path, count: int, memory: int = PLACES, size: int = STRETCH) -> Iterator[None]:
+def reading(
+    path: Path, count: int, memory: int = PLACES, size: int = MAX_IMAGE_READ_BYTES
+) -> Iterator[None]:
     """So many bytes of a file are read past the kernel's cache meanwhile, again and again, with as many reads at a time as Plait, as large
     (or of `size` bytes), into `memory` bytes; nobody looks at them. Ends when all have been read."""
     file, stretches = os.open(path, os.O_RDONLY | os.O_DIRECT), path.stat().st_size // size
@@ -136,7 +138,7 @@ def reading(path: Path, count: int, memory: int = PLACES, size: int = STRETCH) -
         start = index % (memory // size) * size
         os.preadv(file, [places[start : start + size]], index % stretches * size)
 
-    with ThreadPoolExecutor(IN_FLIGHT) as threads:
+    with ThreadPoolExecutor(CONCURRENT_READS) as threads:
         ends = [threads.submit(read, index) for index in range(count // size)]
         yield
         for end in ends:

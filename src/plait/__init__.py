@@ -1,5 +1,6 @@
-"""Plait trains large models over many devices, from one JSON file, with any Hugging Face or plain
-PyTorch model.
+"""Plait trains large models on many devices.
+
+One JSON file describes the parallelism, and any Hugging Face or plain PyTorch model can be trained.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ if TYPE_CHECKING:
     from plait.sharded.parallel_model import ParallelModel, parallelize
     from plait.sharded.pretrained import from_pretrained
 
-# Looked up on first use, so that `plait --help` and `import plait` do not import torch.
-_HOMES = {
+# Public names are imported on first use, so that `plait --help` and `import plait` do not import
+# torch.
+_DEFINING_MODULES = {
     "ConfigError": "plait.errors",
     "LayerSpec": "plait.model.pipeline_module",
     "PipelineModule": "plait.model.pipeline_module",
@@ -72,9 +74,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _DEFINING_MODULES:
         raise AttributeError(f"module 'plait' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), "load" if name == "load_config" else name)
+
+    module = import_module(_DEFINING_MODULES[name])
+    if name == "load_config":
+        return module.load
+    return getattr(module, name)
 
 
 def __dir__() -> list[str]:

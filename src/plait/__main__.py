@@ -1,4 +1,4 @@
-"""`python -m plait` is the command `plait`."""
+"""Entry point of `python -m plait`, which is the same as the command `plait`."""
 
 from plait.cli.main import main
 

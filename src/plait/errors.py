@@ -1,8 +1,8 @@
-"""Every error a user can meet, in one form: the field and its value, the rule with its numbers, the
-remedy.
+"""Errors and warnings for users.
 
-The command prints the message of a PlaitError without a traceback and exits with its `exit_code`.
-Anything else that escapes is a defect of Plait and keeps its traceback.
+A message names the field and its value, the rule with its numbers, and the remedy. The command line
+prints the message of a `PlaitError` without a traceback and exits with its `exit_code`. Any other
+exception that escapes is a defect of Plait and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Problem:
-    """One broken rule. Printed as `field = value: rule; remedy`."""
+    """Violation of one rule. It is printed as `field = value: rule; remedy`."""
 
     field: str
     value: object
@@ -25,28 +25,32 @@ class Problem:
     remedy: str
 
     def __str__(self) -> str:
-        field = _cut(self.field) or '""'
-        shown = field if self.value is None else f"{field} = {_show(self.value)}"
-        return f"{shown}: {_cut(self.rule, 1500)}; {_cut(self.remedy, 1500)}"
+        field = _shorten(self.field) or '""'
+        if self.value is not None:
+            field = f"{field} = {_format_value(self.value)}"
+        return f"{field}: {_shorten(self.rule, 1500)}; {_shorten(self.remedy, 1500)}"
 
 
-def _show(value: object) -> str:
-    return _cut(repr(value) if isinstance(value, str) else str(value), 120)
+def _format_value(value: object) -> str:
+    text = repr(value) if isinstance(value, str) else str(value)
+    return _shorten(text, 120)
 
 
-def _cut(text: str, longest: int = 400) -> str:
-    return text if len(text) <= longest else text[: longest - 3] + "..."
+def _shorten(text: str, max_characters: int = 400) -> str:
+    if len(text) <= max_characters:
+        return text
+    return text[: max_characters - 3] + "..."
 
 
-_LONGEST_MESSAGE = 10_000
-"""Characters of a message. Files from others can hold names of megabytes."""
+_MAX_MESSAGE_CHARACTERS = 10_000
+"""Longest message that is printed. Foreign files can contain names of several megabytes."""
 
 
 class PlaitError(Exception):
-    """A mistake or a condition outside Plait, told in a sentence that a user can act on.
+    """Mistake of the user, or a condition outside of Plait, with a message that can be acted on.
 
-    The message has no control characters besides line breaks and tabs: a name in a file could
-    otherwise change what a terminal shows.
+    The message contains no control characters besides line breaks and tabs. Otherwise a name in a
+    file could change what a terminal shows.
     """
 
     exit_code = 1
@@ -56,22 +60,26 @@ class PlaitError(Exception):
 
 
 def printable(text: str) -> str:
-    """Return a text that is bounded, and whose control characters are escaped."""
-    cut = (
-        text
-        if len(text) <= _LONGEST_MESSAGE
-        else f"{text[:_LONGEST_MESSAGE]}... ({len(text):,} characters)"
-    )
-    if cut.isprintable():
-        return cut
-    return "".join(
-        char if char in "\n\t" or unicodedata.category(char) != "Cc" else ascii(char)[1:-1]
-        for char in cut
-    )
+    """Return a text of bounded length with escaped control characters."""
+    if len(text) > _MAX_MESSAGE_CHARACTERS:
+        text = f"{text[:_MAX_MESSAGE_CHARACTERS]}... ({len(text):,} characters)"
+    if text.isprintable():
+        return text
+    return "".join(_escape_control(char) for char in text)
+
+
+def _escape_control(char: str) -> str:
+    if char in "\n\t" or unicodedata.category(char) != "Cc":
+        return char
+    return ascii(char)[1:-1]
 
 
 class ConfigError(PlaitError):
-    """A configuration that cannot be run. Carries every problem found, not only the first."""
+    """Configuration that cannot be run.
+
+    Attributes:
+        problems: All problems of the configuration, not only the first one.
+    """
 
     exit_code = 2
 
@@ -81,58 +89,56 @@ class ConfigError(PlaitError):
 
 
 def refuse(problems: Iterable[Problem]) -> None:
-    """Raise ConfigError with all of them; nothing where there are none."""
-    found = tuple(problems)
-    if found:
-        raise ConfigError(*found)
+    """Raise ConfigError with all problems, if there are any."""
+    collected = tuple(problems)
+    if collected:
+        raise ConfigError(*collected)
 
 
 class InputError(PlaitError):
-    """A file, a folder, a data set or an argument that cannot be used."""
+    """File, folder, data set or argument that cannot be used."""
 
     exit_code = 2
 
 
 class ModelError(PlaitError):
-    """A model that the requested configuration cannot be applied to."""
+    """Model to which the requested configuration cannot be applied."""
 
     exit_code = 2
 
 
 class ParityError(PlaitError):
-    """A layout computed something else than one process does."""
+    """Results of a layout that differ from those of a single process."""
 
     exit_code = 3
 
 
 class CheckpointError(PlaitError):
-    """A checkpoint that is missing, incomplete or of another model."""
+    """Checkpoint that is missing, incomplete or written for another model."""
 
     exit_code = 4
 
 
 class CommunicationError(PlaitError):
-    """A collective that cannot complete: a rank ended, is stuck, or issues another one."""
+    """Collective that cannot complete: a rank ended, hangs, or issued another collective."""
 
     exit_code = 5
 
 
 class DeviceError(PlaitError):
-    """There is no device to do what was asked for."""
+    """Missing device of the required kind."""
 
     exit_code = 6
 
 
 class NumbersError(PlaitError):
-    """Numbers that cannot be trained on: a loss or gradient that is not finite, or replicas that
-    differ.
-    """
+    """Non-finite loss or gradient, or replicas whose numbers differ."""
 
     exit_code = 7
     of_batch = True
-    """Whether they come from the batch, so that they would come again with it."""
+    """True if the batch is the cause. The error would then recur with the same batch."""
     samples: int | None = None
-    """Sequences that a run had consumed before that batch."""
+    """Number of sequences that the run had consumed before the batch."""
 
 
 def first_line(error: BaseException) -> str:
@@ -142,14 +148,17 @@ def first_line(error: BaseException) -> str:
     it has no message. Some messages are long: Transformers lists all of its classes.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
     if len(lines) > 1 and lines[0].endswith(":"):
-        return _cut(f"{lines[0]} {lines[1]}")
-    return _cut(lines[0]) if lines else type(error).__name__
+        return _shorten(f"{lines[0]} {lines[1]}")
+    return _shorten(lines[0])
 
 
 def half_of_a_character(text: str) -> str | None:
-    """The first lone surrogate of a text, as Python writes it: JSON and command lines can have one,
-    tokenizers and UTF-8 cannot.
+    """Return the first lone surrogate of a text as Python writes it, or None.
+
+    JSON and command lines can contain lone surrogates; tokenizers and UTF-8 cannot.
     """
     try:
         text.encode()
@@ -159,15 +168,15 @@ def half_of_a_character(text: str) -> str | None:
 
 
 def warn(message: str) -> None:
-    """A warning at the line of the user's own code that called Plait, however deep in Plait it is
-    found.
-    """
-    here = os.path.dirname(__file__) + os.sep
+    """Issue a warning at the line of the user's code that called Plait."""
+    package = os.path.dirname(__file__) + os.sep
     frame = sys._getframe(1)
-    level = 2
+    stack_level = 2
+    # A context manager of Plait is entered by a frame of contextlib.
     while frame.f_back is not None and (
-        frame.f_code.co_filename.startswith(here) or frame.f_globals.get("__name__") == "contextlib"
+        frame.f_code.co_filename.startswith(package)
+        or frame.f_globals.get("__name__") == "contextlib"
     ):
         frame = frame.f_back
-        level = level + 1
-    warnings.warn(message, stacklevel=level)
+        stack_level += 1
+    warnings.warn(message, stacklevel=stack_level)

@@ -1,7 +1,7 @@
-"""What happens during a run, as frozen facts. The engine and the training loop emit them; `observe`
-only listens.
+"""Events of a run. The engine and the training loop emit them; `observe` only listens.
 
-Emitting must never change a number, so events carry plain Python values that were read anyway.
+Emitting an event must never change a number. Events therefore carry plain Python values that the
+run has read anyway.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RunStarted:
-    """A run begins, or goes on from `first_step`."""
+    """Start of a run, or its continuation at `first_step`."""
 
     first_step: int
     last_step: int
@@ -21,18 +21,22 @@ class RunStarted:
     layout: str
     folder: str
     communication: str = ""
-    """How ranks exchange gradients, parameters and sequences, with the reason of the selection."""
+    """Algorithms by which ranks exchange gradients, parameters and sequences, with the reasons."""
     notable_communication: str = ""
     """The part of `communication` that is not the default; the progress lines show only this."""
     resumed: tuple[str, ...] = ()
-    """What goes on otherwise than the checkpoint was written, one sentence each."""
+    """Differences between this run and the one that wrote the checkpoint, one sentence each."""
 
 
 @dataclass(frozen=True)
 class StepDone:
-    """One optimizer step over all ranks. `loss` is the global weighted mean; `weight` its
-    denominator (target tokens for a language model); `grad_norm` is global, unscaled and before
-    clipping; `memory_bytes` is this rank's.
+    """End of an optimizer step over all ranks.
+
+    Attributes:
+        loss: Weighted mean of the loss over all ranks.
+        grad_norm: Global norm of the unscaled gradients before clipping.
+        weight: Denominator of `loss`: target tokens for a language model.
+        memory_bytes: Peak memory of this rank.
     """
 
     step: int
@@ -49,8 +53,9 @@ class StepDone:
 
 @dataclass(frozen=True)
 class CommunicationDecided:
-    """What the first steps decided about the exchange of gradients, from the step after this one
-    on.
+    """Algorithm of the gradient exchange that the first steps selected.
+
+    It is used from the step after `step` on.
     """
 
     step: int
@@ -69,7 +74,7 @@ class Validated:
 
 @dataclass(frozen=True)
 class CheckpointSaved:
-    """A checkpoint is complete on disk and may be resumed from."""
+    """Completion of a checkpoint on disk. The run can be resumed from it."""
 
     step: int
     folder: str
@@ -87,7 +92,7 @@ class Sampled:
 
 @dataclass(frozen=True)
 class RunEnded:
-    """The loop is over. `reason` is `finished`, `interrupted` or `ended by a callback`."""
+    """End of the loop. `reason` is `finished`, `interrupted` or `ended by a callback`."""
 
     step: int
     reason: str

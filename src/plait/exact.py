@@ -1,9 +1,10 @@
-"""Python values as JSON and back, exactly: values that JSON cannot represent (tuples, integer keys,
-counters, tensors) are marked and decoded with their type. Nothing is unpickled, so reading a file
-runs no code of its author.
+"""Python values as JSON and back, exactly.
 
-A function is code, not state: it is marked as the reader's own, and the reader puts in what it
-holds at the same place.
+Values that JSON cannot represent (tuples, integer keys, counters, tensors) are marked and decoded
+with their type. Nothing is unpickled, so reading a file runs no code of its author.
+
+A function is code, not state. It is encoded as a marker, and `decode` inserts the function that the
+reader has in the same place.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ import torch
 
 from plait.errors import CheckpointError
 
-_LARGEST = 1 << 20
-"""Elements of a tensor in JSON; larger ones do not belong there."""
+_MAX_ELEMENTS = 1 << 20
+"""Largest number of elements of a tensor in JSON. Larger tensors belong in shard files."""
 _MAPPINGS: dict[str, type] = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict}
 _SEQUENCES: dict[str, Callable[[Iterable[Any]], Any]] = {
     "tuple": tuple,
@@ -36,38 +37,53 @@ _CODE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functo
 
 
 def encode(value: Any, where: str = "value") -> Any:
-    """`value` in JSON's types. `where` names it in errors. Raises CheckpointError, naming the
-    entry, for what is neither plain data, nor a small tensor, nor a function.
+    """Return a value in the types of JSON.
+
+    Args:
+        value: Plain data, small tensors and functions, nested in any way.
+        where: Name of the value in error messages.
+
+    Raises:
+        CheckpointError: An entry has a type that is not supported. The message names the entry.
     """
     kind = type(value)
     if value is None or kind in (bool, int, str):
         return value
+    # NumPy's float64 is a subclass of float, so it must be recognised before floats are.
     if isinstance(value, np.generic):
-        return {"$": "numpy", "dtype": value.dtype.str, "bytes": _text(value.tobytes())}
+        return {"$": "numpy", "dtype": value.dtype.str, "bytes": _to_base64(value.tobytes())}
     if isinstance(value, float):
-        return float(value) if math.isfinite(value) else {"$": "float", "value": repr(float(value))}
-    if isinstance(value, int | str) and not isinstance(value, Enum):
-        return int(value) if isinstance(value, int) else str(value)
+        if math.isfinite(value):
+            return float(value)
+        return {"$": "float", "value": repr(float(value))}
+    if isinstance(value, int) and not isinstance(value, Enum):
+        return int(value)
+    if isinstance(value, str) and not isinstance(value, Enum):
+        return str(value)
     if kind is list:
-        return [encode(item, f"{where}[{index}]") for index, item in enumerate(value)]
+        return _encode_items(value, where)
     if kind is dict and all(type(key) is str for key in value) and "$" not in value:
         return {key: encode(item, f"{where}.{key}") for key, item in value.items()}
-    if kind.__name__ in _MAPPINGS and kind is _MAPPINGS[kind.__name__]:
+    return _encode_marked(value, where)
+
+
+def _encode_marked(value: Any, where: str) -> dict[str, Any]:
+    """Return a dictionary that names the type of the value under the key `$`."""
+    kind = type(value)
+    if kind is _MAPPINGS.get(kind.__name__):
         items = [
             [encode(key, f"{where}: a key"), encode(item, f"{where}[{key!r}]")]
             for key, item in value.items()
         ]
         return {"$": kind.__name__, "items": items}
     if kind.__name__ in _SEQUENCES and kind is _SEQUENCES[kind.__name__]:
+        # The order of a set depends on the process, and equal states must give equal files.
         ordered = sorted(value, key=repr) if kind in (set, frozenset) else value
-        return {
-            "$": kind.__name__,
-            "items": [encode(item, f"{where}[{index}]") for index, item in enumerate(ordered)],
-        }
+        return {"$": kind.__name__, "items": _encode_items(ordered, where)}
     if isinstance(value, torch.Tensor):
         return _encode_tensor(value, where)
     if kind in (bytes, bytearray):
-        return {"$": kind.__name__, "bytes": _text(bytes(value))}
+        return {"$": kind.__name__, "bytes": _to_base64(bytes(value))}
     if kind is complex:
         return {"$": "complex", "parts": [encode(value.real), encode(value.imag)]}
     if isinstance(value, torch.dtype | torch.device):
@@ -76,69 +92,79 @@ def encode(value: Any, where: str = "value") -> Any:
         return {"$": "own", "name": getattr(value, "__qualname__", kind.__qualname__)}
     raise CheckpointError(
         f"{where} is a {kind.__qualname__}, which a checkpoint does not keep; keep numbers, text,"
-        f" lists, dicts or tensors of at most {_LARGEST:,} elements there"
+        f" lists, dicts or tensors of at most {_MAX_ELEMENTS:,} elements there"
     )
 
 
-def decode(value: Any, own: Any = None, where: str = "value") -> Any:
-    """The inverse. `own` is what the reader holds at the same place: functions are taken from
-    there, and tensors go to its device. Raises CheckpointError for a function that the reader does
-    not have, and for a form that `encode` never gives.
+def _encode_items(items: Iterable[Any], where: str) -> list[Any]:
+    return [encode(item, f"{where}[{index}]") for index, item in enumerate(items)]
+
+
+def decode(value: Any, reference: Any = None, where: str = "value") -> Any:
+    """Return the value that `encode` was given.
+
+    Args:
+        value: Result of `encode`.
+        reference: Value that the reader has in the same place. Functions are taken from it, and
+            tensors are moved to the device of its tensors.
+        where: Name of the value in error messages.
+
+    Raises:
+        CheckpointError: The reader lacks a function, or `encode` never returns such a value.
     """
     if isinstance(value, list):
-        owned = own if isinstance(own, list) else []
-        return [
-            decode(item, _at(owned, index), f"{where}[{index}]") for index, item in enumerate(value)
-        ]
+        return _decode_items(value, reference if isinstance(reference, list) else [], where)
     if not isinstance(value, dict):
         return value
     if "$" not in value:
-        inner = own if isinstance(own, Mapping) else {}
-        return {key: decode(item, inner.get(key), f"{where}.{key}") for key, item in value.items()}
+        counterparts = reference if isinstance(reference, Mapping) else {}
+        return {
+            key: decode(item, counterparts.get(key), f"{where}.{key}")
+            for key, item in value.items()
+        }
     try:
-        return _decode_marked(value, own, where)
+        return _decode_marked(value, reference, where)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
             f"{where} is of no form that Plait writes: {str(value)[:200]} ({error!r})"
         ) from error
 
 
-def _decode_marked(value: dict[str, Any], own: Any, where: str) -> Any:
+def _decode_marked(value: dict[str, Any], reference: Any, where: str) -> Any:
     kind = value["$"]
     if kind == "own":
-        if not callable(own):
+        if not callable(reference):
             raise CheckpointError(
                 f"{where} was the function {value['name']} when the checkpoint was written, and"
-                f" here it is {own!r}"
+                f" here it is {reference!r}"
             )
-        return own
+        return reference
+    if kind in _MAPPINGS:
+        counterparts = reference if isinstance(reference, Mapping) else {}
+        items = {}
+        for encoded_key, item in value["items"]:
+            key = decode(encoded_key, None, where)
+            items[key] = decode(item, counterparts.get(key), f"{where}[{key!r}]")
+        return _MAPPINGS[kind](items)
+    if kind in _SEQUENCES:
+        elements = list(reference) if isinstance(reference, tuple | deque) else []
+        return _SEQUENCES[kind](_decode_items(value["items"], elements, where))
+    if kind == "tensor":
+        return _decode_tensor(value, reference)
+    return _decode_scalar(kind, value)
+
+
+def _decode_scalar(kind: str, value: dict[str, Any]) -> Any:
     if kind == "float":
         return float(value["value"])
-    if kind in _MAPPINGS:
-        owned = own if isinstance(own, Mapping) else {}
-        keys = [decode(key, None, where) for key, _ in value["items"]]
-        return _MAPPINGS[kind](
-            {
-                key: decode(item, owned.get(key), f"{where}[{key!r}]")
-                for key, (_, item) in zip(keys, value["items"], strict=True)
-            }
-        )
-    if kind in _SEQUENCES:
-        inner = list(own) if isinstance(own, tuple | deque) else []
-        return _SEQUENCES[kind](
-            [
-                decode(item, _at(inner, index), f"{where}[{index}]")
-                for index, item in enumerate(value["items"])
-            ]
-        )
-    if kind == "tensor":
-        return _decode_tensor(value, own)
     if kind == "numpy":
-        return np.frombuffer(_bytes(value["bytes"]), dtype=np.dtype(value["dtype"]))[0]
-    if kind in ("bytes", "bytearray"):
-        return bytearray(_bytes(value["bytes"])) if kind == "bytearray" else _bytes(value["bytes"])
+        return np.frombuffer(_from_base64(value["bytes"]), dtype=np.dtype(value["dtype"]))[0]
+    if kind == "bytes":
+        return _from_base64(value["bytes"])
+    if kind == "bytearray":
+        return bytearray(_from_base64(value["bytes"]))
     if kind == "complex":
-        return complex(*(decode(part) for part in value["parts"]))
+        return complex(*(decode(component) for component in value["parts"]))
     if kind == "dtype":
         return _dtype(value["name"])
     if kind == "device":
@@ -146,44 +172,58 @@ def _decode_marked(value: dict[str, Any], own: Any, where: str) -> Any:
     raise ValueError(f"unknown mark {kind!r}")
 
 
+def _decode_items(items: list[Any], reference: list[Any], where: str) -> list[Any]:
+    """Decode the items of a sequence. `reference` may be shorter than the sequence."""
+    counterparts = reference + [None] * (len(items) - len(reference))
+    return [
+        decode(item, counterparts[index], f"{where}[{index}]") for index, item in enumerate(items)
+    ]
+
+
 def _encode_tensor(tensor: torch.Tensor, where: str) -> dict[str, Any]:
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.numel() > _LARGEST:
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.numel() > _MAX_ELEMENTS:
         form = f"{type(tensor).__name__} of shape {tuple(tensor.shape)}"
         raise CheckpointError(
-            f"{where} is a {form}, and a checkpoint keeps plain tensors of at most {_LARGEST:,}"
-            " elements there"
+            f"{where} is a {form}, and a checkpoint keeps plain tensors of at most"
+            f" {_MAX_ELEMENTS:,} elements there"
         )
     flat = tensor.detach().cpu().contiguous().reshape(-1)
+    content = ""
+    if flat.numel():
+        content = _to_base64(bytes(flat.view(torch.uint8).tolist()))
     return {
         "$": "tensor",
         "dtype": str(tensor.dtype).removeprefix("torch."),
         "shape": list(tensor.shape),
-        "bytes": _text(bytes(flat.view(torch.uint8).tolist())) if flat.numel() else "",
+        "bytes": content,
     }
 
 
-def _decode_tensor(value: dict[str, Any], own: Any) -> torch.Tensor:
+def _decode_tensor(value: dict[str, Any], reference: Any) -> torch.Tensor:
     dtype = _dtype(value["dtype"])
-    raw = _bytes(value["bytes"])
-    flat = torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.empty(0, dtype=dtype)
-    found = flat.clone().reshape(value["shape"])
-    return found.to(own.device) if isinstance(own, torch.Tensor) else found
+    content = _from_base64(value["bytes"])
+    # torch.frombuffer refuses an empty buffer.
+    flat = (
+        torch.frombuffer(bytearray(content), dtype=dtype)
+        if content
+        else torch.empty(0, dtype=dtype)
+    )
+    tensor = flat.clone().reshape(value["shape"])
+    if isinstance(reference, torch.Tensor):
+        return tensor.to(reference.device)
+    return tensor
 
 
 def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name} is no dtype")
-    return found
+    return dtype
 
 
-def _at(items: list[Any], index: int) -> Any:
-    return items[index] if index < len(items) else None
+def _to_base64(content: bytes) -> str:
+    return base64.b64encode(content).decode("ascii")
 
 
-def _text(raw: bytes) -> str:
-    return base64.b64encode(raw).decode("ascii")
-
-
-def _bytes(text: str) -> bytes:
+def _from_base64(text: str) -> bytes:
     return base64.b64decode(text.encode("ascii"), validate=True)

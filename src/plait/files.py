@@ -1,6 +1,4 @@
-"""Paths as users write them, folders that can be written, and small files that are written
-atomically.
-"""
+"""Paths that users write, checks of folders, file locks and atomic writes of small files."""
 
 from __future__ import annotations
 
@@ -16,18 +14,21 @@ from typing import IO
 from plait.errors import InputError
 
 RUN_LOCK = ".lock"
-"""The file in a run's folder that a running `plait train` holds."""
+"""Name of the file in a run's folder that a running `plait train` locks."""
 
 
 def is_only_writer(opened: IO[bytes] | IO[str] | int) -> bool:
-    """Whether no other process holds this open file or folder, which is then held until it is
-    closed or the process ends. True on a file system without locks.
+    """Lock an open file or folder, and return True unless another process holds its lock.
+
+    The lock is held until the file is closed or the process ends. The result is True on a file
+    system without locks.
     """
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
+        # The file system does not support locks.
         pass
     return True
 
@@ -35,8 +36,10 @@ def is_only_writer(opened: IO[bytes] | IO[str] | int) -> bool:
 def anonymous_file(name: str) -> int:
     """Return a descriptor of a new file in memory without a path. Child programs do not inherit it.
 
-    Other processes open it as `/proc/<process>/fd/<descriptor>`. Linux on x86-64 only. Raises
-    OSError.
+    Other processes open it as `/proc/<process>/fd/<descriptor>`. Linux on x86-64 only.
+
+    Raises:
+        OSError: The system cannot create such a file.
     """
     close_on_exec = 1
     if hasattr(os, "memfd_create"):
@@ -58,24 +61,31 @@ def anonymous_file(name: str) -> int:
 
 
 def is_at(path: Path, opened: IO[bytes] | IO[str] | int) -> bool:
-    """Whether a path names this open file or folder: it may have been renamed or removed since."""
+    """Return True if a path still names this open file or folder.
+
+    Another process may have renamed or removed it since it was opened.
+    """
+    descriptor = opened if isinstance(opened, int) else opened.fileno()
     try:
-        return os.path.samestat(
-            os.stat(path), os.fstat(opened if isinstance(opened, int) else opened.fileno())
-        )
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
     except FileNotFoundError:
         return False
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file under another name and rename it: a reader, also after a crash, finds the old
-    text or the new one. Raises OSError.
+    """Write a file atomically: under another name, which is then renamed.
+
+    A reader sees the old text or the new one, even after a crash.
+
+    Raises:
+        OSError: The file cannot be written.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with open(partial, "w", encoding="utf-8") as stream:
             stream.write(text)
             stream.flush()
+            # Without it a crash could leave an empty file under the final name.
             os.fsync(stream.fileno())
         partial.replace(path)
     except BaseException:
@@ -84,8 +94,10 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def write_result(path: Path, text: str) -> None:
-    """The same, in a folder that is made where it is missing. Raises InputError where it cannot be
-    written.
+    """Write a file atomically, and create its folder if it is missing.
+
+    Raises:
+        InputError: The file cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -95,18 +107,19 @@ def write_result(path: Path, text: str) -> None:
 
 
 def is_url(text: str | Path) -> bool:
-    """Return whether a text names a place in a store, as `s3://bucket/run` does. pathlib makes
-    `s3:/bucket/run` of it.
+    """Return True if a text names a location in an object store, for example `s3://bucket/run`.
+
+    A `Path` of it is recognised too, although pathlib turns it into `s3:/bucket/run`.
     """
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(text)) is not None
 
 
 def user_path(text: str | Path, field: str) -> Path:
-    """Return a path with `~` and `~name` replaced by the home of that user.
+    """Return a path with `~` and `~name` replaced by the home folder of that user.
 
     Raises:
-        InputError: There is no such user, or the text is a URL, for which pathlib would make a
-            folder `s3:`.
+        InputError: The user does not exist, or the text is a URL. pathlib would treat a URL as a
+            path in a local folder `s3:`.
     """
     if is_url(text):
         rule = "is a URL, and a path in a file system of this machine is needed"
@@ -121,24 +134,33 @@ def user_path(text: str | Path, field: str) -> Path:
 
 
 def is_path(name: str) -> bool:
-    """Whether a name that no file or folder has can only have been meant as one: the hub's names
-    are `name` or `owner/name`.
+    """Return True if a name can only be a path: names on the hub are `name` or `owner/name`.
+
+    It tells a mistyped path from a name on the hub if no file or folder of that name exists.
     """
     return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
 def require_folder(text: str | Path, field: str) -> Path:
-    """Make a folder unless it is there, and find out that files can be written in it. Raises
-    InputError, naming `field`.
+    """Create a folder if it is missing, and check that files can be written in it.
+
+    Args:
+        text: Path that the user wrote.
+        field: Configuration key or option of the path, for the message.
+
+    Raises:
+        InputError: The folder cannot be created or written.
     """
     path = user_path(text, field)
     try:
         path.mkdir(parents=True, exist_ok=True)
+        # Permissions alone do not tell: the file system may be read-only or full.
         with tempfile.NamedTemporaryFile(dir=path, prefix=".plait-"):
             pass
     except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
-        rule = "is a file" if path.is_file() else f"no file can be written there ({why})"
+        rule = f"no file can be written there ({getattr(error, 'strerror', None) or error})"
+        if path.is_file():
+            rule = "is a file"
         raise InputError(
             f"{field} = {str(text)!r}: {rule}; name a folder that can be written"
         ) from None

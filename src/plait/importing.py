@@ -1,6 +1,4 @@
-"""Modules that a user names as `package.module:name`, and packages that belong to Plait's optional
-extras.
-"""
+"""Imports of modules that a user names as `package.module:name`, and of optional packages."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from plait.errors import InputError
 
 
 class MissingExtraError(InputError, ImportError):
-    """A package of an optional extra is not installed."""
+    """Package of an optional extra that is not installed."""
 
 
 def require_extra(what: str, extra: str, **packages: str) -> None:
@@ -27,9 +25,9 @@ def require_extra(what: str, extra: str, **packages: str) -> None:
         extra: The extra of Plait that installs them.
         packages: Titles of the packages for the message, keyed by the name that is imported.
 
-    Raises: MissingExtraError: A package is not installed. The message contains the command that
-        installs the
-            extra.
+    Raises:
+        MissingExtraError: A package is not installed. The message contains the command that
+            installs the extra.
     """
     missing = [title for name, title in packages.items() if find_spec(name) is None]
     if missing:
@@ -58,7 +56,12 @@ def install_line(extra: str) -> str:
 
 
 class NotImportable(Exception):
-    """`rule` says what is wrong with a name, `remedy` what to do."""
+    """Name of a user that cannot be imported.
+
+    Attributes:
+        rule: What is wrong with the name.
+        remedy: What the user can do.
+    """
 
     def __init__(self, rule: str, remedy: str) -> None:
         super().__init__(f"{rule}; {remedy}")
@@ -67,11 +70,16 @@ class NotImportable(Exception):
 
 
 def module_of(named: str, *, form: str, example: str) -> tuple[ModuleType, str]:
-    """The module, imported, and the name in it. `form` is the rule for a text of another form, and
-    `example` one of this.
+    """Import the module of `package.module:name` and return it with the name.
 
-    Raises NotImportable for such a text and for a module that is not there; an error inside of the
-    module is its own.
+    Args:
+        named: The text of the user.
+        form: Rule that is quoted if the text has another form.
+        example: Text of the right form for the message.
+
+    Raises:
+        NotImportable: The text has another form, or the module does not exist. An error inside of
+            the module is not caught.
     """
     path, _, attribute = named.partition(":")
     if not path or path.startswith(".") or not attribute:
@@ -79,6 +87,7 @@ def module_of(named: str, *, form: str, example: str) -> tuple[ModuleType, str]:
     try:
         return importlib.import_module(path), attribute
     except ModuleNotFoundError as error:
+        # Another name belongs to a failing import inside of the user's module.
         if error.name is not None and (path == error.name or path.startswith(f"{error.name}.")):
             raise NotImportable(
                 f"there is no module {error.name!r} here", "run from its folder, or install it"

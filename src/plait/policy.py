@@ -1,6 +1,6 @@
-"""The base of everything that can be set: a frozen pydantic model that refuses unknown fields.
+"""Base class of all configuration sections: a frozen pydantic model that refuses unknown fields.
 
-A field's docstring is its documentation; `plait config schema` prints it.
+The docstring of a field is its documentation; `plait config schema` prints it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Policy(BaseModel):
-    """Frozen, strict about unknown names, documented by its field docstrings."""
+    """Immutable section of the configuration, documented by the docstrings of its fields."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, arbitrary_types_allowed=True

@@ -1,3 +1,3 @@
-"""Plait's version, of which the wheel takes its own."""
+"""Version of Plait. The build of the wheel reads it from this file."""
 
 __version__ = "0.1.0"

@@ -21,7 +21,7 @@ from plait.planner.hardware import cluster
 from plait.planner.job import RECOMPUTE, Layouts
 from plait.planner.memory import layer_activations
 from plait.planner.models import Model, from_config
-from plait.planner.own import kept_bytes, logits_bytes
+from plait.planner.own import logits_bytes, saved_bytes
 from plait.planner.request import Request, job_of
 from tests.covers import cover
 from tests.fake.worlds import FakeWorld
@@ -74,7 +74,7 @@ def test_bytes_of_a_block_and_of_the_loss(
         job_of(request, Layouts(tp=np.array([tp]), sp=np.array([int(sp)]), micro_batch=SAMPLES))
     )
     tokens = SAMPLES * LENGTH
-    none, operators, full = (float(np.ravel(value)[0]) * tokens for value in kept_bytes(job))
+    none, operators, full = (float(np.ravel(value)[0]) * tokens for value in saved_bytes(job))
     logits = float(np.ravel(logits_bytes(job))[0])
     for predicted, mode in ((none, "none"), (operators, "selective"), (full, "full")):
         assert predicted == pytest.approx(found.modes[mode].kept[1], rel=0.02), mode

@@ -25,7 +25,7 @@ from plait.cli.main import main
 PLACES = (
     ("plait.parallel.offload.arena.Arena.evict", 150),  # a backward or a step over the files
     ("plait.parallel.offload.arena.Arena.fetch", 250),
-    ("plait.optim.disk_optimizer.DiskTier._take", 20),  # between two pieces of a step
+    ("plait.optim.disk_optimizer.DiskTier._store_states", 20),  # between two chunks of a step
     ("plait.checkpoint.save.write_shards", 1),
     ("plait.checkpoint.save.write_shards", 2),
     ("plait.checkpoint.save.write_text", 1),  # tensors are written, the list of them is not

@@ -225,7 +225,7 @@ def test_a_folder_that_is_none(
     tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run("--model", str(tmp_path / "no"), "--prompt", "a", code=2)
-    assert "is no folder" in capsys.readouterr().err
+    assert "is not a folder" in capsys.readouterr().err
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     run("--model", str(tmp_path), "--prompt", "a", code=4)
     assert (
@@ -384,7 +384,7 @@ def test_an_adapter(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
         )
     assert said["one"] == said["its own folder"] == said["tp"] == said["streamed"] != said["base"]
     run("--model", str(folder), "--adapter", adapter, "--adapter", adapter, "--prompt", "a", code=2)
-    assert "--adapter: 2 were given, and one may be" in capsys.readouterr().err
+    assert "--adapter: 2 were given, and at most one is supported" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(
             [
@@ -430,7 +430,7 @@ main(sys.argv[1:])
         ("fails", r"model.safetensors cannot be read at byte [\d,]+: Input/output error"),
         (
             "hangs",
-            r"model.safetensors: the weights of model.layers.\d are waited for, and no bytes have come for 2 s from byte [\d,]+ on",
+            r"model.safetensors: the weights of model.layers.\d have not arrived, and no bytes were read for 2 s from byte [\d,]+ on",
         ),
     ],
 )
@@ -576,7 +576,7 @@ def test_the_folder_of_a_run(
     assert streamed.out.rstrip("\n") == answer
     run(*common, "--scratch", str(tmp_path), "--cpu-budget", "1MiB", code=2)
     assert (
-        "--scratch: holds layers that are written anew to be streamed, and none are"
+        "--scratch: holds layers that are converted before they are streamed, and there are"
         in capsys.readouterr().err
     )
     with pytest.raises(SystemExit):

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from plait.cli import generate as command
-from plait.cli.launching.settings import Settings
+from plait.cli.launching.settings import LaunchSettings
 from plait.cli.main import main
 from plait.cluster import ending
 from plait.errors import InputError
@@ -77,7 +77,7 @@ def test_all_is_checked_before_the_first_answer(
     def loaded(*_: Any) -> None:
         raise AssertionError("the model is loaded for nothing")
 
-    monkeypatch.setattr(command, "_loaded", loaded)
+    monkeypatch.setattr(command, "_load", loaded)
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     prompts.write_text(GOOD + "\n" + json.dumps(line) + "\n", encoding="utf-8")
     run(
@@ -126,7 +126,8 @@ def test_a_text_for_a_model_with_a_template(
     for model, noted in ((other, True), (folder, False)):
         run(model, "--prompt", "a", "--max-new-tokens", "1")
         assert (
-            "the model has a chat template, and a prompt that is a text" in capsys.readouterr().err
+            "the model has a chat template, which is not applied to a prompt"
+            in capsys.readouterr().err
         ) == noted
 
 
@@ -165,7 +166,7 @@ def test_no_room_for_what_processes_are_told(
     monkeypatch.setattr(Path, "write_text", full)
     run(folder, "--prompt", "a", "--tp", "2", "--max-new-tokens", "2", code=2)
     assert (
-        "No space left on device; several processes read there what they are to do"
+        "No space left on device; several processes read their arguments there"
         in capsys.readouterr().err
     )
 
@@ -254,7 +255,7 @@ def test_a_command_goes_on_after_finished_answers(
     run(folder, *common, "--out", str(out), "--batch-size", "2", code=code)
     partial = out.with_name("out.jsonl.partial")
     said = (
-        f"2 of 5 answers are finished, and kept in {partial}; the same command goes on after them"
+        f"2 of 5 answers are finished and kept in {partial}; the same command continues after them"
     )
     assert said in capsys.readouterr().err and not out.exists()
     assert [
@@ -294,7 +295,7 @@ def test_prompts_that_are_no_utf_8(tmp_path: Path) -> None:
     prompts.write_bytes(GOOD.encode() + b'{"prompt": "caf\xe9"}\n')
     with pytest.raises(
         InputError,
-        match=r"prompts.jsonl, line 2: byte 16 is 0xe9, which is no UTF-8; save the file as UTF-8$",
+        match=r"prompts.jsonl, line 2: byte 16 is 0xe9, which is not UTF-8; save the file as UTF-8$",
     ):
         read_prompts(prompts)
     prompts.write_bytes(b'{"prompt": "a"}\r\n\r\n{"prompt": "b"}\r{"prompt": "c"}')
@@ -320,7 +321,9 @@ def test_answers_of_other_prompts_are_left_as_they_are(tmp_path: Path) -> None:
         assert partial.read_bytes() == before
     partial.write_bytes(before.replace(b"def", b"abc"))
     with (
-        pytest.raises(InputError, match=r"out.partial, line 1: is no answer to .*line 1; remove"),
+        pytest.raises(
+            InputError, match=r"out.partial, line 1: is not an answer to .*line 1; remove"
+        ),
         answer_file(tmp_path / "out", lines, {"--seed": 1}),
     ):
         pass
@@ -355,7 +358,7 @@ def test_several_processes_get_long_settings(folder: Path, monkeypatch: pytest.M
     """Longer ones than the kernel takes for an argument, which all users of a machine may read."""
     long, given = "\u00e9" * 100_000, []
 
-    def launched(words: list[str], settings: Settings) -> int:
+    def launched(words: list[str], settings: LaunchSettings) -> int:
         assert (
             settings.processes == 2 and settings.grace_seconds <= 10
         )  # one may wait for another that a signal has ended
@@ -391,7 +394,7 @@ def test_a_signal_before_the_first_answer_leaves_nothing(
         ) is not signal.SIG_DFL
         os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(command, "_loaded", loaded)
+    monkeypatch.setattr(command, "_load", loaded)
     before = signal.getsignal(number)
     run(folder, "--prompts", str(prompts), "--out", str(out), code=128 + number)
     assert list(tmp_path.iterdir()) == [prompts] and signal.getsignal(number) is before
@@ -441,7 +444,7 @@ def test_standard_output_that_takes_no_more(
     ended: list[int] = []
     monkeypatch.setattr(command, "close_stdout", lambda error: code if error.errno == number else 0)
     monkeypatch.setattr(ending, "end_process", ended.append)
-    asked = command.Asked("m", None, "stored", 2, 1, "a", None, None, 1, None)
+    asked = command.GenerateArguments("m", None, "stored", 2, 1, "a", None, None, 1, None)
     command._write(asked, "text")
     assert ended == [code]
     with pytest.raises(OSError, match="no more"):

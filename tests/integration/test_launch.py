@@ -401,7 +401,9 @@ sys.exit(138)
 """
         done = _run("--nproc-per-node", "2", "--max-restarts", "2", _script(folder, text))
         assert (done.returncode, done.stdout) == (138, "rank 0 has saved\n")
-        assert done.stderr == "plait: the ranks have ended after SIGUSR1, which one of them got\n"
+        assert (
+            done.stderr == "plait: the ranks have ended after SIGUSR1, which one of them received\n"
+        )
 
     @pytest.mark.proof
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -33,7 +33,7 @@ def test_the_commands_of_the_page(folder: Path, capsys: pytest.CaptureFixture[st
     for command in COMMANDS:
         run(*shlex.split(command.replace("FOLDER", str(folder)).replace("2GiB", "3MiB"))[2:])
         shown = capsys.readouterr().out
-        assert "weights that stay" in shown and "\nbound: " in shown, command
+        assert "resident weights" in shown and "\nbound: " in shown, command
 
 
 def test_bytes_are_those_that_generate_decides_with(

@@ -169,7 +169,7 @@ def test_readmes_commands_on_a_run(
         assert _code(line[1:]) == 0, capsys.readouterr().err
     out = capsys.readouterr().out
     assert "*  step-00000012  12 " in out and "good" in out
-    assert "greedy tokens are the same, and logits within" in out and "vllm serve trained" in out
+    assert "greedy tokens are equal, and logits agree within" in out and "vllm serve trained" in out
     assert "tensors are the checkpoint's" in out and "every byte of 2 files" in out
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
     mine = AutoModelForCausalLM.from_config(model.config)
@@ -277,7 +277,7 @@ def test_ctrl_c_and_the_same_command_again(place: Path, whole: tuple[Path, str])
     end = _rows(folder, "end")[-1]
     assert end["reason"] == "interrupted"
     assert _rows(folder, "checkpoint")[-1]["step"] == end["step"]
-    assert f"go on with: plait train small.json {' '.join(where)} --set run.steps=100000" in out
+    assert f"resume with: plait train small.json {' '.join(where)} --set run.steps=100000" in out
     code, out, err = _run(place, *where, "--set", f"run.steps={end['step'] + 3}")
     assert code == 0, err
     assert f"from step {end['step']}" in out

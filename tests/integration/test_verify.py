@@ -121,7 +121,7 @@ class _Done:
 
 
 def _launch_nothing(self: Reducer, bucket: Any) -> None:
-    self._next += 1
+    self._next_bucket += 1
     bucket.work = _Done()
 
 
@@ -145,7 +145,7 @@ def _scalars_stay_local(value: torch.Tensor, group: Any) -> Pending:
 
 
 def _unclipped(
-    self: Stepper, grads: list[torch.Tensor], norm: torch.Tensor, inverse: float
+    self: Stepper, grads: list[torch.Tensor], norm: torch.Tensor, unscale: float
 ) -> None:
     pass
 
@@ -183,7 +183,7 @@ DEFECTS: dict[str, tuple[Any, str, Any]] = {
     "unsynchronised weights": (materialise, "broadcast", lambda *_, **__: None),
     "initialised by rank": (materialise, "initialise", _initialise_by_rank),
     "reduced in float32": (Reducer, "attach", _attach_in_float32),
-    "not clipped": (Stepper, "_rescale", _unclipped),
+    "not clipped": (Stepper, "_unscale_and_clip", _unclipped),
     "updated on rank 0 only": (Stepper, "__call__", _step_on_rank_0),
     "wrong stage cut": (plait.parallel.pipeline.pipeline_parallel, "stage_model", _next_block),
     "lost tied gradient": (PipelineRank, "finish_reduction", lambda _: None),

@@ -62,7 +62,7 @@ def measure_step(engine: Engine, batch: Any) -> dict[str, int]:
         held["gradients"] = max(
             held["gradients"], storage_bytes(p.grad for p in parameters if p.grad is not None)
         )
-        held["compression"] = storage_bytes(residuals.held()) if residuals is not None else 0
+        held["compression"] = storage_bytes(residuals.tensors()) if residuals is not None else 0
 
     def before_one(_: torch.nn.Parameter) -> None:
         before_update()
@@ -106,7 +106,7 @@ def measure_activations(engine: Engine, piece: Any) -> dict[str, int]:
         with live:
             for tell in engine.hooks.before_microbatch:
                 tell(True)
-            loss_fn = engine._loss()
+            loss_fn = engine._required_loss()
             with engine.sharded.logits_for(loss_fn):
                 total = loss_fn(engine.sharded.forward(model, piece), piece)[0]
                 total = total * factor.to(total.dtype)  # as the engine scales it

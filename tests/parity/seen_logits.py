@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from plait.inference.choose import Chooser
+from plait.inference.sampling import TokenSampler
 
 
 class SeenLogits:
@@ -13,13 +13,13 @@ class SeenLogits:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.logits: list[torch.Tensor] = []
-        choose = Chooser.__call__
+        choose = TokenSampler.__call__
 
-        def keep(chooser: Chooser, logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
+        def keep(chooser: TokenSampler, logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
             self.logits.append(logits.clone())
             return choose(chooser, logits, rows)
 
-        monkeypatch.setattr(Chooser, "__call__", keep)
+        monkeypatch.setattr(TokenSampler, "__call__", keep)
 
     def take(self) -> torch.Tensor | None:
         """[requests, new tokens, vocabulary]; None on a rank that has none."""

@@ -21,7 +21,7 @@ from plait.comm.links import Cost, GroupLinks, Level
 from plait.comm.reduce_scatter import AllToAllReduceScatter
 from plait.config.resolving.resolve import load, resolve
 from plait.errors import ConfigError
-from plait.parallel.data.autotune import Candidate, CompressionAutotuner, best_of
+from plait.parallel.data.autotune import CompressionAutotuner, CompressionCandidate, best_of
 from plait.parallel.data.reducer import Reducer
 from plait.parallel.data.residuals import Residuals
 from plait.parallel.hooks import StepEnd
@@ -169,7 +169,7 @@ def on_a_clock(rank: int, world: int, seconds: list[float]) -> tuple[int, list[s
     """(decision, ways taken in turn, what was said), of steps that take so long. Runs in a worker."""
     taken: list[str] = []
     options = tuple(
-        Candidate(name, code, partial(taken.append, name))
+        CompressionCandidate(name, code, partial(taken.append, name))
         for name, code in (("int8", 8), ("int4", 4))
     )
     autotuner = CompressionAutotuner(

@@ -182,7 +182,7 @@ def test_folders_of_single_machines_are_refused(pool: Pool, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("tag", ["", "a/b", ".hidden", "LATEST"])
 def test_a_tag_is_the_name_of_a_folder(pool: Pool, tmp_path: Path, tag: str) -> None:
-    assert "it names a folder" in pool.run(1, refused_tag, str(tmp_path), tag)[0]
+    assert "a tag names a folder" in pool.run(1, refused_tag, str(tmp_path), tag)[0]
 
 
 def refused_tag(rank: int, world: int, folder: str, tag: str) -> str:
@@ -325,7 +325,7 @@ def over_others_files(rank: int, world: int, folder: str) -> list[str]:
 
 def test_only_a_checkpoint_is_replaced(pool: Pool, tmp_path: Path) -> None:
     said = pool.run(1, over_others_files, str(tmp_path))[0]
-    assert all("no checkpoint, and would be deleted" in one for one in said)
+    assert all("is not a checkpoint, and would be deleted" in one for one in said)
     assert (
         (tmp_path / "notes" / "thesis.txt").read_text() == (tmp_path / "log").read_text() == "mine"
     )

@@ -178,7 +178,7 @@ def chosen(rank: int, world: int) -> tuple[str, str, int, str]:
         )
     assert engine.hooks.of(Reducer) is not None
     mesh: Mesh = engine.mesh
-    agreed = collective_selection._agreed(mesh, (rank, rank * 10))
+    agreed = collective_selection._broadcast_over_tp(mesh, (rank, rank * 10))
     return (
         type(engine.hooks.of(Reducer).reduction).__name__,
         engine.communication,

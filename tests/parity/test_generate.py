@@ -433,7 +433,7 @@ def test_an_error_of_one_rank_is_raised_by_all(pool: Pool) -> None:
         )
         assert "rank 1, generate: prompt 0 has no token" in empty
         assert "5,002 tokens" in long and "max_position_embeddings" in long and "rank 1" in long
-        assert "stop_strings needs tokenizer=" in text
+        assert "stop_strings requires tokenizer=" in text
 
 
 class Failing:
@@ -492,7 +492,7 @@ def test_where_the_rank_that_chooses_fails_all_raise(pool: Pool) -> None:
             assert (
                 other["text"]
                 == other["on_token"]
-                == "InputError: another rank failed, which tells its error"
+                == "InputError: another rank failed, which reports its error"
             )
         else:
             assert other["text"] == "InputError: the rank that chooses tokens: no text for that"

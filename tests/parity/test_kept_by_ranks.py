@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from plait.inference.dry_cache import kept_of
+from plait.inference.cache_layout import CacheDemand, cache_bytes
+from plait.inference.dry_cache import cache_layout_of
 from plait.inference.generate import generate
-from plait.inference.kept import Asked, cache_bytes
 from plait.inference.load import load_model
 from plait.inference.source import open_source
 from plait.parallel.pipeline.stage_cache import StageCaches
@@ -43,7 +43,10 @@ def held(rank: int, world: int, folder: str, tp: int, pp: int) -> tuple[int, int
             for one in values
             if isinstance(one, torch.Tensor) and one.ndim
         )
-        keeps, asked = kept_of(sharded.model), Asked(len(PROMPTS), len(PROMPTS[0]) + NEW - 1, 4)
+        keeps, asked = (
+            cache_layout_of(sharded.model),
+            CacheDemand(len(PROMPTS), len(PROMPTS[0]) + NEW - 1, 4),
+        )
         blocks = None if sharded.pipeline is None else sharded.parts.blocks
         return (
             found,

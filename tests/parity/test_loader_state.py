@@ -149,7 +149,7 @@ def test_on_another_layout_it_is_refused(pool: Pool, tmp_path: Path) -> None:
         "this layout is another (dp_shard 2 -> 1): samples would be left out or repeated" in other
     )
     assert (
-        "has no state_dict, so nothing says where it stands; use torchdata's StatefulDataLoader"
+        "has no state_dict, so its position cannot be saved; use torchdata's StatefulDataLoader"
         in stateless
     )
 

@@ -17,7 +17,7 @@ import plait
 from plait.comm.pending import Pending
 from plait.config.resolving.resolve import load, resolve
 from plait.errors import ConfigError
-from plait.parallel.tensor.overlap import Deferred
+from plait.parallel.tensor.overlap import DeferredGradient
 from plait.verify.keep_float64 import keeping_float64
 from tests.covers import cover
 from tests.parity import cases
@@ -157,7 +157,7 @@ def order(rank: int, world: int, pieces: int) -> tuple[list[str], list[str]]:
         for owner, method, name in (
             (Pending, "__init__", "start"),
             (Pending, "value", "wait"),
-            (Deferred, "gradient", "weight"),
+            (DeferredGradient, "gradient", "weight"),
             (torch, "mm", "piece"),
             (dist, "all_reduce", "sum"),
         ):

@@ -25,7 +25,7 @@ from plait.data.loader import Loader
 from plait.data.packing import Sequences, Stream
 from plait.errors import CheckpointError
 from plait.events import Event, RunStarted, StepDone
-from plait.observe.metrics import MetricsFile, read
+from plait.observe.metrics import MetricsFile, read_metrics
 from plait.parallel.micro_batches import to_device
 from plait.train.clock import StepClock
 from plait.train.loop import Position, TrainingContext, train
@@ -211,7 +211,7 @@ def test_the_end_of_a_step_is_waited_for(simulated: SimulatedPool) -> None:
 def staged(rank: int, world: int) -> list[float]:
     """What the thread that writes is given. Runs in a worker."""
     tensors = {"x": torch.arange(4.0, device=CUDA)}
-    found = Writer(SimpleNamespace(device=CUDA))._staged(SimpleNamespace(tensors=tensors))  # type: ignore[arg-type]
+    found = Writer(SimpleNamespace(device=CUDA))._stage(SimpleNamespace(tensors=tensors))  # type: ignore[arg-type]
     return found["x"].tolist()
 
 
@@ -320,7 +320,7 @@ def ahead(
     )
     losses = [
         row["loss"]
-        for row in read(Path(folder) / f"metrics-{rank}.jsonl")
+        for row in read_metrics(Path(folder) / f"metrics-{rank}.jsonl")
         if row["event"] == "step"
     ]
     return waits, idle, losses

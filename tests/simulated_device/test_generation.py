@@ -11,10 +11,10 @@ import torch
 
 import plait
 from plait.inference import reading, stream, streamed
-from plait.inference.dry_cache import kept_of
-from plait.inference.kept import LAYERS_THERE, Asked, cache_bytes
+from plait.inference.cache_layout import LAYERS_ON_DEVICE, CacheDemand, cache_bytes
+from plait.inference.dry_cache import cache_layout_of
 from plait.inference.source import open_source
-from plait.inference.streamed import Streaming, load_streamed, plan, tensors_of
+from plait.inference.streamed import WeightStreamHook, load_streamed, plan_streaming, tensors_of
 from tests.simulated_device.conftest import Row
 from tests.simulated_device.pool import SimulatedPool
 
@@ -68,7 +68,7 @@ def generated(
         open_source(Path(folder)), budget_bytes=budget + OTHER, other_bytes=OTHER, host_bytes=host
     )
     held = torch.accelerator.memory_allocated()
-    streaming = sharded.hooks.of(Streaming)
+    streaming = sharded.hooks.of(WeightStreamHook)
     assert streaming is not None
     copied = device.copies()
     tokens = [
@@ -100,7 +100,7 @@ def test_streamed_weights(source: str, simulated: SimulatedPool, tmp_path: Path,
     block = sum(one.size for name, one in stored.items() if ".layers.0." in name)
     budget = whole - 2 * block  # two layers stay beside two places
     host = {"host memory": 1 << 30, "files": 0, "both": 3 * (-(-block // (1 << 20)) << 20)}[source]
-    planned = plan(
+    planned = plan_streaming(
         found.model(), stored, budget_bytes=budget + OTHER, other_bytes=OTHER, host_bytes=host
     )
     assert len(planned.streamed) >= 3
@@ -150,9 +150,9 @@ def cached(rank: int, world: int, config: dict[str, Any]) -> dict[str, Any]:
     prompts = [
         [(7 * at + index) % 60 + 2 for at in range(length)] for index, length in enumerate(LENGTHS)
     ]
-    asked = Asked(requests=8, tokens=48 + ADDED, itemsize=8)
+    asked = CacheDemand(requests=8, tokens=48 + ADDED, itemsize=8)
     found: dict[str, Any] = {
-        "bytes": cache_bytes(kept_of(model), asked, tp=engine.sharded.mesh.layout.tp)
+        "bytes": cache_bytes(cache_layout_of(model), asked, tp=engine.sharded.mesh.layout.tp)
     }
     for offload_cache in (False, True):
         settings = {"max_new_tokens": ADDED, "eos_token_id": [25], "offload_cache": offload_cache}
@@ -185,5 +185,5 @@ def test_keys_and_values_on_the_host(
             found["tokens True"] == found["tokens False"] and min(lengths) < max(lengths) == ADDED
         )
         saved = found["peak False"] - found["peak True"]
-        assert saved >= 0.8 * found["bytes"] * (1 - LAYERS_THERE / LAYERS)
+        assert saved >= 0.8 * found["bytes"] * (1 - LAYERS_ON_DEVICE / LAYERS)
     row(f"keys and values on the host, {world} devices", "keys and values on the device", 0.0)

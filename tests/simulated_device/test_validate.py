@@ -97,6 +97,7 @@ SCALED = (
 )
 NOT_SIMULATED = {
     "parity/compile": "torch.compile cannot be simulated",
+    "parity/attention-kernels": "fused attention cannot be simulated",
     "throughput/compiled": "torch.compile cannot be simulated",
     "throughput/liger": "Liger is not installed",
     "throughput/deepspeed": "DeepSpeed is not installed",

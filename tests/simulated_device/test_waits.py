@@ -193,7 +193,7 @@ def timed(rank: int, world: int) -> tuple[list[bool], list[bool]]:
         device_rates.measure_products([(4, 4, 4)], dtype=torch.float32, device=CUDA)
         products, watch.behind = watch.behind, []
         x = torch.ones(4, device=CUDA)
-        with single_rank._Profile(SimpleNamespace(device=CUDA)).step():  # type: ignore[arg-type]
+        with single_rank._DeviceProfile(SimpleNamespace(device=CUDA)).step():  # type: ignore[arg-type]
             x.add_(1)
         return products, watch.behind
 

@@ -114,7 +114,7 @@ def _rounds(rank: int, ends: list[tuple[int, int]], steps: int) -> None:
     batch = torch.randn(SAMPLES, HIDDEN)
     go, done = ends[rank]
     while (told := os.read(go, 1)) != b".":
-        engine.stepper.asks = told == b"1"
+        engine.stepper.checks_finite = told == b"1"
         WATCH.disarm()
         if told == b"1":
             WATCH.arm()

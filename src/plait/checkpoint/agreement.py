@@ -1,7 +1,8 @@
-"""After work that one rank may fail at, all ranks know: one all-gather of a status, and what each
-of them brings along.
+"""Run work on all ranks and raise the first error of any rank on all of them.
 
-Without it the others would wait in the next collective until the timeout of the process group.
+Otherwise the ranks without an error would wait in the next collective until the process group times
+out. The agreement is one all-gather of fixed-size rows, which also carry a short result of each
+rank.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from plait._torch.flat_collectives import all_gather_single
 from plait.errors import CheckpointError, PlaitError
 
 T = TypeVar("T")
-_BROUGHT = 64
-_MESSAGE = 992
+_RESULT_BYTES = 64
+_MESSAGE_BYTES = 992
 
 
 def together(
@@ -29,51 +30,69 @@ def together(
     group: dist.ProcessGroup | None = None,
     raising: type[PlaitError] = CheckpointError,
 ) -> tuple[T, list[bytes]]:
-    """This rank's result of `work`, and what all ranks bring of theirs (at most 64 bytes each).
-    Where a rank's work failed, all raise `raising` with the message of the first of them.
-    Collective over `group`, of all ranks.
+    """Run `work` on all ranks and exchange short results. Collective.
+
+    Args:
+        work: Local work without collectives.
+        brings: Encodes the result of `work` as at most 64 bytes for the other ranks.
+        device: Device of the tensors that are gathered.
+        doing: Description of the work for error messages.
+        group: Group of all ranks. None is the default one.
+        raising: Class of the error that is raised.
+
+    Returns:
+        This rank's result, and the 64 bytes of every rank.
+
+    Raises:
+        PlaitError: The work of a rank failed. All ranks raise `raising` with the message of the
+            lowest such rank.
     """
     result: T | None = None
-    failed: BaseException | None = None
+    failure: Exception | None = None
+    encoded = b""
+    message = b""
     try:
         result = work()
-        brought = brings(result)
-    except Exception as error:  # whatever it is, the others wait for this rank
-        failed = error
-        brought = b""
-    message = ("" if failed is None else _words(failed)).encode()[:_MESSAGE]
-    rows = _gathered(
+        encoded = brings(result)
+        assert len(encoded) <= _RESULT_BYTES, len(encoded)
+    except Exception as error:  # any error: the other ranks wait for this one
+        failure = error
+        encoded = b""
+        message = _describe(error).encode()[:_MESSAGE_BYTES]
+
+    # Rows have a fixed size, so that one all-gather suffices:
+    # [length of the message (2), result (64), message (992)]
+    row = (
         len(message).to_bytes(2, "little")
-        + brought.ljust(_BROUGHT, b"\0")
-        + message.ljust(_MESSAGE, b"\0"),
-        device,
-        group,
+        + encoded.ljust(_RESULT_BYTES, b"\0")
+        + message.ljust(_MESSAGE_BYTES, b"\0")
     )
-    for rank, row in enumerate(rows):
-        length = int.from_bytes(row[:2], "little")
+    rows = _all_gather(row, device, group)
+    results_end = 2 + _RESULT_BYTES
+    for rank, other in enumerate(rows):
+        length = int.from_bytes(other[:2], "little")
         if length:
-            words = row[2 + _BROUGHT : 2 + _BROUGHT + length].decode(errors="replace")
-            where = f"rank {rank}, " if len(rows) > 1 else ""
-            raise raising(f"{where}{doing}: {words}") from failed
-    assert failed is None
-    return result, [row[2 : 2 + _BROUGHT] for row in rows]  # type: ignore[return-value]
+            text = other[results_end : results_end + length].decode(errors="replace")
+            source = f"rank {rank}, " if len(rows) > 1 else ""
+            raise raising(f"{source}{doing}: {text}") from failure
+
+    assert failure is None
+    return result, [other[2:results_end] for other in rows]  # type: ignore[return-value]
 
 
-def _words(error: BaseException) -> str:
+def _describe(error: Exception) -> str:
     if isinstance(error, OSError):
         return f"{error.filename or 'the disk'}: {error.strerror or error}"
     text = str(error)
-    return (
-        text
-        if text and isinstance(error, PlaitError | ValueError)
-        else f"{type(error).__name__}: {text}".removesuffix(": ")
-    )
+    if text and isinstance(error, PlaitError | ValueError):
+        return text
+    return f"{type(error).__name__}: {text}".removesuffix(": ")
 
 
-def _gathered(row: bytes, device: torch.device, group: dist.ProcessGroup | None) -> list[bytes]:
+def _all_gather(row: bytes, device: torch.device, group: dist.ProcessGroup | None) -> list[bytes]:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [row]
-    mine = torch.frombuffer(bytearray(row), dtype=torch.uint8).to(device)
-    everyone = mine.new_empty(dist.get_world_size() * len(row))
-    all_gather_single(everyone, mine, group=group)
-    return [bytes(found) for found in everyone.cpu().view(-1, len(row)).numpy()]
+    local = torch.frombuffer(bytearray(row), dtype=torch.uint8).to(device)
+    rows = local.new_empty(dist.get_world_size() * len(row))
+    all_gather_single(rows, local, group=group)
+    return [bytes(other) for other in rows.cpu().view(-1, len(row)).numpy()]

@@ -1,9 +1,14 @@
-"""How a checkpoint appears whole or not at all, in a file system and in an object store.
+"""Publish a checkpoint atomically in a file system or an object store.
 
-In a file system it is written as `.TAG.tmp`, and a rename publishes it. A store has no rename: the
-files are written where they stay, in a folder that is empty before (TAG, else TAG.2, TAG.3 ...),
-and the manifest, written last, is what makes them a checkpoint. Until then `begun` is in it. One of
-the same tag that was there before is deleted when LATEST names the new one.
+Note [Commit]
+    In a file system the files are written to `.TAG.tmp`, and a rename publishes the folder. An
+    older checkpoint of the tag is renamed to `.TAG.replaced` first.
+
+    A store has no rename. The files are written to their final folder, which must be empty: TAG,
+    else TAG.2, TAG.3 ... The manifest is written last and makes them a checkpoint. Until then the
+    folder contains the object `begun`. An older checkpoint of the tag has another folder.
+
+    In both, the older checkpoint is deleted after LATEST names the new one.
 """
 
 from __future__ import annotations
@@ -11,7 +16,7 @@ from __future__ import annotations
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -38,11 +43,17 @@ from plait.checkpoint.places import Place, StorePath
 from plait.errors import CheckpointError
 
 BEGUN = "begun"
-_OWN_FILE = re.compile(r"\d{5,}\.(json|safetensors)|manifest\.(json|sha256)|begun")
+_SAVED_FILE = re.compile(r"\d{5,}\.(json|safetensors)|manifest\.(json|sha256)|begun")
 
 
 class Commit(ABC):
-    """Of one checkpoint, for one rank; the files are written in between."""
+    """Commit of one checkpoint, on one rank. The caller writes the ranks' files into `files`.
+
+    Attributes:
+        folder: Folder of checkpoints.
+        tag: Name of the checkpoint.
+        files: Folder that the ranks write to.
+    """
 
     def __init__(self, folder: Place, tag: str, files: Place) -> None:
         self.folder = folder
@@ -52,32 +63,38 @@ class Commit(ABC):
     @property
     @abstractmethod
     def target(self) -> Place:
-        """Where the checkpoint is afterwards."""
+        """Folder of the published checkpoint."""
 
     def finish(self, manifest: str) -> None:
-        """Make the files a checkpoint, and the one to go on from. For rank 0. Raises OSError."""
+        """Publish the checkpoint and point LATEST to it. Called by rank 0 after all ranks wrote.
+
+        Args:
+            manifest: JSON text of the manifest.
+
+        Raises:
+            OSError: A write or rename failed.
+        """
+        # Before the manifest: whoever sees a manifest can verify it.
         write_text(self.files / MANIFEST_HASH, digest(manifest))
         self._publish(manifest)
-        replace_text(
-            self.folder / LATEST,
-            Pointer(tag=self.tag, manifest_sha256=digest(manifest)).model_dump_json(),
-        )
-        self._clean()
+        pointer = Pointer(tag=self.tag, manifest_sha256=digest(manifest))
+        replace_text(self.folder / LATEST, pointer.model_dump_json())
+        self._delete_replaced()
 
     @abstractmethod
     def _publish(self, manifest: str) -> None: ...
 
     @abstractmethod
-    def _clean(self) -> None:
-        """Delete what it takes the place of."""
+    def _delete_replaced(self) -> None:
+        """Delete the older checkpoint of the same tag."""
 
     @abstractmethod
     def abandon(self) -> None:
-        """Delete the files. For rank 0; raises nothing."""
+        """Delete the unpublished files. Called by rank 0. Raises nothing."""
 
 
-class Renamed(Commit):
-    """In a file system."""
+class FileSystemCommit(Commit):
+    """Commit by renaming a folder of a file system."""
 
     folder: Path
     files: Path
@@ -100,21 +117,21 @@ class Renamed(Commit):
             publish(self.files, self.target)
         except OSError:
             if self._replaced.exists() and not self.target.exists():
-                # it is found under that name too, and the first failure is what a user looks
-                # for
+                # The older checkpoint can be loaded under that name too, and the first error is
+                # the one that the user needs.
                 with suppress(OSError):
                     rename(self._replaced, self.target)
             raise
 
-    def _clean(self) -> None:
+    def _delete_replaced(self) -> None:
         remove_if_possible(self._replaced)
 
     def abandon(self) -> None:
         remove_if_possible(self.files)
 
 
-class Named(Commit):
-    """In an object store."""
+class StoreCommit(Commit):
+    """Commit by writing the manifest last, in an object store."""
 
     folder: StorePath
     files: StorePath
@@ -126,18 +143,16 @@ class Named(Commit):
     def _publish(self, manifest: str) -> None:
         write_text(self.files / MANIFEST, manifest)
 
-    def _clean(self) -> None:
+    def _delete_replaced(self) -> None:
         remove(self.files / BEGUN)
         for name in self.folder.sizes():
-            if (
-                has_its_own_name(name, self.tag)
-                and name != self.files.name
-                and self._is_of_tag(self.folder / name)
-            ):
+            if name == self.files.name or not has_its_own_name(name, self.tag):
+                continue
+            # A user may have named another tag like the second folder of this one.
+            if self._has_tag(self.folder / name):
                 delete_checkpoint(self.folder / name)
 
-    def _is_of_tag(self, path: StorePath) -> bool:
-        """By its manifest: a user may name a tag as another one's second folder is."""
+    def _has_tag(self, path: StorePath) -> bool:
         try:
             return read_manifest(path).tag == self.tag
         except CheckpointError:
@@ -150,92 +165,116 @@ class Named(Commit):
 
 
 def begin(folder: Place, tag: str, token: str) -> Commit:
-    """Make the folder that the ranks write to, and put `token` there, by which they know it. For
-    rank 0. Raises OSError, and CheckpointError where something else than a checkpoint has the name.
+    """Make the folder that the ranks write to. Called by rank 0.
+
+    Args:
+        folder: Folder of checkpoints. It is created if necessary.
+        tag: Name of the checkpoint.
+        token: Text by which the other ranks recognize the folder in `join`.
+
+    Raises:
+        OSError: The folder cannot be made.
+        CheckpointError: Something other than a checkpoint has the name.
     """
     if isinstance(folder, StorePath):
-        taken = folder.sizes()
-        files = folder / next(name for name in _names(tag) if name not in taken)
+        existing = folder.sizes()
+        numbered = (f"{tag}.{number}" for number in count(2))
+        name = tag
+        while name in existing:
+            name = next(numbered)
+        files = folder / name
         write_text(files / BEGUN, token)
-        return Named(folder, tag, files)
-    _refuse_others_files(folder / tag)
+        return StoreCommit(folder, tag, files)
+
+    _refuse_foreign_files(folder / tag)
     make_folder(folder, parents=True)
-    made = Renamed(folder, tag, folder / f".{tag}.tmp")
+    commit = FileSystemCommit(folder, tag, folder / f".{tag}.tmp")
     try:
-        remove(made.files)
-        make_folder(made.files)
-        write_text(made.files / BEGUN, token)
+        # A killed save of the same tag may have left it.
+        remove(commit.files)
+        make_folder(commit.files)
+        write_text(commit.files / BEGUN, token)
     except OSError:
-        made.abandon()
+        commit.abandon()
         raise
-    return made
+    return commit
 
 
-def joined(folder: Place, tag: str, token: str) -> Commit | None:
-    """The same for the other ranks; None where they do not see what rank 0 has made."""
+def join(folder: Place, tag: str, token: str) -> Commit | None:
+    """Open the folder that rank 0 made with `begin`; None if this rank does not see it yet."""
     if isinstance(folder, StorePath):
-        files = [folder / name for name in folder.sizes() if has_its_own_name(name, tag)]
-        return next((Named(folder, tag, place) for place in files if _begun(place) == token), None)
+        for name in folder.sizes():
+            if has_its_own_name(name, tag) and _read_token(folder / name) == token:
+                return StoreCommit(folder, tag, folder / name)
+        return None
+
     temporary = folder / f".{tag}.tmp"
-    return Renamed(folder, tag, temporary) if _begun(temporary) == token else None
+    if _read_token(temporary) == token:
+        return FileSystemCommit(folder, tag, temporary)
+    return None
 
 
 def is_unfinished(path: Place) -> bool:
-    """Whether it is a folder of a store that a save or a deletion has not ended."""
+    """Return True for a store's folder whose save or deletion was interrupted."""
     if not isinstance(path, StorePath):
         return False
     names = path.sizes()
-    return BEGUN in names and MANIFEST not in names and all(map(_OWN_FILE.fullmatch, names))
+    return BEGUN in names and MANIFEST not in names and _are_saved_files(names)
 
 
 def holds_own_files_only(path: Place) -> bool:
-    """Return whether a folder holds no file that a save does not write."""
-    names = (
-        path.sizes() if isinstance(path, StorePath) else [entry.name for entry in path.iterdir()]
-    )
-    return all(map(_OWN_FILE.fullmatch, names))
+    """Return True if every file of a folder has a name that a save gives to its files."""
+    if isinstance(path, StorePath):
+        return _are_saved_files(path.sizes())
+    return _are_saved_files(entry.name for entry in path.iterdir())
+
+
+def _are_saved_files(names: Iterable[str]) -> bool:
+    return all(map(_SAVED_FILE.fullmatch, names))
 
 
 def delete_checkpoint(path: Place) -> None:
-    """So that it is no checkpoint at any time, or a complete one. Raises OSError."""
+    """Delete a checkpoint so that an interrupted deletion leaves either all of it or none.
+
+    Raises:
+        OSError: A file cannot be deleted.
+    """
     if isinstance(path, StorePath):
-        write_text(path / BEGUN, "")  # left with the rest, it shows what that is
+        # `begun` is deleted last, so that `is_unfinished` recognizes an interrupted deletion.
+        write_text(path / BEGUN, "")
         remove(path / MANIFEST)
         for name in path.sizes():
             if name != BEGUN:
                 remove(path / name)
         remove(path / BEGUN)
         return
-    gone = path.with_name(f".{path.name.lstrip('.')}.deleted")
-    remove(gone)
-    rename(path, gone)
+
+    # Renamed first: readers ignore the new name, and the next save finishes the deletion.
+    deleted = path.with_name(f".{path.name.lstrip('.')}.deleted")
+    remove(deleted)
+    rename(path, deleted)
     sync_folder(path.parent)
-    remove(gone)
-
-
-def _names(tag: str) -> Iterator[str]:
-    return (tag if number == 1 else f"{tag}.{number}" for number in count(1))
+    remove(deleted)
 
 
 def has_its_own_name(name: str, tag: str) -> bool:
-    """Return whether a folder has a name that a save gives to a checkpoint of a tag."""
+    """Return True if a save may give the folder name `name` to a checkpoint of the tag."""
     return name == tag or re.fullmatch(rf"{re.escape(tag)}\.\d+", name) is not None
 
 
-def _begun(files: Place) -> str:
+def _read_token(files: Place) -> str:
     try:
         return (files / BEGUN).read_bytes().decode(errors="replace")
     except OSError:
         return ""
 
 
-def _refuse_others_files(target: Path) -> None:
-    """A checkpoint takes the place of an older one of its name, damaged or not, and of nothing
-    else.
-    """
-    kept = target.is_dir() and not target.is_symlink() and holds_own_files_only(target)
-    if os.path.lexists(target) and not kept:
+def _refuse_foreign_files(target: Path) -> None:
+    """Raise CheckpointError unless `target` is free or a checkpoint, damaged or not."""
+    if not os.path.lexists(target):
+        return
+    if target.is_symlink() or not target.is_dir() or not holds_own_files_only(target):
         raise CheckpointError(
-            "something is there that is no checkpoint, and would be deleted; give another tag, or"
-            " remove it first"
+            "it exists, is not a checkpoint, and would be deleted; choose another tag or remove it"
+            " first"
         )

@@ -1,16 +1,18 @@
-"""A hash of tensors that is equal on every layout, and that ranks compute of the parts they hold:
-128 bits, a sum over all elements.
+"""Hash of tensors that is equal on every layout of ranks.
 
-A tensor is seen as rows, its last dimension, of words of at most 4 bytes (signed, little-endian).
-To the sum modulo 2^64 of each of two lanes a word adds
+Each rank hashes the shards it has, and the sum of the ranks' hashes (128 bits) is the hash of the
+checkpoint.
 
-    value x key(columns, place in its row) x key(rows of the lane, index of its row among all rows
-    of the tensor)
+Note [Content hash]
+    A tensor is seen as rows along its last dimension, made of words of at most 4 bytes (signed,
+    little-endian). To the sum modulo 2^64 of each of two lanes a word adds
 
-and each tensor adds a number of its own, so that one of zeros counts. The keys are odd and follow
-from the tensor's name, dtype and shape; so an element that changes, moves, is missing or is counted
-twice changes the sum. Padding has no index and is not in it. The hash finds mistakes; it does not
-withstand an attacker, who chooses the sum.
+        value * key(column of the word) * row_key(lane, index of its row in the full tensor)
+
+    and each tensor adds a number of its own, so that a tensor of zeros counts. The keys are odd
+    and depend on name, dtype and shape of the tensor. An element that changes, moves, is missing or
+    is counted twice therefore changes the sum. Padding has no index and is not hashed. The hash
+    detects mistakes; it does not withstand an attacker, who can choose the sum.
 """
 
 from __future__ import annotations
@@ -25,139 +27,159 @@ import torch
 from plait.checkpoint.windows import TensorRecord, Window
 
 Keys = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
-_STEP, _FIRST, _SECOND = (
-    np.uint64(number) for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-)
-_AT_ONCE = 1 << 17
+_WORD_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+# Constants of SplitMix64.
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+_FIRST_FACTOR = np.uint64(0xBF58476D1CE4E5B9)
+_SECOND_FACTOR = np.uint64(0x94D049BB133111EB)
+_WORDS_AT_ONCE = 1 << 17
 """Words that are multiplied at a time, so that they stay in a core's cache."""
-_PIECE = 16 << 20
-"""Bytes."""
-Observer = Callable[["Piece"], None]
+_BLOCK_BYTES = 16 << 20
+Observer = Callable[["TensorBlock"], None]
+"""Function that receives each block of a tensor, for example to hash it."""
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A part of a tensor that lies in one stretch of memory: several of its rows, or a part of
-    one.
-    """
+class TensorBlock:
+    """Contiguous part of a tensor: several of its rows, or a part of one row."""
 
     name: str
     row: int
-    """The first one, of the tensor that it is cut from."""
+    """Index of the first row in the local tensor."""
     column: int
     block: torch.Tensor
-    """(rows, columns), on the CPU."""
+    """Elements on the CPU, of shape [rows, columns]."""
 
     @property
     def raw(self) -> memoryview:
-        """Its bytes."""
+        """Bytes of the block."""
         return memoryview(self.block.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-def pieces(name: str, tensor: torch.Tensor) -> Iterator[Piece]:
-    """A plain tensor, wherever it is, in the order of its elements."""
+def tensor_blocks(name: str, tensor: torch.Tensor) -> Iterator[TensorBlock]:
+    """Copy a plain tensor to the CPU in blocks of at most 16 MiB, in the order of its elements."""
     tensor = tensor.detach()
     if not tensor.numel():
         return
-    rows = tensor.contiguous().reshape(-1, tensor.shape[-1] if tensor.ndim else 1)
-    columns = max(1, _PIECE // tensor.element_size())
-    count = max(1, columns // rows.shape[1])
+    columns_per_row = tensor.shape[-1] if tensor.ndim else 1
+    rows = tensor.contiguous().reshape(-1, columns_per_row)
+    columns = max(1, _BLOCK_BYTES // tensor.element_size())
+    count = max(1, columns // columns_per_row)
     for row in range(0, rows.shape[0], count):
-        for column in range(0, rows.shape[1], columns):
-            yield Piece(name, row, column, rows[row : row + count, column : column + columns].cpu())
+        for column in range(0, columns_per_row, columns):
+            block = rows[row : row + count, column : column + columns].cpu()
+            yield TensorBlock(name, row, column, block)
 
 
 class ContentHash:
-    """A sum that parts of tensors are added to."""
+    """Running sum of Note [Content hash], to which parts of tensors are added."""
 
     def __init__(self) -> None:
         self._lanes = np.zeros(2, dtype="<u8")
 
     def __bytes__(self) -> bytes:
-        """16 bytes."""
         return self._lanes.tobytes()
 
     def __str__(self) -> str:
         return bytes(self).hex()
 
     def add(self, total: bytes) -> None:
-        """The sum of another rank."""
+        """Add the hash of another rank (16 bytes)."""
         self._lanes += np.frombuffer(total, dtype="<u8")
 
     def observer(
         self, name: str, record: TensorRecord, window: Window, *, begins: bool
     ) -> Observer:
-        """What adds the pieces of one tensor, which are of the part `window` of it. `begins`: this
-        part is the first, and brings the tensor's own number.
-        """
-        own, row_seeds, column_seed = _seeds(name, record)
-        if begins:
-            self._lanes += own
-        starts, sizes = ([part[which] for part in window] or [which] for which in (0, 1))
-        shape = list(record.shape) or [1]
-        columns: dict[tuple[int, int], torch.Tensor] = {}
+        """Return a function that adds blocks of one tensor to the hash.
 
-        def add(piece: Piece) -> None:
-            words = piece.block.view(_WORDS[piece.block.element_size()])
-            each = words.shape[1] // piece.block.shape[1]
-            place = ((starts[-1] + piece.column) * each, words.shape[1])
-            if place not in columns:
-                columns.clear()
-                columns[place] = torch.from_numpy(
-                    _keys(column_seed, np.arange(place[0], sum(place), dtype=np.uint64)).view(
-                        np.int64
-                    )
-                )
-            sums = _sums(words, columns[place]).numpy().view(np.uint64)
-            rows = _places(piece.row, words.shape[0], sizes[:-1], starts[:-1], shape[:-1])
+        Args:
+            name: Name of the tensor in the checkpoint.
+            record: Record of the full tensor.
+            window: Part of the full tensor that the blocks are taken from.
+            begins: Whether this part is the tensor's first one. It adds the tensor's own number.
+        """
+        tensor_numbers, row_seeds, column_seed = _seeds(name, record)
+        if begins:
+            self._lanes += tensor_numbers
+        # A scalar is one row with one column.
+        starts = [start for start, _ in window] or [0]
+        sizes = [size for _, size in window] or [1]
+        shape = list(record.shape) or [1]
+        # Column keys of the last block. Blocks of full rows all use the same ones.
+        column_keys: dict[tuple[int, int], torch.Tensor] = {}
+
+        def add(block: TensorBlock) -> None:
+            words = block.block.view(_WORD_DTYPES[block.block.element_size()])  # [rows, words]
+            words_per_element = words.shape[1] // block.block.shape[1]
+            first_word = (starts[-1] + block.column) * words_per_element
+            columns = (first_word, words.shape[1])
+            if columns not in column_keys:
+                column_keys.clear()
+                indices = np.arange(first_word, sum(columns), dtype=np.uint64)
+                keys = _keys(column_seed, indices).view(np.int64)
+                column_keys[columns] = torch.from_numpy(keys)
+            row_sums = _row_sums(words, column_keys[columns]).numpy().view(np.uint64)
+            rows = _row_indices(block.row, words.shape[0], sizes[:-1], starts[:-1], shape[:-1])
             self._lanes += np.stack(
-                [(_keys(seed, rows) * sums).sum(dtype=np.uint64) for seed in row_seeds]
+                [(_keys(seed, rows) * row_sums).sum(dtype=np.uint64) for seed in row_seeds]
             )
 
         return add
 
 
 def _seeds(name: str, record: TensorRecord) -> tuple[Keys, Keys, np.uint64]:
-    """(the tensor's own numbers, of the lanes' rows, of columns)."""
-    said = f"{name}\0{record.dtype}\0{','.join(map(str, record.shape))}".encode()
-    found = np.frombuffer(hashlib.blake2b(said, digest_size=40).digest(), dtype="<u8")
-    return found[:2], found[2:4], found[4]
+    """Return a tensor's own number per lane, the seed of row keys per lane, and that of columns."""
+    identity = f"{name}\0{record.dtype}\0{','.join(map(str, record.shape))}".encode()
+    seeds = np.frombuffer(hashlib.blake2b(identity, digest_size=40).digest(), dtype="<u8")
+    return seeds[:2], seeds[2:4], seeds[4]
 
 
-def _keys(seed: np.uint64, places: Keys) -> Keys:
-    """Odd numbers without a pattern: SplitMix64."""
-    mixed = places * _STEP + seed
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * _FIRST
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * _SECOND
+def _keys(seed: np.uint64, indices: Keys) -> Keys:
+    """Return odd pseudo-random numbers by SplitMix64."""
+    mixed = indices * _STEP + seed
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * _FIRST_FACTOR
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * _SECOND_FACTOR
     return (mixed ^ (mixed >> np.uint64(31))) | np.uint64(1)
 
 
-def _sums(words: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Of every row of (rows, columns) the sum of its words times their keys, modulo 2^64 as
-    int64.
+def _row_sums(words: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Return the sum of words times keys of each row, modulo 2^64 as int64.
+
+    Args:
+        words: Integers of shape [rows, columns].
+        keys: int64 keys of the columns.
     """
     rows, columns = words.shape
-    found = torch.zeros(rows, dtype=torch.int64)
-    count = max(1, _AT_ONCE // columns)
+    sums = torch.zeros(rows, dtype=torch.int64)
+    count = max(1, _WORDS_AT_ONCE // columns)
     for row in range(0, rows, count):
-        for column in range(0, columns, _AT_ONCE):
-            here = words[row : row + count, column : column + _AT_ONCE]
-            found[row : row + count] += (
-                here.to(torch.int64).mul_(keys[column : column + _AT_ONCE]).sum(dim=1)
-            )
-    return found
+        for column in range(0, columns, _WORDS_AT_ONCE):
+            block = words[row : row + count, column : column + _WORDS_AT_ONCE]
+            products = block.to(torch.int64).mul_(keys[column : column + _WORDS_AT_ONCE])
+            sums[row : row + count] += products.sum(dim=1)
+    return sums
 
 
-def _places(first: int, count: int, sizes: list[int], starts: list[int], shape: list[int]) -> Keys:
-    """The indices that rows of a part have among all rows of the tensor."""
-    here = np.arange(first, first + count, dtype=np.int64)
+def _row_indices(
+    first: int, count: int, sizes: list[int], starts: list[int], shape: list[int]
+) -> Keys:
+    """Return the indices among all rows of the full tensor.
+
+    Args:
+        first: Index of the first row in the local part.
+        count: Number of rows.
+        sizes: Lengths of the part, without the last dimension.
+        starts: Starts of the part in the full tensor.
+        shape: Shape of the full tensor.
+    """
+    rows = np.arange(first, first + count, dtype=np.int64)
     if sizes == shape:
-        return here.astype(np.uint64)
-    found = np.zeros(count, dtype=np.int64)
+        return rows.astype(np.uint64)
+
+    indices = np.zeros(count, dtype=np.int64)
     stride = 1
     for size, start, full in zip(reversed(sizes), reversed(starts), reversed(shape), strict=True):
-        here, inner = np.divmod(here, size)
-        found += (inner + start) * stride
+        rows, coordinate = np.divmod(rows, size)
+        indices += (coordinate + start) * stride
         stride *= full
-    return found.astype(np.uint64)
+    return indices.astype(np.uint64)

@@ -1,13 +1,16 @@
-"""Files that survive a loss of power: what is named is on the disk. The one place where checkpoints
-write, rename and delete, by `files`.
+"""Durable writes, renames and deletions of checkpoints: files that a power loss leaves intact.
 
-In a file system the order is: every file and its folder are on the disk before a rename publishes
-them, and the rename is on the disk before anything old is deleted. What an object store has taken
-is durable, and its objects change whole or not at all.
+No other module of the package changes files. All calls go through `plait.checkpoint.files`.
+
+Note [Order of syncs]
+    In a file system, every file and its folder are on the disk before a rename publishes them, and
+    the rename is on the disk before anything older is deleted. Objects that a store has accepted
+    are durable, and they are replaced as a whole or not at all.
 """
 
 from __future__ import annotations
 
+import errno
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -18,16 +21,16 @@ from plait.checkpoint import files
 from plait.checkpoint.places import Place, StorePath
 
 
-class Writing(Protocol):
-    """What content is written to."""
+class ByteSink(Protocol):
+    """Stream that content is written to."""
 
     def write(self, data: bytes | memoryview, /) -> object:
-        """All of it, or OSError."""
+        """Write all of `data`, or raise OSError."""
 
 
 @contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """An OSError of a write or a sync does not know of what."""
+def _add_path_to_errors(path: Path) -> Iterator[None]:
+    # Errors of write and fsync do not name the file.
     try:
         yield
     except OSError as error:
@@ -36,8 +39,8 @@ def _naming(path: Path) -> Iterator[None]:
         raise
 
 
-class _Stream:
-    """A file that is being written."""
+class _FileSink:
+    """Open file whose writes go through `FILES`."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
@@ -46,78 +49,89 @@ class _Stream:
         files.FILES.write(self._stream, data)
 
 
-IS_NO_FILE = "is no file"
-TEMPORARY = (".tmp", ".replaced", ".deleted")
+IS_NO_FILE = "is not a file"
+_TEMPORARY_SUFFIXES = (".tmp", ".replaced", ".deleted")
 
 
 def is_temporary(path: Place) -> bool:
-    """Whether a name is one that saving and deleting use on the way."""
-    return path.name.startswith(".") and path.name.endswith(TEMPORARY)
+    """Return True for names that a save or a deletion uses temporarily."""
+    return path.name.startswith(".") and path.name.endswith(_TEMPORARY_SUFFIXES)
 
 
-def write_file(path: Place, content: Callable[[Writing], None]) -> None:
-    """Write a new file and put it on the disk. Raises OSError, naming it."""
+def write_file(path: Place, content: Callable[[ByteSink], None]) -> None:
+    """Write a new file and wait until it is on the disk.
+
+    Args:
+        path: File that does not exist.
+        content: Writes the content to the stream that it receives.
+
+    Raises:
+        OSError: The file cannot be written. The error names it.
+    """
     if isinstance(path, StorePath):
         path.write(content)
         return
-    with _naming(path), files.FILES.create(path) as stream:
-        content(_Stream(stream))
+    with _add_path_to_errors(path), files.FILES.create(path) as stream:
+        content(_FileSink(stream))
         files.FILES.sync(stream)
 
 
 def write_text(path: Place, text: str) -> None:
-    """`write_file` of a text."""
+    """Write a new file of text and wait until it is on the disk. Raises OSError."""
     if isinstance(path, StorePath):
         path.put(text.encode())
         return
 
-    def content(stream: Writing) -> None:
+    def content(stream: ByteSink) -> None:
         stream.write(text.encode())
 
     write_file(path, content)
 
 
 def read_bytes(path: Place, *, most: int) -> bytes:
-    """A file of at most `most` bytes. Raises OSError, also for what is longer or no file: a pipe
-    would never end.
+    """Return the content of a file of at most `most` bytes.
+
+    Raises:
+        OSError: The file is missing, larger, or not a regular file. Reading a pipe would never end.
     """
     if isinstance(path, Path) and not path.is_file():
-        raise FileNotFoundError(
-            2, IS_NO_FILE if path.exists() else "No such file or directory", str(path)
-        )
-    if (size := size_of(path)) > most:
+        reason = IS_NO_FILE if path.exists() else "No such file or directory"
+        raise FileNotFoundError(errno.ENOENT, reason, str(path))
+
+    size = size_of(path)
+    if size > most:
         raise OSError(
-            27,
-            f"has {size:,} bytes, and what Plait writes there never has more than {most:,}",
+            errno.EFBIG,
+            f"has {size:,} bytes, but Plait writes at most {most:,} bytes to such a file",
             str(path),
         )
-    return path.read_bytes() if isinstance(path, StorePath) else files.FILES.read(path)
+    if isinstance(path, StorePath):
+        return path.read_bytes()
+    return files.FILES.read(path)
 
 
 def open_to_read(path: Place) -> IO[bytes]:
-    """A file's bytes. Raises OSError."""
+    """Open a file for reading. Raises OSError."""
     return path.open() if isinstance(path, StorePath) else files.FILES.open(path)
 
 
 def size_of(path: Place) -> int:
-    """Bytes of a file. Raises OSError."""
+    """Return the size of a file in bytes. Raises OSError."""
     return path.size() if isinstance(path, StorePath) else path.stat().st_size
 
 
 def size_of_folder(path: Place) -> int:
-    """Bytes of the files in it; a run may be deleting it."""
+    """Return the size of a folder's files in bytes; 0 if it is deleted meanwhile."""
     try:
-        return (
-            sum(path.sizes().values())
-            if isinstance(path, StorePath)
-            else sum(f.stat(follow_symlinks=False).st_size for f in path.iterdir())
-        )
+        if isinstance(path, StorePath):
+            return sum(path.sizes().values())
+        return sum(file.stat(follow_symlinks=False).st_size for file in path.iterdir())
     except FileNotFoundError:
         return 0
 
 
 def remove(path: Place) -> None:
-    """Delete a file, a link, or a folder with all that is in it. Raises OSError."""
+    """Delete a file, a link, or a folder with everything in it. Raises OSError."""
     if isinstance(path, StorePath):
         path.delete()
     elif path.is_dir() and not path.is_symlink():
@@ -127,31 +141,39 @@ def remove(path: Place) -> None:
 
 
 def remove_if_possible(path: Path) -> None:
-    """`remove` of what takes room and nothing else."""
+    """Delete something that only takes up space. Errors are ignored."""
     with suppress(OSError):
         remove(path)
 
 
 def make_folder(path: Path, *, parents: bool = False) -> None:
-    """A new folder; with `parents` one that may be there, and those above it. Raises OSError."""
+    """Make a new folder. Raises OSError.
+
+    Args:
+        path: The folder.
+        parents: Make missing parents too, and accept an existing folder.
+    """
     files.FILES.make_folder(path, parents=parents)
 
 
 def rename(path: Path, target: Path) -> None:
-    """Not on the disk before the folder is. Raises OSError."""
+    """Rename without a sync; the caller syncs the folder. Raises OSError."""
     files.FILES.rename(path, target)
 
 
 def sync_folder(path: Path) -> None:
-    """Put a folder's list of names on the disk. Raises OSError."""
-    with _naming(path):
+    """Wait until a folder's list of names is on the disk. Raises OSError."""
+    with _add_path_to_errors(path):
         files.FILES.sync_folder(path)
 
 
 def publish(temporary: Path, path: Path) -> None:
-    """Rename a file or folder that is complete; a file that has the name is replaced. Raises
-    OSError.
+    """Rename a complete file or folder and sync. An existing file `path` is replaced.
+
+    Raises:
+        OSError: A rename or sync failed.
     """
+    # See Note [Order of syncs].
     if temporary.is_dir():
         sync_folder(temporary)
     rename(temporary, path)
@@ -159,13 +181,18 @@ def publish(temporary: Path, path: Path) -> None:
 
 
 def replace_text(path: Place, text: str) -> None:
-    """A small file with new content: a reader, also after a crash, finds the old text or the new
-    one. Raises OSError.
+    """Replace the content of a small file atomically.
+
+    A reader sees the old or the new text, even after a crash.
+
+    Raises:
+        OSError: The file cannot be written.
     """
     if isinstance(path, StorePath):
         path.put(text.encode())
         return
-    # two threads may be writing it
+
+    # Two threads may replace it at the same time, so each needs a name of its own.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         write_text(temporary, text)

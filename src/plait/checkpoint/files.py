@@ -1,7 +1,7 @@
-"""What checkpoints ask of a file system, a method for each kind of call, and nothing else.
+"""File system calls of checkpoints, one method per kind of call.
 
-`durable` calls `FILES`; a test puts something in its place that is full, slow, read-only, fails, or
-ends the process at one of the calls.
+`plait.checkpoint.durable` makes all its calls through `FILES`. Tests replace it by a file system
+that is full, slow or read-only, that fails, or that ends the process at one of the calls.
 """
 
 from __future__ import annotations
@@ -13,29 +13,32 @@ from typing import IO
 
 
 class Files:
-    """The machine's own. Every method raises OSError."""
+    """File system of this machine. Every method raises OSError."""
 
     def make_folder(self, path: Path, *, parents: bool = False) -> None:
-        """A new folder; with `parents` also those above it, and one that is there is left as it
-        is.
+        """Make a new folder.
+
+        Args:
+            path: The folder.
+            parents: Make missing parents too, and accept an existing folder.
         """
         path.mkdir(parents=parents, exist_ok=parents)
 
     def create(self, path: Path) -> IO[bytes]:
-        """A new file, to be written."""
+        """Create a new file and open it for writing."""
         return open(path, "xb")
 
     def write(self, stream: IO[bytes], data: bytes | memoryview) -> None:
-        """All of it."""
+        """Write all of `data`."""
         stream.write(data)
 
     def sync(self, stream: IO[bytes]) -> None:
-        """Put what was written on the disk."""
+        """Wait until the data that was written is on the disk."""
         stream.flush()
         os.fsync(stream.fileno())
 
     def sync_folder(self, path: Path) -> None:
-        """Put a folder's list of names on the disk."""
+        """Wait until a folder's list of names is on the disk."""
         handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(handle)
@@ -43,25 +46,25 @@ class Files:
             os.close(handle)
 
     def rename(self, path: Path, target: Path) -> None:
-        """A file, in place of one that has the name, or a folder."""
+        """Rename a folder, or a file, which replaces a file `target`."""
         path.rename(target)
 
     def unlink(self, path: Path) -> None:
-        """A file or a link; nothing where there is none."""
+        """Delete a file or a link, if it exists."""
         path.unlink(missing_ok=True)
 
     def remove_folder(self, path: Path) -> None:
-        """With all that is in it."""
+        """Delete a folder and everything in it."""
         shutil.rmtree(path)
 
     def read(self, path: Path) -> bytes:
-        """A small file."""
+        """Return the content of a small file."""
         return path.read_bytes()
 
     def open(self, path: Path) -> IO[bytes]:
-        """A file, to be read."""
+        """Open a file for reading."""
         return open(path, "rb")
 
 
 FILES: Files = Files()
-"""This process's."""
+"""File system that this process uses."""

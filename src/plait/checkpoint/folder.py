@@ -1,9 +1,12 @@
-"""A folder of checkpoints: which are complete, which one to go on from, and deleting old ones.
+"""Folder of checkpoints: list complete ones, choose the one to resume from, delete old ones.
 
-step-00000100/          manifest.json, and for every rank 00000.json and 00000.safetensors LATEST
-the name of the newest, and the hash of its manifest .step-00000200.tmp/     is being written
-.step-00000100.replaced/   was written before under the same name, until the new one is
-                                                                         in place
+Note [Layout of a folder]
+    step-00000100/             manifest.json, manifest.sha256, and per rank 00000.json and
+                               00000.safetensors
+    LATEST                     tag of the newest checkpoint and hash of its manifest
+    .step-00000200.tmp/        checkpoint that is being written
+    .step-00000100.replaced/   older checkpoint of the same tag, until the new one is published
+    .step-00000050.deleted/    checkpoint that is being deleted
 """
 
 from __future__ import annotations
@@ -36,17 +39,17 @@ from plait.errors import CheckpointError, warn
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint whose manifest is good; its tensors were not read."""
+    """Checkpoint with a valid manifest. Its tensors have not been read."""
 
     path: Place
     manifest: Manifest
     notes: tuple[str, ...] = ()
-    """Why it is another one than LATEST names, if it is."""
+    """Reasons why it was chosen if LATEST does not simply name it."""
 
 
 @contextmanager
 def reading(place: Place) -> Iterator[None]:
-    """Raise CheckpointError for what the file system or the store refuses."""
+    """Turn OSError of a file system or store into CheckpointError."""
     try:
         yield
     except OSError as error:
@@ -56,165 +59,196 @@ def reading(place: Place) -> Iterator[None]:
 
 
 def complete(folder: Place) -> list[Found]:
-    """Every checkpoint with a readable manifest, the newest first. Raises CheckpointError where the
-    folder cannot be read.
+    """Return all checkpoints with a valid manifest, the newest first.
+
+    Raises:
+        CheckpointError: The folder cannot be read.
     """
     with reading(folder):
         return _complete(folder)
 
 
 def _complete(folder: Place) -> list[Found]:
-    found = []
-    for path in folder.iterdir() if folder.is_dir() else ():
-        shown = (
-            path.name[1:].removesuffix(".replaced")
-            if path.name.startswith(".") and path.name.endswith(".replaced")
-            else path.name
-        )
-        if (
-            shown.startswith(".")
-            or (shown != path.name and _has(folder / shown, MANIFEST))
-            or not _has(path, MANIFEST)
-        ):
+    if not folder.is_dir():
+        return []
+    checkpoints = []
+    for path in folder.iterdir():
+        name = path.name
+        if name.startswith(".") and name.endswith(".replaced"):
+            # It counts until the checkpoint that replaces it is published.
+            name = name[1:].removesuffix(".replaced")
+            if _has(folder / name, MANIFEST):
+                continue
+        if name.startswith(".") or not _has(path, MANIFEST):
             continue
         with suppress(CheckpointError):
-            found.append(Found(path, read_manifest(path)))
-    return sorted(found, key=lambda one: (-one.manifest.sequence, one.path.name))
+            checkpoints.append(Found(path, read_manifest(path)))
+    return sorted(
+        checkpoints, key=lambda checkpoint: (-checkpoint.manifest.sequence, checkpoint.path.name)
+    )
 
 
 def _has(path: Place, name: str) -> bool:
-    """Return whether a folder has a file. Another user's folder (`lost+found`) has none that can be
-    used.
-    """
     try:
         return (path / name).exists()
     except PermissionError:
+        # A folder of another user, such as lost+found.
         return False
 
 
 def candidates(folder: Place, tag: str | None = None) -> list[Found]:
-    """What to load, the best first: `tag` alone, or what LATEST names and then all older ones;
-    empty where there is no checkpoint. Raises CheckpointError for a tag that is not there, and
-    where nothing that was written can be read.
+    """Return the checkpoints to load from, in the order in which to try them.
+
+    Args:
+        folder: Folder of checkpoints.
+        tag: Name of the only checkpoint to consider. None considers the one that LATEST names and
+            all older ones.
+
+    Returns:
+        Checkpoints with valid manifests, or an empty list if none was ever written.
+
+    Raises:
+        CheckpointError: The tag does not exist, or there are checkpoints but none is readable.
     """
     with reading(folder):
-        return _candidates(folder, tag)
+        checkpoints = _complete(folder)
+        if tag is not None:
+            return [_checkpoint_of_tag(folder, tag, checkpoints)]
+        pointer, problem = _pointer(folder)
+        if pointer is None:
+            return _candidates_without_pointer(folder, checkpoints, problem)
+        return _candidates_from_pointer(folder, checkpoints, pointer)
 
 
-def _candidates(folder: Place, tag: str | None) -> list[Found]:
-    have = _complete(folder)
-    if tag is not None:
-        named = [one for one in have if one.manifest.tag == tag]
-        if not named:
-            if (folder / tag).is_dir():
-                read_manifest(folder / tag)  # says what is wrong with it
-            raise CheckpointError(
-                f"{folder / tag}: no complete checkpoint there; {folder} holds {_list(have)}"
-            )
-        return named[:1]
-    pointer, why = _pointer(folder)
-    if pointer is None:
-        if not have:
-            damaged = _damaged(folder)
-            if why or damaged:
-                why = why or f"{folder / LATEST} is missing"
-                left = f"; {', '.join(damaged[:3])} cannot be read" if damaged else ""
-                raise CheckpointError(
-                    f"{why}, and no checkpoint there is complete{left}; restore one, or name"
-                    " another folder"
-                )
-            return []
-        return _noted(
-            have,
-            f"{folder / LATEST}: {why or 'is missing'}, so the newest complete checkpoint is taken,"
-            f" {have[0].manifest.tag}",
-        )
-    named = [one for one in have if one.manifest.tag == pointer.tag]
-    if named:
-        older = [
-            named[0],
-            *(one for one in have if one.manifest.sequence < named[0].manifest.sequence),
-        ]
-        if manifest_hash(named[0].path) == pointer.manifest_sha256:
-            newer = [
-                one.manifest.tag
-                for one in have
-                if one.manifest.sequence > named[0].manifest.sequence
-            ]
-            if newer:
-                return _noted(
-                    older,
-                    f"{folder / LATEST} names {pointer.tag}, which is taken, although {newer[0]} is"
-                    " newer and complete",
-                )
-            return older
-        return _noted(
-            older,
-            f"{folder / LATEST} is of an older checkpoint of the name {pointer.tag} than the one"
-            " there, which is taken",
-        )
-    why = f"{folder / pointer.tag} is not there, not complete, or damaged"
-    rest = [one for one in have if one.manifest.tag != pointer.tag]
-    if not rest:
-        raise CheckpointError(
-            f"{folder / LATEST} names {pointer.tag}, but {why}; no other checkpoint is there"
-        )
-    return _noted(
-        rest,
-        f"{folder / LATEST} names {pointer.tag}, but {why}, so {rest[0].manifest.tag} is taken",
+def _checkpoint_of_tag(folder: Place, tag: str, checkpoints: list[Found]) -> Found:
+    for checkpoint in checkpoints:
+        if checkpoint.manifest.tag == tag:
+            return checkpoint
+    if (folder / tag).is_dir():
+        read_manifest(folder / tag)  # its error is more specific
+    raise CheckpointError(
+        f"{folder / tag}: no complete checkpoint there; {folder} holds {_list(checkpoints)}"
     )
 
 
+def _candidates_without_pointer(
+    folder: Place, checkpoints: list[Found], problem: str
+) -> list[Found]:
+    if checkpoints:
+        return _with_note(
+            checkpoints,
+            f"{folder / LATEST}: {problem or 'is missing'}, so the newest complete checkpoint is"
+            f" loaded, {checkpoints[0].manifest.tag}",
+        )
+    damaged = _damaged(folder)
+    if not problem and not damaged:
+        return []
+    # Training must not silently start anew in a folder whose checkpoints were lost.
+    problem = problem or f"{folder / LATEST} is missing"
+    unreadable = f"; {', '.join(damaged[:3])} cannot be read" if damaged else ""
+    raise CheckpointError(
+        f"{problem}, and no checkpoint there is complete{unreadable}; restore one, or name another"
+        " folder"
+    )
+
+
+def _candidates_from_pointer(
+    folder: Place, checkpoints: list[Found], pointer: Pointer
+) -> list[Found]:
+    latest = next(
+        (checkpoint for checkpoint in checkpoints if checkpoint.manifest.tag == pointer.tag), None
+    )
+    if latest is None:
+        reason = f"{folder / pointer.tag} is missing, incomplete, or damaged"
+        if not checkpoints:
+            raise CheckpointError(
+                f"{folder / LATEST} names {pointer.tag}, but {reason}; no other checkpoint is there"
+            )
+        return _with_note(
+            checkpoints,
+            f"{folder / LATEST} names {pointer.tag}, but {reason}, so"
+            f" {checkpoints[0].manifest.tag} is loaded",
+        )
+
+    sequence = latest.manifest.sequence
+    older = [checkpoint for checkpoint in checkpoints if checkpoint.manifest.sequence < sequence]
+    if manifest_hash(latest.path) != pointer.manifest_sha256:
+        return _with_note(
+            [latest, *older],
+            f"{folder / LATEST} is of an older checkpoint of the name {pointer.tag} than the one"
+            " there, which is loaded",
+        )
+    newer = [
+        checkpoint.manifest.tag
+        for checkpoint in checkpoints
+        if checkpoint.manifest.sequence > sequence
+    ]
+    if newer:
+        return _with_note(
+            [latest, *older],
+            f"{folder / LATEST} names {pointer.tag}, which is loaded, although {newer[0]} is newer"
+            " and complete",
+        )
+    return [latest, *older]
+
+
 def find(folder: Place, tag: str | None = None) -> Found | None:
-    """The checkpoint `tag`, or the one to go on from; None where there is none. See
-    `candidates`.
-    """
+    """Return the checkpoint `tag`, or the one to resume from, or None. See `candidates`."""
     return next(iter(candidates(folder, tag)), None)
 
 
 def remove_old(folder: Place, *, keep: int) -> None:
-    """Delete all but the `keep` newest complete checkpoints, and what an interrupted deletion has
-    left.
+    """Delete all but the `keep` newest complete checkpoints, and remains of interrupted deletions.
 
-    Never deletes the checkpoint that LATEST names, a copy under another name, or a folder that
-    holds files besides those that a save writes: they are the user's, and do not count as
-    checkpoints to keep. One rank calls this after a save.
+    Never deletes the checkpoint that LATEST names, a copy under another name, or a folder with
+    files that a save does not write: they belong to the user and do not count as checkpoints to
+    keep. One rank calls this after a save. Failures are warnings.
     """
     try:
         for path in entries(folder):
             if path.name.startswith(".") and path.name.endswith(".deleted"):
                 remove(path)
         pointer, _ = _pointer(folder)
-        have = [
-            one
-            for one in _complete(folder)
-            if has_its_own_name(one.path.name, one.manifest.tag) and holds_own_files_only(one.path)
+        checkpoints = [
+            checkpoint
+            for checkpoint in _complete(folder)
+            if has_its_own_name(checkpoint.path.name, checkpoint.manifest.tag)
+            and holds_own_files_only(checkpoint.path)
         ]
-        named = next(
-            (one.path for one in have if pointer is not None and one.manifest.tag == pointer.tag),
-            None,
-        )
-        for old in have[keep:]:
-            if old.path == named:
-                continue
-            delete_checkpoint(old.path)
+        latest = None
+        if pointer is not None:
+            paths = (
+                checkpoint.path
+                for checkpoint in checkpoints
+                if checkpoint.manifest.tag == pointer.tag
+            )
+            latest = next(paths, None)
+        for old in checkpoints[keep:]:
+            if old.path != latest:
+                delete_checkpoint(old.path)
     except OSError as error:
         warn(
-            f"{folder}: old checkpoints could not be deleted ({error.strerror or error}); they take"
-            " room, nothing else"
+            f"{folder}: old checkpoints could not be deleted ({error.strerror or error}); they only"
+            " take up space"
         )
 
 
 def _damaged(folder: Place) -> list[str]:
-    """What was a checkpoint once."""
-    ours = (MANIFEST, MANIFEST_HASH, rank_file(0, "json"), rank_file(0, "safetensors"))
-    paths = entries(folder) if folder.is_dir() else []
-    there = [path for path in paths if not is_temporary(path) and not is_unfinished(path)]
-    return [path.name for path in there if any(_has(path, name) for name in ours)]
+    """Return the names of folders that were complete checkpoints once."""
+    if not folder.is_dir():
+        return []
+    saved_files = (MANIFEST, MANIFEST_HASH, rank_file(0, "json"), rank_file(0, "safetensors"))
+    return [
+        path.name
+        for path in entries(folder)
+        if not is_temporary(path)
+        and not is_unfinished(path)
+        and any(_has(path, name) for name in saved_files)
+    ]
 
 
 def _pointer(folder: Place) -> tuple[Pointer | None, str]:
-    """(what LATEST says, why it says nothing)."""
+    """Return the content of LATEST, or None with the reason (empty if it does not exist)."""
     if not (folder / LATEST).exists():
         return None, ""
     try:
@@ -223,9 +257,10 @@ def _pointer(folder: Place) -> tuple[Pointer | None, str]:
         return None, str(error)
 
 
-def _noted(found: list[Found], note: str) -> list[Found]:
-    return [Found(found[0].path, found[0].manifest, (note,)), *found[1:]]
+def _with_note(checkpoints: list[Found], note: str) -> list[Found]:
+    first = checkpoints[0]
+    return [Found(first.path, first.manifest, (note,)), *checkpoints[1:]]
 
 
-def _list(found: list[Found]) -> str:
-    return ", ".join(one.manifest.tag for one in found) or "none"
+def _list(checkpoints: list[Found]) -> str:
+    return ", ".join(checkpoint.manifest.tag for checkpoint in checkpoints) or "none"

@@ -1,5 +1,6 @@
-"""What a folder of checkpoints holds, and how two checkpoints differ: for commands, in one process,
-without a model.
+"""List, verify, compare and prune checkpoints in one process without a model.
+
+These functions implement the commands `plait checkpoint ls`, `verify`, `diff` and `prune`.
 """
 
 from __future__ import annotations
@@ -21,191 +22,213 @@ from plait.errors import CheckpointError, InputError
 from plait.files import RUN_LOCK, is_only_writer
 
 Progress = Callable[[int, int], None]
-"""(files done, files in all)."""
+"""Progress callback. Receives the number of files that are done and the number of all files."""
 
 
 @dataclass(frozen=True)
-class Row:
-    """A checkpoint of a folder."""
+class CheckpointRow:
+    """Summary of one checkpoint, as `plait checkpoint ls --json` prints it."""
 
     tag: str
     step: int | None
     size: int
-    """Bytes of its files."""
+    """Size of its files in bytes."""
     ranks: int
     layout: str
     content: str
-    """Hash of its tensors, equal on every layout; empty where it cannot be read."""
+    """Hash of its tensors, equal on every layout; empty if the manifest cannot be read."""
     latest: bool
-    """LATEST names it."""
+    """True if LATEST names it."""
     problem: str = ""
-    """Why it cannot be loaded."""
+    """Reason why it cannot be loaded."""
 
 
-def rows(folder: Place) -> list[Row]:
-    """Every checkpoint of a folder, also a damaged one, the newest first. Raises InputError where
-    it is no folder, and CheckpointError where it cannot be read.
+def rows(folder: Place) -> list[CheckpointRow]:
+    """Return a summary of every checkpoint in a folder, the newest first, damaged ones last.
+
+    Raises:
+        InputError: The folder does not exist.
+        CheckpointError: The folder cannot be read.
     """
     with reading(folder):
         return _rows(folder)
 
 
-def _rows(folder: Place) -> list[Row]:
-    _require(folder)
+def _rows(folder: Place) -> list[CheckpointRow]:
+    _require_folder(folder)
     try:
-        named = parsed(Pointer, folder / LATEST).tag
+        latest_tag = parsed(Pointer, folder / LATEST).tag
     except CheckpointError:
-        named = ""
-    found = complete(folder)
-    newest = {one.manifest.tag: one.path for one in reversed(found)}
-    listed = [
-        Row(
-            one.manifest.tag,
-            step if isinstance(step := one.manifest.metadata.get("global_steps"), int) else None,
-            size_of_folder(one.path),
-            len(one.manifest.ranks),
-            str(one.manifest.layout),
-            one.manifest.content,
-            one.manifest.tag == named and one.path == newest[named],
+        latest_tag = ""
+    checkpoints = complete(folder)
+    # Several folders may have the same tag; the first one is the newest.
+    newest = {checkpoint.manifest.tag: checkpoint.path for checkpoint in reversed(checkpoints)}
+    summaries = []
+    for checkpoint in checkpoints:
+        manifest = checkpoint.manifest
+        step = manifest.metadata.get("global_steps")
+        summaries.append(
+            CheckpointRow(
+                manifest.tag,
+                step if isinstance(step, int) else None,
+                size_of_folder(checkpoint.path),
+                len(manifest.ranks),
+                str(manifest.layout),
+                manifest.content,
+                manifest.tag == latest_tag and checkpoint.path == newest[latest_tag],
+            )
         )
-        for one in found
-    ]
-    good = {one.path.name for one in found}
+
+    valid = {checkpoint.path.name for checkpoint in checkpoints}
     for path in entries(folder):
-        if (
-            path.is_dir()
-            and path.name not in good
-            and not is_temporary(path)
-            and (path / MANIFEST).exists()
-        ):
-            try:
-                read_manifest(path)
-            except CheckpointError as error:
-                size = size_of_folder(path)
-                listed.append(Row(path.name, None, size, 0, "", "", path.name == named, str(error)))
-    return listed
+        name = path.name
+        if name in valid or not path.is_dir() or is_temporary(path):
+            continue
+        if not (path / MANIFEST).exists():
+            continue
+        try:
+            read_manifest(path)
+        except CheckpointError as error:
+            size = size_of_folder(path)
+            summaries.append(
+                CheckpointRow(name, None, size, 0, "", "", name == latest_tag, str(error))
+            )
+    return summaries
 
 
-def _require(folder: Place) -> None:
+def _require_folder(folder: Place) -> None:
     if not folder.is_dir():
-        raise InputError(f"{folder}: there is no such folder; name one that holds checkpoints")
+        raise InputError(f"{folder}: no such folder; name one that holds checkpoints")
 
 
 def open_one(place: Place) -> Found:
-    """A checkpoint by its own folder, or the one to go on from of a folder of them. Raises
-    CheckpointError or InputError.
+    """Return a checkpoint by its folder, or the one to resume from in a folder of checkpoints.
+
+    Args:
+        place: Folder of a checkpoint, of checkpoints, or of a run.
+
+    Raises:
+        InputError: The folder does not exist.
+        CheckpointError: It has no complete checkpoint.
     """
     with reading(place):
         if not place.is_dir():
-            raise InputError(
-                f"{place}: there is no such folder; name a checkpoint, or a folder of them"
-            )
+            raise InputError(f"{place}: no such folder; name a checkpoint, or a folder of them")
         if (place / MANIFEST).exists():
             return Found(place, read_manifest(place))
-        inner = checkpoints_of(place)
-        found = find(inner)
-    if found is None:
-        raise CheckpointError(f"{inner}: no complete checkpoint is there")
-    return found
+        folder = checkpoints_of(place)
+        checkpoint = find(folder)
+    if checkpoint is None:
+        raise CheckpointError(f"{folder}: no complete checkpoint is there")
+    return checkpoint
 
 
 def checkpoints_of(place: Place) -> Place:
-    """The folder of checkpoints, of a run's folder or itself."""
+    """Return the folder of checkpoints in a run's folder, or the folder itself."""
     with reading(place):
         return place / "checkpoints" if (place / "checkpoints").is_dir() else place
 
 
-def verify(found: Found, progress: Progress) -> None:
-    """Compare every byte with its hash, and the tensors with the content hash. Raises
-    CheckpointError with the first file and tensor that is not what was written.
+def verify(checkpoint: Found, progress: Progress) -> None:
+    """Compare every byte with its hash, and all tensors with the content hash.
+
+    Args:
+        checkpoint: The checkpoint.
+        progress: Called after each file.
+
+    Raises:
+        CheckpointError: Names the first file and tensor that is not what was written.
     """
-    reader = Reader(found)
-    count = len(found.manifest.ranks)
+    reader = Reader(checkpoint)
+    count = len(checkpoint.manifest.ranks)
     for rank in range(count):
         reader.verify("full", rank=rank, world=count)
         progress(rank + 1, count)
-    content, own = reader.content()
-    for kind, was, now in (
-        ("model and optimizer", found.manifest.content, content),
-        ("the ranks' own", found.manifest.own_content, own),
+
+    # The hashes of files do not cover the placement of shards in their tensors; this one does.
+    content, own_content = reader.content()
+    for kind, expected, actual in (
+        ("model and optimizer", checkpoint.manifest.content, content),
+        ("the ranks' own", checkpoint.manifest.own_content, own_content),
     ):
-        if was != now:
+        if expected != actual:
             raise CheckpointError(
-                f"{found.path}: its tensors of {kind} have the content hash {now}, and its manifest"
-                f" says {was}"
+                f"{checkpoint.path}: its tensors of {kind} have the content hash {actual}, and its"
+                f" manifest says {expected}"
             )
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor that two checkpoints do not have alike."""
+    """Difference of one tensor, as `plait checkpoint diff --json` prints it."""
 
     name: str
     what: str
-    """`only in the first`, `shape ...`, or the largest absolute difference."""
+    """`only in the first`, the shapes, or the largest absolute difference."""
     elements: int = 0
-    """How many differ."""
+    """Number of elements that differ."""
 
 
-def differences(one: Found, other: Found) -> Iterator[Difference]:
-    """What differs, tensor by tensor, in the order of the first; bitwise, so that NaN is equal to
-    itself.
+def differences(first_checkpoint: Found, second_checkpoint: Found) -> Iterator[Difference]:
+    """Yield the tensors that differ, in the order of the first checkpoint.
+
+    The comparison is bitwise, so that NaN is equal to itself.
     """
-    first = Reader(one)
-    second = Reader(other)
+    first = Reader(first_checkpoint)
+    second = Reader(second_checkpoint)
     for name, record in first.tensors.items():
-        there = second.tensors.get(name)
-        if there is None:
+        other_record = second.tensors.get(name)
+        if other_record is None:
             yield Difference(name, "only in the first")
-        elif (there.shape, there.dtype) != (record.shape, record.dtype):
+        elif (other_record.shape, other_record.dtype) != (record.shape, record.dtype):
             yield Difference(
                 name,
-                f"{record.dtype} {list(record.shape)} in the first, {there.dtype}"
-                f" {list(there.shape)} in the second",
+                f"{record.dtype} {list(record.shape)} in the first, {other_record.dtype}"
+                f" {list(other_record.shape)} in the second",
             )
         else:
             a = first.read(name)
             b = second.read(name)
-            count = _differing(a, b)
+            count = _count_different(a, b)
             if count:
                 yield Difference(name, f"{(a.double() - b.double()).abs().max().item():.3g}", count)
-    yield from (
-        Difference(name, "only in the second")
-        for name in second.tensors
-        if name not in first.tensors
-    )
+    for name in second.tensors:
+        if name not in first.tensors:
+            yield Difference(name, "only in the second")
 
 
-def content_difference(one: Found, other: Found) -> list[Difference]:
-    """Whether they differ, by their content hashes: no tensor is read."""
-    a = one.manifest.content
-    b = other.manifest.content
-    return (
-        []
-        if a == b
-        else [
-            Difference(
-                "model and optimizer", f"content {a[:12]} in the first, {b[:12]} in the second"
-            )
-        ]
-    )
+def content_difference(first: Found, second: Found) -> list[Difference]:
+    """Compare the content hashes of two checkpoints without reading tensors."""
+    a = first.manifest.content
+    b = second.manifest.content
+    if a == b:
+        return []
+    description = f"content {a[:12]} in the first, {b[:12]} in the second"
+    return [Difference("model and optimizer", description)]
 
 
-def _differing(a: torch.Tensor, b: torch.Tensor) -> int:
-    one, other = (
-        tensor.reshape(-1).view(torch.uint8).reshape(max(1, tensor.numel()), -1)
-        for tensor in (a, b)
-    )
-    return int((one != other).any(dim=1).sum()) if a.numel() else 0
+def _count_different(a: torch.Tensor, b: torch.Tensor) -> int:
+    if not a.numel():
+        return 0
+    # Bytes of each element: [elements, itemsize]
+    a_bytes = a.reshape(-1).view(torch.uint8).reshape(a.numel(), -1)
+    b_bytes = b.reshape(-1).view(torch.uint8).reshape(b.numel(), -1)
+    return int((a_bytes != b_bytes).any(dim=1).sum())
 
 
 def prune(folder: Place, *, keep: int) -> list[str]:
-    """Delete all but the `keep` newest good checkpoints, and what unfinished saves have left; never
-    what LATEST names. Returns their names. Raises CheckpointError where `plait train` is running in
-    the folder.
+    """Delete all but the `keep` newest valid checkpoints, and remains of interrupted saves.
+
+    The checkpoint that LATEST names is never deleted.
+
+    Returns:
+        Names of the deleted folders.
+
+    Raises:
+        CheckpointError: `plait train` is running in the folder.
     """
-    with reading(folder), _claimed(folder):
-        _require(folder)
+    with reading(folder), _run_lock(folder):
+        _require_folder(folder)
         before = {path.name for path in folder.iterdir()}
         remove_old(folder, keep=keep)
         remove_unfinished(folder)
@@ -213,7 +236,7 @@ def prune(folder: Place, *, keep: int) -> list[str]:
 
 
 @contextmanager
-def _claimed(folder: Place) -> Iterator[None]:
+def _run_lock(folder: Place) -> Iterator[None]:
     """Hold the lock of the run that owns the checkpoints of a folder, so that it cannot be saving.
 
     A folder outside of a run has no lock.
@@ -232,11 +255,12 @@ def _claimed(folder: Place) -> Iterator[None]:
 
 
 def remove_unfinished(folder: Place) -> None:
-    """What a save that was killed has left, where what it was to replace is there."""
+    """Delete what a killed save left, except a replaced checkpoint whose successor is missing."""
     for path in entries(folder):
-        kept = (
-            path.name.endswith(".replaced")
-            and not (folder / path.name[1:].removesuffix(".replaced")).exists()
-        )
-        if is_unfinished(path) or (is_temporary(path) and not kept):
+        if path.name.endswith(".replaced"):
+            successor = folder / path.name[1:].removesuffix(".replaced")
+            is_needed = not successor.exists()
+        else:
+            is_needed = False
+        if is_unfinished(path) or (is_temporary(path) and not is_needed):
             remove(path)

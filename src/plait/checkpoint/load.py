@@ -1,5 +1,8 @@
-"""Reading a checkpoint: is it what was written, is it of this model, and each rank its own part of
-it, whatever layout wrote it.
+"""Read a checkpoint: verify it, compare it with the model, and fill this rank's tensors.
+
+The layout of the reading ranks is independent of the layout that wrote the checkpoint: each rank
+reads the parts of files that overlap with its shards (see Note [Windows] in
+`plait.checkpoint.windows`).
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import torch
 from torch import nn
 
 from plait._torch.dtensor import local_tensor
-from plait.checkpoint.content import ContentHash, pieces
+from plait.checkpoint.content import ContentHash, tensor_blocks
 from plait.checkpoint.folder import Found, candidates
 from plait.checkpoint.manifest import RankManifest, parsed, rank_file
 from plait.checkpoint.model_content import START, content, put_values, shapes
@@ -24,7 +27,7 @@ from plait.checkpoint.windows import (
     Window,
     dtype_of,
     inside,
-    merged,
+    merge_stages,
     overlap,
     record_of,
     window_of,
@@ -32,119 +35,155 @@ from plait.checkpoint.windows import (
 from plait.errors import CheckpointError, InputError, warn
 
 Verify = Literal["full", "sample", "off"]
-"""full: every byte is compared with its hash. sample: of every file the header and one tensor in
-eight. off: only that files are there, whole, and that lists are what was written.
+"""Extent of the verification.
+
+full: every byte is compared with its hash. sample: the header and every eighth tensor of each file.
+off: sizes of files and hashes of the lists only.
 """
+_SAMPLE_STRIDE = 8
 
 
 @dataclass(frozen=True)
-class _Part:
-    """Of a tensor, what one file gives to this rank."""
+class _ShardCopy:
+    """Part of a tensor that is copied from one file to this rank."""
 
     name: str
     record: TensorRecord
-    held: Window
-    """By the file."""
+    window: Window
+    """Window of the file's shard."""
     local: torch.Tensor
-    there: tuple[slice, ...]
-    here: tuple[slice, ...]
+    source: tuple[slice, ...]
+    """Part of the file's shard."""
+    target: tuple[slice, ...]
+    """Part of `local`."""
 
 
 class Reader:
-    """One checkpoint."""
+    """Reads the tensors and values of one checkpoint.
 
-    def __init__(self, found: Found) -> None:
-        """Raises CheckpointError where the lists of its tensors are not what was written."""
-        self.path = found.path
-        self.manifest = found.manifest
-        self.layout = found.manifest.layout
+    Attributes:
+        path: Folder of the checkpoint.
+        manifest: Its manifest.
+        layout: Layout that wrote it.
+        tensors: Records of all tensors by name.
+        values: JSON values of modules by name (`get_extra_state`).
+    """
+
+    def __init__(self, checkpoint: Found) -> None:
+        """Open a checkpoint.
+
+        Raises:
+            CheckpointError: A list of tensors is missing or damaged.
+        """
+        self.path = checkpoint.path
+        self.manifest = checkpoint.manifest
+        self.layout = checkpoint.manifest.layout
         if len(self.manifest.ranks) != self.layout.world_size:
             raise CheckpointError(
                 f"{self.path}: its manifest names {len(self.manifest.ranks)} ranks and a layout of"
                 f" {self.layout.world_size}"
             )
-        self._last: tuple[int, RankManifest] | None = None
-        leaders = [self._of(rank) for rank in self.manifest.leaders]
-        self.tensors = merged((stage, leader.tensors) for stage, leader in enumerate(leaders))
-        """By name."""
+        self._last_read: tuple[int, RankManifest] | None = None
+        leaders = [self._rank_manifest(rank) for rank in self.manifest.leaders]
+        self.tensors = merge_stages((stage, leader.tensors) for stage, leader in enumerate(leaders))
         self.values = {name: value for leader in leaders for name, value in leader.values.items()}
-        """What modules keep besides tensors."""
 
-    def _of(self, rank: int) -> RankManifest:
-        if self._last is None or self._last[0] != rank:
-            self._last = (
-                rank,
-                parsed(
-                    RankManifest,
-                    self.path / rank_file(rank, "json"),
-                    sha256=self.manifest.ranks[rank],
-                ),
-            )
-        return self._last[1]
+    def _rank_manifest(self, rank: int) -> RankManifest:
+        # Only the last one is kept in memory, because callers read them rank by rank.
+        if self._last_read is None or self._last_read[0] != rank:
+            path = self.path / rank_file(rank, "json")
+            manifest = parsed(RankManifest, path, sha256=self.manifest.ranks[rank])
+            self._last_read = (rank, manifest)
+        return self._last_read[1]
 
     def _file(self, rank: int) -> Place:
         return self.path / rank_file(rank, "safetensors")
 
     def verify(self, how: Verify, *, rank: int = 0, world: int = 1) -> None:
-        """Raise CheckpointError, naming file and tensor, for what is not what was written. `rank`
-        of `world` looks at its share of files; of `how` see `Verify`.
+        """Compare this rank's share of the files with their hashes.
+
+        Args:
+            how: Extent, see `Verify`.
+            rank: This rank, which verifies every `world`-th file.
+            world: Number of ranks that verify the checkpoint together.
+
+        Raises:
+            CheckpointError: A file is not what was written. The error names file and tensor.
         """
-        for other in range(rank, len(self.manifest.ranks), world):
-            shards = self._of(other).shards
+        for file_rank in range(rank, len(self.manifest.ranks), world):
+            file = self._file(file_rank)
+            shards = self._rank_manifest(file_rank).shards
             if how == "off":
-                check_size(self._file(other), shards)
+                check_size(file, shards)
                 continue
-            chosen = set(list(shards.entries)[:: 1 if how == "full" else 8])
-            verify_shards(self._file(other), shards, entries=chosen.__contains__)
+            stride = 1 if how == "full" else _SAMPLE_STRIDE
+            selected = set(list(shards.entries)[::stride])
+            verify_shards(file, shards, entries=selected.__contains__)
 
     def content(self) -> tuple[str, str]:
-        """The content hashes of what the files hold (see `Manifest`). Raises CheckpointError."""
+        """Return the content hashes of the tensors in the files: shared ones, and ranks' own ones.
+
+        Raises:
+            CheckpointError: A file cannot be read.
+        """
         content = ContentHash()
-        own = ContentHash()
+        own_content = ContentHash()
         for rank in range(len(self.manifest.ranks)):
-            shards = self._of(rank).shards
-            at = self.layout.coordinates(rank)
+            shards = self._rank_manifest(rank).shards
+            coordinates = self.layout.coordinates(rank)
             with ShardReader(self._file(rank), shards) as file:
                 for name in shards.entries:
                     record = self.tensors.get(name)
                     if name.startswith(OWN):
-                        mine = file.read(name)
-                        observe = own.observer(
-                            f"{rank}.{name}", record_of(mine), window_of(mine), begins=True
+                        tensor = file.read(name)
+                        observe = own_content.observer(
+                            f"{rank}.{name}", record_of(tensor), window_of(tensor), begins=True
                         )
                     elif record is None:
                         raise CheckpointError(
                             f"{self._file(rank)} holds {name}, which the list of the checkpoint's"
                             " tensors does not have"
                         )
-                    elif record.stages[0] != at["pp"]:
+                    elif record.stages[0] != coordinates["pp"]:
+                        # Tied weights are counted on their first stage only.
                         continue
                     else:
-                        window = record.window(at, self.layout.all_degrees)
-                        mine = file.read(name, record, window)
+                        window = record.window(coordinates, self.layout.all_degrees)
+                        tensor = file.read(name, record, window)
                         observe = content.observer(
-                            name, record, window, begins=record.begins_at(at)
+                            name, record, window, begins=record.begins_at(coordinates)
                         )
-                    for piece in pieces(name, mine):
-                        observe(piece)
-        return str(content), str(own)
+                    for block in tensor_blocks(name, tensor):
+                        observe(block)
+        return str(content), str(own_content)
 
     def read(self, name: str) -> torch.Tensor:
-        """A full tensor. Raises CheckpointError."""
+        """Return a full tensor on the CPU.
+
+        Raises:
+            CheckpointError: A file cannot be read or does not have its part.
+        """
         record = self.tensors[name]
-        dtype = dtype_of(record)
-        for rank, held in record.parts(self.layout, tuple((0, size) for size in record.shape)):
-            check_size(self._file(rank), self._of(rank).shards)
-            check_entry(self._file(rank), self._of(rank).shards, name, record, held)
-        found = torch.empty(record.shape, dtype=dtype)
-        self.fill({name: found})
-        return found
+        full = tuple((0, size) for size in record.shape)
+        # Sizes are checked before the memory is allocated: a damaged list could ask for any amount.
+        for rank, window in record.parts(self.layout, full):
+            shards = self._rank_manifest(rank).shards
+            check_size(self._file(rank), shards)
+            check_entry(self._file(rank), shards, name, record, window)
+        tensor = torch.empty(record.shape, dtype=dtype_of(record))
+        self.fill({name: tensor})
+        return tensor
 
     def fill(self, targets: Mapping[str, torch.Tensor]) -> None:
-        """Copy this rank's parts into tensors of the same global shapes, sharded or not, in their
-        own dtypes. Raises CheckpointError.
+        """Copy this rank's parts from the files into tensors.
+
+        Args:
+            targets: Tensors by name, sharded or not. Values are cast to their dtypes.
+
+        Raises:
+            CheckpointError: A global shape differs, or a file cannot be read.
         """
-        by_rank: dict[int, list[_Part]] = {}
+        copies: dict[int, list[_ShardCopy]] = {}
         for name, target in targets.items():
             record = self.tensors[name]
             if record.shape != tuple(target.shape):
@@ -152,27 +191,35 @@ class Reader:
                     f"{self.path}: {name} has shape {record.shape} there and {tuple(target.shape)}"
                     " here"
                 )
-            wanted = window_of(target)
+            target_window = window_of(target)
             local = local_tensor(target)
             if not local.numel():
+                # Shards of small tensors are empty on the last ranks.
                 continue
-            for rank, held in record.parts(self.layout, wanted):
-                part = overlap(held, wanted)
-                assert part is not None
-                by_rank.setdefault(rank, []).append(
-                    _Part(name, record, held, local, inside(part, held), inside(part, wanted))
+            for rank, file_window in record.parts(self.layout, target_window):
+                shared = overlap(file_window, target_window)
+                assert shared is not None
+                copy = _ShardCopy(
+                    name,
+                    record,
+                    file_window,
+                    local,
+                    source=inside(shared, file_window),
+                    target=inside(shared, target_window),
                 )
+                copies.setdefault(rank, []).append(copy)
+
+        # Each file is opened once.
         with torch.no_grad():
-            for rank in sorted(by_rank):
-                with ShardReader(self._file(rank), self._of(rank).shards) as file:
-                    for one in by_rank[rank]:
-                        one.local[one.here].copy_(
-                            file.read(one.name, one.record, one.held, one.there)
-                        )
+            for rank in sorted(copies):
+                with ShardReader(self._file(rank), self._rank_manifest(rank).shards) as file:
+                    for copy in copies[rank]:
+                        shard = file.read(copy.name, copy.record, copy.window, copy.source)
+                        copy.local[copy.target].copy_(shard)
 
     def own(self, rank: int) -> dict[str, torch.Tensor]:
-        """What a rank saved for itself."""
-        shards = self._of(rank).shards
+        """Return the tensors that belong to one rank alone, such as states of generators."""
+        shards = self._rank_manifest(rank).shards
         with ShardReader(self._file(rank), shards) as file:
             return {
                 name.removeprefix(OWN): file.read(name)
@@ -181,7 +228,7 @@ class Reader:
             }
 
     def under(self, start: str) -> Iterator[tuple[str, TensorRecord]]:
-        """The tensors whose names begin so, without the beginning."""
+        """Return (name without the prefix `start`, record) of the tensors with this prefix."""
         return (
             (name.removeprefix(start), record)
             for name, record in self.tensors.items()
@@ -192,27 +239,39 @@ class Reader:
 def load_trained(
     model: nn.Module, folder: str | Place, *, tag: str | None = None, verify: Verify = "full"
 ) -> Place:
-    """Fill an unsharded model in one process with the weights of `folder/tag`, or of the newest
-    undamaged checkpoint; they take its parameters' dtypes. Returns the checkpoint's folder. Raises
-    CheckpointError where there is none, or it is of another model.
+    """Load the weights of a checkpoint into an unsharded model, in one process.
+
+    Args:
+        model: Model with allocated parameters. The weights are cast to their dtypes.
+        folder: Folder of checkpoints, or its URL in an object store.
+        tag: Name of the checkpoint. None takes the newest one that is not damaged.
+        verify: Extent of the verification before loading: full, sample, or off.
+
+    Returns:
+        Folder of the checkpoint that was loaded.
+
+    Raises:
+        CheckpointError: No checkpoint is readable, or it is one of another model.
+        InputError: The model is on the meta device.
     """
-    found = candidates(place_of(folder), tag)
-    if not found:
+    checkpoints = candidates(place_of(folder), tag)
+    if not checkpoints:
         raise CheckpointError(f"{folder}: no checkpoint is there")
-    for one in found:
+    for checkpoint in checkpoints:
         try:
-            reader = Reader(one)
+            reader = Reader(checkpoint)
             reader.verify(verify)
             break
         except CheckpointError as error:
-            if one is found[-1]:
+            if checkpoint is checkpoints[-1]:
                 raise
-            warn(f"{one.path.name} is damaged, so an older checkpoint is taken: {error}")
+            warn(f"{checkpoint.path.name} is damaged, so an older checkpoint is loaded: {error}")
+
     tensors, _ = content(model)
     if any(tensor.is_meta for tensor in tensors.values()):
         raise InputError(
             "plait.load_trained fills a model that has memory, and this one is on the meta device;"
-            " build it outside of it"
+            " build it outside of the meta device"
         )
     compare_model(reader, shapes(tensors))
     reader.fill(tensors)
@@ -220,28 +279,36 @@ def load_trained(
     return reader.path
 
 
-def compare_model(reader: Reader, here: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise CheckpointError where the checkpoint's model does not have exactly the tensors `here`
-    (name to global shape), naming the first.
+def compare_model(reader: Reader, model_shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Compare a checkpoint with the tensors of a model.
+
+    Args:
+        reader: The checkpoint.
+        model_shapes: Global shapes of the model's tensors by name.
+
+    Raises:
+        CheckpointError: Names or shapes differ. The error names the first difference.
     """
-    there = {name: record.shape for name, record in reader.under(START)}
-    _refuse_other_names(
-        reader.path, "lacks", [name for name in here if name not in there], "this model has"
-    )
-    _refuse_other_names(
-        reader.path, "has", [name for name in there if name not in here], "this model lacks"
-    )
-    for name, shape in here.items():
-        if there[name] != shape:
+    saved = {name: record.shape for name, record in reader.under(START)}
+    missing = [name for name in model_shapes if name not in saved]
+    _refuse_other_names(reader.path, "lacks", missing, "this model has")
+    surplus = [name for name in saved if name not in model_shapes]
+    _refuse_other_names(reader.path, "has", surplus, "this model lacks")
+    for name, shape in model_shapes.items():
+        if saved[name] != shape:
             raise CheckpointError(
-                f"{reader.path} is of another model: {name} has shape {there[name]} there and"
+                f"{reader.path} is of another model: {name} has shape {saved[name]} there and"
                 f" {shape} here"
             )
 
 
-def _refuse_other_names(checkpoint: Place, verb: str, names: list[str], what: str) -> None:
-    if names:
-        first = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-        raise CheckpointError(
-            f"{checkpoint} is of another model: it {verb} {len(names)} tensors that {what}: {first}"
-        )
+def _refuse_other_names(checkpoint: Place, verb: str, names: list[str], difference: str) -> None:
+    if not names:
+        return
+    listed = ", ".join(names[:3])
+    if len(names) > 3:
+        listed += ", ..."
+    raise CheckpointError(
+        f"{checkpoint} is of another model: it {verb} {len(names)} tensors that {difference}:"
+        f" {listed}"
+    )

@@ -1,6 +1,8 @@
-"""What a checkpoint's JSON files say, and the chain of hashes: LATEST and a file beside it hold
-that of the checkpoint's manifest, the manifest those of the ranks' manifests, and these those of
-every tensor.
+"""JSON files of a checkpoint and the chain of hashes that protects them.
+
+Note [Chain of hashes]
+    LATEST and `manifest.sha256` contain the hash of `manifest.json`. The manifest contains the
+    hashes of the ranks' manifests, and these contain the hashes of all tensors.
 """
 
 from __future__ import annotations
@@ -23,103 +25,109 @@ FORMAT = 2
 MANIFEST = "manifest.json"
 MANIFEST_HASH = "manifest.sha256"
 LATEST = "LATEST"
-_MOST = 1 << 30
-"""Bytes of a JSON file; those of a model with a million tensors have a quarter of it."""
+_MAX_BYTES = 1 << 30
+"""Largest JSON file that is read. A model with a million tensors needs a quarter of it."""
 M = TypeVar("M", bound=Policy)
 
 
 class RankManifest(Policy):
-    """`00000.json`: of one rank."""
+    """Content of `00000.json`, the manifest of one rank."""
 
     shards: FileManifest
     tensors: dict[str, TensorRecord] = Field(default_factory=dict)
-    """The first rank of a pipeline stage lists the stage's tensors, its own or not."""
+    """All tensors of the pipeline stage. Only the stage's first rank lists them."""
     values: dict[str, Any] = Field(default_factory=dict)
-    """And what else modules of the stage keep (`get_extra_state`), as `exact` writes it."""
+    """Other state of the stage's modules (`get_extra_state`) in the encoding of `exact`."""
 
 
 class Manifest(Policy):
-    """`manifest.json`: of a checkpoint."""
+    """Content of `manifest.json`, the manifest of a checkpoint."""
 
     format: int
     tag: str
     sequence: int
-    """Counts the checkpoints of a folder."""
+    """Number of the checkpoint in its folder, increasing with every save."""
     degrees: dict[str, PositiveInt]
-    """Of the layout that wrote it."""
+    """Degrees of the layout that wrote it, by mesh axis."""
     ranks: tuple[str, ...]
     """sha256 of every rank's manifest."""
     content: str
     """Hash of all tensors of model and optimizer, equal on every layout (`ContentHash`)."""
     own_content: str
-    """Of what every rank keeps for itself (generators, residuals): equal on the same layout only.
-    """
+    """Hash of tensors of single ranks (generators, residuals), equal on the same layout only."""
     metadata: dict[str, Any]
-    """What is no tensor."""
+    """JSON values: counters, records of optimizer and scheduler, the client's state."""
 
     @field_validator("degrees")
     @classmethod
     def _names_axes(cls, degrees: dict[str, int]) -> dict[str, int]:
-        if unknown := degrees.keys() - {*AXES, *EXPERT_AXES}:
-            raise ValueError(f"{min(unknown)} is no axis of a layout")
+        unknown = degrees.keys() - {*AXES, *EXPERT_AXES}
+        if unknown:
+            raise ValueError(f"{min(unknown)} is not an axis of a layout")
         try:
             layout = _layout(degrees)
         except ConfigError as error:
             raise ValueError(str(error)) from error
-        if layout.all_degrees.get("edp", 1) != degrees.get("edp", 1):
-            raise ValueError(
-                f"edp is {degrees.get('edp', 1)}, and the other degrees make it"
-                f" {layout.all_degrees.get('edp', 1)}"
-            )
+        edp = degrees.get("edp", 1)
+        derived_edp = layout.all_degrees.get("edp", 1)
+        if derived_edp != edp:
+            raise ValueError(f"edp is {edp}, but follows from the other degrees as {derived_edp}")
         return degrees
 
     @property
     def layout(self) -> Layout:
-        """The layout that wrote it."""
+        """Layout that wrote the checkpoint."""
         return _layout(self.degrees)
 
     @property
     def leaders(self) -> list[int]:
-        """The first rank of each pipeline stage."""
+        """First rank of each pipeline stage."""
         return [self.layout.rank(pp=stage) for stage in range(self.layout.pp)]
 
 
 def _layout(degrees: Mapping[str, int]) -> Layout:
-    """`edp` follows from the others."""
+    # edp follows from the other degrees, so Layout does not accept it.
     return Layout(**{axis: degree for axis, degree in degrees.items() if axis != "edp"})
 
 
 class Pointer(Policy):
-    """`LATEST`: which checkpoint to go on from."""
+    """Content of `LATEST`, which names the checkpoint to resume from."""
 
     tag: str
     manifest_sha256: str
 
 
 def rank_file(rank: int, ending: str) -> str:
-    """`00000.json`, `00000.safetensors`."""
+    """Return the name of a rank's file, such as `00000.json` or `00000.safetensors`."""
     return f"{rank:05d}.{ending}"
 
 
 def digest(text: str) -> str:
-    """sha256."""
+    """Return the sha256 of a text in hexadecimal."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def parsed(kind: type[M], path: Place, *, sha256: str | None = None) -> M:
-    """Read a JSON file, which is what was written if it has the hash. Raises CheckpointError,
-    naming it.
+    """Read and validate a JSON file.
+
+    Args:
+        kind: Model of the content.
+        path: The file.
+        sha256: Expected hash of the file. None does not compare it.
+
+    Raises:
+        CheckpointError: The file is missing, damaged, or of another form. The error names it.
     """
     try:
-        text = read_bytes(path, most=_MOST).decode()
+        text = read_bytes(path, most=_MAX_BYTES).decode()
     except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{path} {'is missing' if error.strerror != IS_NO_FILE else IS_NO_FILE}"
-        ) from None
+        problem = IS_NO_FILE if error.strerror == IS_NO_FILE else "is missing"
+        raise CheckpointError(f"{path} {problem}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(
             f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
         ) from error
+
     if sha256 is not None and digest(text) != sha256:
         raise CheckpointError(
             f"{path} is not what was written: its sha256 is {digest(text)[:12]}... and not"
@@ -129,15 +137,17 @@ def parsed(kind: type[M], path: Place, *, sha256: str | None = None) -> M:
         return kind.model_validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the file"
+        field = ".".join(map(str, first["loc"])) or "the file"
         raise CheckpointError(
-            f"{path} is no {kind.__name__} of Plait: {where}: {first['msg']}"
+            f"{path} is not a valid {kind.__name__} of Plait: {field}: {first['msg']}"
         ) from None
 
 
 def manifest_hash(path: Place) -> str:
-    """What the manifest of the checkpoint in the folder `path` must have. Raises
-    CheckpointError.
+    """Return the expected hash of the manifest of the checkpoint in the folder `path`.
+
+    Raises:
+        CheckpointError: The file of the hash cannot be read.
     """
     try:
         return read_bytes(path / MANIFEST_HASH, most=1000).decode("ascii").strip()
@@ -148,13 +158,15 @@ def manifest_hash(path: Place) -> str:
 
 
 def read_manifest(path: Place) -> Manifest:
-    """Of the checkpoint in the folder `path`. Raises CheckpointError where it is not what was
-    written, or of another format.
+    """Read the manifest of the checkpoint in the folder `path`.
+
+    Raises:
+        CheckpointError: The manifest is missing, damaged, or of another format version.
     """
     manifest = parsed(Manifest, path / MANIFEST, sha256=manifest_hash(path))
     if manifest.format != FORMAT:
         raise CheckpointError(
-            f"{path / MANIFEST} has format {manifest.format}, and this version of Plait reads"
-            f" {FORMAT}"
+            f"{path / MANIFEST} has format {manifest.format}, but this version of Plait reads"
+            f" format {FORMAT}"
         )
     return manifest

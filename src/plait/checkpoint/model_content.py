@@ -1,6 +1,4 @@
-"""What a checkpoint keeps of a model: parameters and persistent buffers by name, and what modules
-keep besides (`get_extra_state`).
-"""
+"""State of a model in a checkpoint: parameters, persistent buffers, and modules' extra state."""
 
 from __future__ import annotations
 
@@ -15,56 +13,58 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from plait import exact
 
 START = "model."
-_TRAINED = "_plait_checkpoints_hold_what_is_trained"
+_FROZEN_NAMES = "_plait_checkpoints_hold_what_is_trained"
+"""Attribute of a model with the names of the parameters that its checkpoints leave out."""
 _EXTRA = "_extra_state"
 
 
 def keep_what_is_trained(model: nn.Module) -> None:
-    """Checkpoints of the model have the parameters that are not frozen now, and nothing else:
-    whoever resumes brings the rest (adapters on a model that has its own folder).
+    """Restrict checkpoints of a model to the parameters that are not frozen at this moment.
+
+    Used for adapters: the base model has a folder of its own, from which a resumed run loads it.
     """
     frozen = frozenset(
         name
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if not parameter.requires_grad
     )
-    object.__setattr__(model, _TRAINED, frozen)
+    object.__setattr__(model, _FROZEN_NAMES, frozen)
 
 
 def is_left_out(model: nn.Module, name: str) -> bool:
-    """Return whether checkpoints of the model leave a parameter out."""
-    return name in getattr(model, _TRAINED, ())
+    """Return True if checkpoints of the model leave the parameter out."""
+    return name in getattr(model, _FROZEN_NAMES, ())
 
 
 def content(
     model: nn.Module, *, trained: Collection[nn.Parameter] = ()
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return what a checkpoint keeps of a model, by name. No tensor is copied.
+    """Return the state of a model that a checkpoint contains, by name. No tensor is copied.
 
     Args:
         model: The model, sharded or not.
-        trained: Parameters that are kept even if they were frozen when `keep_what_is_trained` was
-            called: what an optimizer holds has changed since.
+        trained: Parameters to include even if they were frozen when `keep_what_is_trained` was
+            called, because the optimizer has them now.
 
     Returns:
-        Tensors, and other values in JSON.
+        Tensors under `model.<name>`, and JSON values of modules.
 
     Raises:
-        CheckpointError: A value cannot be kept.
+        CheckpointError: A value cannot be encoded.
     """
+    left_out: frozenset[str] | None = getattr(model, _FROZEN_NAMES, None)
+    if left_out is not None:
+        # The state_dict is not read: modules that are left out may have one of another kind, such
+        # as quantized ones.
+        optimized = set(trained)
+        return {
+            f"{START}{name}": parameter.detach()
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+            if name not in left_out or parameter in optimized
+        }, {}
+
     tensors: dict[str, torch.Tensor] = {}
     values: dict[str, Any] = {}
-    left_out: frozenset[str] | None = getattr(model, _TRAINED, None)
-    # modules that are left out may have a state_dict of their own kind, such as quantised ones
-    if left_out is not None:
-        held = set(trained)
-        own = model.named_parameters(remove_duplicate=False)
-        kept = (
-            (name, parameter)
-            for name, parameter in own
-            if name not in left_out or parameter in held
-        )
-        return {f"{START}{name}": parameter.detach() for name, parameter in kept}, values
     for name, value in get_model_state_dict(model).items():
         if isinstance(value, torch.Tensor) and name.rpartition(".")[2] != _EXTRA:
             tensors[f"{START}{name}"] = value
@@ -76,19 +76,24 @@ def content(
 def shapes(
     tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None = None
 ) -> dict[str, tuple[int, ...]]:
-    """Global shapes of the tensors of all pipeline stages, from `content` of this one. Collective
-    over `group`, the ranks that hold different parts of the model.
+    """Return the global shapes of the tensors of all pipeline stages. Collective.
+
+    Args:
+        tensors: Tensors of this stage from `content`.
+        group: Ranks that have different parts of the model; None for a single stage.
     """
-    here = {name.removeprefix(START): tuple(tensor.shape) for name, tensor in tensors.items()}
+    local_shapes = {
+        name.removeprefix(START): tuple(tensor.shape) for name, tensor in tensors.items()
+    }
     if group is None:
-        return here
-    parts: list[dict[str, tuple[int, ...]]] = [{} for _ in range(group.size())]
-    dist.all_gather_object(parts, here, group=group)
-    return {name: shape for part in parts for name, shape in part.items()}
+        return local_shapes
+    by_stage: list[dict[str, tuple[int, ...]]] = [{} for _ in range(group.size())]
+    dist.all_gather_object(by_stage, local_shapes, group=group)
+    return {name: shape for stage in by_stage for name, shape in stage.items()}
 
 
 def put_values(model: nn.Module, values: Mapping[str, Any]) -> None:
-    """Give modules what they kept besides tensors."""
+    """Restore the extra state of modules from the values of `content`."""
     modules = dict(model.named_modules())
     for name, value in values.items():
         owner, _, leaf = name.rpartition(".")

@@ -1,10 +1,10 @@
-"""What a checkpoint keeps of an optimizer: its tensors by parameter name, and a record of the rest.
-Nothing here takes a step.
+"""State of an optimizer in a checkpoint: tensors by parameter name and a JSON record of the rest.
 
-torch's own `get_optimizer_state_dict` makes missing states by a step with zero gradients, which
-counts as a step (AdamW's bias correction begins at 2 then) and decays what a user's optimizer
-decays without its `lr`. Here a state that does not exist is not saved, and what was saved is
-allocated from its shape.
+Note [Saving without a step]
+    torch's `get_optimizer_state_dict` creates missing states by a step with zero gradients. This
+    counts as a step, so that AdamW's bias correction begins at 2, and it decays the weights of
+    optimizers that decay without their `lr`. Nothing here takes a step: a state that does not exist
+    is not saved, and saved states are allocated from their recorded shapes.
 """
 
 from __future__ import annotations
@@ -25,59 +25,71 @@ from plait.checkpoint.windows import TensorRecord, dtype_of
 from plait.errors import CheckpointError
 
 START = "optimizer.state."
-_ADAMS = ("torch.optim.Adam", "torch.optim.AdamW", "plait.optim.low_bit_adam.SmallStateAdam")
-_NEEDS = {
+_ADAM_CLASSES = ("torch.optim.Adam", "torch.optim.AdamW", "plait.optim.low_bit_adam.SmallStateAdam")
+_STATES_OF_OPTIONS = {
     "amsgrad": (("Adam", "AdamW"), "max_exp_avg_sq"),
     "centered": (("RMSprop",), "grad_avg"),
     "momentum": (("RMSprop",), "momentum_buffer"),
 }
-Place = Callable[[nn.Parameter, str, torch.dtype], torch.Tensor]
-"""Where a state shaped like its parameter is to be: (parameter, name, dtype) to an empty tensor."""
+"""State that an option of torch's optimizers needs, and the classes that create it at a parameter's
+first step only.
+"""
+StateAllocator = Callable[[nn.Parameter, str, torch.dtype], torch.Tensor]
+"""Allocates a state of its parameter's shape from (parameter, name of the state, dtype)."""
 
 
 @runtime_checkable
 class MakesStates(Protocol):
-    """An optimizer whose states have other shapes than their parameters, and which can make
-    them.
-    """
+    """Optimizer whose states differ in shape from their parameters, and which can create them."""
 
     def fresh_states(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        """Those of one parameter before its first step."""
+        """Return the states of a parameter before its first step."""
 
 
 @dataclass(frozen=True)
 class Content:
-    """Of one rank."""
+    """State of this rank's optimizer."""
 
     tensors: dict[str, torch.Tensor]
-    """`state.<parameter>.<name>` to a state."""
+    """Tensor states by `state.<parameter>.<name>`."""
     record: dict[str, Any]
-    """JSON: class, parameter groups, states that are no tensors, and what else `state_dict` gives.
-    """
+    """JSON: class, parameter groups, states that are not tensors, other entries of `state_dict`."""
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Every parameter's names, several for tied ones; without the marks of compiled modules."""
-    found: dict[nn.Parameter, list[str]] = {}
+    """Return the names of each parameter without the prefixes of `torch.compile`.
+
+    Tied parameters have several names.
+    """
+    names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        found.setdefault(parameter, []).append(name.replace("_orig_mod.", ""))
-    return found
+        names.setdefault(parameter, []).append(name.replace("_orig_mod.", ""))
+    return names
 
 
 def content(
     model: nn.Module, optimizer: Optimizer, *, configured: Sequence[Mapping[str, Any]]
 ) -> Content:
-    """What there is now; no tensor is copied. `configured` are the groups' values before any step
-    or schedule changed them. Raises CheckpointError for what cannot be saved, naming it.
+    """Return the current state of an optimizer. No tensor is copied.
+
+    Args:
+        model: The model, whose parameter names identify the states.
+        optimizer: Its optimizer.
+        configured: Values of each parameter group before steps or schedules changed them.
+
+    Raises:
+        CheckpointError: A state cannot be saved. The error names it.
     """
     names = parameter_names(model)
-    saved = optimizer.state_dict()
+    class_label = type(optimizer).__name__
+    # Before the states are read: hooks of `state_dict` may change them.
+    state_dict = optimizer.state_dict()
     tensors: dict[str, torch.Tensor] = {}
     values: dict[str, Any] = {}
     for parameter, states in optimizer.state.items():
         if not isinstance(parameter, nn.Parameter) or parameter not in names:
             raise CheckpointError(
-                f"{type(optimizer).__name__} keeps state for {_what(parameter)}, which is no"
+                f"{class_label} keeps state for {_describe_key(parameter)}, which is not a"
                 " parameter of the model, so no other layout could find it again; keep it in the"
                 " parameters' states or in the groups"
             )
@@ -85,82 +97,84 @@ def content(
         for key, value in states.items():
             if not isinstance(key, str) or "." in key:
                 raise CheckpointError(
-                    f"{type(optimizer).__name__} keeps a state of {name} under {key!r}, which a"
-                    " checkpoint cannot name; use no dots"
+                    f"{class_label} keeps a state of {name} under {key!r}, which a checkpoint"
+                    " cannot name; use no dots"
                 )
-            place = f"state.{name}.{key}"
+            state_name = f"state.{name}.{key}"
             if isinstance(value, torch.Tensor):
-                _refuse_partial(optimizer, parameter, value, place)
-                _refuse_own_form(optimizer, value, place)
-                tensors[place] = value
+                _refuse_rank_local_state(optimizer, parameter, value, state_name)
+                _refuse_tensor_subclass(optimizer, value, state_name)
+                tensors[state_name] = value
             else:
-                values[place] = exact.encode(value, f"{type(optimizer).__name__}: {place}")
+                values[state_name] = exact.encode(value, f"{class_label}: {state_name}")
+
     groups = [
         {
             "params": [names[p][0] for p in group["params"]],
-            "now": _plain(optimizer, group),
-            "configured": _plain(optimizer, first),
+            "now": _encode_group(optimizer, group),
+            "configured": _encode_group(optimizer, configured_group),
         }
-        for group, first in zip(optimizer.param_groups, configured, strict=True)
+        for group, configured_group in zip(optimizer.param_groups, configured, strict=True)
     ]
-    extra = {key: value for key, value in saved.items() if key not in ("state", "param_groups")}
+    extra = {
+        key: value for key, value in state_dict.items() if key not in ("state", "param_groups")
+    }
     record = {
         "type": class_name(optimizer),
         "groups": groups,
         "values": values,
-        "extra": exact.encode(extra, type(optimizer).__name__),
+        "extra": exact.encode(extra, class_label),
     }
     return Content(tensors, record)
 
 
 def class_name(optimizer: Optimizer) -> str:
-    """Where it was defined, without torch's private modules."""
+    """Return the qualified name of an optimizer's class, without torch's private modules."""
     kind = type(optimizer)
-    return (
-        f"torch.optim.{kind.__name__}"
-        if kind.__module__.startswith("torch.optim.")
-        else f"{kind.__module__}.{kind.__qualname__}"
-    )
+    if kind.__module__.startswith("torch.optim."):
+        return f"torch.optim.{kind.__name__}"
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def merged(record: dict[str, Any], group: dist.ProcessGroup | None) -> dict[str, Any]:
-    """The records of all pipeline stages as one. Collective over `group`, the ranks that hold
-    different parameters.
+    """Merge the records of all pipeline stages. Collective.
+
+    Args:
+        record: Record of this stage.
+        group: Ranks that update different parameters; None for a single stage.
     """
     if group is None:
         return record
     records: list[dict[str, Any]] = [{} for _ in range(group.size())]
     dist.all_gather_object(records, record, group=group)
-    whole = {**records[0], "groups": [], "values": {}}
+
+    result = {**records[0], "groups": [], "values": {}}
     seen: set[str] = set()
-    for one in records:
-        whole["values"] |= one["values"]
-        for entry in one["groups"]:
-            # a tied parameter is on several stages
+    for stage in records:
+        result["values"] |= stage["values"]
+        for entry in stage["groups"]:
+            # Tied parameters are on several stages; the first one lists them.
             params = [name for name in entry["params"] if name not in seen]
             seen.update(params)
-            alike = next(
-                (
-                    g
-                    for g in whole["groups"]
-                    if (g["now"], g["configured"]) == (entry["now"], entry["configured"])
-                ),
-                None,
-            )
+            alike = None
+            for other in result["groups"]:
+                if other["now"] == entry["now"] and other["configured"] == entry["configured"]:
+                    alike = other
+                    break
             if alike is None:
-                whole["groups"].append({**entry, "params": params})
+                result["groups"].append({**entry, "params": params})
             else:
                 alike["params"] = [*alike["params"], *params]
-    return whole
+    return result
 
 
 @dataclass(frozen=True)
 class Fill:
-    """Empty states, to be filled from a checkpoint and then put into the optimizer."""
+    """Allocated states, which are filled from a checkpoint and then given to the optimizer."""
 
     states: dict[nn.Parameter, dict[str, torch.Tensor]]
     tensors: dict[str, torch.Tensor]
-    """The same by the names in the checkpoint."""
+    """States by their names in the checkpoint, without `optimizer.`."""
 
 
 def allocate(
@@ -169,37 +183,55 @@ def allocate(
     stored: Mapping[str, TensorRecord],
     record: Mapping[str, Any],
     *,
-    place: Place | None,
+    place: StateAllocator | None,
 ) -> Fill:
-    """Room for what a checkpoint holds of this rank's parameters. Parameters that had no state when
-    it was written get none.
+    """Allocate the states that a checkpoint contains for this rank's parameters.
+
+    Parameters that had no state when the checkpoint was written get none.
+
+    Args:
+        model: The model.
+        optimizer: Its optimizer.
+        stored: All tensors of the checkpoint by name.
+        record: Record of the optimizer, from `merged`.
+        place: Allocates states of their parameter's shape, for example in host memory. None
+            allocates them on the parameter's device.
+
+    Raises:
+        CheckpointError: The states are those of another optimizer.
     """
-    same = _refuse_another_class(optimizer, record)
+    same_class = _refuse_other_class(optimizer, record)
     saved = stored_states(stored)
-    found: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
+    states: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
     tensors: dict[str, torch.Tensor] = {}
     names = parameter_names(model)
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     for parameter in trained:
+        # Tied parameters are saved under the name that the saving layout used.
         name = next((alias for alias in names[parameter] if alias in saved), None)
         if name is None:
             continue
+
         if isinstance(optimizer, MakesStates):
-            own = optimizer.fresh_states(parameter)
-            _compare_forms(name, saved[name], own)
+            allocated = optimizer.fresh_states(parameter)
+            _refuse_other_moments(name, saved[name], allocated)
         else:
-            if class_name(optimizer) in _ADAMS:
-                _compare_forms(name, saved[name], ("exp_avg", "exp_avg_sq"))
-            was = stored.get(f"model.{name}")
-            dtype = dtype_of(was) if same and was is not None else None
-            own = {
-                key: _room(parameter, key, meta, was=dtype, place=place)
-                for key, meta in saved[name].items()
+            if class_name(optimizer) in _ADAM_CLASSES:
+                _refuse_other_moments(name, saved[name], ("exp_avg", "exp_avg_sq"))
+            parameter_record = stored.get(f"model.{name}")
+            saved_dtype = None
+            if same_class and parameter_record is not None:
+                saved_dtype = dtype_of(parameter_record)
+            allocated = {
+                key: _allocate_state(
+                    parameter, key, state, parameter_dtype=saved_dtype, place=place
+                )
+                for key, state in saved[name].items()
             }
-        found[parameter] = own
-        tensors |= {f"state.{name}.{key}": tensor for key, tensor in own.items()}
-    _refuse_lacking(optimizer, found, names)
-    return Fill(found, tensors)
+        states[parameter] = allocated
+        tensors |= {f"state.{name}.{key}": tensor for key, tensor in allocated.items()}
+    _refuse_missing_states(optimizer, states, names)
+    return Fill(states, tensors)
 
 
 def put(
@@ -209,166 +241,192 @@ def put(
     record: Mapping[str, Any],
     groups: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Give the optimizer its filled states and `groups` (values by key, one mapping a group)."""
+    """Load the filled states and group values into the optimizer.
+
+    Args:
+        optimizer: Optimizer that `fill` was allocated for.
+        model: The model.
+        fill: States, which have been read.
+        record: Record of the optimizer, from `merged`.
+        groups: Values of each parameter group.
+    """
     states: dict[nn.Parameter, dict[str, Any]] = {
-        parameter: dict(found) for parameter, found in fill.states.items()
+        parameter: dict(tensors) for parameter, tensors in fill.states.items()
     }
-    for parameter, names in parameter_names(model).items():
-        for alias in names:
-            start = f"state.{alias}."
-            mine = {
-                key.removeprefix(start): value
-                for key, value in record["values"].items()
-                if key.startswith(start)
-            }
-            if mine and any(
-                parameter is p for group in optimizer.param_groups for p in group["params"]
-            ):
-                states.setdefault(parameter, {}).update(
-                    {key: exact.decode(value, None, key) for key, value in mine.items()}
-                )
-                break
+    _decode_values(optimizer, model, record["values"], states)
     optimizer.state.clear()
-    whole = optimizer.state_dict()
-    order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    numbers = [number for group in whole["param_groups"] for number in group["params"]]
-    whole["state"] = {
+
+    # `load_state_dict` identifies parameters by their number in the groups.
+    state_dict = optimizer.state_dict()
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    state_dict["state"] = {
         number: states[parameter]
-        for number, parameter in zip(numbers, order, strict=True)
+        for number, parameter in zip(numbers, parameters, strict=True)
         if parameter in states
     }
-    whole["param_groups"] = [
+    state_dict["param_groups"] = [
         {**group, **values, "params": group["params"]}
-        for group, values in zip(whole["param_groups"], groups, strict=True)
+        for group, values in zip(state_dict["param_groups"], groups, strict=True)
     ]
-    whole |= exact.decode(
-        record["extra"],
-        {key: value for key, value in whole.items() if key not in ("state", "param_groups")},
-    )
-    optimizer.load_state_dict(whole)
-    for parameter, found in fill.states.items():
+    extra = {
+        key: value for key, value in state_dict.items() if key not in ("state", "param_groups")
+    }
+    state_dict |= exact.decode(record["extra"], extra)
+    optimizer.load_state_dict(state_dict)
+
+    for parameter, tensors in fill.states.items():
         loaded = optimizer.state[parameter]
-        for (
-            key,
-            tensor,
-        ) in found.items():  # torch gives most states their parameter's dtype, which rounds
+        for key, tensor in tensors.items():
+            # torch casts most states to their parameter's dtype, which rounds them.
             if key in loaded and loaded[key].dtype != tensor.dtype and key != "step":
                 loaded[key] = tensor.to(loaded[key].device)
 
 
+def _decode_values(
+    optimizer: Optimizer,
+    model: nn.Module,
+    values: Mapping[str, Any],
+    states: dict[nn.Parameter, dict[str, Any]],
+) -> None:
+    """Add the states that are not tensors to `states`."""
+    optimized = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    for parameter, names in parameter_names(model).items():
+        if parameter not in optimized:
+            continue
+        for alias in names:
+            prefix = f"state.{alias}."
+            decoded = {
+                key.removeprefix(prefix): exact.decode(value, None, key.removeprefix(prefix))
+                for key, value in values.items()
+                if key.startswith(prefix)
+            }
+            if decoded:
+                states.setdefault(parameter, {}).update(decoded)
+                break
+
+
 def stored_states(stored: Mapping[str, TensorRecord]) -> dict[str, dict[str, TensorRecord]]:
-    """Parameter name to the names of its states in a checkpoint, with what is known of them."""
-    found: dict[str, dict[str, TensorRecord]] = {}
-    for key, meta in stored.items():
+    """Return the records of a checkpoint's states by parameter name and name of the state."""
+    states: dict[str, dict[str, TensorRecord]] = {}
+    for key, record in stored.items():
         if key.startswith(START):
             parameter, _, name = key.removeprefix(START).rpartition(".")
-            found.setdefault(parameter, {})[name] = meta
-    return found
+            states.setdefault(parameter, {})[name] = record
+    return states
 
 
-def _room(
+def _allocate_state(
     parameter: nn.Parameter,
     key: str,
-    meta: TensorRecord,
+    record: TensorRecord,
     *,
-    was: torch.dtype | None,
-    place: Place | None,
+    parameter_dtype: torch.dtype | None,
+    place: StateAllocator | None,
 ) -> torch.Tensor:
-    """`was` is the parameter's dtype in the checkpoint; None where another optimizer of the same
-    kind wrote the states.
+    """Allocate one state.
+
+    Args:
+        parameter: Parameter of the state.
+        key: Name of the state.
+        record: Record of the state in the checkpoint.
+        parameter_dtype: dtype of the parameter in the checkpoint. None if another optimizer of the
+            same kind wrote the states.
+        place: Allocates states of the parameter's shape.
     """
-    size = meta.shape
-    dtype = dtype_of(meta)
-    if size and (was is None or dtype == was):
-        dtype = parameter.dtype  # it follows the parameter's, where this run has another
-    if size == tuple(parameter.shape) and parameter.ndim:
-        return (
-            place(parameter, key, dtype)
-            if place is not None
-            else torch.zeros_like(parameter.detach(), dtype=dtype)
-        )
-    return torch.zeros(size, dtype=dtype, device="cpu" if not size else parameter.device)
+    shape = record.shape
+    dtype = dtype_of(record)
+    if shape and (parameter_dtype is None or dtype == parameter_dtype):
+        # The state had its parameter's dtype, which may be another one in this run.
+        dtype = parameter.dtype
+    if shape == tuple(parameter.shape) and parameter.ndim:
+        if place is not None:
+            return place(parameter, key, dtype)
+        return torch.zeros_like(parameter.detach(), dtype=dtype)
+    # Scalars such as `step` are on the CPU in torch's optimizers.
+    device = parameter.device if shape else "cpu"
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
-def _refuse_own_form(optimizer: Optimizer, value: torch.Tensor, place: str) -> None:
+def _refuse_tensor_subclass(optimizer: Optimizer, value: torch.Tensor, state_name: str) -> None:
     kind = type(local_tensor(value.detach()))
     if kind is not torch.Tensor:
         raise CheckpointError(
-            f"{type(optimizer).__name__} keeps {place} as a {kind.__name__}, whose parts no other"
-            " layout can cut; use optimizer.states for states of 8 or 4 bits"
+            f"{type(optimizer).__name__} keeps {state_name} as a {kind.__name__}, whose parts no"
+            " other layout can cut; use optimizer.states for states of 8 or 4 bits"
         )
 
 
-def _refuse_partial(
-    optimizer: Optimizer, parameter: nn.Parameter, value: torch.Tensor, place: str
+def _refuse_rank_local_state(
+    optimizer: Optimizer, parameter: nn.Parameter, value: torch.Tensor, state_name: str
 ) -> None:
-    """A plain tensor with a sharded parameter belongs to this rank alone, if it has the shard's
-    shape: saved, it would be one of many.
+    """Refuse a plain tensor of the shape of a sharded parameter's local shard.
+
+    It belongs to this rank alone. A checkpoint would contain only one of the ranks' tensors.
     """
     if not isinstance(parameter, DTensor) or isinstance(value, DTensor) or not value.ndim:
         return
     if tuple(value.shape) == tuple(parameter.to_local().shape) != tuple(parameter.shape):
         raise CheckpointError(
-            f"{type(optimizer).__name__} keeps {place} as a plain tensor of this rank's shard"
-            f" {tuple(value.shape)}, from which no checkpoint can put the whole together; make it"
-            " by torch.zeros_like(parameter)"
+            f"{type(optimizer).__name__} keeps {state_name} as a plain tensor of this rank's shard"
+            f" {tuple(value.shape)}, from which a checkpoint cannot assemble the full tensor;"
+            " create it by torch.zeros_like(parameter)"
         )
 
 
-def _refuse_another_class(optimizer: Optimizer, record: Mapping[str, Any]) -> bool:
-    """Whether the class is the same; Adam's forms may follow each other, if their states are the
-    same.
-    """
-    there = record["type"]
-    here = class_name(optimizer)
-    if there != here and not {there, here} <= set(_ADAMS):
+def _refuse_other_class(optimizer: Optimizer, record: Mapping[str, Any]) -> bool:
+    """Return True if the saved class is the current one. Forms of Adam may replace each other."""
+    saved = record["type"]
+    current = class_name(optimizer)
+    if saved != current and not {saved, current} <= set(_ADAM_CLASSES):
         raise CheckpointError(
-            f"the checkpoint holds the states of {there}, and this run's optimizer is {here}; set"
-            " optimizer.type to what the run was saved with"
+            f"the checkpoint holds the states of {saved}, and this run's optimizer is {current};"
+            " set optimizer.type to what the run was saved with"
         )
-    return bool(there == here)
+    return bool(saved == current)
 
 
-def _refuse_lacking(
+def _refuse_missing_states(
     optimizer: Optimizer,
-    found: Mapping[nn.Parameter, Mapping[str, Any]],
+    states: Mapping[nn.Parameter, Mapping[str, Any]],
     names: Mapping[nn.Parameter, list[str]],
 ) -> None:
-    """States that an option of torch's optimizers needs, and which they make at a parameter's first
-    step only.
-    """
-    needs = _NEEDS if type(optimizer).__module__.startswith("torch.optim") else {}
-    for option, (kinds, state) in needs.items():
-        if type(optimizer).__name__ not in kinds:
+    """Refuse a checkpoint without states that torch would not create any more after its load."""
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        return
+    for option, (class_names, state) in _STATES_OF_OPTIONS.items():
+        if type(optimizer).__name__ not in class_names:
             continue
         for group in optimizer.param_groups:
-            lacking = [
-                p
-                for p in group["params"]
-                if group.get(option) and p in found and state not in found[p]
-            ]
-            if lacking:
-                raise CheckpointError(
-                    f"optimizer.params.{option} = {group[option]}: it needs `{state}` of every"
-                    f" parameter, and the checkpoint has none of {names[lacking[0]][0]}; set"
-                    f" {option} to what the run was saved with"
-                )
+            if not group.get(option):
+                continue
+            for parameter in group["params"]:
+                if parameter in states and state not in states[parameter]:
+                    raise CheckpointError(
+                        f"optimizer.params.{option} = {group[option]}: it needs `{state}` of every"
+                        f" parameter, and the checkpoint has none of {names[parameter][0]}; set"
+                        f" {option} to what the run was saved with"
+                    )
 
 
-def _compare_forms(name: str, there: Iterable[str], here: Iterable[str]) -> None:
-    there, here = ({key for key in keys if key.startswith("exp_avg")} for keys in (there, here))
-    if there != here:
+def _refuse_other_moments(name: str, saved: Iterable[str], current: Iterable[str]) -> None:
+    saved_moments = {key for key in saved if key.startswith("exp_avg")}
+    current_moments = {key for key in current if key.startswith("exp_avg")}
+    if saved_moments != current_moments:
         raise CheckpointError(
-            f"the checkpoint keeps the optimizer's states of {name} as {', '.join(sorted(there))},"
-            f" and this run as {', '.join(sorted(here))}; set optimizer.states to what the run was"
-            " saved with"
+            f"the checkpoint keeps the optimizer's states of {name} as"
+            f" {', '.join(sorted(saved_moments))}, and this run as"
+            f" {', '.join(sorted(current_moments))}; set optimizer.states to what the run was saved"
+            " with"
         )
 
 
-def _plain(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-    return dict(exact.encode(kept, f"{type(optimizer).__name__}: a parameter group"))
+def _encode_group(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
+    values = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    return dict(exact.encode(values, f"{type(optimizer).__name__}: a parameter group"))
 
 
-def _what(key: object) -> str:
-    return f"a tensor of shape {tuple(key.shape)}" if isinstance(key, torch.Tensor) else repr(key)
+def _describe_key(key: object) -> str:
+    if isinstance(key, torch.Tensor):
+        return f"a tensor of shape {tuple(key.shape)}"
+    return repr(key)

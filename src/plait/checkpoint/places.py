@@ -1,13 +1,14 @@
-"""Where checkpoints are: a folder of a file system, or of an object store that fsspec knows
-(`s3://bucket/run`, `gs://`, `memory://` ...).
+"""Locations of checkpoints: folders of a file system or of an object store.
 
-A `StorePath` answers as much as a `pathlib.Path` as reading a checkpoint asks. What a store lists
-is never taken from a cache. Whatever the store's own library raises is an OSError here. Keys,
-regions and endpoints are the library's: it reads them from where it always does.
+Stores are those that fsspec supports (`s3://bucket/run`, `gs://`, `memory://` ...). `StorePath` has
+the methods of `pathlib.Path` that checkpoints need. Listings are never cached, because other
+processes write to the same folders. Errors of a store's library become OSError. Credentials,
+regions and endpoints are configured as that library documents.
 """
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator
 from functools import wraps
 from pathlib import Path
@@ -32,27 +33,30 @@ def _as_os_error(
             raise
         except Exception as error:
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            raise OSError(getattr(error, "errno", None) or 5, reason, str(self)) from error
+            code = getattr(error, "errno", None) or errno.EIO
+            raise OSError(code, reason, str(self)) from error
 
     return call
 
 
 class StorePath:
-    """An object, or what the names of several begin with, which is called a folder here. A folder
-    without objects does not exist.
+    """Path of an object in a store, or of a folder, which is a common prefix of objects' names.
+
+    A folder without objects does not exist. Methods that access the store raise OSError.
     """
 
     def __init__(self, store: Any, key: str) -> None:
-        self._store, self._key = store, key.rstrip("/")
+        self._store = store
+        self._key = key.rstrip("/")
 
     @property
     def name(self) -> str:
-        """After the last `/`."""
+        """Last component of the path."""
         return self._key.rpartition("/")[2]
 
     @property
     def parent(self) -> StorePath:
-        """The folder that it is in."""
+        """Folder that contains the object or folder."""
         return StorePath(self._store, self._key.rpartition("/")[0])
 
     def __truediv__(self, name: str) -> StorePath:
@@ -71,101 +75,113 @@ class StorePath:
 
     @_as_os_error
     def exists(self) -> bool:
-        """As an object or as a folder."""
+        """Return True if an object or a folder has this path."""
         self._store.invalidate_cache()
         return bool(self._store.exists(self._key))
 
     @_as_os_error
     def is_dir(self) -> bool:
-        """Whether objects are in it."""
+        """Return True if the path is a folder with objects."""
         self._store.invalidate_cache()
         return bool(self._store.isdir(self._key))
 
     @_as_os_error
     def is_file(self) -> bool:
-        """Whether it is an object."""
+        """Return True if the path is an object."""
         self._store.invalidate_cache()
         return bool(self._store.isfile(self._key))
 
     def is_symlink(self) -> bool:
-        """There are none."""
+        """Return False, because stores have no links."""
         return False
 
     def iterdir(self) -> Iterator[StorePath]:
-        """What is in a folder."""
+        """Return the objects and folders in a folder."""
         return (self / name for name in self.sizes())
 
     @_as_os_error
     def sizes(self) -> dict[str, int]:
-        """Name to bytes, of a folder as 0."""
+        """Return the sizes in bytes of a folder's entries by name; 0 for folders."""
         self._store.invalidate_cache()
         try:
-            listed = self._store.ls(self._key, detail=True)
+            listing = self._store.ls(self._key, detail=True)
         except FileNotFoundError:
             return {}
-        found = {
-            entry["name"].rstrip("/").rpartition("/")[2]: int(entry.get("size") or 0)
-            for entry in listed
-        }
-        return {name: size for name, size in found.items() if name and name != self.name}
+        sizes = {}
+        for entry in listing:
+            name = entry["name"].rstrip("/").rpartition("/")[2]
+            # Some stores list the folder itself.
+            if name and name != self.name:
+                sizes[name] = int(entry.get("size") or 0)
+        return sizes
 
     @_as_os_error
     def size(self) -> int:
-        """Bytes of an object."""
+        """Return the size of an object in bytes."""
         self._store.invalidate_cache()
         return int(self._store.size(self._key))
 
     @_as_os_error
     def read_bytes(self, start: int = 0, stop: int | None = None) -> bytes:
-        """An object, or a part of it."""
+        """Return the content of an object, or its bytes from `start` to `stop`."""
         return bytes(self._store.cat_file(self._key, start=start or None, end=stop))
 
     @_as_os_error
     def open(self) -> IO[bytes]:
-        """An object, to be read from its beginning to its end."""
-        found: IO[bytes] = self._store.open(self._key, "rb", cache_type="readahead")
-        return found
+        """Open an object for sequential reads."""
+        stream: IO[bytes] = self._store.open(self._key, "rb", cache_type="readahead")
+        return stream
 
     @_as_os_error
     def put(self, data: bytes) -> None:
-        """Write a small object in one piece: a reader finds what was there before, or this."""
+        """Write a small object atomically: a reader sees its old or its new content."""
         self._store.pipe_file(self._key, data)
 
     @_as_os_error
     def write(self, content: Callable[[IO[bytes]], None]) -> None:
-        """Write an object of any size. One that was not written to its end may be left."""
+        """Write an object of any size. If `content` fails, an incomplete object may remain."""
         with self._store.open(self._key, "wb") as stream:
             content(stream)
 
     @_as_os_error
     def delete(self) -> None:
-        """An object, or a folder with all that is in it, or what is not there."""
+        """Delete an object, or a folder with everything in it, if it exists."""
         self._store.invalidate_cache()
         if self._store.exists(self._key):
             self._store.rm(self._key, recursive=True)
 
 
 Place = Path | StorePath
+"""Folder or file of a file system or of an object store."""
 
 
 def entries(folder: Place) -> list[Place]:
-    """What is in a folder, by name. Raises OSError."""
-    found: list[Place] = [*folder.iterdir()]
-    return sorted(found, key=lambda path: path.name)
+    """Return the entries of a folder, sorted by name. Raises OSError."""
+    paths: list[Place] = [*folder.iterdir()]
+    return sorted(paths, key=lambda path: path.name)
 
 
 def place_of(place: str | Path | StorePath, field: str = "folder") -> Place:
-    """A path, or a URL of a store. Raises InputError, naming `field`, for one whose library is not
-    installed, and for a URL that was made a path, which loses a `/`.
+    """Convert a path or a URL of a store.
+
+    Args:
+        place: Path, `file://` URL, or URL of a store that fsspec supports.
+        field: Name of the setting, for error messages.
+
+    Raises:
+        InputError: The library for the store is not installed, or the URL was converted to a
+            `pathlib.Path`, which removes a slash.
     """
     if isinstance(place, StorePath):
         return place
-    if "://" not in (text := str(place)):
+    text = str(place)
+    if "://" not in text:
+        # pathlib.Path("s3://bucket") is "s3:/bucket", which would silently be a local folder.
         scheme, colon, _ = text.partition(":/")
         if colon and scheme in fsspec.available_protocols():
             raise InputError(
-                f"{field} = {text!r}: a URL has two slashes, and pathlib.Path leaves one; pass the"
-                " URL as text"
+                f"{field} = {text!r}: a URL has two slashes, and pathlib.Path keeps only one; pass"
+                " the URL as text"
             )
         return Path(place)
     if text.startswith("file://"):

@@ -1,5 +1,22 @@
-"""Writing a checkpoint: every rank its part, one rename, and then LATEST. Nothing that was saved
-before is touched until it is in place.
+"""Write a checkpoint: files of every rank, then one rename, then LATEST.
+
+Note [Life of a save]
+    1. `snapshot` selects the tensors that this rank writes. Replicated tensors are written by one
+       rank only. No tensor is copied.
+    2. Rank 0 makes an unpublished folder and puts a random token into it (`commit.begin`). The
+       other ranks receive the token and open the folder that holds it (`commit.join`). The token
+       tells this folder from one that a killed save left under the same name, which a shared file
+       system may still list.
+    3. Every rank writes its tensors, hashes them while they are written, and syncs the file. Its
+       list of tensors (`00000.json`) is written last, so that a rank whose list exists has
+       finished.
+    4. Rank 0 gathers the hashes of these lists into `manifest.json`, publishes the folder, points
+       LATEST to it, and only then deletes an older checkpoint of the same tag (`Commit.finish`).
+
+    Steps 2 to 4 run in `agreement.together`, so an error of one rank is raised on all of them and
+    rank 0 deletes the unfinished folder. Until LATEST is replaced, all earlier checkpoints can be
+    loaded, one of the same tag under the name `.TAG.replaced`. If the process dies, the next save
+    of the tag or `prune` deletes what it left.
 """
 
 from __future__ import annotations
@@ -7,16 +24,16 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from plait._torch.dtensor import local_tensor
 from plait.checkpoint.agreement import together
-from plait.checkpoint.commit import Commit, begin, joined
+from plait.checkpoint.commit import Commit, begin, join
 from plait.checkpoint.content import ContentHash, Observer
 from plait.checkpoint.durable import write_text
 from plait.checkpoint.folder import complete
@@ -29,35 +46,38 @@ from plait.comm.failures import naming
 from plait.comm.watch import WATCH
 from plait.errors import CheckpointError, CommunicationError
 
+T = TypeVar("T")
 SEEN_WITHIN = 5.0
-"""Seconds after which all ranks see what rank 0 has made: file systems between machines keep lists
-of names for a while.
+"""Seconds to wait until all ranks see the folder that rank 0 made. File systems between machines
+cache directory listings for a while.
 """
 OWN = "rank."
-"""Begins the names of tensors that only one rank has."""
+"""Prefix of the names of tensors that belong to one rank, such as states of generators."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What this rank writes of a checkpoint. Nothing of it follows what the model becomes later, if
-    its tensors were staged.
+    """Part of a checkpoint that this rank writes.
+
+    The tensors are those of the live model unless they were staged, so the snapshot must be written
+    before the next step.
     """
 
     folder: Place
     tag: str
     mesh: Mesh
     tensors: Mapping[str, torch.Tensor]
-    """Plain: this rank's parts of what it writes, and its own."""
+    """Plain local tensors: shards that this rank writes, and its own tensors under `rank.`."""
     written: Mapping[str, TensorRecord]
-    """Of those that are no rank's own."""
+    """Records of the tensors that this rank writes, except its own ones."""
     records: Mapping[str, TensorRecord]
-    """Of the first rank of a pipeline stage: all tensors of the stage."""
+    """Records of all tensors of the pipeline stage on its first rank, empty on the others."""
     values: Mapping[str, Any]
     metadata: Mapping[str, Any]
 
     @property
     def size(self) -> int:
-        """Bytes of the tensors."""
+        """Size of the tensors in bytes."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
 
@@ -71,194 +91,247 @@ def snapshot(
     values: Mapping[str, Any],
     metadata: Mapping[str, Any],
 ) -> Snapshot:
-    """This rank's part of a checkpoint; no tensor is copied. Raises CheckpointError for a tag that
-    names no folder.
+    """Select what this rank writes of a checkpoint. No tensor is copied.
 
-    `tensors`: sharded or replicated, by names that every rank of a pipeline stage has. `own`: this
-    rank's. `values` (of a pipeline stage) and `metadata` (rank 0's) must be JSON.
+    Args:
+        folder: Folder of checkpoints.
+        tag: Name of the checkpoint's folder in it.
+        mesh: Mesh of the engine.
+        tensors: Sharded or replicated tensors, by names that all ranks of a pipeline stage share.
+        own: Tensors of this rank alone.
+        values: JSON values of the pipeline stage.
+        metadata: JSON values of the checkpoint. Those of rank 0 are written.
+
+    Raises:
+        CheckpointError: The tag cannot name a folder.
     """
     if not tag or tag.startswith(".") or "/" in tag or tag == LATEST:
         raise CheckpointError(
-            f"tag = {tag!r}: it names a folder, without '/' and no '.' at its beginning"
+            f"tag = {tag!r}: a tag names a folder, so it must not contain '/' or start with '.'"
         )
-    at = mesh.coordinates
+    coordinates = mesh.coordinates
     records = {
-        name: record_of(tensor).model_copy(update={"stages": (at["pp"],)})
+        name: record_of(tensor).model_copy(update={"stages": (coordinates["pp"],)})
         for name, tensor in tensors.items()
     }
-    written = {name: record for name, record in records.items() if record.is_written_by(at)}
-    mine = {name: local_tensor(tensors[name]) for name in written}
-    mine |= {f"{OWN}{name}": tensor for name, tensor in own.items()}
-    leads = all(at[axis] == 0 for axis in at if axis != "pp")
-    return Snapshot(
-        folder,
-        tag,
-        mesh,
-        mine,
-        written,
-        records if leads else {},
-        values if leads else {},
-        metadata,
-    )
+    written = {
+        name: record for name, record in records.items() if record.is_written_by(coordinates)
+    }
+    local = {name: local_tensor(tensors[name]) for name in written}
+    local |= {f"{OWN}{name}": tensor for name, tensor in own.items()}
+
+    if any(coordinates[axis] != 0 for axis in coordinates if axis != "pp"):
+        # Lists of the stage's tensors and values are the same on all of its ranks; its first one
+        # writes them.
+        records = {}
+        values = {}
+    return Snapshot(folder, tag, mesh, local, written, records, values, metadata)
 
 
-def write(taken: Snapshot, group: dist.ProcessGroup | None = None) -> Place:
-    """Write a checkpoint. Collective over `group`, the default one for None, whose backend takes
-    tensors of the mesh's device, or of the CPU where it is given; returns where it is when it is on
-    the disk and named in LATEST. Raises CheckpointError on every rank where one could not write its
-    part: what was there before stays.
+def write(rank_snapshot: Snapshot, group: dist.ProcessGroup | None = None) -> Place:
+    """Write a checkpoint. Collective. See Note [Life of a save].
+
+    Args:
+        rank_snapshot: Part of the checkpoint that this rank writes.
+        group: Group of all ranks with a backend for CPU tensors. None uses the default group with
+            tensors on the mesh's device.
+
+    Returns:
+        The folder of the checkpoint, which is on the disk and named in LATEST.
+
+    Raises:
+        CheckpointError: A rank could not write its part; raised on all ranks. Earlier checkpoints
+            are unchanged.
+        CommunicationError: A rank did not answer in time.
     """
-    folder = taken.folder
-    tag = taken.tag
-    mesh = taken.mesh
-    device = mesh.device if group is None else torch.device("cpu")
-    commit: Commit | None = None
-    WATCH.name_group(group, f"all ranks, for checkpoint {folder / tag}")
+    return _Save(rank_snapshot, group).run()
 
-    def agreed(work: Any, brings: Any = lambda _: b"") -> tuple[Any, list[bytes]]:
+
+class _Save:
+    """Save of one checkpoint on this rank, in the steps of Note [Life of a save]."""
+
+    def __init__(self, rank_snapshot: Snapshot, group: dist.ProcessGroup | None) -> None:
+        self._snapshot = rank_snapshot
+        self._folder = rank_snapshot.folder
+        self._tag = rank_snapshot.tag
+        self._mesh = rank_snapshot.mesh
+        self._group = group
+        self._device = self._mesh.device if group is None else torch.device("cpu")
+        self._doing = f"checkpoint {self._folder / self._tag}"
+        self._commit: Commit | None = None
+
+    def run(self) -> Place:
+        WATCH.name_group(self._group, f"all ranks, for {self._doing}")
         try:
-            with naming(f"checkpoint {folder / tag}"):
+            _, tokens = self._agree(self._make_folder, lambda token: token)
+            token = tokens[0].rstrip(b"\0").decode()
+            counted = self._tensors_of_earlier_stages()
+            _, digests = self._agree(
+                lambda: self._write_files(token, counted),
+                lambda row: bytes.fromhex(row[0]) + bytes(row[1]) + bytes(row[2]),
+            )
+            self._agree(lambda: self._publish(digests))
+        except CheckpointError:
+            # Raised on all ranks, so none of them writes to the folder any more.
+            if self._mesh.rank == 0 and self._commit is not None:
+                self._commit.abandon()
+            raise
+
+        assert self._commit is not None
+        return self._commit.target
+
+    def _agree(
+        self, work: Callable[[], T], row_of: Callable[[T], bytes] = lambda _: b""
+    ) -> tuple[T, list[bytes]]:
+        try:
+            with naming(self._doing):
                 return together(
-                    work, brings, device=device, doing=f"checkpoint {folder / tag}", group=group
+                    work, row_of, device=self._device, doing=self._doing, group=self._group
                 )
         except CommunicationError as error:
-            missing = _unwritten(commit, mesh.layout.world_size)
+            # The group timed out. The files of the ranks that still write tell which disk is slow.
+            missing = self._unwritten_files()
             if not missing:
                 raise
             raise CommunicationError(
                 f"{error}; not written yet: {', '.join(missing[:4])}; is a disk slow or full?"
             ) from error
 
-    def make() -> bytes:
-        nonlocal commit
-        if mesh.rank:
+    def _unwritten_files(self) -> list[str]:
+        """Return the shard files that ranks have not finished. A rank writes its list last."""
+        if self._commit is None:
+            return []
+        files = self._commit.files
+        return [
+            str(files / rank_file(rank, "safetensors"))
+            for rank in range(self._mesh.layout.world_size)
+            if not (files / rank_file(rank, "json")).exists()
+        ]
+
+    def _make_folder(self) -> bytes:
+        if self._mesh.rank != 0:
             return b""
         token = secrets.token_hex(16)
-        commit = begin(folder, tag, token)
+        self._commit = begin(self._folder, self._tag, token)
         return token.encode()
 
-    def write_mine() -> tuple[str, ContentHash, ContentHash]:
-        nonlocal commit
-        commit = commit or _joined(folder, tag, token)
-        content = ContentHash()
-        own = ContentHash()
-        shards = write_shards(
-            commit.files / rank_file(mesh.rank, "safetensors"),
-            taken.tensors,
-            _observers(taken, earlier, content, own),
-        )
-        text = RankManifest(
-            shards=shards, tensors=dict(taken.records), values=dict(taken.values)
-        ).model_dump_json()
-        write_text(commit.files / rank_file(mesh.rank, "json"), text)
-        return digest(text), content, own
+    def _write_files(self, token: str, counted: set[str]) -> tuple[str, ContentHash, ContentHash]:
+        """Write this rank's files.
 
-    def finish() -> None:
-        if mesh.rank:
-            return
-        assert commit is not None
+        Args:
+            token: Token of the folder that rank 0 made.
+            counted: Tensors that an earlier pipeline stage adds to the content hash.
+
+        Returns:
+            sha256 of the rank's manifest, hash of shared tensors, hash of the rank's own tensors.
+        """
+        if self._commit is None:
+            self._commit = _wait_and_join(self._folder, self._tag, token)
         content = ContentHash()
-        own = ContentHash()
-        for one in found:
-            content.add(one[32:48])
-            own.add(one[48:64])
+        own_content = ContentHash()
+        shards = write_shards(
+            self._commit.files / rank_file(self._mesh.rank, "safetensors"),
+            self._snapshot.tensors,
+            self._observers(counted, content, own_content),
+        )
+        rank_manifest = RankManifest(
+            shards=shards,
+            tensors=dict(self._snapshot.records),
+            values=dict(self._snapshot.values),
+        )
+        text = rank_manifest.model_dump_json()
+        write_text(self._commit.files / rank_file(self._mesh.rank, "json"), text)
+        return digest(text), content, own_content
+
+    def _publish(self, digests: list[bytes]) -> None:
+        """Write the manifest from the rows of `_write_files` of all ranks, and commit."""
+        if self._mesh.rank != 0:
+            return
+        assert self._commit is not None
+        content = ContentHash()
+        own_content = ContentHash()
+        for row in digests:
+            # [sha256 of the rank's manifest (32), content hash (16), hash of its own tensors (16)]
+            content.add(row[32:48])
+            own_content.add(row[48:64])
+        newest = max(
+            (checkpoint.manifest.sequence for checkpoint in complete(self._folder)), default=0
+        )
         manifest = Manifest(
             format=FORMAT,
-            tag=tag,
-            sequence=max((one.manifest.sequence for one in complete(folder)), default=0) + 1,
-            degrees=mesh.layout.all_degrees,
-            ranks=tuple(one[:32].hex() for one in found),
+            tag=self._tag,
+            sequence=newest + 1,
+            degrees=self._mesh.layout.all_degrees,
+            ranks=tuple(row[:32].hex() for row in digests),
             content=str(content),
-            own_content=str(own),
-            metadata=dict(taken.metadata),
+            own_content=str(own_content),
+            metadata=dict(self._snapshot.metadata),
         )
-        commit.finish(manifest.model_dump_json())
+        self._commit.finish(manifest.model_dump_json())
 
-    try:
-        _, tokens = agreed(make, lambda token: token)
-        token = tokens[0].rstrip(b"\0").decode()
-        earlier = _of_earlier_stages(taken, device, group)
-        _, found = agreed(
-            write_mine, lambda mine: bytes.fromhex(mine[0]) + bytes(mine[1]) + bytes(mine[2])
-        )
-        agreed(finish)
-    except CheckpointError:
-        if mesh.rank == 0 and commit is not None:
-            commit.abandon()
-        raise
-    assert commit is not None
-    return commit.target
+    def _observers(
+        self, counted: set[str], content: ContentHash, own_content: ContentHash
+    ) -> dict[str, Observer]:
+        """Return what adds each tensor to a hash. Every element of the checkpoint is added once."""
+        coordinates = self._mesh.coordinates
+        degrees = self._mesh.layout.all_degrees
+        observers: dict[str, Observer] = {}
+        for name, tensor in self._snapshot.tensors.items():
+            record = self._snapshot.written.get(name)
+            if record is None:
+                observers[name] = own_content.observer(
+                    f"{self._mesh.rank}.{name}", record_of(tensor), window_of(tensor), begins=True
+                )
+            elif name not in counted:
+                observers[name] = content.observer(
+                    name,
+                    record,
+                    record.window(coordinates, degrees),
+                    begins=record.begins_at(coordinates),
+                )
+        return observers
+
+    def _tensors_of_earlier_stages(self) -> set[str]:
+        """Return written tensors that an earlier pipeline stage also has, such as tied weights.
+
+        The earlier stage adds them to the content hash. Collective.
+        """
+        names = {_name_hash(name): name for name in self._snapshot.written}
+        shared: set[str] = set()
+        for stage in range(self._mesh.layout.pp - 1):
+            leader = self._mesh.layout.rank(pp=stage)
+            count = torch.tensor([len(self._snapshot.records)], device=self._device)
+            dist.broadcast(count, leader, group=self._group)
+            if self._mesh.rank == leader:
+                stage_hashes = torch.tensor(
+                    [_name_hash(name) for name in self._snapshot.records], device=self._device
+                )
+            else:
+                stage_hashes = count.new_empty(int(count))
+            dist.broadcast(stage_hashes, leader, group=self._group)
+
+            if self._mesh.coordinates["pp"] > stage:
+                shared |= {names[number] for number in stage_hashes.tolist() if number in names}
+        return shared
 
 
-def _unwritten(commit: Commit | None, ranks: int) -> list[str]:
-    """Return the shard files that ranks have not finished. A rank writes its list last."""
-    if commit is None:
-        return []
-    listed = [commit.files / rank_file(rank, "json") for rank in range(ranks)]
-    return [
-        str(commit.files / rank_file(rank, "safetensors"))
-        for rank in range(ranks)
-        if not listed[rank].exists()
-    ]
-
-
-def _joined(folder: Place, tag: str, token: str) -> Commit:
-    until = time.monotonic() + SEEN_WITHIN
-    while (found := joined(folder, tag, token)) is None:
-        if time.monotonic() > until:
+def _wait_and_join(folder: Place, tag: str, token: str) -> Commit:
+    """Return this rank's commit as soon as it sees the folder that rank 0 made."""
+    deadline = time.monotonic() + SEEN_WITHIN
+    while True:
+        commit = join(folder, tag, token)
+        if commit is not None:
+            return commit
+        if time.monotonic() > deadline:
             raise CheckpointError(
                 f"this machine does not see the folder that rank 0 has made for {tag} in {folder};"
-                " name one on a file system that all machines share, or a store's URL"
+                " use a folder on a file system that all machines share, or a store's URL"
             )
         time.sleep(0.05)
-    return found
 
 
-def _observers(
-    taken: Snapshot, earlier: set[str], content: ContentHash, own: ContentHash
-) -> dict[str, Observer]:
-    """By tensor, what adds it to a hash: everything once, whichever ranks hold it."""
-    at = taken.mesh.coordinates
-    degrees = taken.mesh.layout.all_degrees
-    found = {}
-    for name, tensor in taken.tensors.items():
-        record = taken.written.get(name)
-        if record is None:
-            found[name] = own.observer(
-                f"{taken.mesh.rank}.{name}", record_of(tensor), window_of(tensor), begins=True
-            )
-        elif name not in earlier:
-            found[name] = content.observer(
-                name, record, record.window(at, degrees), begins=record.begins_at(at)
-            )
-    return found
-
-
-def _of_earlier_stages(
-    taken: Snapshot, device: torch.device, group: dist.ProcessGroup | None
-) -> set[str]:
-    """What an earlier stage of a pipeline holds too, such as tied weights, and counts.
-    Collective.
-    """
-    mesh = taken.mesh
-    numbers = {_number(name): name for name in taken.written}
-    found: set[str] = set()
-    for stage in range(mesh.layout.pp - 1):
-        leader = mesh.layout.rank(pp=stage)
-        count = torch.tensor([len(taken.records)], device=device)
-        dist.broadcast(count, leader, group=group)
-        names = (
-            torch.tensor([_number(name) for name in taken.records], device=device)
-            if mesh.rank == leader
-            else count.new_empty(int(count))
-        )
-        dist.broadcast(names, leader, group=group)
-        if mesh.coordinates["pp"] > stage:
-            found |= {numbers[number] for number in names.tolist() if number in numbers}
-    return found
-
-
-def _number(name: str) -> int:
+def _name_hash(name: str) -> int:
+    # int64, because names are broadcast as tensors.
     return int.from_bytes(
         hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True
     )

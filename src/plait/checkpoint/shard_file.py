@@ -1,8 +1,7 @@
-"""One rank's tensors in a safetensors file, hashed while they are written, and the list of what is
-in it.
+"""Safetensors file of one rank and the list of its tensors with their hashes.
 
-The format is written here, so that the bytes are hashed and written in one pass; files are read by
-the safetensors library.
+The safetensors library reads the files but does not write them: writing the format here allows
+hashing the bytes in the same pass.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ import torch
 from pydantic import NonNegativeInt, model_validator
 from safetensors import SafetensorError, safe_open
 
-from plait.checkpoint.content import Observer, pieces
-from plait.checkpoint.durable import Writing, open_to_read, size_of, write_file
+from plait.checkpoint.content import Observer, tensor_blocks
+from plait.checkpoint.durable import ByteSink, open_to_read, size_of, write_file
 from plait.checkpoint.places import Place, StorePath
 from plait.checkpoint.windows import TensorRecord, Window, dtype_of
 from plait.errors import CheckpointError
@@ -40,40 +39,40 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_CHUNK = 16 << 20
+_READ_BYTES = 16 << 20
 
 
-def is_kept(dtype: object) -> bool:
-    """Whether tensors of the dtype can be written."""
+def is_supported_dtype(dtype: object) -> bool:
+    """Return True if tensors of the dtype can be written."""
     return dtype in _DTYPES
 
 
 class FileEntry(Policy):
-    """A tensor in a file."""
+    """Position and hash of a tensor in a file."""
 
     offset: NonNegativeInt
-    """Bytes from the beginning of the file."""
+    """Offset from the beginning of the file in bytes."""
     size: NonNegativeInt
-    """Bytes."""
+    """Size in bytes."""
     sha256: str
 
 
 class FileManifest(Policy):
-    """What a rank wrote."""
+    """List of the tensors in a rank's file."""
 
     file: str
     size: NonNegativeInt
-    """Bytes."""
+    """Size of the file in bytes."""
     header_sha256: str
-    """Of the file's bytes before the first tensor."""
+    """Hash of the bytes before the first tensor."""
     entries: dict[str, FileEntry]
 
     @model_validator(mode="after")
-    def _has_room_for_each(self) -> Self:
+    def _entries_do_not_overlap(self) -> Self:
         end = 0
-        for name, entry in sorted(
-            self.entries.items(), key=lambda item: (item[1].offset, item[1].size)
-        ):
+        # Empty tensors share the offset of the next one, so the size is part of the order.
+        by_offset = sorted(self.entries.items(), key=lambda item: (item[1].offset, item[1].size))
+        for name, entry in by_offset:
             if entry.offset < end or entry.offset + entry.size > self.size:
                 raise ValueError(
                     f"{name} at {entry.offset:,} overlaps another tensor, or does not end within"
@@ -88,16 +87,58 @@ def write_shards(
     tensors: Mapping[str, torch.Tensor],
     observers: Mapping[str, Observer] | None = None,
 ) -> FileManifest:
-    """Write plain tensors, durably. `observers` get by name the pieces that are written. Raises
-    CheckpointError for a dtype that safetensors does not know, and OSError.
+    """Write plain tensors to a new file and wait until it is on the disk.
+
+    Args:
+        path: The file.
+        tensors: Tensors by name.
+        observers: Functions that receive the blocks of a tensor while it is written, by its name.
+
+    Raises:
+        CheckpointError: A tensor is of a subclass or a dtype that the format does not support.
+        OSError: The file cannot be written.
     """
+    head = _encode_header(tensors)
+    entries: dict[str, FileEntry] = {}
+
+    def content(stream: ByteSink) -> None:
+        stream.write(head)
+        offset = len(head)
+        for name, tensor in tensors.items():
+            digest = hashlib.sha256()
+            size = 0
+            observe = (observers or {}).get(name)
+            for block in tensor_blocks(name, tensor):
+                observed = pool.submit(observe, block) if observe is not None else None
+                digest.update(block.raw)
+                stream.write(block.raw)
+                size += len(block.raw)
+                if observed is not None:
+                    # Raises its error, and keeps at most one block in memory.
+                    observed.result()
+            entries[name] = FileEntry(offset=offset, size=size, sha256=digest.hexdigest())
+            offset += size
+
+    # The content hash runs on another core than sha256 and the writes.
+    with ThreadPoolExecutor(1, thread_name_prefix="plait-content") as pool:
+        write_file(path, content)
+    return FileManifest(
+        file=path.name,
+        size=len(head) + sum(entry.size for entry in entries.values()),
+        header_sha256=hashlib.sha256(head).hexdigest(),
+        entries=entries,
+    )
+
+
+def _encode_header(tensors: Mapping[str, torch.Tensor]) -> bytes:
+    """Return the bytes of a safetensors file before its first tensor."""
     header: dict[str, Any] = {}
     offset = 0
     for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPES or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             raise CheckpointError(
-                f"{name} is a {type(tensor).__name__} of {tensor.dtype}, which a checkpoint does"
-                " not keep"
+                f"{name} is a {type(tensor).__name__} of {tensor.dtype}, which a checkpoint cannot"
+                " contain"
             )
         size = tensor.numel() * tensor.element_size()
         header[name] = {
@@ -107,43 +148,21 @@ def write_shards(
         }
         offset += size
     text = json.dumps(header, separators=(",", ":")).encode()
+    # The format aligns the first tensor to 8 bytes with spaces.
     text += b" " * (-len(text) % 8)
-    head = len(text).to_bytes(8, "little") + text
-    entries: dict[str, FileEntry] = {}
-
-    def content(stream: Writing) -> None:
-        stream.write(head)
-        at = len(head)
-        for name, tensor in tensors.items():
-            digest = hashlib.sha256()
-            size = 0
-            observe = (observers or {}).get(name)
-            for piece in pieces(name, tensor):
-                observed = beside.submit(observe, piece) if observe is not None else None
-                digest.update(piece.raw)
-                stream.write(piece.raw)
-                size += len(piece.raw)
-                if observed is not None:
-                    observed.result()
-            entries[name] = FileEntry(offset=at, size=size, sha256=digest.hexdigest())
-            at += size
-
-    with ThreadPoolExecutor(
-        1, thread_name_prefix="plait-content"
-    ) as beside:  # on another core than the hash of bytes and the disk
-        write_file(path, content)
-    return FileManifest(
-        file=path.name,
-        size=len(head) + offset,
-        header_sha256=hashlib.sha256(head).hexdigest(),
-        entries=entries,
-    )
+    return len(text).to_bytes(8, "little") + text
 
 
 class ShardReader:
-    """Reads tensors of one file: the parts that are asked for of a local one, of one in a store the
-    bytes of the tensor. Raises CheckpointError, also where the file and its list do not agree; it
-    does not compare hashes.
+    """Reads tensors of one file.
+
+    From a local file only the requested part of a tensor is read; from a store all of its bytes.
+    Hashes are not compared. Entering the context and reading raise CheckpointError, also if the
+    file and its list do not agree.
+
+    Args:
+        path: The file.
+        manifest: Its list.
     """
 
     def __init__(self, path: Place, manifest: FileManifest) -> None:
@@ -156,13 +175,13 @@ class ShardReader:
         """Header of a file in a store, once it was read."""
 
     def __enter__(self) -> ShardReader:
-        with self._naming():
+        with self._checkpoint_errors():
             check_size(self._path, self._manifest)
             if self._store is None:
                 self._file = self._open.enter_context(safe_open(self._path, framework="pt"))
                 with open_to_read(self._path) as stream:
                     length = int.from_bytes(stream.read(8), "little")
-                    self._check_places(json.loads(stream.read(length)), 8 + length)
+                    self._check_offsets(json.loads(stream.read(length)), 8 + length)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -172,40 +191,52 @@ class ShardReader:
         self,
         name: str,
         record: TensorRecord | None = None,
-        held: Window | None = None,
-        there: tuple[slice, ...] = (),
+        window: Window | None = None,
+        part: tuple[slice, ...] = (),
     ) -> torch.Tensor:
-        """The part `there` of a tensor; all of it for (). The file holds the part `held` of a
-        tensor like `record`; without it, whatever it says.
-        """
-        with self._naming():
-            if record is not None and held is not None:
-                entry = check_entry(self._path, self._manifest, name, record, held)
-                if self._store is not None:
-                    return _tensor(
-                        self._store, entry, dtype_of(record), [length for _, length in held]
-                    )[there]
-                view = self._file.get_slice(name)
-                kind = view.get_dtype()
-                shape = tuple(view.get_shape())
-                if (kind, shape) != (
-                    _DTYPES[dtype_of(record)],
-                    tuple(length for _, length in held),
-                ):
-                    raise CheckpointError(
-                        f"{self._path}: {name} is {kind} {list(shape)} in the file, and its list"
-                        " says otherwise"
-                    )
-                return view[there] if there else self._file.get_tensor(name)
-            if self._store is None:
-                return self._file.get_tensor(name)
-            if self._header is None:
-                self._header = self._header_of(self._store)
-            said = self._header[name]
-            dtype = next(dtype for dtype, word in _DTYPES.items() if word == said["dtype"])
-            return _tensor(self._store, self._manifest.entries[name], dtype, said["shape"])
+        """Return a tensor of the file, or a part of it.
 
-    def _header_of(self, store: StorePath) -> dict[str, Any]:
+        Args:
+            name: Name of the tensor.
+            record: Expected record of the full tensor. None accepts dtype and shape of the file.
+            window: Expected window of the file's shard.
+            part: Slices of the shard. () reads all of it.
+
+        Raises:
+            CheckpointError: The file cannot be read, or is not as expected.
+        """
+        with self._checkpoint_errors():
+            if record is None or window is None:
+                return self._read_unchecked(name)
+
+            entry = check_entry(self._path, self._manifest, name, record, window)
+            expected_shape = [length for _, length in window]
+            if self._store is not None:
+                tensor = _read_from_store(self._store, entry, dtype_of(record), expected_shape)
+                return tensor[part]
+
+            view = self._file.get_slice(name)
+            dtype_name = view.get_dtype()
+            shape = list(view.get_shape())
+            if (dtype_name, shape) != (_DTYPES[dtype_of(record)], expected_shape):
+                raise CheckpointError(
+                    f"{self._path}: {name} is {dtype_name} {shape} in the file, and its list says"
+                    " otherwise"
+                )
+            return view[part] if part else self._file.get_tensor(name)
+
+    def _read_unchecked(self, name: str) -> torch.Tensor:
+        """Return all of a tensor with the dtype and shape that the file's header says."""
+        if self._store is None:
+            tensor: torch.Tensor = self._file.get_tensor(name)
+            return tensor
+        if self._header is None:
+            self._header = self._read_header(self._store)
+        entry = self._header[name]
+        dtype = next(dtype for dtype, label in _DTYPES.items() if label == entry["dtype"])
+        return _read_from_store(self._store, self._manifest.entries[name], dtype, entry["shape"])
+
+    def _read_header(self, store: StorePath) -> dict[str, Any]:
         """Return the header of a file in a store, if it agrees with the list."""
         length = int.from_bytes(store.read_bytes(0, 8), "little")
         if length > self._manifest.size:
@@ -214,37 +245,37 @@ class ShardReader:
                 f" {self._manifest.size:,}"
             )
         header: dict[str, Any] = json.loads(store.read_bytes(8, 8 + length))
-        self._check_places(header, 8 + length)
+        self._check_offsets(header, 8 + length)
         return header
 
-    def _check_places(self, header: dict[str, Any], begin: int) -> None:
+    def _check_offsets(self, header: dict[str, Any], start: int) -> None:
         """Raise CheckpointError unless the header and the list place every tensor equally.
 
         Hashes cover the ranges of the list, but tensors are read from the ranges of the header.
 
         Args:
-            header: The file's header of safetensors.
-            begin: Offset of the first tensor in the file, in bytes.
+            header: Header of the safetensors file.
+            start: Offset of the first tensor in the file, in bytes.
         """
-        entries = self._manifest.entries
-        places = {
-            name: tuple(said["data_offsets"])
-            for name, said in header.items()
+        header_ranges = {
+            name: tuple(entry["data_offsets"])
+            for name, entry in header.items()
             if name != "__metadata__"
         }
-        for name in sorted(places.keys() | entries.keys()):
-            entry = entries.get(name)
-            listed = (
-                None if entry is None else (entry.offset - begin, entry.offset + entry.size - begin)
-            )
-            if places.get(name) != listed:
+        listed_ranges = {
+            name: (entry.offset - start, entry.offset + entry.size - start)
+            for name, entry in self._manifest.entries.items()
+        }
+        for name in sorted(header_ranges.keys() | listed_ranges.keys()):
+            if header_ranges.get(name) != listed_ranges.get(name):
                 raise CheckpointError(
                     f"{self._path}: its header and its list do not agree where {name} lies in the"
                     " file"
                 )
 
     @contextmanager
-    def _naming(self) -> Iterator[None]:
+    def _checkpoint_errors(self) -> Iterator[None]:
+        """Turn the errors of damaged files into CheckpointError."""
         try:
             yield
         except CheckpointError:
@@ -263,34 +294,36 @@ class ShardReader:
             ) from error
 
 
-def _tensor(
-    place: StorePath, entry: FileEntry, dtype: torch.dtype, shape: list[int]
+def _read_from_store(
+    path: StorePath, entry: FileEntry, dtype: torch.dtype, shape: list[int]
 ) -> torch.Tensor:
-    raw = (
-        bytearray(place.read_bytes(entry.offset, entry.offset + entry.size))
-        if entry.size
-        else bytearray()
-    )
+    raw = bytearray()
+    if entry.size:
+        raw = bytearray(path.read_bytes(entry.offset, entry.offset + entry.size))
     if len(raw) != entry.size:
-        raise CheckpointError(f"{place} ends within a tensor; it was cut while it was read")
-    return (torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)).reshape(
-        shape
-    )
+        raise CheckpointError(f"{path} ends within a tensor; it was cut while it was read")
+    # torch.frombuffer refuses empty buffers.
+    tensor = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+    return tensor.reshape(shape)
 
 
 def check_size(path: Place, manifest: FileManifest) -> None:
-    """Raise CheckpointError for a file that is missing or of another length than what was
-    written.
+    """Compare the size of a file with its list.
+
+    Raises:
+        CheckpointError: The file is missing or has another size.
     """
+    size = None
     try:
-        size = size_of(path) if isinstance(path, StorePath) or path.is_file() else None
+        if isinstance(path, StorePath) or path.is_file():
+            size = size_of(path)
     except FileNotFoundError:
-        size = None
+        pass
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     if size is None:
         raise CheckpointError(
-            f"{path} is missing, or no file; {manifest.size:,} bytes were written"
+            f"{path} is missing or not a file; {manifest.size:,} bytes were written"
         )
     if size != manifest.size:
         raise CheckpointError(
@@ -300,18 +333,27 @@ def check_size(path: Place, manifest: FileManifest) -> None:
 
 
 def check_entry(
-    path: Place, manifest: FileManifest, name: str, record: TensorRecord, held: Window
+    path: Place, manifest: FileManifest, name: str, record: TensorRecord, window: Window
 ) -> FileEntry:
-    """Where a file has the part `held` of a tensor. Raises CheckpointError where its list says that
-    it cannot be that.
+    """Return the entry of a tensor in a file's list.
+
+    Args:
+        path: The file.
+        manifest: Its list.
+        name: Name of the tensor.
+        record: Record of the full tensor.
+        window: Window that the file should have.
+
+    Raises:
+        CheckpointError: The list does not have the tensor, or has it with another size.
     """
     entry = manifest.entries.get(name)
     dtype = dtype_of(record)
     if entry is None:
         raise CheckpointError(
-            f"{path}: its list lacks {name}, a part of which the layout says is there"
+            f"{path}: its list lacks {name}, although the layout assigns a part of it to this file"
         )
-    size = math.prod(length for _, length in held) * dtype.itemsize
+    size = math.prod(length for _, length in window) * dtype.itemsize
     if dtype not in _DTYPES or entry.size != size:
         raise CheckpointError(
             f"{path}: {name} has {entry.size:,} bytes there, and its shape and dtype"
@@ -323,32 +365,38 @@ def check_entry(
 def verify_shards(
     path: Place, manifest: FileManifest, *, entries: Callable[[str], bool] = lambda _: True
 ) -> None:
-    """Raise CheckpointError, naming the file and the tensor, where the file is not what was
-    written. `entries` chooses by name.
+    """Compare the header and tensors of a file with their hashes.
+
+    Args:
+        path: The file.
+        manifest: Its list.
+        entries: Selects the tensors to compare by name.
+
+    Raises:
+        CheckpointError: Names the file and the first tensor that is not what was written.
     """
     check_size(path, manifest)
     try:
         with open_to_read(path) as stream:
-            first = min(
-                (entry.offset for entry in manifest.entries.values()), default=manifest.size
-            )
-            if (
-                _digest(stream, FileEntry(offset=0, size=first, sha256=""))
-                != manifest.header_sha256
-            ):
+            offsets = (entry.offset for entry in manifest.entries.values())
+            header_size = min(offsets, default=manifest.size)
+            if _digest(stream, 0, header_size) != manifest.header_sha256:
                 raise CheckpointError(f"{path}: its header is not what was written")
             for name, entry in manifest.entries.items():
-                if entries(name) and _digest(stream, entry) != entry.sha256:
+                if entries(name) and _digest(stream, entry.offset, entry.size) != entry.sha256:
                     raise CheckpointError(f"{path}: the bytes of {name} are not what was written")
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def _digest(stream: Any, entry: FileEntry) -> str:
+def _digest(stream: Any, offset: int, size: int) -> str:
     digest = hashlib.sha256()
-    left = entry.size
-    stream.seek(entry.offset)
-    while left and (part := stream.read(min(left, _CHUNK))):
+    stream.seek(offset)
+    remaining = size
+    while remaining:
+        part = stream.read(min(remaining, _READ_BYTES))
+        if not part:
+            break
         digest.update(part)
-        left -= len(part)
+        remaining -= len(part)
     return digest.hexdigest()

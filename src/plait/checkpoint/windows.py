@@ -1,9 +1,11 @@
-"""Which ranks of a saved layout hold which part of a tensor: a few numbers for each tensor, from
-which any rank computes it.
+"""Windows of tensors: which ranks of a saved layout have which part of each tensor.
 
-A tensor is cut along mesh axes by torch.chunk's rule, one axis after the other; over the axes that
-do not cut it, it is replicated, and the first rank of the replicas writes it. So the plan of a
-checkpoint has the size of the model's list of tensors, whatever the world size.
+Note [Windows]
+    A window is the (start, length) of a rank's part in every dimension. A tensor is cut along mesh
+    axes by the rule of torch.chunk, one axis after the other. Over the axes that do not cut it, it
+    is replicated, and the first replica writes it. A record of a few numbers per tensor is
+    therefore enough to compute the window of any rank, and the metadata of a checkpoint does not
+    grow with the world size.
 """
 
 from __future__ import annotations
@@ -24,76 +26,83 @@ from plait.policy import Policy
 from plait.shards import shard_length, shard_size
 
 Window = tuple[tuple[int, int], ...]
-"""(start, length) by dimension."""
+"""(start, length) per dimension."""
 
 
 class TensorRecord(Policy):
-    """A tensor of a checkpoint."""
+    """Shape, dtype and cuts of a tensor in a checkpoint."""
 
     dtype: str
-    """Without `torch.`."""
+    """Name of the dtype without `torch.`."""
     shape: tuple[NonNegativeInt, ...]
-    """Global."""
+    """Global shape."""
     cuts: tuple[tuple[str, NonNegativeInt], ...] = ()
-    """(mesh axis, dimension), in the order in which they cut."""
+    """(mesh axis, dimension) pairs, in the order in which they cut the tensor."""
     stages: tuple[NonNegativeInt, ...] = Field((0,), min_length=1)
-    """Coordinates along pp that hold it; the first one writes it."""
+    """Coordinates along pp of the stages that have it. The first one writes it."""
 
     @model_validator(mode="after")
-    def _cuts_what_is_there(self) -> Self:
+    def _cuts_existing_dimensions(self) -> Self:
         for axis, dim in self.cuts:
             if axis not in (*AXES, *EXPERT_AXES) or dim >= len(self.shape):
                 raise ValueError(f"{axis} cannot cut dimension {dim} of {self.shape}")
         return self
 
-    def window(self, at: Mapping[str, int], degrees: Mapping[str, int]) -> Window:
-        """What the rank at the coordinates `at` holds."""
+    def window(self, coordinates: Mapping[str, int], degrees: Mapping[str, int]) -> Window:
+        """Return the part of a rank.
+
+        Args:
+            coordinates: Coordinates of the rank by mesh axis.
+            degrees: Degrees of the layout by mesh axis.
+        """
         starts = [0] * len(self.shape)
         sizes = list(self.shape)
         for axis, dim in self.cuts:
             ranks = degrees.get(axis, 1)
-            rank = at.get(axis, 0)
+            rank = coordinates.get(axis, 0)
+            # Ranks behind the end of the tensor have an empty part that starts at its end.
             starts[dim] += min(rank * shard_size(sizes[dim], ranks), sizes[dim])
             sizes[dim] = shard_length(sizes[dim], ranks, rank)
         return tuple(zip(starts, sizes, strict=True))
 
-    def is_written_by(self, at: Mapping[str, int]) -> bool:
-        """Whether the rank at the coordinates writes its part."""
-        return Reduction(
-            tuple(axis for axis, _ in self.cuts), stages=self.stages[:1]
-        ).is_written_at(at)
+    def is_written_by(self, coordinates: Mapping[str, int]) -> bool:
+        """Return True if the rank at the coordinates writes its part."""
+        axes = tuple(axis for axis, _ in self.cuts)
+        return Reduction(axes, stages=self.stages[:1]).is_written_at(coordinates)
 
-    def begins_at(self, at: Mapping[str, int]) -> bool:
-        """Whether, of the ranks that write a part, the one at the coordinates writes the first."""
-        return all(at.get(axis, 0) == 0 for axis, _ in self.cuts)
+    def begins_at(self, coordinates: Mapping[str, int]) -> bool:
+        """Return True if the rank at the coordinates has the first part, or all of the tensor."""
+        return all(coordinates.get(axis, 0) == 0 for axis, _ in self.cuts)
 
-    def parts(self, layout: Layout, wanted: Window) -> Iterator[tuple[int, Window]]:
-        """(rank, what it holds) of every rank that wrote a part of `wanted`."""
+    def parts(self, layout: Layout, target: Window) -> Iterator[tuple[int, Window]]:
+        """Yield (rank, its window) for every rank that wrote a part of the window `target`."""
         axes = list(dict.fromkeys(axis for axis, _ in self.cuts))
         degrees = layout.all_degrees
         for point in product(*(range(degrees.get(axis, 1)) for axis in axes)):
-            at = (
-                dict.fromkeys(AXES, 0)
-                | {"pp": self.stages[0]}
-                | dict(zip(axes, point, strict=True))
-            )
-            held = self.window(at, degrees)
-            if overlap(held, wanted) is not None:
-                yield layout.rank(**at), held
+            coordinates = dict.fromkeys(AXES, 0)
+            coordinates["pp"] = self.stages[0]
+            coordinates |= dict(zip(axes, point, strict=True))
+            window = self.window(coordinates, degrees)
+            if overlap(window, target) is not None:
+                yield layout.rank(**coordinates), window
 
 
 def record_of(tensor: torch.Tensor) -> TensorRecord:
-    """Of a tensor that this rank holds a part of. Raises ValueError for one that is neither sharded
-    nor replicated.
+    """Return the record of a tensor that is sharded, replicated, or plain.
+
+    Raises:
+        ValueError: A DTensor is a partial sum, or its mesh has no names.
     """
     dtype = str(tensor.dtype).removeprefix("torch.")
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return TensorRecord(dtype=dtype, shape=shape)
-    names = tensor.device_mesh.mesh_dim_names
+
+    mesh = tensor.device_mesh
+    names = mesh.mesh_dim_names
     if names is None or any(placement.is_partial() for placement in tensor.placements):
         raise ValueError(
-            f"a DTensor with the placements {tensor.placements} is a part of a sum, or its mesh has"
+            f"a DTensor with the placements {tensor.placements} is a partial sum, or its mesh has"
             " no names"
         )
     record = TensorRecord(
@@ -101,58 +110,61 @@ def record_of(tensor: torch.Tensor) -> TensorRecord:
         shape=shape,
         cuts=tuple((names[axis], dim) for axis, dim in shard_order(tensor)),
     )
-    coordinate = tensor.device_mesh.get_coordinate()
+    coordinate = mesh.get_coordinate()
     assert coordinate is not None
-    at, degrees = (
-        dict(zip(names, values, strict=True)) for values in (coordinate, tensor.device_mesh.shape)
-    )
-    assert record.window(at, degrees) == window_of(tensor), (record, tensor.placements)
+    coordinates = dict(zip(names, coordinate, strict=True))
+    degrees = dict(zip(names, mesh.shape, strict=True))
+    assert record.window(coordinates, degrees) == window_of(tensor), (record, tensor.placements)
     return record
 
 
 def dtype_of(record: TensorRecord) -> torch.dtype:
-    """Raises CheckpointError for a name that is no dtype."""
-    found = getattr(torch, record.dtype, None)
-    if not isinstance(found, torch.dtype):
-        raise CheckpointError(f"a tensor's dtype is {record.dtype!r}, which is none of torch's")
-    return found
+    """Return the dtype of a record. Raises CheckpointError for an unknown name."""
+    dtype = getattr(torch, record.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"a tensor's dtype is {record.dtype!r}, which torch does not have")
+    return dtype
 
 
 def window_of(tensor: torch.Tensor) -> Window:
-    """Which part of a tensor this rank holds."""
+    """Return the part of a tensor that this rank has."""
     if not isinstance(tensor, DTensor):
         return tuple((0, size) for size in tensor.shape)
     return tuple((part.start, part.stop - part.start) for part in local_window(tensor))
 
 
-def overlap(one: Window, other: Window) -> Window | None:
-    """What two windows share; None for nothing."""
-    found = []
-    for (a, length), (b, more) in zip(one, other, strict=True):
-        start = max(a, b)
-        stop = min(a + length, b + more)
+def overlap(first: Window, second: Window) -> Window | None:
+    """Return the intersection of two windows, or None if it is empty."""
+    window = []
+    for (first_start, first_length), (second_start, second_length) in zip(
+        first, second, strict=True
+    ):
+        start = max(first_start, second_start)
+        stop = min(first_start + first_length, second_start + second_length)
         if start >= stop:
             return None
-        found.append((start, stop - start))
-    return tuple(found)
+        window.append((start, stop - start))
+    return tuple(window)
 
 
-def inside(part: Window, of: Window) -> tuple[slice, ...]:
-    """The slices that take `part` out of a tensor that is `of`."""
+def inside(part: Window, container: Window) -> tuple[slice, ...]:
+    """Return the slices that select the window `part` from a tensor of the window `container`."""
     return tuple(
-        slice(start - begin, start - begin + length)
-        for (start, length), (begin, _) in zip(part, of, strict=True)
+        slice(start - origin, start - origin + length)
+        for (start, length), (origin, _) in zip(part, container, strict=True)
     )
 
 
-def merged(records: Iterable[tuple[int, Mapping[str, TensorRecord]]]) -> dict[str, TensorRecord]:
-    """The records of all pipeline stages as one: (stage, its records) to records that name all
-    stages that hold a tensor.
-    """
-    found: dict[str, TensorRecord] = {}
-    for stage, one in records:
-        for name, record in one.items():
-            before = found.get(name)
-            stages = (stage,) if before is None else (*before.stages, stage)
-            found[name] = (before or record).model_copy(update={"stages": stages})
-    return found
+def merge_stages(
+    records: Iterable[tuple[int, Mapping[str, TensorRecord]]],
+) -> dict[str, TensorRecord]:
+    """Merge the (stage, records) of all pipeline stages; a record then lists all its stages."""
+    merged: dict[str, TensorRecord] = {}
+    for stage, stage_records in records:
+        for name, record in stage_records.items():
+            previous = merged.get(name)
+            if previous is None:
+                merged[name] = record.model_copy(update={"stages": (stage,)})
+            else:
+                merged[name] = previous.model_copy(update={"stages": (*previous.stages, stage)})
+    return merged

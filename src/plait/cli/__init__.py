@@ -1,1 +1,4 @@
-"""The command line: one small file a verb. Nothing else of Plait imports this package."""
+"""Command line of Plait: one module per verb.
+
+No other package of Plait imports this one.
+"""

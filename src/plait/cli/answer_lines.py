@@ -1,5 +1,7 @@
-"""What `plait generate` does with a file of prompts: batch after batch, from where a command before
-has ended.
+"""Answers of `plait generate` to a file of prompts, in batches.
+
+Finished answers are saved, so that a command which is repeated after an interruption continues
+after them.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from plait.cli.progress import progress_bar
+from plait.cli.terminal import progress_bar
 
 if TYPE_CHECKING:
     from plait.inference.answer_file import AnswerFile
@@ -20,57 +22,67 @@ if TYPE_CHECKING:
     from plait.sharded.model import ShardedModel
 
 Answer = Callable[["ShardedModel", list[Any], int | None], "list[Generation]"]
-"""Prompts and the seed of the first, to what the model adds."""
+"""Function from the model, prompts and the seed of the first prompt to the generated answers."""
 
 
 @dataclass(frozen=True)
-class Work:
-    """What a process is to do."""
+class AnswerJob:
+    """File of prompts that the processes of a command answer together."""
 
     lines: list[Line]
     out: Path
     batch_size: int
     seed: int | None
-    """Of the first line; the next has one more."""
+    """Seed of the first line. Each following line has the next number."""
     command: dict[str, Any]
-    """What the tokens of an answer follow from, besides the lines; neither the layout nor the
-    batches.
+    """Everything besides the lines that the tokens of an answer depend on.
+
+    The layout and the batches are not part of it, so that a command can continue on others.
     """
-    first: bool
-    """Whether this process writes."""
+    writes: bool
+    """True if this process writes the answers."""
     several: bool
-    """Whether there are others."""
+    """True if other processes take part."""
 
 
-def answer_lines(work: Work, load: Callable[[], ShardedModel], answer: Answer) -> None:
-    """On each process."""
-    count = 0
-    lines = work.lines
+def answer_lines(job: AnswerJob, load: Callable[[], ShardedModel], answer: Answer) -> None:
+    """Answer all lines that have no answer yet. Collective over the processes of the command.
+
+    Args:
+        job: The lines and the output.
+        load: Loads the model.
+        answer: Generates the answers of a batch.
+    """
+    new_tokens = 0
+    lines = job.lines
     with (
-        _answers(work) if work.first else nullcontext() as answers,
+        _open_answers(job) if job.writes else nullcontext() as answers,
         closing(load()) as sharded,
         progress_bar("generate") as progress,
     ):
-        for start in range(_done(answers, several=work.several), len(lines), work.batch_size):
-            some = [line.prompt for line in lines[start : start + work.batch_size]]
-            made = answer(sharded, some, None if work.seed is None else work.seed + start)
-            count += sum(len(one.token_ids) for one in made)
+        for start in range(_finished_lines(answers, job), len(lines), job.batch_size):
+            prompts = [line.prompt for line in lines[start : start + job.batch_size]]
+            seed = job.seed
+            if seed is not None:
+                seed += start
+            generations = answer(sharded, prompts, seed)
+            new_tokens += sum(len(generation.token_ids) for generation in generations)
             if answers is not None:
-                answers.add(made)
-            progress(start + len(some), len(lines))
-    if work.first:
-        print(f"wrote {work.out}: {len(lines)} answers, {count:,} new tokens", file=sys.stderr)
+                answers.add(generations)
+            progress(start + len(prompts), len(lines))
+    if job.writes:
+        print(f"wrote {job.out}: {len(lines)} answers, {new_tokens:,} new tokens", file=sys.stderr)
 
 
 @contextmanager
-def _answers(work: Work) -> Iterator[AnswerFile]:
+def _open_answers(job: AnswerJob) -> Iterator[AnswerFile]:
     from plait.inference.answer_file import answer_file
 
-    count = len(work.lines)
-    with answer_file(work.out, work.lines, work.command) as answers:
+    count = len(job.lines)
+    with answer_file(job.out, job.lines, job.command) as answers:
         if answers.done:
             print(
-                f"{answers.done} of {count} answers are in {answers.partial} already; going on"
+                f"{answers.done} of {count} answers are in {answers.partial} already; continuing"
                 " after them",
                 file=sys.stderr,
             )
@@ -78,18 +90,19 @@ def _answers(work: Work) -> Iterator[AnswerFile]:
             yield answers
         except BaseException:
             if answers.done:
-                finished = (
-                    f"{answers.done} of {count} answers are finished, and kept in {answers.partial}"
+                print(
+                    f"{answers.done} of {count} answers are finished and kept in {answers.partial};"
+                    " the same command continues after them",
+                    file=sys.stderr,
                 )
-                print(f"{finished}; the same command goes on after them", file=sys.stderr)
             raise
 
 
-def _done(answers: AnswerFile | None, *, several: bool) -> int:
-    """Lines that are finished, as the first process knows it. Collective."""
-    box = [answers.done if answers is not None else 0]
-    if several:
+def _finished_lines(answers: AnswerFile | None, job: AnswerJob) -> int:
+    """Return the number of finished lines, which only the writing process knows. Collective."""
+    count = [answers.done if answers is not None else 0]
+    if job.several:
         import torch.distributed as dist
 
-        dist.broadcast_object_list(box, src=0)
-    return box[0]
+        dist.broadcast_object_list(count, src=0)
+    return count[0]

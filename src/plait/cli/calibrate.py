@@ -1,8 +1,8 @@
-"""`plait calibrate`: fit the planner's constants to this machine and write them to a file.
+"""Verb `plait calibrate`: fits the planner's constants to this machine and writes them to a file.
 
-The command starts processes (under a launcher they exist), measures rates, links and a few real
-training steps, and fits. The file is what `plait plan --calibrate FILE` takes. What is measured is
-in `engine.calibration`, the fit in `planner.calibrate`.
+The command starts processes (under a launcher they exist already), measures rates, links and a few
+real training steps, and fits the constants. `plait plan --calibrate FILE` reads the file. The
+measurements are in `engine.calibration`, and the fit is in `planner.calibrate`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from plait.cli import launch
-from plait.cli.launching.settings import Settings
+from plait.cli.launching.settings import LaunchSettings
 from plait.cli.options import Json, Nproc
 from plait.cluster.launchers import claim
 from plait.cluster.topology import default_processes, machine_name, place
@@ -24,8 +24,8 @@ from plait.observe.files import require_writable
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
-_DISTURBED = 0.15
-"""Share of the steps in which no rank computed, above which the user is warned."""
+_MAX_WAITING_SHARE = 0.15
+"""Share of the time of the steps in which no rank computed, above which the user is warned."""
 
 _EPILOG = """Examples:
 
@@ -38,36 +38,35 @@ plait launch --hostfile hosts -m plait.cli.calibrate here.json 3 2"""
 
 @app.command(epilog=_EPILOG)
 def calibrate(
-    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("calibration.json"),
+    out: Annotated[Path, typer.Option(help="File to write.")] = Path("calibration.json"),
     nproc_per_node: Nproc = None,
-    rounds: Annotated[int, typer.Option(min=1, help="How often every layout takes its turn.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Number of runs of every layout.")] = 3,
     steps: Annotated[
-        int, typer.Option(min=1, help="Steps of a turn, after one that is not counted.")
+        int, typer.Option(min=1, help="Measured steps per run, after a warm-up step.")
     ] = 2,
     as_json: Json = False,
 ) -> None:
     """Fit the planner's constants to this machine.
 
-    Constants that the measurements do not determine keep the shipped values of such devices. Prints
-    the values with their uncertainties, and the errors before and after.
+    Constants that the measurements do not determine keep their shipped values. Prints the values
+    with their uncertainties, and the errors before and after the fit.
     """
     require_writable("--out", out, make_folder=True)
-    arguments = [str(out), str(rounds), str(steps), *(["--quiet"] if as_json else [])]
+    arguments = [str(out), str(rounds), str(steps)]
+    if as_json:
+        arguments.append("--quiet")
     count = nproc_per_node or default_processes()
+    # Under a launcher, this process is one of those that measure. One process needs no launcher.
     if claim(os.environ) is not None or count == 1:
-        _work(*arguments)
-    elif code := launch.run(["plait.cli.calibrate", *arguments], Settings(count)):
+        _run_process(*arguments)
+    elif code := launch.run(["plait.cli.calibrate", *arguments], LaunchSettings(count)):
         raise typer.Exit(code)
-    _print_json(out, wanted=as_json and place().rank == 0)
-
-
-def _print_json(out: Path, *, wanted: bool) -> None:
-    if wanted:
+    if as_json and place().rank == 0:
         typer.echo(out.read_text(encoding="utf-8").rstrip())
 
 
-def _work(out: str, rounds: str, steps: str, quiet: str = "") -> None:
-    """What each process runs; the first one fits, writes and prints."""
+def _run_process(out: str, rounds: str, steps: str, quiet: str = "") -> None:
+    """Measure in one of the processes. Rank 0 fits the constants, and writes and prints them."""
     from plait.cli.planning.calibrations import (
         live_cluster,
         print_calibration,
@@ -81,15 +80,16 @@ def _work(out: str, rounds: str, steps: str, quiet: str = "") -> None:
     from plait.planner.constants import knowledge
     from plait.planner.measured import runs_of
 
-    here = place()
+    process = place()
     cluster = live_cluster()
     request = calibration_request(cluster)
     pace = Pace(rounds=int(rounds), steps=int(steps))
-    machine = machine_name(here.local_world_size)
-    with progress(measurements(request, pace), shown=here.rank == 0) as done:
+    machine = machine_name(process.local_world_size)
+    with progress(measurements(request, pace), shown=process.rank == 0) as done:
         measured = measure(request, machine=machine, pace=pace, done=done)
-    if here.rank:
+    if process.rank:
         return
+
     known = believed(
         knowledge(),
         cluster.device,
@@ -98,31 +98,32 @@ def _work(out: str, rounds: str, steps: str, quiet: str = "") -> None:
         precision=request.precision,
     )
     runs = runs_of(measured.runs)
-    found = calibrate(runs, known=known)
-    is_cpu = cluster.device.name == "cpu"
+    calibration = calibrate(runs, known=known)
+    # Two CPU machines differ, while GPUs of one name are alike.
+    origin_machine = machine if cluster.device.name == "cpu" else ""
     facts = {
         "at": measured.runs[0].at,
         "devices": cluster.devices,
         "runs": len(measured.runs),
         "rates": asdict(measured.rates),
     }
-    save(Path(out), found, Origin(str(cluster.device.name), machine if is_cpu else "", facts))
+    save(Path(out), calibration, Origin(str(cluster.device.name), origin_machine, facts))
     if not quiet:
         print_rates(measured.rates)
-        print_calibration(found, runs, known=known)
-    if measured.waiting > _DISTURBED:
-        taken = f"other programs took up to {measured.waiting:.0%} of the steps' time"
+        print_calibration(calibration, runs, known=known)
+    if measured.waiting > _MAX_WAITING_SHARE:
         print(
-            f"\nplait: {taken}: the constants are of a disturbed machine; calibrate again when it"
-            " is quiet",
+            f"\nplait: other programs took up to {measured.waiting:.0%} of the steps' time, so the"
+            " constants are those of a disturbed machine; calibrate again when it is idle",
             file=sys.stderr,
         )
     if not quiet:
         print(f"\n{out} holds the constants: plait plan ... --calibrate {out}")
 
 
-if __name__ == "__main__":  # a process that `calibrate` has started
+if __name__ == "__main__":
+    # A process that `calibrate` has started.
     from plait.cluster.ending import end_process
 
-    _work(*sys.argv[1:])
+    _run_process(*sys.argv[1:])
     end_process(0)

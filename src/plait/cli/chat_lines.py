@@ -1,4 +1,4 @@
-"""What a person types in a chat."""
+"""Input of a chat: the lines that the user types."""
 
 from __future__ import annotations
 
@@ -10,36 +10,44 @@ from threading import Thread
 
 from rich.console import Console
 
-SIGN_SECONDS = 20.0
+POLL_SECONDS = 20.0
+"""Time after which processes that wait for a line hear that there is none yet."""
 
 
-def lines_said(first: bool, *, several: bool) -> Iterator[str | None]:
-    """Lines of the person; "" on other processes, and at the end. Where others wait for the line
-    (`several`), None now and then while there is none, since a wait that takes long is taken for a
-    hang.
+def chat_lines(reads_input: bool, *, several: bool) -> Iterator[str | None]:
+    """Yield the lines of the user, and "" at the end of the input.
+
+    Args:
+        reads_input: Whether this process reads standard input. Other processes yield "" forever,
+            because they receive the lines from it.
+        several: Whether other processes wait for each line. A long wait would be taken for a hang,
+            so that None is yielded every `POLL_SECONDS` while there is no line.
     """
     console = Console(stderr=True, highlight=False)
-    while not first:
+    while not reads_input:
         yield ""
-    # bytes of another encoding would end the thread that reads, or be no text
+
+    # Bytes of another encoding would raise in the thread below.
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
-    asked: Queue[None] = Queue()
+    requests: Queue[None] = Queue()
     lines: Queue[str] = Queue()
 
     def read() -> None:
         while True:
-            asked.get()
+            requests.get()
             lines.put(sys.stdin.readline().strip())
 
+    # A thread, because readline has no timeout.
     Thread(target=read, daemon=True).start()
+    timeout = POLL_SECONDS if several else None
     while True:
         if sys.stdin.isatty():
             console.print("> ", end="")
-        asked.put(None)
+        requests.put(None)
         while True:
             try:
-                yield lines.get(timeout=SIGN_SECONDS if several else None)
+                yield lines.get(timeout=timeout)
                 break
             except Empty:
                 yield None

@@ -1,20 +1,20 @@
-"""`plait checkpoint`: what a folder of checkpoints holds (`ls`), whether it is what was written
-(`verify`), how two differ (`diff`), and deleting old ones (`prune`). Prints the results of
-`plait.checkpoint.inspect`.
+"""Verb `plait checkpoint`: lists, verifies, compares and deletes checkpoints.
+
+The operations are in `plait.checkpoint.inspect`.
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from plait.cli.options import Json
 from plait.cli.planning.tables import print_table
-from plait.cli.progress import progress_bar
+from plait.cli.terminal import progress_bar
 from plait.errors import CheckpointError
 
 app = typer.Typer(
@@ -29,7 +29,7 @@ Folder = Annotated[
     typer.Argument(
         metavar="FOLDER",
         help=(
-            "A run's folder, its checkpoints/, (verify, diff) one checkpoint, or such a URL"
+            "Folder of a run, its checkpoints/, or (verify, diff) one checkpoint; also as a URL"
             " (s3://...)."
         ),
     ),
@@ -38,16 +38,16 @@ Folder = Annotated[
 
 @app.command("ls")
 def ls_command(folder: Folder, as_json: Json = False) -> None:
-    """List the checkpoints of FOLDER, the newest first; `*` is the one that a run goes on from.
+    """List the checkpoints of FOLDER, the newest first. `*` marks the one that a run resumes from.
     Exit code 4 if one is damaged.
     """
     from plait.checkpoint.inspect import checkpoints_of, rows
     from plait.checkpoint.places import place_of
     from plait.units import format_bytes
 
-    found = rows(checkpoints_of(place_of(folder, "FOLDER")))
+    checkpoints = rows(checkpoints_of(place_of(folder, "FOLDER")))
     if as_json:
-        typer.echo(json.dumps([asdict(row) for row in found], indent=2))
+        typer.echo(json.dumps([asdict(row) for row in checkpoints], indent=2))
     else:
         cells = [
             (
@@ -59,100 +59,105 @@ def ls_command(folder: Folder, as_json: Json = False) -> None:
                 row.layout or "-",
                 row.problem or "good",
             )
-            for row in found
+            for row in checkpoints
         ]
         print_table(
             Console(), ("", "tag", "step", "size", "content", "written by", "manifest"), cells
         )
-        if not found:
+        if not checkpoints:
             typer.echo("no checkpoint")
-    if any(row.problem for row in found):
+    if any(row.problem for row in checkpoints):
         raise typer.Exit(CheckpointError.exit_code)
 
 
 @app.command("verify")
 def verify_command(folder: Folder) -> None:
-    """Compare every byte of a checkpoint with its hash; of FOLDER the one that a run goes on from.
-    Exit code 4 if it is damaged.
+    """Compare every byte of a checkpoint with its hash. In FOLDER it is the checkpoint that a run
+    resumes from. Exit code 4 if it is damaged.
     """
     from plait.checkpoint.inspect import open_one, verify
     from plait.checkpoint.places import place_of
 
-    found = open_one(place_of(folder, "FOLDER"))
-    with progress_bar(f"verify {found.path.name}") as progress:
-        verify(found, progress)
+    checkpoint = open_one(place_of(folder, "FOLDER"))
+    with progress_bar(f"verify {checkpoint.path.name}") as progress:
+        verify(checkpoint, progress)
     typer.echo(
-        f"{found.path}: every byte of {len(found.manifest.ranks)} files is what was written;"
-        f" content hash {found.manifest.content}"
+        f"{checkpoint.path}: every byte of {len(checkpoint.manifest.ranks)} files is what was"
+        f" written; content hash {checkpoint.manifest.content}"
     )
 
 
 @app.command("diff")
 def diff_command(
-    one: Annotated[
+    first: Annotated[
         str,
-        typer.Argument(metavar="FOLDER", help="A checkpoint, or a folder whose newest is meant."),
+        typer.Argument(metavar="FOLDER", help="A checkpoint, or a folder for its newest one."),
     ],
-    other: Annotated[str, typer.Argument(metavar="OTHER", help="Another.")],
+    second: Annotated[
+        str, typer.Argument(metavar="OTHER", help="The checkpoint to compare it with.")
+    ],
     quick: Annotated[
         bool,
         typer.Option(
-            "--quick", help="Compare the content hashes in the manifests, and read no tensor."
+            "--quick", help="Compare the content hashes in the manifests without reading tensors."
         ),
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Print the tensors that two checkpoints, of whatever layouts, do not have bit for bit alike.
-    Exit code 1 if there are any, 4 if their content hashes say otherwise: then a file is damaged.
+    """Print the tensors that are not bit for bit equal in two checkpoints of any layouts. Exit code
+    1 if there are any, 4 if the content hashes contradict the tensors: a file is damaged then.
     """
     from plait.checkpoint.inspect import content_difference, differences, open_one
     from plait.checkpoint.places import place_of
 
-    opened = [open_one(place_of(one, "FOLDER")), open_one(place_of(other, "OTHER"))]
-    by_hash = content_difference(*opened)
-    found = by_hash if quick else list(differences(*opened))
-    if bool(found) != bool(by_hash):
-        first = f"{found[0].name} differs" if found else "all tensors are alike"
+    checkpoints = [open_one(place_of(first, "FOLDER")), open_one(place_of(second, "OTHER"))]
+    hash_differences = content_difference(*checkpoints)
+    differing = hash_differences
+    if not quick:
+        differing = list(differences(*checkpoints))
+    if bool(differing) != bool(hash_differences):
+        result = "all tensors are equal"
+        if differing:
+            result = f"{differing[0].name} differs"
         raise CheckpointError(
-            f"{first}, and the content hashes say otherwise: a file is damaged; run `plait"
+            f"{result}, which contradicts the content hashes: a file is damaged; run `plait"
             " checkpoint verify` on both"
         )
     if as_json:
-        typer.echo(json.dumps([asdict(difference) for difference in found], indent=2))
+        typer.echo(json.dumps([asdict(difference) for difference in differing], indent=2))
     else:
-        cells = [
-            (
-                difference.name,
-                difference.what,
-                f"{difference.elements:,}" if difference.elements else "",
-            )
-            for difference in found
-        ]
-        print_table(Console(), ("tensor", "largest difference", "elements"), cells)
-        alike = (
-            f"all tensors are alike, bit for bit: content hash {opened[0].manifest.content[:12]}"
-        )
-        typer.echo(
-            ("the content hashes differ" if quick else f"{len(found)} tensors differ")
-            if found
-            else alike
-        )
-    if found:
+        _print_differences(differing, quick=quick, content=checkpoints[0].manifest.content)
+    if differing:
         raise typer.Exit(1)
+
+
+def _print_differences(differing: list[Any], *, quick: bool, content: str) -> None:
+    cells = []
+    for difference in differing:
+        elements = f"{difference.elements:,}" if difference.elements else ""
+        cells.append((difference.name, difference.what, elements))
+    print_table(Console(), ("tensor", "largest difference", "elements"), cells)
+    if not differing:
+        typer.echo(f"all tensors are equal, bit for bit: content hash {content[:12]}")
+    elif quick:
+        typer.echo("the content hashes differ")
+    else:
+        typer.echo(f"{len(differing)} tensors differ")
 
 
 @app.command("prune")
 def prune_command(
     folder: Folder,
     keep: Annotated[
-        int, typer.Option(min=1, metavar="N", help="How many of the newest good ones stay.")
+        int,
+        typer.Option(min=1, metavar="N", help="Number of undamaged checkpoints to keep."),
     ],
 ) -> None:
-    """Delete old checkpoints and what unfinished saves have left; never the one that LATEST names.
-    Refused while `plait train` runs in the folder.
+    """Delete old checkpoints and the remains of unfinished saves, but never the checkpoint that
+    LATEST names. Refused while `plait train` runs in the folder.
     """
     from plait.checkpoint.inspect import checkpoints_of, prune
     from plait.checkpoint.places import place_of
 
-    gone = prune(checkpoints_of(place_of(folder, "FOLDER")), keep=keep)
-    typer.echo("\n".join(f"deleted {name}" for name in gone) or "nothing to delete")
+    deleted = prune(checkpoints_of(place_of(folder, "FOLDER")), keep=keep)
+    typer.echo("\n".join(f"deleted {name}" for name in deleted) or "nothing to delete")

@@ -1,5 +1,6 @@
-"""`plait config`: what a configuration file means (`explain`), one of another program as Plait's
-(`convert`), and what one may contain (`schema`). Prints the results of `plait.config`.
+"""Verb `plait config`: explains and converts configuration files, and prints their schema.
+
+The results come from `plait.config`.
 """
 
 from __future__ import annotations
@@ -24,10 +25,7 @@ from plait.errors import ConfigError, InputError
 from plait.observe.files import require_writable, write_text
 
 app = typer.Typer(
-    help=(
-        "What a configuration file means, one of another program as Plait's, and what one may"
-        " contain."
-    ),
+    help="Explain or convert a configuration file, or print the schema.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -48,7 +46,7 @@ def explain_command(
     overrides: Set = None,
     world_size: Annotated[
         int | None,
-        count(help="Number of processes. Default: run.processes, or as few as the degrees allow."),
+        count(help="Number of processes. (default: run.processes, else the fewest possible)"),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -61,10 +59,12 @@ def explain_command(
             {**asdict(problem), "message": str(problem)} for problem in explanation.problems
         ]
         typer.echo(json.dumps({**asdict(explanation), "problems": problems}, indent=2, default=str))
-    elif (console := Console()).is_terminal:
-        _print_tables(explanation, console)
     else:
-        _print_lines(explanation)
+        console = Console()
+        if console.is_terminal:
+            _print_tables(explanation, console)
+        else:
+            _print_lines(explanation)
     if explanation.problems:
         raise ConfigError(*explanation.problems)
 
@@ -76,28 +76,29 @@ def convert_command(
         typer.Argument(
             metavar="FILE",
             help=(
-                "A file of DeepSpeed, of Accelerate, or the Trainer's fsdp_config; or, after `--`,"
-                " Megatron's flags."
+                "A file of DeepSpeed or Accelerate, the Trainer's fsdp_config, or, after `--`, the"
+                " flags of Megatron."
             ),
         ),
     ],
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="A new file to write. (default: standard output)"),
+        typer.Option(metavar="FILE", help="New file to write. (default: standard output)"),
     ] = None,
     overrides: Set = None,
 ) -> None:
-    """Write FILE as a file for `plait train` and `plait.initialize`, and print what became of each
-    of its keys.
+    """Convert FILE to a file for `plait train` and `plait.initialize`, and print the result for
+    each of its keys.
     """
     if out is not None and out.exists():
         raise InputError(f"--out {out}: exists; give another name, or remove it first")
     require_writable("--out", out)
     conversion = convert(_one_source(source), overrides or ())
     rows: list[tuple[str, ...]] = [("key", "value", "Plait's", "note")]
-    rows += [(row.key, _shown(row.value), *_became(row)) for row in conversion.keys]
-    for line in aligned(rows, most={1: 40}):
-        typer.echo(line, err=out is None)  # standard output has the file
+    rows += [(row.key, _format_value(row.value), *_converted_key(row)) for row in conversion.keys]
+    for line in aligned(rows, max_widths={1: 40}):
+        # Without --out, standard output contains only the file.
+        typer.echo(line, err=out is None)
     if conversion.problems:
         raise ConfigError(*conversion.problems)
     text = json.dumps(conversion.tree, indent=2)
@@ -106,24 +107,27 @@ def convert_command(
         return
     write_text("--out", out, text + "\n")
     missing = [name for name in ("model", "data") if name not in conversion.tree]
-    adding = (
-        f"add the sections {' and '.join(missing)} for `plait train {out}`, and " if missing else ""
-    )
-    typer.echo(f"\nwrote {out}; {adding}see `plait config explain {out}`")
+    advice = f"see `plait config explain {out}`"
+    if missing:
+        sections = " and ".join(missing)
+        advice = f"add the sections {sections} for `plait train {out}`, and {advice}"
+    typer.echo(f"\nwrote {out}; {advice}")
 
 
-def _became(row: Row) -> tuple[str, str]:
-    """(our field, note) of one key of theirs."""
+def _converted_key(row: Row) -> tuple[str, str]:
+    """Return the key of Plait and a note for a key of the converted file."""
     if row.status in (Status.SUPPORTED, Status.RENAMED):
         note = row.meaning.removeprefix(row.path).strip(" ,")
-        return row.path or "-", (
-            note.removeprefix("(").removesuffix(")") if note.startswith("(") else note
-        )
-    return "-", f"{row.status}: {row.meaning}" if row.status != Status.COMMENT else row.meaning
+        if note.startswith("("):
+            note = note.removeprefix("(").removesuffix(")")
+        return row.path or "-", note
+    if row.status == Status.COMMENT:
+        return "-", row.meaning
+    return "-", f"{row.status}: {row.meaning}"
 
 
 def _one_source(source: list[str]) -> str | list[str]:
-    """The file, or the flags."""
+    """Return the name of the file, or the flags of Megatron."""
     if len(source) > 1 and not source[0].startswith("--"):
         raise typer.BadParameter(
             f"one FILE is read at a time and {len(source)} are given: {' '.join(source)}",
@@ -134,57 +138,57 @@ def _one_source(source: list[str]) -> str | list[str]:
 
 @app.command("schema")
 def schema_command() -> None:
-    """Print the JSON schema of a configuration file, for editors and other programs."""
+    """Print the JSON schema of a configuration file for editors and other programs."""
     typer.echo(json.dumps(json_schema(), indent=2))
 
 
 def _titles(explanation: Explanation) -> tuple[str, str]:
+    """Return the titles of the keys and of the resolved values."""
+    count = processes(explanation.world_size or 1)
     return (
         f"keys of {explanation.name}",
-        f"resolved for {processes(explanation.world_size or 1)} (--world-size sets how many)",
+        f"resolved for {count} (set the number with --world-size)",
     )
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, str):
+        return value
+    # 1e5 of a JSON file is a float. Above 1e15 the digits would suggest precision.
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         value = int(value)
-    return (
-        "-"
-        if value is None
-        else value
-        if isinstance(value, str)
-        else json.dumps(value, default=str)
-    )
+    return json.dumps(value, default=str)
 
 
 def _print_tables(explanation: Explanation, console: Console) -> None:
-    for_keys, for_values = _titles(explanation)
-    table = Table("key", "value", "status", "meaning", title=for_keys, title_justify="left")
+    keys_title, values_title = _titles(explanation)
+    table = Table("key", "value", "status", "meaning", title=keys_title, title_justify="left")
     for row in explanation.keys:
-        table.add_row(
-            row.key, _shown(row.value), f"[{_COLOURS[row.status]}]{row.status}[/]", row.meaning
-        )
+        status = f"[{_COLOURS[row.status]}]{row.status}[/]"
+        table.add_row(row.key, _format_value(row.value), status, row.meaning)
     console.print(table)
     if explanation.values:
-        table = Table("value", "", "from", title=for_values, title_justify="left")
+        table = Table("value", "", "from", title=values_title, title_justify="left")
         for value in explanation.values:
-            table.add_row(value.name, _shown(value.value), value.source)
+            table.add_row(value.name, _format_value(value.value), value.source)
         console.print(table)
 
 
 def _print_lines(explanation: Explanation) -> None:
-    for_keys, for_values = _titles(explanation)
-    typer.echo(for_keys)
-    rows: list[tuple[str, ...]] = [
-        (row.key, _shown(row.value), str(row.status), row.meaning) for row in explanation.keys
+    keys_title, values_title = _titles(explanation)
+    typer.echo(keys_title)
+    keys = [
+        (row.key, _format_value(row.value), str(row.status), row.meaning)
+        for row in explanation.keys
     ]
-    for line in aligned(rows, indent="  ", most={1: 40}):
+    for line in aligned(keys, indent="  ", max_widths={1: 40}):
         typer.echo(line)
     if explanation.values:
-        typer.echo(f"\n{for_values}")
-        for line in aligned(
-            [(value.name, _shown(value.value), value.source) for value in explanation.values],
-            indent="  ",
-            most={1: 40},
-        ):
+        typer.echo(f"\n{values_title}")
+        values = [
+            (value.name, _format_value(value.value), value.source) for value in explanation.values
+        ]
+        for line in aligned(values, indent="  ", max_widths={1: 40}):
             typer.echo(line)

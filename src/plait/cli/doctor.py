@@ -1,10 +1,9 @@
-"""`plait doctor`: what this environment has: versions, devices, what processes can talk through.
-`--links`: how fast the processes of this machine, or of a launcher's machines, talk to each other,
-and what that means. `--nccl`: NCCL's settings. `--validate`: checks of Plait on this machine's
-GPUs.
+"""Verb `plait doctor`: describes the environment, measures links, and checks Plait on GPUs.
 
-`--links` starts the processes (under a launcher they exist), times collectives, fits a fixed time
-and a time per byte to each, writes them to a file and prints the cheapest all-reduce algorithm.
+Without options it prints versions, devices and communication backends, and with `--nccl` the
+settings of NCCL. `--links` starts processes (under a launcher they exist already), times
+collectives, fits a fixed time and a time per byte to each, writes these costs to a file and prints
+the cheapest all-reduce algorithm. `--validate` runs checks of Plait on the GPUs of this machine.
 """
 
 from __future__ import annotations
@@ -15,18 +14,21 @@ import sys
 import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from plait.cli import launch
-from plait.cli.launching.settings import Settings
+from plait.cli.launching.settings import LaunchSettings
 from plait.cli.options import Json, Nproc
 from plait.cluster import accelerator
 from plait.cluster.launchers import claim
 from plait.cluster.topology import default_processes, place
 from plait.errors import InputError
 from plait.observe.files import require_writable
+
+if TYPE_CHECKING:
+    from plait.comm.links import GroupLinks
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -46,43 +48,38 @@ def doctor(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="The file to write. (default: links.json, none with --json; validation.json)"
+            help="File to write. (default: links.json, none with --json; or validation.json)"
         ),
     ] = None,
     seconds: Annotated[
         float | None,
-        typer.Option(help="--links: about how long each group of links is measured. (default: 4)"),
+        typer.Option(help="--links: approximate time per group of links. (default: 4)"),
     ] = None,
     minutes: Annotated[
         float | None,
         typer.Option(
-            help="--validate: time budget; rows that do not fit are not run. (default: 8)"
+            help="--validate: time budget. Checks that do not fit are not run. (default: 8)"
         ),
     ] = None,
     only: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME", help="--validate: rows to run, e.g. `waits/*`; may be repeated."
-        ),
+        typer.Option(metavar="NAME", help="--validate: checks to run, e.g. `waits/*`. Repeatable."),
     ] = None,
     list_rows: Annotated[
         bool,
         typer.Option(
-            "--list", help="--validate: print the rows with their planned seconds, and run nothing."
+            "--list",
+            help="--validate: print the checks with their planned seconds, and run none of them.",
         ),
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Describe this environment (for an issue report); with --links measure how fast its processes
-    talk to each other; with --validate check Plait on its GPUs: waits, parity, throughput, memory.
-    Exit code 1 where a row of --validate failed, 6 without a GPU.
+    """Describe this environment for an issue report. With --links, measure how fast its processes
+    communicate. With --validate, check Plait on its GPUs: waits, parity, throughput and memory.
+    Exit code 1 if a check of --validate fails, 6 without a GPU.
     """
     if sum((links, nccl, validate)) > 1:
         raise InputError("--links, --nccl, --validate: one of them at a time")
-    if not validate:
-        listed = True if list_rows else None
-        options = {"--minutes": minutes, "--only": only, "--list": listed}
-        _refuse(options, "is for the validation; add --validate")
     if validate:
         _refuse({"--seconds": seconds}, "is for the measurement of links; use --minutes")
         if list_rows:
@@ -92,25 +89,41 @@ def doctor(
             return
         _validate(nproc_per_node, out, minutes, only or [], as_json=as_json)
         return
-    if not links:
-        others = {"--nproc-per-node": nproc_per_node, "--out": out, "--seconds": seconds}
-        _refuse(others, "is for the measurement of links; add --links")
-        (_show_library if nccl else _show_environment)(as_json=as_json)
+
+    listed = True if list_rows else None
+    _refuse(
+        {"--minutes": minutes, "--only": only, "--list": listed},
+        "is for the validation; add --validate",
+    )
+    if links:
+        _check_measurement(nproc_per_node, seconds)
+        _measure(nproc_per_node, out, seconds or 4.0, as_json=as_json)
         return
-    if seconds is not None and not 0.1 <= seconds <= 600:
-        raise InputError(f"--seconds {seconds}: not between 0.1 and 600")
-    if nproc_per_node is not None and nproc_per_node < 2:
-        raise InputError(
-            f"--nproc-per-node {nproc_per_node}: one process has no links; start two or more"
-        )
-    _measure(nproc_per_node, out, seconds or 4.0, as_json=as_json)
+
+    _refuse(
+        {"--nproc-per-node": nproc_per_node, "--out": out, "--seconds": seconds},
+        "is for the measurement of links; add --links",
+    )
+    if nccl:
+        _show_library_settings(as_json=as_json)
+    else:
+        _show_environment(as_json=as_json)
 
 
-def _refuse(given: dict[str, Any], rule: str) -> None:
-    for name, value in given.items():
+def _refuse(options: dict[str, Any], rule: str) -> None:
+    for name, value in options.items():
         if value is not None:
             shown = " ".join(value) if isinstance(value, list) else value
             raise InputError(f"{name} {shown}: {rule}, or leave it out")
+
+
+def _check_measurement(processes: int | None, seconds: float | None) -> None:
+    if seconds is not None and not 0.1 <= seconds <= 600:
+        raise InputError(f"--seconds {seconds}: not between 0.1 and 600")
+    if processes is not None and processes < 2:
+        raise InputError(
+            f"--nproc-per-node {processes}: one process has no links; start two or more"
+        )
 
 
 def _validate(
@@ -121,9 +134,7 @@ def _validate(
     if minutes is not None and not 0 < minutes <= 24 * 60:
         raise InputError(f"--minutes {minutes}: not more than 0 and at most {24 * 60}")
     if claim(os.environ) is not None:
-        raise InputError(
-            "--validate: starts its own processes; run it by itself, not under a launcher"
-        )
+        raise InputError("--validate: starts its own processes; run it without a launcher")
     raise typer.Exit(
         validate(
             minutes=minutes or DEFAULT_MINUTES,
@@ -138,13 +149,19 @@ def _validate(
 def _measure(processes: int | None, out: Path | None, seconds: float, *, as_json: bool) -> None:
     require_writable("--out", out)
     if claim(os.environ) is not None:
-        _work(out or Path("links.json"), seconds, said=not as_json)
+        _run_process(out or Path("links.json"), seconds, prints=not as_json)
         return
     with tempfile.TemporaryDirectory(prefix="plait-doctor-") as folder:
-        file = out or (Path(folder) / "links.json" if as_json else Path("links.json"))
+        file = out or Path("links.json")
+        if out is None and as_json:
+            # The user receives the content on standard output.
+            file = Path(folder) / "links.json"
+        # One process has no links.
         count = processes or max(2, default_processes())
-        words = ["plait.cli.doctor", str(file), str(seconds), *(["--quiet"] if as_json else [])]
-        if code := launch.run(words, Settings(count)):
+        arguments = ["plait.cli.doctor", str(file), str(seconds)]
+        if as_json:
+            arguments.append("--quiet")
+        if code := launch.run(arguments, LaunchSettings(count)):
             raise typer.Exit(code)
         if as_json:
             typer.echo(json.dumps(json.loads(file.read_text(encoding="utf-8"))))
@@ -153,11 +170,11 @@ def _measure(processes: int | None, out: Path | None, seconds: float, *, as_json
 def _show_environment(*, as_json: bool) -> None:
     from plait.cluster.environment import facts
 
-    found = facts(os.environ, folder=Path.cwd())
+    environment = facts(os.environ, folder=Path.cwd())
     if as_json:
-        typer.echo(json.dumps(found, indent=1))
+        typer.echo(json.dumps(environment, indent=1))
         return
-    for section, values in found.items():
+    for section, values in environment.items():
         typer.echo(section)
         for name, value in values.items():
             typer.echo(f"  {name:<18} {value}")
@@ -165,34 +182,27 @@ def _show_environment(*, as_json: bool) -> None:
             typer.echo("  none")
 
 
-def _show_library(*, as_json: bool) -> None:
+def _show_library_settings(*, as_json: bool) -> None:
     from plait.cluster.nccl import VARIABLES, report, version
 
-    found = version()
-    if as_json:
-        said = {name: os.environ.get(name) for name in VARIABLES}
-        typer.echo(
-            json.dumps(
-                {
-                    accelerator.BACKEND: ".".join(map(str, found)) if found else None,
-                    "variables": said,
-                },
-                indent=1,
-            )
-        )
+    library = version()
+    if not as_json:
+        for line in report(os.environ, version=library):
+            typer.echo(line)
         return
-    for line in report(os.environ, version=found):
-        typer.echo(line)
+    content = {
+        accelerator.BACKEND: ".".join(map(str, library)) if library else None,
+        "variables": {name: os.environ.get(name) for name in VARIABLES},
+    }
+    typer.echo(json.dumps(content, indent=1))
 
 
-def _work(out: Path, seconds: float, *, said: bool) -> None:
-    """What each process runs; the first one writes and, if it is to be said, prints."""
+def _run_process(out: Path, seconds: float, *, prints: bool) -> None:
+    """Measure in one of the processes. Rank 0 writes the file and prints the costs."""
     from plait.cluster.layout import Layout
     from plait.cluster.mesh import Groups, build_mesh
-    from plait.comm.choose import choose_all_reduce, choose_buckets
     from plait.comm.links import save
     from plait.comm.measure import measure_group
-    from plait.units import KIB, MIB, format_bytes
 
     axis = "dp_replicate"
     mesh = build_mesh(Layout(dp_replicate=place().world_size), groups=Groups(levels=(axis,)))
@@ -200,7 +210,7 @@ def _work(out: Path, seconds: float, *, said: bool) -> None:
         group = mesh.group(axis)
         if group is None:
             raise InputError("one process has no links; start two or more")
-        found = measure_group(
+        links = measure_group(
             axis,
             group,
             mesh.levels(axis),
@@ -210,41 +220,44 @@ def _work(out: Path, seconds: float, *, said: bool) -> None:
         )
         if mesh.rank:
             return
-        save(
-            out,
-            [found],
-            facts={
-                "at": datetime.now(UTC).isoformat(timespec="seconds"),
-                "device": mesh.device.type,
-            },
-        )
-        if not said:
-            return
-        for name, level in (
-            ("all ranks", found.whole),
-            ("inside a machine", found.inside),
-            ("across machines", found.across),
-        ):
-            for operation, cost in level.costs.items() if level is not None else ():
-                rate = (
-                    f"{1 / cost.seconds_per_byte / 1e9:6.2f} GB/s"
-                    if cost.seconds_per_byte
-                    else "  any size"
-                )
-                typer.echo(
-                    f"{name:<17} {operation:<15} {cost.fixed_seconds * 1e6:8.0f} us + {rate}"
-                )
-        typer.echo("")
-        for size in (64 * KIB, MIB, 25 * MIB):
-            choice = choose_all_reduce(size, found)
-            typer.echo(choice.reason)
-        for size in (100 * MIB, 1000 * MIB):
-            bucket = format_bytes(choose_buckets(size, found).bucket_bytes)
-            typer.echo(f"for a model of {format_bytes(size)} of gradients, buckets of {bucket}")
-        typer.echo(f"\n{out} holds the costs")
+        facts = {
+            "at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "device": mesh.device.type,
+        }
+        save(out, [links], facts=facts)
+        if prints:
+            _print_costs(links)
+            typer.echo(f"\n{out} holds the costs")
     finally:
         mesh.close()
 
 
-if __name__ == "__main__":  # a process that `doctor` has started
-    _work(Path(sys.argv[1]), float(sys.argv[2]), said="--quiet" not in sys.argv[3:])
+def _print_costs(links: GroupLinks) -> None:
+    from plait.comm.choose import choose_all_reduce, choose_buckets
+    from plait.units import KIB, MIB, format_bytes
+
+    levels = {
+        "all ranks": links.whole,
+        "inside a machine": links.inside,
+        "across machines": links.across,
+    }
+    for name, level in levels.items():
+        if level is None:
+            continue
+        for operation, cost in level.costs.items():
+            rate = "  any size"
+            if cost.seconds_per_byte:
+                rate = f"{1 / cost.seconds_per_byte / 1e9:6.2f} GB/s"
+            microseconds = cost.fixed_seconds * 1e6
+            typer.echo(f"{name:<17} {operation:<15} {microseconds:8.0f} us + {rate}")
+    typer.echo("")
+    for size in (64 * KIB, MIB, 25 * MIB):
+        typer.echo(choose_all_reduce(size, links).reason)
+    for size in (100 * MIB, 1000 * MIB):
+        bucket = format_bytes(choose_buckets(size, links).bucket_bytes)
+        typer.echo(f"for a model of {format_bytes(size)} of gradients, buckets of {bucket}")
+
+
+if __name__ == "__main__":
+    # A process that `doctor` has started.
+    _run_process(Path(sys.argv[1]), float(sys.argv[2]), prints="--quiet" not in sys.argv[3:])

@@ -1,8 +1,8 @@
-"""`plait dryrun`: one rank of a layout, built and stepped by the engine itself without its peers,
-next to the planner's prediction.
+"""Verb `plait dryrun`: builds and steps one rank of a layout without the other ranks.
 
-FILE's own layout where it fixes one, else the best that a plan finds. On fake tensors it runs
-anywhere and holds nothing; `--on-device` runs the kernels on this machine's GPU.
+The engine itself runs, and the results are printed next to the planner's prediction. The layout is
+that of FILE if FILE fixes one, and otherwise the best one of a plan. Fake tensors need no memory
+and no GPU; `--on-device` runs the kernels on this machine's GPU.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from plait.cli.options import Json, in_panel
-from plait.cli.planning.asked import (
+from plait.cli.planning.options import (
     Batch,
     Fix,
     Gpu,
@@ -28,7 +28,7 @@ from plait.cli.planning.asked import (
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
-_how = in_panel("The dry run")
+_option = in_panel("The dry run")
 _EPILOG = "Example: plait dryrun --model llama-3-70b --world-size 1024 --gpu h100 --rank 1023"
 
 
@@ -36,9 +36,7 @@ _EPILOG = "Example: plait dryrun --model llama-3-70b --world-size 1024 --gpu h10
 def dryrun(
     file: Annotated[
         Path | None,
-        typer.Argument(
-            metavar="[FILE]", help="A training configuration; what it leaves open is planned."
-        ),
+        typer.Argument(metavar="[FILE]", help="A training configuration. Open values are planned."),
     ] = None,
     model: Model = None,
     batch: Batch = None,
@@ -51,19 +49,22 @@ def dryrun(
     nproc_per_node: NprocPerNode = None,
     rank: Annotated[
         int | None,
-        _how(metavar="R", min=0, help="Which rank. (default: the one that needs most memory)"),
+        _option(metavar="R", min=0, help="Rank to run. (default: the one with the most memory)"),
     ] = None,
     full_step: Annotated[
-        bool, _how("--full-step", help="Run every micro-batch, not only up to the peak.")
+        bool,
+        _option("--full-step", help="Run all micro-batches, not only as many as reach the peak."),
     ] = False,
     on_device: Annotated[
-        bool, _how("--on-device", help="Run the kernels on this machine's GPU.")
+        bool, _option("--on-device", help="Run the kernels on this machine's GPU.")
     ] = False,
-    operators: Annotated[int, _how(min=1, metavar="N", help="How many operators to show.")] = 10,
+    operators: Annotated[
+        int, _option(min=1, metavar="N", help="Number of operators to show.")
+    ] = 10,
     as_json: Json = False,
 ) -> None:
-    """Build and step one rank of a layout without peers and GPUs: memory, traffic and operators.
-    Exit code 1 if none fits.
+    """Build and step one rank of a layout without the other ranks and without GPUs, and print its
+    memory, traffic and operators. Exit code 1 if no layout fits.
     """
     from plait.cli.planning.dry_run import dry_run, print_dry_run
     from plait.cli.planning.request import own_layout, read_request
@@ -72,7 +73,7 @@ def dryrun(
     from plait.planner import search as searching
     from plait.planner.explain import describe
 
-    asked = read_request(
+    query = read_request(
         file=file,
         model=model,
         world_size=world_size,
@@ -85,27 +86,23 @@ def dryrun(
         fix=fix,
         as_it_is=True,
     )
-    if own_layout(file, asked.tree):
-        said = f"{file} fixes its layout, which is run as it is; nothing was searched"
-        tree = asked.base
+    if own_layout(file, query.tree):
+        layout = f"{file} fixes its layout, which is run as it is; nothing was searched"
+        tree = query.base
     else:
-        found = searching.plan(asked.request, fixed=asked.fixed, best=1)
-        if not found.best:
-            print_nothing_fits(found)
+        plan = searching.plan(query.request, fixed=query.fixed, best=1)
+        if not plan.best:
+            print_nothing_fits(plan)
             raise typer.Exit(1)
-        said = f"the best of {found.candidates:,} layouts: {describe(found.best[0].layout)}"
-        tree = output.config_of(asked.request, found.best[0], asked.base)
-    done = dry_run(asked.request, tree, rank=rank, full_step=full_step, on_device=on_device)
+        layout = f"the best of {plan.candidates:,} layouts: {describe(plan.best[0].layout)}"
+        tree = output.config_of(query.request, plan.best[0], query.base)
+
+    result = dry_run(query.request, tree, rank=rank, full_step=full_step, on_device=on_device)
     if as_json:
-        print(
-            json.dumps(
-                {**done.as_json(), "layout": said, "notes": [*asked.notes, *done.notes]},
-                indent=1,
-                default=float,
-            )
-        )
+        content = {**result.as_json(), "layout": layout, "notes": [*query.notes, *result.notes]}
+        print(json.dumps(content, indent=1, default=float))
         return
-    print(said)
-    for note in asked.notes:
+    print(layout)
+    for note in query.notes:
         print(f"note: {note}")
-    print_dry_run(done, operators=operators)
+    print_dry_run(result, operators=operators)

@@ -1,5 +1,6 @@
-"""`plait export`: a trained model as a folder that Transformers' from_pretrained opens. Runs
-`plait.train.export`.
+"""Verb `plait export`: writes a trained model as a folder for Transformers' `from_pretrained`.
+
+The export is in `plait.train.export`.
 """
 
 from __future__ import annotations
@@ -10,24 +11,15 @@ from typing import Annotated
 
 import typer
 
-from plait.cli.interrupts import ending_in_order
-from plait.cli.progress import progress_bar
+from plait.cli.options import WeightDtype
+from plait.cli.terminal import exit_on_signals, progress_bar
 from plait.files import user_path
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-class Dtype(StrEnum):
-    """Of the exported weights."""
-
-    stored = "stored"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
-class Format(StrEnum):
-    """Of the exported folder."""
+class ExportFormat(StrEnum):
+    """Format of the exported folder."""
 
     hf = "hf"
 
@@ -38,39 +30,41 @@ def export_command(
         str,
         typer.Argument(
             metavar="FOLDER",
-            help="A run's folder, one of its checkpoints, or a URL (s3://...) of one.",
+            help="Folder of a run, one of its checkpoints, or a URL (s3://...) of either.",
         ),
     ],
     to: Annotated[
-        Format,
+        ExportFormat,
         typer.Option(
-            metavar="FORMAT", help="hf: Transformers' config.json, safetensors and tokenizer."
+            metavar="FORMAT", help="hf: config.json, safetensors and tokenizer of Transformers."
         ),
     ],
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="A new folder to write.")],
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="New folder to write.")],
     dtype: Annotated[
-        Dtype,
+        WeightDtype,
         typer.Option(
-            metavar="NAME", help="float32, bfloat16, float16; stored keeps the checkpoint's."
+            metavar="NAME",
+            help="float32, bfloat16, float16, or stored for the dtype of the checkpoint.",
         ),
-    ] = Dtype.stored,
+    ] = WeightDtype.stored,
     verify: Annotated[
         bool,
         typer.Option(
             "--verify",
             help=(
-                "Open the folder with Transformers; compare every tensor, logits, and 64 greedy"
-                " tokens."
+                "Open the folder with Transformers and compare all tensors, the logits and 64"
+                " greedy tokens."
             ),
         ),
     ] = False,
 ) -> None:
-    """Write the model of a run of `plait train`, whatever layout trained it, as config.json,
-    safetensors and the tokenizer.
+    """Write the model of a run of `plait train` on any layout as config.json, safetensors and
+    tokenizer.
 
-    One file of weights is in memory at a time; the checkpoint is verified first. Exit code 4 for a
-    damaged checkpoint, and where --verify finds a difference: then there is no folder.
+    The checkpoint is verified first. One file of weights is in memory at a time. Exit code 4 if the
+    checkpoint is damaged, or if --verify finds a difference; no folder is written then.
     """
+    # Imported here, so that `plait export --help` does not load torch.
     import torch
 
     from plait.checkpoint.inspect import open_one
@@ -81,43 +75,53 @@ def export_command(
     from plait.units import format_bytes
 
     out = user_path(out, "--out")
-    found = open_one(place_of(source, "FOLDER"))
-    above = (Path(source), *found.path.parents) if isinstance(found.path, Path) else ()
-    run = next((folder for folder in above if (folder / "tokenizer").is_dir()), None)
-    settings = run / GENERATION if run is not None and (run / GENERATION).is_file() else None
-    compared: list[tuple[int, Compared]] = []
+    checkpoint = open_one(place_of(source, "FOLDER"))
+    tokenizer = None
+    generation = None
+    # A run has its tokenizer in its folder, above the checkpoints. Object stores are not searched.
+    if isinstance(checkpoint.path, Path):
+        for folder in (Path(source), *checkpoint.path.parents):
+            if (folder / "tokenizer").is_dir():
+                tokenizer = folder / "tokenizer"
+                if (folder / GENERATION).is_file():
+                    generation = folder / GENERATION
+                break
+    comparisons: list[tuple[int, Compared]] = []
 
     def compare(folder: Path) -> None:
-        compared.append((compare_reloaded(found, folder), compare_generated(found, folder)))
+        tensors = compare_reloaded(checkpoint, folder)
+        comparisons.append((tensors, compare_generated(checkpoint, folder)))
 
-    with ending_in_order(), progress_bar(f"export {found.path.name}") as progress:
-        done = export(
-            found,
+    with exit_on_signals(), progress_bar(f"export {checkpoint.path.name}") as progress:
+        exported = export(
+            checkpoint,
             out,
-            dtype=None if dtype is Dtype.stored else getattr(torch, dtype.value),
-            tokenizer=run / "tokenizer" if run is not None else None,
-            generation=settings,
+            dtype=dtype.torch_dtype(),
+            tokenizer=tokenizer,
+            generation=generation,
             verify=compare if verify else None,
             progress=progress,
         )
+
     typer.echo(
-        f"wrote {done.folder}: step {done.step:,}, {done.tensors} tensors,"
-        f" {format_bytes(done.size)}"
+        f"wrote {exported.folder}: step {exported.step:,}, {exported.tensors} tensors,"
+        f" {format_bytes(exported.size)}"
     )
-    if done.dtype == torch.float32:
+    if exported.dtype == torch.float32:
         typer.echo(
-            "its weights are the float32 ones that the optimizer updates; --dtype bfloat16 writes"
-            " half the bytes"
+            "the weights are the float32 weights that the optimizer updates; --dtype bfloat16"
+            " writes half the bytes"
         )
-    if run is None:
+    if tokenizer is None:
         typer.echo(
-            "no tokenizer/ beside the checkpoint: save one into the folder, if it is to generate"
+            "there is no tokenizer/ next to the checkpoint; save one into the folder to generate"
             " text"
         )
-    for tensors, of_both in compared:
+    for tensors, comparison in comparisons:
         typer.echo(f"Transformers opens it, and all {tensors} tensors are the checkpoint's")
         typer.echo(
-            f"{of_both.tokens} greedy tokens are the same, and logits within {of_both.logits:.1e}"
+            f"{comparison.tokens} greedy tokens are equal, and logits agree within"
+            f" {comparison.logits:.1e}"
         )
     typer.echo(f"serve it:  vllm serve {out}")
     typer.echo(f"           python -m sglang.launch_server --model-path {out}")

@@ -1,5 +1,6 @@
-"""`plait import`: checkpoints of DeepSpeed and torch as Plait's. Runs
-`plait.checkpoint.foreign.convert`.
+"""Verb `plait import`: converts checkpoints of DeepSpeed and torch.
+
+The conversion is in `plait.checkpoint.foreign.convert`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from plait.cli.interrupts import ending_in_order
+from plait.cli.terminal import exit_on_signals
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -20,30 +21,34 @@ def import_command(
         Path,
         typer.Argument(
             metavar="FOLDER",
-            help="What DeepSpeed (ZeRO 1 to 3) or torch.distributed.checkpoint wrote.",
+            help="Checkpoint of DeepSpeed (ZeRO 1 to 3) or torch.distributed.checkpoint.",
         ),
     ],
     out: Annotated[
-        str, typer.Option(metavar="FOLDER", help="A new folder of checkpoints, or a store's URL.")
+        str,
+        typer.Option(
+            metavar="FOLDER", help="New folder for the checkpoint, or its URL in a store."
+        ),
     ],
     tag: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Of the checkpoint; step-NNNNNNNN by default."),
+        typer.Option(metavar="NAME", help="Name of the checkpoint. (default: step-NNNNNNNN)"),
     ] = None,
 ) -> None:
-    """Write a checkpoint of DeepSpeed or torch as one that `engine.load_checkpoint` loads on any
-    layout: weights, buffers, Adam's states.
+    """Convert a checkpoint of DeepSpeed or torch to one that `engine.load_checkpoint` loads on any
+    layout: weights, buffers and the states of Adam.
 
-    It is read in a process of its own, which runs nothing that the files name. What is not taken
-    over is printed. Exit code 4 where it cannot be read.
+    The files are read in a separate process, which runs no code that they name. Everything that is
+    not converted is printed. Exit code 4 if the checkpoint cannot be read.
     """
     from plait.checkpoint.foreign.convert import convert
 
-    with ending_in_order():  # the process that reads ends too
-        done = convert(source, out, tag=tag)
+    # The exception of a signal also ends the process that reads.
+    with exit_on_signals():
+        converted = convert(source, out, tag=tag)
     typer.echo(
-        f"wrote {done.checkpoint}: {done.kind}, step {done.steps:,}, {done.tensors} tensors and"
-        f" {done.states} states"
+        f"wrote {converted.checkpoint}: {converted.kind}, step {converted.steps:,},"
+        f" {converted.tensors} tensors and {converted.states} states"
     )
-    for what in done.left_out:
-        typer.echo(f"not taken over: {what}")
+    for name in converted.left_out:
+        typer.echo(f"not converted: {name}")

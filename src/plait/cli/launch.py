@@ -1,15 +1,15 @@
-"""`plait launch script.py ...`: the script on every device of one or several machines, on
-torchrun's own elastic launcher.
+"""Verb `plait launch`: runs a script on every device of one or several machines.
 
-The script needs nothing of Plait, and one that uses Plait also runs under plain `torchrun`. `run`
-is the same for Plait's other verbs. torch is imported when ranks are started here, not to read
-options or to start other machines.
+It uses the elastic launcher of torchrun. The script does not have to use Plait, and a script that
+uses Plait also runs under plain `torchrun`. The other verbs start their processes with `run`. torch
+is imported only when ranks are started on this machine.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -20,9 +20,9 @@ from plait.cli.launching.settings import (
     DEFAULT_GRACE_SECONDS,
     DEFAULT_PORT,
     DEFAULT_TIMEOUT_SECONDS,
-    Settings,
+    LaunchSettings,
     check,
-    checked_alike,
+    common_problems,
     parse_nodes,
     parse_processes,
 )
@@ -36,8 +36,8 @@ from plait.cli.options import (
     RdzvEndpoint,
     RdzvId,
     in_panel,
-    meeting,
-    refuse_given,
+    machines_option,
+    refuse_options,
 )
 from plait.cluster import hostfile as hostfiles
 from plait.cluster.launchers import claim
@@ -47,41 +47,45 @@ from plait.files import require_folder
 
 app = typer.Typer(add_completion=False)
 
-_one = in_panel("One machine")
+_machine_option = in_panel("One machine")
 
 
-# What stands after the script is the script's, whatever it looks like.
+# Everything after the script belongs to the script, even if it looks like an option of Plait.
 @app.command(context_settings={"allow_interspersed_args": False})
 def launch(
     script: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="SCRIPT [ARGUMENTS]...", help="The script (or module), then what it gets."
+            metavar="SCRIPT [ARGUMENTS]...", help="The script or module, and its arguments."
         ),
     ] = None,
     module: Annotated[
         bool, typer.Option("-m", "--module", help="Run a module, as `python -m` does.")
     ] = False,
     nproc_per_node: Annotated[
-        str | None, _one(*PROCESSES, metavar="N", help="Processes here; or gpu, cpu, auto.")
+        str | None,
+        _machine_option(*PROCESSES, metavar="N", help="Processes: a number, gpu, cpu or auto."),
     ] = None,
     standalone: Annotated[
-        bool, _one("--standalone", help="This machine alone, as without --nnodes.")
+        bool, _machine_option("--standalone", help="Use this machine alone, as without --nnodes.")
     ] = False,
     log_dir: Annotated[
-        Path | None, _one(metavar="FOLDER", help="Keep what each rank prints in files there, too.")
+        Path | None,
+        _machine_option(metavar="FOLDER", help="Also write the output of each rank to files."),
     ] = None,
     max_restarts: Annotated[
-        int | None, _one(metavar="N", help="Times that all ranks start again. (default: 0)")
+        int | None,
+        _machine_option(metavar="N", help="Restarts of all ranks after a failure. (default: 0)"),
     ] = None,
     standby: Annotated[
-        bool, _one("--standby", help="Keep processes that have imported all for it.")
+        bool,
+        _machine_option("--standby", help="Keep processes ready for a restart."),
     ] = False,
     grace: Annotated[
-        float, _one(metavar="S", help="Seconds to end in after Ctrl-C or SIGTERM.")
+        float, _machine_option(metavar="S", help="Seconds of grace after a signal.")
     ] = DEFAULT_GRACE_SECONDS,
     nnodes: Annotated[
-        str | None, meeting(*NODES, metavar="N", help="Machines: N, or MIN:MAX.")
+        str | None, machines_option(*NODES, metavar="N", help="Machines: N, or MIN:MAX.")
     ] = None,
     node_rank: NodeRank = None,
     master_addr: MasterAddr = None,
@@ -89,39 +93,44 @@ def launch(
     rdzv_endpoint: RdzvEndpoint = None,
     rdzv_id: RdzvId = None,
     rdzv_backend: Annotated[
-        str | None, meeting(metavar="NAME", help="torchrun's; follows from the others.")
+        str | None,
+        machines_option(metavar="NAME", help="As in torchrun; follows from other options."),
     ] = None,
     timeout: Annotated[
-        float, meeting(metavar="S", help="Seconds to wait for the others.")
+        float, machines_option(metavar="S", help="Seconds to wait for machines.")
     ] = DEFAULT_TIMEOUT_SECONDS,
     hostfile: Annotated[
         Path | None,
-        meeting(
-            "-H", "--hostfile", metavar="FILE", help="DeepSpeed's; machines are started by ssh."
+        machines_option(
+            "-H", "--hostfile", metavar="FILE", help="DeepSpeed hostfile; starts machines by ssh."
         ),
     ] = None,
     include: Annotated[
-        str, meeting("-i", "--include", metavar="A", help="Of it only these: `a@b:0,2`.")
+        str,
+        machines_option("-i", "--include", metavar="A", help="Use only these hosts: `a@b:0,2`."),
     ] = "",
     exclude: Annotated[
-        str, meeting("-e", "--exclude", metavar="A", help="Of it not these: `a@b:0,2`.")
+        str,
+        machines_option("-e", "--exclude", metavar="A", help="Do not use these hosts: `a@b:0,2`."),
     ] = "",
     ssh: Annotated[
-        bool, meeting("--ssh/--no-ssh", help="--no-ssh: run this on every machine.")
+        bool, machines_option("--ssh/--no-ssh", help="--no-ssh: run this on every machine.")
     ] = True,
     export: Annotated[
-        list[str] | None, meeting(metavar="NAME", help="A variable for machines started by ssh.")
+        list[str] | None,
+        machines_option(metavar="NAME", help="Variable to pass to other machines by ssh."),
     ] = None,
     lifeline: Annotated[bool, typer.Option("--lifeline", hidden=True)] = False,
 ) -> None:
     """Run a script on every device of one or several machines.
 
-    Sets torchrun's variables. When a rank fails, prints its traceback, stops the others and returns
-    its exit code. Ctrl-C and SIGTERM reach every rank once; a second signal stops all ranks
-    immediately.
+    Sets the variables of torchrun. If a rank fails, its traceback is printed, the others are
+    stopped, and its exit code is returned. Ctrl-C and SIGTERM reach every rank once; a second
+    signal stops all ranks immediately.
     """
     command = _command(script or [], module)
     on_this_machine = hostfile is None and _names_localhost(include or exclude)
+    # --standalone and a hostfile define the machines, so that variables of torchrun do not count.
     if not standalone and hostfile is None and not on_this_machine:
         options = with_variables(
             {
@@ -151,35 +160,34 @@ def launch(
         require_folder(log_dir, "--log-dir")
     minimum, maximum = parse_nodes(nnodes or "1")
     nproc = parse_processes(nproc_per_node, gpus=default_processes, cores=cpu_count)
+    machine_options: dict[str, object] = {}
+    if standalone:
+        machine_options = {
+            "--nnodes": nnodes,
+            "--rdzv-endpoint": rdzv_endpoint,
+            "--master-addr": master_addr,
+            "--hostfile": hostfile,
+        }
     _refuse_contradictions(
-        (
-            {
-                "--nnodes": nnodes,
-                "--rdzv-endpoint": rdzv_endpoint,
-                "--master-addr": master_addr,
-                "--hostfile": hostfile,
-            }
-            if standalone
-            else {}
-        ),
+        machine_options,
         rdzv_backend,
         elastic=rdzv_endpoint is not None,
         several=maximum > 1,
     )
     if hostfile is None and not on_this_machine:
-        rule = "chooses among the machines of a hostfile, and there is none"
-        choosing = {
+        hostfile_options = {
             "--include": include,
             "--exclude": exclude,
             "--export": export,
             "--no-ssh": not ssh,
         }
+        rule = "chooses among the machines of a hostfile, and there is none"
         refuse(
             Problem(name, None, rule, "add --hostfile, or name localhost")
-            for name, value in choosing.items()
+            for name, value in hostfile_options.items()
             if value
         )
-        settings = Settings(
+        settings = LaunchSettings(
             processes=default_processes() if nproc is None else nproc,
             log_folder=log_dir,
             min_nodes=minimum,
@@ -194,54 +202,60 @@ def launch(
             grace_seconds=grace,
             timeout_seconds=timeout,
         )
-        _warn_of_other_worlds(settings)
+        _warn_of_nested_launchers(settings)
         raise typer.Exit(_start(command, settings, follow_stdin=lifeline))
-    given = {
-        "--nnodes": nnodes,
-        "--node-rank": node_rank,
-        "--rdzv-endpoint": rdzv_endpoint,
-        "--rdzv-id": rdzv_id,
-        "--log-dir": log_dir,
-    }
+
     rule = "given together with --hostfile, which defines the machines and their ranks"
     if on_this_machine:
         rule = (
             "given together with --include or --exclude of localhost, which is this machine alone"
         )
-    refuse_given(
-        {**given, "--max-restarts": max_restarts or None, "--standby": standby or None},
+    refuse_options(
+        {
+            "--nnodes": nnodes,
+            "--node-rank": node_rank,
+            "--rdzv-endpoint": rdzv_endpoint,
+            "--rdzv-id": rdzv_id,
+            "--log-dir": log_dir,
+            "--max-restarts": max_restarts or None,
+            "--standby": standby or None,
+        },
         rule,
         "leave one of them out",
     )
-    refuse(checked_alike(grace=grace, timeout=timeout, port=master_port))
-    here = (hostfiles.Host("localhost", tuple(range(default_processes()))),)
-    hosts = hostfiles.select(
-        here if hostfile is None else hostfiles.read(hostfile), include=include, exclude=exclude
-    )
-    there = remote.Remote(
+    refuse(common_problems(grace=grace, timeout=timeout, port=master_port))
+    hosts: tuple[hostfiles.Host, ...]
+    if hostfile is None:
+        hosts = (hostfiles.Host("localhost", tuple(range(default_processes()))),)
+    else:
+        hosts = hostfiles.read(hostfile)
+    hosts = hostfiles.select(hosts, include=include, exclude=exclude)
+    remote_launch = remote.RemoteLaunch(
         hosts=hosts,
         command=tuple(command),
-        master_addr=remote.master(hosts, master_addr),
-        master_port=DEFAULT_PORT if master_port is None else master_port,
+        master_addr=remote.master_address(hosts, master_addr),
+        master_port=master_port or DEFAULT_PORT,
         processes=nproc,
         grace_seconds=grace,
         timeout_seconds=timeout,
-        exported=remote.exported(os.environ, export or []),
+        exported=remote.exported_variables(os.environ, export or []),
     )
-    raise typer.Exit(_start_hosts(there, ssh=ssh))
+    raise typer.Exit(_start_hosts(remote_launch, ssh=ssh))
 
 
-def _warn_of_other_worlds(settings: Settings) -> None:
+def _warn_of_nested_launchers(settings: LaunchSettings) -> None:
     """Warn if another launcher has started this one several times.
 
     Each of the starts would train in a separate world.
     """
     try:
         outer = claim(os.environ)
-    except ConfigError:  # malformed variables of a launcher, which do not matter here
+    except ConfigError:
+        # Malformed variables of another launcher do not matter to this one.
         return
     if outer is None:
         return
+    # srun may start one task per machine, each of which runs this launcher.
     several_here = outer.launcher == "srun" and (outer.local_world_size or 1) > 1
     if several_here or (settings.single_node and outer.world_size > 1):
         warn(
@@ -252,94 +266,120 @@ def _warn_of_other_worlds(settings: Settings) -> None:
         )
 
 
-def run(module: Sequence[str], settings: Settings) -> int:
-    """Run a module with its arguments on the ranks of this machine, as `python -m` does.
+def run(module: Sequence[str], settings: LaunchSettings) -> int:
+    """Run a module on the ranks of this machine, as `python -m` does.
 
-    Returns 0; the exit code of the rank that failed first (a PlaitError's own); 128 + N when signal
-    N ended the launch and every rank ended well in its grace; 137 when ranks outlived it and were
-    killed. Failures have been told on standard error. Raises ConfigError for settings that cannot
-    work.
+    Args:
+        module: Name of the module, and its arguments.
+        settings: Settings of the launch.
+
+    Returns:
+        0 if all ranks succeed, else the exit code of the rank that failed first. After signal N it
+        is 128 + N, or 137 if ranks did not end within the grace and were killed. Failures have been
+        printed to standard error.
+
+    Raises:
+        ConfigError: The settings cannot work.
     """
     return _start(["-m", *module], settings)
 
 
 def _start(
     command: Sequence[str],
-    settings: Settings,
+    settings: LaunchSettings,
     *,
     environment: Mapping[str, str] | None = None,
     follow_stdin: bool = False,
 ) -> int:
+    # Wrong settings are refused before torch is imported.
     check(settings)
     from plait.cli.launching import agent
 
     return agent.launch(command, settings, environment=environment, follow_stdin=follow_stdin)
 
 
-def _start_hosts(there: remote.Remote, *, ssh: bool) -> int:
-    """Over ssh from here, or as one machine of the hostfile."""
-    here = remote.local_index(there.hosts)
-    if ssh and (len(there.hosts) > 1 or here is None):
-        return remote.run(there)
-    if here is None:
-        known = ", ".join(host.name for host in there.hosts[:8])
+def _start_hosts(remote_launch: remote.RemoteLaunch, *, ssh: bool) -> int:
+    """Start the machines of a hostfile over ssh, or only this one of them with --no-ssh."""
+    hosts = remote_launch.hosts
+    local_index = remote.local_index(hosts)
+    if ssh and (len(hosts) > 1 or local_index is None):
+        return remote.run(remote_launch)
+    if local_index is None:
+        names = ", ".join(host.name for host in hosts[:8])
         raise ConfigError(
             Problem(
                 "--no-ssh",
                 None,
-                f"this machine is none of the hostfile's: {known}",
-                "run it there, or leave --no-ssh out",
+                f"the hostfile does not contain this machine: {names}",
+                "run the command on its machines, or leave --no-ssh out",
             )
         )
-    alone = len(there.hosts) == 1
-    settings = Settings(
-        processes=there.processes or len(there.hosts[here].slots),
-        min_nodes=len(there.hosts),
-        max_nodes=len(there.hosts),
-        node_rank=None if alone else here,
-        master_addr=None if alone else there.master_addr,
-        master_port=None if alone else there.master_port,
-        grace_seconds=there.grace_seconds,
-        timeout_seconds=there.timeout_seconds,
+    settings = LaunchSettings(
+        processes=remote_launch.processes or len(hosts[local_index].slots),
+        min_nodes=len(hosts),
+        max_nodes=len(hosts),
+        grace_seconds=remote_launch.grace_seconds,
+        timeout_seconds=remote_launch.timeout_seconds,
     )
-    return _start(there.command, settings, environment=remote.node_environment(there, here))
+    # A single machine meets no other.
+    if len(hosts) > 1:
+        settings = replace(
+            settings,
+            node_rank=local_index,
+            master_addr=remote_launch.master_addr,
+            master_port=remote_launch.master_port,
+        )
+    environment = remote.node_environment(remote_launch, local_index)
+    return _start(remote_launch.command, settings, environment=environment)
 
 
 def _command(arguments: Sequence[str], module: bool) -> list[str]:
-    """What the ranks run. A missing script is refused here, before any process starts."""
+    """Return the command of the ranks. A missing script is refused before any process starts."""
     if not arguments or not arguments[0]:
-        what = "module" if module else "script"
+        kind = "script"
+        example = "script.py"
+        if module:
+            kind = "module"
+            example = "-m module"
         raise InputError(
-            f"no {what} to launch; write `plait launch {'-m module' if module else 'script.py'}`"
-            " and its arguments after it"
+            f"no {kind} to launch; write `plait launch {example}` and its arguments after it"
         )
-    if not module and not _is_file(arguments[0]):
+    if module:
+        return ["-m", *arguments]
+    if not _is_file(arguments[0]):
         raise InputError(
             f"{arguments[0]}: no such script; name a Python file, or use -m for a module"
         )
-    return ["-m", *arguments] if module else list(arguments)
+    return list(arguments)
 
 
 def _is_file(name: str) -> bool:
     try:
         return Path(name).is_file()
-    except (OSError, ValueError):  # a name that no file can have
+    except (OSError, ValueError):
+        # No file can have such a name.
         return False
 
 
-def _names_localhost(filtered: str) -> bool:
-    """Return whether a filter of devices is of this machine, which DeepSpeed takes without a
-    hostfile.
-    """
-    return bool(filtered) and {part.strip().partition(":")[0] for part in filtered.split("@")} == {
-        "localhost"
-    }
+def _names_localhost(device_filter: str) -> bool:
+    """Return True if a filter names only localhost. DeepSpeed then needs no hostfile."""
+    if not device_filter:
+        return False
+    hosts = {host.strip().partition(":")[0] for host in device_filter.split("@")}
+    return hosts == {"localhost"}
 
 
 def _refuse_contradictions(
-    beside_standalone: Mapping[str, object], backend: str | None, *, elastic: bool, several: bool
+    with_standalone: Mapping[str, object], backend: str | None, *, elastic: bool, several: bool
 ) -> None:
-    """Options of torchrun that duplicate others must have the same value."""
+    """Raise ConfigError for options of torchrun that contradict others.
+
+    Args:
+        with_standalone: Options for several machines, if --standalone is used.
+        backend: Value of --rdzv-backend.
+        elastic: Whether --rdzv-endpoint is used.
+        several: Whether there are several machines.
+    """
     problems = [
         Problem(
             name,
@@ -347,24 +387,21 @@ def _refuse_contradictions(
             "given together with --standalone, which is this machine alone",
             "leave one of them out",
         )
-        for name, value in beside_standalone.items()
+        for name, value in with_standalone.items()
         if value is not None and str(value) != "1"
     ]
-    known = ("c10d", "static")
-    if backend is not None and backend not in known:
-        problems.append(
-            Problem(
-                "--rdzv-backend", backend, f"machines meet by {' or '.join(known)}", "leave it out"
-            )
-        )
+    backends = ("c10d", "static")
+    if backend is not None and backend not in backends:
+        rule = f"machines meet by {' or '.join(backends)}"
+        problems.append(Problem("--rdzv-backend", backend, rule, "leave it out"))
     elif backend is not None and several and elastic != (backend == "c10d"):
-        wanted = "--rdzv-endpoint" if backend == "c10d" else "--master-addr and --node-rank"
+        required = "--rdzv-endpoint" if backend == "c10d" else "--master-addr and --node-rank"
         problems.append(
             Problem(
                 "--rdzv-backend",
                 backend,
-                f"machines meet so by {wanted}",
-                f"give {wanted}, or leave --rdzv-backend out",
+                f"this backend requires {required}",
+                f"give {required}, or leave --rdzv-backend out",
             )
         )
     refuse(problems)

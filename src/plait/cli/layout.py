@@ -1,13 +1,14 @@
-"""`plait layout FILE`: the layout of a run, without its devices: ranks on machines, the split of
-every parameter, the bytes of a rank.
+"""Verb `plait layout`: shows the layout of a run without its devices.
 
-It needs the model's shapes, not its weights. The peak memory of a step is predicted by a run on
-fake tensors. It predicts no times.
+It prints the ranks on the machines, the shards of every parameter and the memory of a rank. Only
+the shapes of the model are needed, not its weights. A run on fake tensors predicts the peak memory
+of a step. Times are not predicted.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,23 +34,23 @@ def layout(
         Path,
         typer.Argument(
             metavar="FILE",
-            help="The JSON or YAML file that describes the run; a DeepSpeed file too.",
+            help="The JSON or YAML file of the run, or a DeepSpeed file.",
         ),
     ],
     model: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="A folder, a config.json or a name on the hub, in place of the file's model.",
+            help="A folder, config.json or name on the hub, instead of the file's model.",
         ),
     ] = None,
     nnodes: Nnodes = 1,
     nproc_per_node: Annotated[
         int | None,
-        count(*PROCESSES, help="Devices of a machine. (default: as many as the layout needs)"),
+        count(*PROCESSES, help="Devices per machine. (default: as many as the layout requires)"),
     ] = None,
     cluster: Annotated[
-        Path | None, typer.Option(help="A cluster file, in place of --nnodes and --nproc-per-node.")
+        Path | None, typer.Option(help="A cluster file, instead of --nnodes and --nproc-per-node.")
     ] = None,
     override: Set = None,
     peak: Annotated[
@@ -57,22 +58,22 @@ def layout(
         typer.Option(
             "--peak",
             help=(
-                "Predict the peak memory of a rank in a step, by a run on fake tensors: seconds to"
-                " minutes."
+                "Predict the peak memory of a step by a run on fake tensors, which takes seconds"
+                " to minutes."
             ),
         ),
     ] = False,
     sequence_length: Annotated[
         int | None,
         typer.Option(
-            min=2, help="--peak: tokens of a sequence. (default: the file's data.sequence_length)"
+            min=2, help="--peak: tokens per sequence. (default: the file's data.sequence_length)"
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show the ranks on the machines, how every parameter is split, the bytes of model states on a
-    rank, and with --peak the peak memory of a rank in a training step, by kind of tensor and with
-    the point of the step at which it occurs.
+    """Show the ranks on the machines, the shards of every parameter, and the memory of the model
+    states on a rank. With --peak, predict the peak memory of a rank in a training step, by kind of
+    tensor and with the point of the step at which it occurs.
     """
     from plait.cluster.placement import grid, warning
     from plait.config.resolving.degrees import smallest_world
@@ -93,48 +94,72 @@ def layout(
     config = load_config(file, override or ())
     if config.model is None and model is None:
         raise InputError(f"{file} has no `model` section; add one, or give --model")
-    topology = _topology(cluster, nnodes, nproc_per_node, least=smallest_world(config.parallel))
+    required = smallest_world(config.parallel)
+    topology = _topology(cluster, nnodes, nproc_per_node, required=required)
+    # The micro-batch size changes no shard, so that a file without one can be shown too.
     resolved = resolve(config, world_size=topology.world_size, micro_batch_size=1)
     fields, title = fields_of(config, model)
-    module = transformers_model(
-        fields, dtype=dtype_of(config.model.dtype if config.model is not None else "float32")
-    )
-    built = _parts(module, resolved)
-    memory = _memory(resolved, built)
-    length = sequence_length or (config.data.sequence_length if config.data is not None else None)
-    peaks, why_not = _peaks(module, resolved, length) if peak else ({}, "predicted with --peak")
-    said = warning(resolved.layout, topology)
+    dtype = config.model.dtype if config.model is not None else "float32"
+    module = transformers_model(fields, dtype=dtype_of(dtype))
+    model_layout = _model_layout(module, resolved)
+    memory = _model_states(resolved, model_layout)
+
+    length = sequence_length
+    if length is None and config.data is not None:
+        length = config.data.sequence_length
+    peaks: dict[int, Peak] = {}
+    no_peak: str | None = "predicted with --peak"
+    if peak:
+        peaks, no_peak = _predict_peaks(module, resolved, length)
+
+    placement_warning = warning(resolved.layout, topology)
     machines = grid(resolved.layout, topology)
     if as_json:
-        report = {
+        content = {
+            "model": title,
             "layout": resolved.layout.degrees,
             "grid": machines,
             "memory": memory,
             "peak": [{"rank": rank, **peak.__dict__} for rank, peak in peaks.items()],
-            "peak_not_foretold": why_not,
-            "stages": [row.__dict__ for row in built["stages"]],
-            "parameters": [row.__dict__ for row in built["rows"]],
-            "warning": said,
+            "peak_not_foretold": no_peak,
+            "stages": [row.__dict__ for row in model_layout.stages],
+            "parameters": [row.__dict__ for row in model_layout.shards],
+            "warning": placement_warning,
         }
-        print(json.dumps({"model": title, **report}))
+        print(json.dumps(content))
         return
-    _print(title, resolved, machines, built, memory, said)
-    _print_peaks(resolved, peaks, why_not, length)
+    _print_layout(title, resolved, machines, model_layout, memory, placement_warning)
+    _print_peaks(resolved, peaks, no_peak, length)
 
 
-def _topology(cluster: Path | None, nodes: int, devices: int | None, *, least: int) -> Topology:
+@dataclass(frozen=True)
+class ModelLayout:
+    """Facts of a model, and the way in which a layout splits it."""
+
+    facts: Any
+    tensor_plan: Any
+    shards: list[Any]
+    """Rows about the tensor-parallel shards of parameters."""
+    pipeline: Any
+    stages: list[Any]
+    """Rows about the pipeline stages."""
+
+
+def _topology(cluster: Path | None, nodes: int, devices: int | None, *, required: int) -> Topology:
+    """Return the machines. `required` is the number of devices that the layout requires."""
     if cluster is not None:
         return load(cluster)
-    each = devices or max(1, -(-least // nodes))
-    if nodes * each > MOST_SHOWN:
+    per_node = devices or max(1, -(-required // nodes))
+    if nodes * per_node > MAX_DEVICES:
         raise InputError(
-            f"--nnodes {nodes} x --nproc-per-node {each}: {nodes * each:,} devices, and at most"
-            f" {MOST_SHOWN:,} are shown; give fewer"
+            f"--nnodes {nodes} x --nproc-per-node {per_node}: {nodes * per_node:,} devices, and at"
+            f" most {MAX_DEVICES:,} are shown; give fewer"
         )
-    return Topology(tuple(Node(f"node{index}", each) for index in range(nodes)), accelerator.NAME)
+    machines = tuple(Node(f"node{index}", per_node) for index in range(nodes))
+    return Topology(machines, accelerator.NAME)
 
 
-def _parts(module: Any, resolved: Resolved) -> dict[str, Any]:
+def _model_layout(module: Any, resolved: Resolved) -> ModelLayout:
     from plait.model.blocks import find_blocks
     from plait.model.facts import model_facts
     from plait.model.plans import describe, make_plan
@@ -148,40 +173,43 @@ def _parts(module: Any, resolved: Resolved) -> dict[str, Any]:
         )
     facts = model_facts(module, blocks, tensor_plan=plan)
     pipeline = resolved.pipeline.check(resolved.context(model=module, blocks=blocks))
-    stages = stage_rows(pipeline.schedule, pipeline.cut, facts) if pipeline is not None else []
-    return {
-        "facts": facts,
-        "plan": plan,
-        "rows": describe(plan, module) if plan else [],
-        "pipeline": pipeline,
-        "stages": stages,
-    }
+    stages = []
+    if pipeline is not None:
+        stages = stage_rows(pipeline.schedule, pipeline.cut, facts)
+    return ModelLayout(
+        facts=facts,
+        tensor_plan=plan,
+        shards=describe(plan, module) if plan else [],
+        pipeline=pipeline,
+        stages=stages,
+    )
 
 
-def _memory(resolved: Resolved, built: dict[str, Any]) -> dict[str, int]:
+def _model_states(resolved: Resolved, model_layout: ModelLayout) -> dict[str, int]:
+    """Return the bytes of each kind of model state on rank 0."""
     from plait.parallel.accounting.ledger import Ledger
     from plait.parallel.order import account_all
     from plait.parallel.pipeline.account import facts_of_rank
 
-    at = resolved.layout
-    facts = built["facts"]
-    pipeline = built["pipeline"]
+    facts = model_layout.facts
+    pipeline = model_layout.pipeline
     if pipeline is not None:
         facts = facts_of_rank(facts, pipeline.cut, pipeline.schedule.stages_of(0))
-    start = Ledger.of_rank(
-        at, accumulation=resolved.batch.accumulation, optimizer_states=resolved.optimizer.states
+    ledger = Ledger.of_rank(
+        resolved.layout,
+        accumulation=resolved.batch.accumulation,
+        optimizer_states=resolved.optimizer.states,
     )
-    return {
-        kind: int(count[0])
-        for kind, count in account_all(resolved.techniques, start, facts).memory.items()
-    }
+    memory = account_all(resolved.techniques, ledger, facts).memory
+    return {kind: int(sizes[0]) for kind, sizes in memory.items()}
 
 
-def _peaks(
+def _predict_peaks(
     module: Any, resolved: Resolved, length: int | None
 ) -> tuple[dict[int, Peak], str | None]:
-    """The peak of the first rank of every pipeline stage, which holds the most of its stage; or why
-    there is none.
+    """Return the peak of the first rank of every pipeline rank, or the reason why there is none.
+
+    The first rank holds the largest shards of its pipeline rank.
     """
     from plait.dryrun.predicted_peak import predict_peak, why_not_predicted
 
@@ -191,109 +219,110 @@ def _peaks(
     if reason is not None:
         return {}, f"not modelled yet: {reason}"
     samples = resolved.batch.micro_batch_size
-    first: dict[int, int] = {}
+    first_ranks: dict[int, int] = {}
     for rank in range(resolved.layout.world_size):
-        first.setdefault(resolved.layout.coordinates(rank)["pp"], rank)
-    return {
-        rank: predict_peak(module, resolved, rank=rank, samples=samples, length=length).peak
-        for rank in first.values()
-    }, None
+        first_ranks.setdefault(resolved.layout.coordinates(rank)["pp"], rank)
+    peaks = {}
+    for rank in first_ranks.values():
+        prediction = predict_peak(module, resolved, rank=rank, samples=samples, length=length)
+        peaks[rank] = prediction.peak
+    return peaks, None
 
 
 def _print_peaks(
-    resolved: Resolved, peaks: dict[int, Peak], why_not: str | None, length: int | None
+    resolved: Resolved, peaks: dict[int, Peak], no_peak: str | None, length: int | None
 ) -> None:
     from plait.parallel.accounting.timeline_points import PEAK_KINDS
     from plait.units import format_bytes
 
     console = Console(soft_wrap=True, highlight=False)
-    if why_not is not None:
-        console.print(f"peak of a step: {why_not}")
+    if no_peak is not None:
+        console.print(f"peak of a step: {no_peak}")
         return
     batch = resolved.batch
     console.print(
         f"peak of a step of {batch.accumulation} micro-batches of {batch.micro_batch_size} x"
-        f" {length} tokens a data-parallel rank"
+        f" {length} tokens per data-parallel rank"
     )
     columns = ("kind", *(f"rank {rank}" for rank in peaks))
-    found = list(peaks.values())
-    rows = [
-        [said, *(format_bytes(peak.kinds[kind]) for peak in found)]
-        for kind, said in PEAK_KINDS.items()
-        if any(peak.kinds[kind] for peak in found)
-    ]
-    rows.append(["peak", *(format_bytes(peak.peak_bytes) for peak in found)])
-    rows.append(["timeline point", *(peak.moment for peak in found)])
-    rows += [
-        [f"peak of {phase}", *(format_bytes(peak.phases[phase]) for peak in found)]
-        for phase in ("forward", "backward", "optimizer step")
-    ]
+    rank_peaks = list(peaks.values())
+    rows = []
+    for kind, meaning in PEAK_KINDS.items():
+        if any(peak.kinds[kind] for peak in rank_peaks):
+            rows.append([meaning, *(format_bytes(peak.kinds[kind]) for peak in rank_peaks)])
+    rows.append(["peak", *(format_bytes(peak.peak_bytes) for peak in rank_peaks)])
+    rows.append(["timeline point", *(peak.moment for peak in rank_peaks)])
+    for phase in ("forward", "backward", "optimizer step"):
+        sizes = [format_bytes(peak.phases[phase]) for peak in rank_peaks]
+        rows.append([f"peak of {phase}", *sizes])
     print_table(console, columns, rows, indent="")
 
 
-_MEANINGS = {
+_STATE_NAMES = {
     "parameters": "parameters",
     "gradients": "gradients at the optimizer step",
-    "optimizer": "optimizer states (two a parameter, as AdamW; in the form of optimizer.states)",
+    "optimizer": "optimizer states (two per parameter, as AdamW; stored as optimizer.states)",
     "gathered_parameters": "gathered parameters between micro-batches",
     "unsharded_gradients": "unsharded gradients between micro-batches",
     "host": "of these, in host memory",
     "files": "of these, in files",
     "step_buffers": "of those in files, in memory at once",
 }
+MAX_DEVICES = 2**17
+"""Largest number of devices, for each of which a row is computed."""
+_SHOWN_MACHINES = 6
+_SHOWN_DEVICES = 8
+"""Numbers of machines, and of devices of a machine, that are shown individually."""
 
 
-def _print(
+def _print_layout(
     title: str,
     resolved: Resolved,
     nodes: list[list[str]],
-    built: dict[str, Any],
+    model_layout: ModelLayout,
     memory: dict[str, int],
-    said: str | None,
+    placement_warning: str | None,
 ) -> None:
     from plait.units import format_bytes, format_count
 
     console = Console(soft_wrap=True, highlight=False)
-    facts = built["facts"]
-    stage = f"ZeRO stage {resolved.data_parallel.stage}"
+    facts = model_layout.facts
     console.print(
         f"{title}: {format_count(facts.numel)} parameters, {len(facts.blocks)} blocks;"
-        f" {resolved.layout}, {stage}"
+        f" {resolved.layout}, ZeRO stage {resolved.data_parallel.stage}"
     )
-    if said:
-        console.print(f"warning: {said}", style="yellow")
-    rows = _shortened([[name, _in_short(cells)] for name, *cells in nodes])
-    tables: list[tuple[tuple[str, ...], list[list[str]]]] = [(("node", "ranks"), rows)]
-    if built["rows"]:
-        console.print(f"split over tp by {built['plan'].source}; the first block stands for all")
-        split = [
-            [r.parameter, _shape(r.shape), r.style, _shape(r.local_shape), r.note]
-            for r in _collapsed(built["rows"], facts.blocks)
+    if placement_warning:
+        console.print(f"warning: {placement_warning}", style="yellow")
+
+    machines = _abbreviate([[name, _abbreviate_devices(cells)] for name, *cells in nodes])
+    # All sentences are printed before the tables.
+    tables: list[tuple[tuple[str, ...], list[list[str]]]] = [(("node", "ranks"), machines)]
+    if model_layout.shards:
+        source = model_layout.tensor_plan.source
+        console.print(f"split over tp by {source}; the first block stands for all")
+        shards = [
+            [row.parameter, _shape(row.shape), row.style, _shape(row.local_shape), row.note]
+            for row in _of_first_block(model_layout.shards, facts.blocks)
         ]
-        tables.append((("parameter", "shape", "style", "on rank 0", "note"), split))
-    if built["stages"]:
+        tables.append((("parameter", "shape", "style", "on rank 0", "note"), shards))
+    if model_layout.stages:
         from plait.parallel.pipeline.account import balance
 
-        schedule = built["pipeline"].schedule
-        largest = balance(built["stages"])
+        schedule = model_layout.pipeline.schedule
+        slowest = balance(model_layout.stages)
         console.print(
             f"pipeline: {schedule.name}, {schedule.microbatches} micro-batches, slowest rank"
-            f" {largest:.3f} x the mean"
+            f" {slowest:.3f} x the mean"
         )
-        owned = [
-            [
-                str(row.stage),
-                str(row.rank),
-                f"{len(row.blocks)}",
-                f"{row.blocks[0]} ... {row.blocks[-1]}",
-                format_count(row.parameters),
-            ]
-            for row in built["stages"]
-        ]
-        tables.append((("stage", "pp rank", "blocks", "", "parameters"), owned))
+        stages = []
+        for row in model_layout.stages:
+            blocks = f"{row.blocks[0]} ... {row.blocks[-1]}"
+            parameters = format_count(row.parameters)
+            stages.append([str(row.stage), str(row.rank), str(len(row.blocks)), blocks, parameters])
+        tables.append((("stage", "pp rank", "blocks", "", "parameters"), stages))
     states = [
-        [_MEANINGS[kind], str(memory[kind]), format_bytes(memory[kind])]
-        for kind in _MEANINGS
+        [name, str(memory[kind]), format_bytes(memory[kind])]
+        for kind, name in _STATE_NAMES.items()
         if memory.get(kind)
     ]
     tables.append((("model states on rank 0", "bytes", ""), states))
@@ -301,36 +330,29 @@ def _print(
         print_table(console, columns, rows, indent="")
 
 
-MOST_SHOWN = 2**17
-"""Devices, each of which is a row of what is computed here."""
-_FIRST = 6
-_CELLS = 8
-"""Machines, and devices of a machine, that are shown one by one."""
-
-
-def _shortened(rows: list[list[str]]) -> list[list[str]]:
-    """The first machines and the last; what is between goes on in the same order. --json has
-    all.
-    """
-    if len(rows) <= _FIRST + 2:
+def _abbreviate(rows: list[list[str]]) -> list[list[str]]:
+    """Return the rows of the first machines and of the last one."""
+    if len(rows) <= _SHOWN_MACHINES + 2:
         return rows
+    hidden = len(rows) - _SHOWN_MACHINES - 1
     return [
-        *rows[:_FIRST],
-        ["...", f"{len(rows) - _FIRST - 1} more machines, in the same order"],
+        *rows[:_SHOWN_MACHINES],
+        ["...", f"{hidden} more machines, in the same order"],
         rows[-1],
     ]
 
 
-def _in_short(cells: list[str]) -> str:
-    if len(cells) <= _CELLS:
-        return " | ".join(cells)
-    return " | ".join([*cells[: _CELLS - 1], f"... {len(cells) - _CELLS} more ...", cells[-1]])
+def _abbreviate_devices(cells: list[str]) -> str:
+    if len(cells) > _SHOWN_DEVICES:
+        hidden = f"... {len(cells) - _SHOWN_DEVICES} more ..."
+        cells = [*cells[: _SHOWN_DEVICES - 1], hidden, cells[-1]]
+    return " | ".join(cells)
 
 
-def _collapsed(rows: list[Any], blocks: tuple[str, ...]) -> list[Any]:
-    """The parameters of the first block stand for those of all: blocks are equal."""
-    later = tuple(f"{block}." for block in blocks[1:])
-    return [row for row in rows if not row.parameter.startswith(later)] if later else rows
+def _of_first_block(rows: list[Any], blocks: tuple[str, ...]) -> list[Any]:
+    """Return the rows without those of later blocks, which are equal to the first block."""
+    later_blocks = tuple(f"{block}." for block in blocks[1:])
+    return [row for row in rows if not row.parameter.startswith(later_blocks)]
 
 
 def _shape(shape: tuple[int, ...]) -> str:

@@ -1,14 +1,14 @@
-"""Options that several verbs have, under one name and with one meaning: torchrun's for processes
-and machines, and `--adapter`.
+"""Options that several verbs share, under one name and with one meaning.
 
-`--nproc-per-node` counts the processes of one machine, `--nnodes` machines, `--world-size` all
-processes or devices. Every option is also taken with underscores, as torchrun and DeepSpeed write
-them (see `cli.main`).
+The options for processes and machines are those of torchrun: `--nproc-per-node` counts the
+processes of one machine, `--nnodes` machines, and `--world-size` all processes or devices. Every
+option can also be written with underscores, as in torchrun and DeepSpeed (see `cli.main`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,78 +17,129 @@ import typer
 
 from plait.errors import InputError, Problem, refuse
 
-MOST = 2**20
-"""Processes or machines: more than anybody has."""
+_MAX_COUNT = 2**20
+"""Largest number of processes or machines that an option accepts."""
 
 PROCESSES = ("--nproc-per-node", "--num-gpus")
-"""DeepSpeed's launcher has the second name."""
+"""Names of the option for processes per machine. DeepSpeed's launcher has the second one."""
 NODES = ("--nnodes", "--num-nodes")
-MEETING = "Several machines"
-"""The panel of a verb's help."""
+"""Names of the option for machines. DeepSpeed's launcher has the second one."""
+_MACHINES_PANEL = "Several machines"
+
+
+class WeightDtype(StrEnum):
+    """Dtype of the weights of a model that a verb loads."""
+
+    stored = "stored"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+    def torch_dtype(self) -> Any:
+        """Return the dtype of torch, or None for the stored dtype."""
+        # torch is not imported for options, so that `--help` is quick.
+        import torch
+
+        if self is WeightDtype.stored:
+            return None
+        return getattr(torch, self.value)
 
 
 Adapters = Annotated[
-    list[Path] | None, typer.Option(metavar="FOLDER", help="LoRA of PEFT, on the model.")
+    list[Path] | None,
+    typer.Option(metavar="FOLDER", help="LoRA adapter of PEFT to apply to the model."),
 ]
-"""`--adapter` of the verbs that run a model."""
+"""Option `--adapter` of the verbs that run a model."""
 
 
 def count(*names: str, help: str, panel: str | None = None) -> Any:
-    """An option that is a number of processes, devices or machines."""
-    return typer.Option(*names, min=1, max=MOST, metavar="N", help=help, rich_help_panel=panel)
+    """Return an option for a number of processes, devices or machines."""
+    return typer.Option(
+        *names, min=1, max=_MAX_COUNT, metavar="N", help=help, rich_help_panel=panel
+    )
 
 
 def in_panel(panel: str) -> Callable[..., Any]:
-    """`typer.Option` for a panel of a verb's help."""
+    """Return `typer.Option` for a panel of the help of a verb."""
     return partial(typer.Option, rich_help_panel=panel)
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Set = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="A.B=C", help="Override a value of the file; may be repeated."),
+    typer.Option("--set", metavar="A.B=C", help="Override a value of the file. Repeatable."),
 ]
 Nproc = Annotated[
-    int | None, count(*PROCESSES, help="Processes here. (default: one a GPU, else two)")
+    int | None,
+    count(*PROCESSES, help="Processes on this machine. (default: one per GPU, else two)"),
 ]
-Nnodes = Annotated[int, count(*NODES, help="Machines with the same number of devices.")]
-meeting = in_panel(MEETING)
+Nnodes = Annotated[int, count(*NODES, help="Machines, each with the same number of devices.")]
+machines_option = in_panel(_MACHINES_PANEL)
 NodesOfRun = Annotated[
-    str | None, meeting(*NODES, metavar="N", help="Machines, N or MIN:MAX; run it on each.")
+    str | None,
+    machines_option(*NODES, metavar="N", help="Machines, N or MIN:MAX. Run the command on each."),
 ]
 NodeRank = Annotated[
-    int | None, meeting(metavar="N", help="Which of them this is; with --master-addr.")
+    int | None, machines_option(metavar="N", help="Number of this machine, with --master-addr.")
 ]
-MasterAddr = Annotated[str | None, meeting(metavar="HOST", help="The machine with rank 0.")]
+MasterAddr = Annotated[str | None, machines_option(metavar="HOST", help="Machine with rank 0.")]
 MasterPort = Annotated[
-    int | None, meeting(metavar="PORT", help="A free port there. (default: 29500)")
+    int | None, machines_option(metavar="PORT", help="Free port on it. (default: 29500)")
 ]
 RdzvEndpoint = Annotated[
-    str | None, meeting(metavar="HOST:PORT", help="Where machines meet; the same on all.")
+    str | None,
+    machines_option(metavar="HOST:PORT", help="Meeting point, the same on all machines."),
 ]
-RdzvId = Annotated[str | None, meeting(metavar="NAME", help="Name of the job, where several meet.")]
+RdzvId = Annotated[
+    str | None,
+    machines_option(metavar="NAME", help="Name of the job at the meeting point."),
+]
 
 MaxRestarts = Annotated[
     int | None,
-    typer.Option("--max-restarts", metavar="N", help="Times to go on from the newest checkpoint."),
+    typer.Option(
+        "--max-restarts", metavar="N", help="Restarts from the newest checkpoint. (default: 0)"
+    ),
 ]
 Standby = Annotated[
-    bool, typer.Option("--standby", help="Keep processes that have imported all for a restart.")
+    bool,
+    typer.Option("--standby", help="Keep processes ready for a restart."),
 ]
 
 
-def refuse_given(options: Mapping[str, object], rule: str, remedy: str) -> None:
-    """Raise ConfigError for every option that has a value."""
+def refuse_options(options: Mapping[str, object], rule: str, remedy: str) -> None:
+    """Raise ConfigError for every option that has a value.
+
+    Args:
+        options: Values by option. None stands for an option that was not used.
+        rule: Reason for which the options cannot be used.
+        remedy: What the user can do.
+    """
     refuse(
         Problem(name, value, rule, remedy) for name, value in options.items() if value is not None
     )
 
 
-def one_adapter(given: list[Path] | None) -> Path | None:
-    """Raises InputError for several."""
-    if given and len(given) > 1:
+def parse_budget(text: str | None, name: str) -> int | None:
+    """Return the bytes of a budget such as `2GiB`, or None if the option is not used."""
+    from plait.units import bytes_of
+
+    if text is None:
+        return None
+    return bytes_of(text, name)
+
+
+def single_adapter(adapters: list[Path] | None) -> Path | None:
+    """Return the only adapter, or None.
+
+    Raises:
+        InputError: There is more than one.
+    """
+    if not adapters:
+        return None
+    if len(adapters) > 1:
         raise InputError(
-            f"--adapter: {len(given)} were given, and one may be; make one of them with PEFT"
-            " (add_weighted_adapter), or merge one"
+            f"--adapter: {len(adapters)} were given, and at most one is supported; combine them"
+            " with PEFT (add_weighted_adapter), or merge one into the model"
         )
-    return given[0] if given else None
+    return adapters[0]

@@ -1,19 +1,20 @@
-"""`plait plan`: which layout, how fast, what it takes, and why: before you rent GPUs. Prints the
-results of `plait.planner`.
+"""Verb `plait plan`: finds the fastest layout that fits, and explains it.
 
-The command reads files and, where no GPU is named, looks at this machine; all else is arithmetic.
+The command reads files and, if no GPU is named, the devices of this machine. The results are
+computed by `plait.planner`.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from plait.cli.options import Json
-from plait.cli.planning.asked import (
+from plait.cli.planning.options import (
     Batch,
     ClusterFile,
     Fix,
@@ -30,9 +31,16 @@ from plait.cli.planning.asked import (
 from plait.errors import InputError
 from plait.observe.files import require_writable, write_text
 
+if TYPE_CHECKING:
+    from plait.cli.planning.request import PlanQuery
+    from plait.planner.calibrate import Calibration
+    from plait.planner.explain import Change, Comparison
+    from plait.planner.search import Plan
+
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
-_NAMES = "models"
+_LIST_NAMES = "models"
+"""Argument that prints the names of models and GPUs."""
 
 
 @app.command()
@@ -41,7 +49,7 @@ def plan(
         Path | None,
         typer.Argument(
             metavar="[FILE|models|infer]",
-            help="A training configuration to plan for; `models` prints what has a name.",
+            help="A training configuration to plan for. `models` prints all names.",
         ),
     ] = None,
     model: Model = None,
@@ -61,14 +69,14 @@ def plan(
         list[str] | None,
         typer.Option(
             metavar="A=B",
-            help="Why not tp=4? Or: neighbours, sensitivity. May be repeated.",
+            help="Explain why not tp=4; or neighbours, sensitivity. Repeatable.",
         ),
     ] = None,
     top: Annotated[
-        int, typer.Option(min=1, max=1000, metavar="N", help="How many layouts to show.")
+        int, typer.Option(min=1, max=1000, metavar="N", help="Number of layouts to show.")
     ] = 5,
     everything: Annotated[
-        bool, typer.Option("--all", help="Also price what this version does not run.")
+        bool, typer.Option("--all", help="Include layouts that this version does not run.")
     ] = False,
     calibrate: Annotated[
         Path | None,
@@ -79,22 +87,22 @@ def plan(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write the best as the file that `plait train` runs."),
+        typer.Option(metavar="FILE", help="Write the best layout as a file for `plait train`."),
     ] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="--out: replace a file that no plan wrote.")
+        bool, typer.Option("--force", help="--out: replace a file that was edited by hand.")
     ] = False,
     report: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write one HTML page of it all.")
+        Path | None, typer.Option(metavar="FILE", help="Write an HTML page with all results.")
     ] = None,
     trace: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write the best layout's timeline, for ui.perfetto.dev."),
+        typer.Option(metavar="FILE", help="Write the best layout's timeline for ui.perfetto.dev."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Search every layout of a model on a cluster: what fits, how fast, and why. Exit code 1 if
-    nothing fits. See also `plan infer`.
+    """Search all layouts of a model on a cluster, and print which fit, how fast they are, and why.
+    Exit code 1 if nothing fits. See also `plan infer`.
     """
     from plait.cli.planning.request import read_calibration, read_request
     from plait.cli.planning.show import (
@@ -104,20 +112,24 @@ def plan(
         print_plan,
         write_trace,
     )
-    from plait.observe.report.plan import Story, plan_page
+    from plait.observe.report.plan import PlanReport, plan_page
     from plait.planner import explain, output
     from plait.planner import search as searching
     from plait.planner.fixed import parse_fixed
 
-    if file == Path(_NAMES) and not file.exists():
-        print(json.dumps(names_as_json())) if as_json else print_names()
+    if file == Path(_LIST_NAMES) and not file.exists():
+        if as_json:
+            print(json.dumps(names_as_json()))
+        else:
+            print_names()
         return
+    # Wrong options are refused before the search, which can take long.
     _check_files(file, out, report, trace, everything=everything, force=force)
     why = why or []
-    queries = [
-        (text, parse_fixed([text])) for text in why if text not in ("neighbours", "sensitivity")
-    ]
-    asked = read_request(
+    requested = [text for text in why if text not in ("neighbours", "sensitivity")]
+    for text in requested:
+        parse_fixed([text])
+    query = read_request(
         file=file,
         model=model,
         world_size=world_size,
@@ -134,67 +146,88 @@ def plan(
         everything=everything,
         fix=fix,
     )
-    request = asked.request
-    fixed = asked.fixed
+    request = query.request
+    fixed = query.fixed
     calibration = read_calibration(calibrate, request)
-    notes = list(asked.notes)
-    found = searching.plan(request, fixed=fixed, calibration=calibration, best=top)
-    if not found.best:
-        print_nothing_fits(found)
+    notes = query.notes
+    result = searching.plan(request, fixed=fixed, calibration=calibration, best=top)
+    if not result.best:
+        print_nothing_fits(result)
         if report is not None:
-            write_text(
-                "--report",
-                report,
-                plan_page(Story(found, notes, fixed=fixed, calibration=calibration)),
-            )
+            content = PlanReport(result, notes, fixed=fixed, calibration=calibration)
+            write_text("--report", report, plan_page(content))
         raise typer.Exit(1)
-    if asked.base and not everything:
-        output.check_runs(request, output.config_of(request, found.best[0], asked.base))
-    around = (
-        [(text, parse_fixed([text])) for text in explain.neighbours(found)]
-        if "neighbours" in why
-        else []
-    )
-    told = [
-        explain.why(found, query, text, fixed=fixed, calibration=calibration)
-        for text, query in queries
-    ]
-    beside = [
-        explain.why(found, query, text, fixed=fixed, calibration=calibration)
-        for text, query in around
-    ]
-    reasons = [*told, *beside]
-    changes = explain.sensitivity(found, calibration=calibration) if "sensitivity" in why else []
-    written = output.write(found, out, asked.base) if out is not None else None
+
+    if query.base and not everything:
+        output.check_runs(request, output.config_of(request, result.best[0], query.base))
+    reasons = _compare(result, requested, fixed, calibration)
+    neighbours: list[Comparison] = []
+    if "neighbours" in why:
+        neighbours = _compare(result, explain.neighbours(result), fixed, calibration)
+    changes = []
+    if "sensitivity" in why:
+        changes = explain.sensitivity(result, calibration=calibration)
+
+    written = None
+    if out is not None:
+        written = output.write(result, out, query.base)
     if report is not None:
-        write_text(
-            "--report", report, plan_page(Story(found, notes, reasons, changes, fixed, calibration))
-        )
+        content = PlanReport(result, notes, [*reasons, *neighbours], changes, fixed, calibration)
+        write_text("--report", report, plan_page(content))
     if trace is not None:
-        write_trace(trace, found, calibration=calibration)
+        write_trace(trace, result, calibration=calibration)
     if as_json:
-        whole = output.plan_as_json(found) | {
-            "config": None if everything else output.config_of(request, found.best[0], asked.base),
-            "sidecar": output.sidecar_of(found, found.best[0]),
-            "why": [
-                {
-                    "query": r.query,
-                    "reason": r.reason,
-                    "other": output.choice_as_json(r.other) if r.other else None,
-                }
-                for r in reasons
-            ],
-            "sensitivity": [change.__dict__ for change in changes],
-            "notes": notes,
-        }
-        print(json.dumps(whole, indent=1, default=float))
+        content_json = _to_json(result, query, [*reasons, *neighbours], changes, everything)
+        print(json.dumps(content_json, indent=1, default=float))
         return
-    print_plan(found, notes, told, beside, changes)
+    print_plan(result, notes, reasons, neighbours, changes)
     if written is not None:
         print(f"wrote {written[0]} (run it with `plait train {written[0]}`) and {written[1]}")
     for path in (report, trace):
         if path is not None:
             print(f"wrote {path}")
+
+
+def _compare(
+    result: Plan,
+    texts: Sequence[str],
+    fixed: Mapping[str, int],
+    calibration: Calibration | None,
+) -> list[Comparison]:
+    """Compare the best layout with the best layouts that have certain values, such as `tp=4`."""
+    from plait.planner import explain
+    from plait.planner.fixed import parse_fixed
+
+    return [
+        explain.why(result, parse_fixed([text]), text, fixed=fixed, calibration=calibration)
+        for text in texts
+    ]
+
+
+def _to_json(
+    result: Plan,
+    query: PlanQuery,
+    reasons: list[Comparison],
+    changes: list[Change],
+    everything: bool,
+) -> dict[str, Any]:
+    from plait.planner import output
+
+    # With --all, the best layout may be one that no configuration can describe.
+    config = None
+    if not everything:
+        config = output.config_of(query.request, result.best[0], query.base)
+    answers = []
+    for reason in reasons:
+        other = output.choice_as_json(reason.other) if reason.other else None
+        answers.append({"query": reason.query, "reason": reason.reason, "other": other})
+    return output.plan_as_json(result) | {
+        "config": config,
+        "sidecar": output.sidecar_of(result, result.best[0]),
+        "why": answers,
+        "sensitivity": [change.__dict__ for change in changes],
+        "notes": query.notes,
+    }
 
 
 def _check_files(
@@ -206,7 +239,7 @@ def _check_files(
     everything: bool,
     force: bool,
 ) -> None:
-    """Before anything takes time. A file that was edited by hand is replaced only with --force."""
+    """Check the output files before the search. Only --force replaces a file edited by hand."""
     require_writable("--report", report)
     require_writable("--trace", trace)
     if out is None:
@@ -229,12 +262,10 @@ def _check_files(
     except OSError as error:
         raise InputError(f"--out {out}: cannot be written ({error.strerror})") from None
     if exists and not force and not is_own(out):
-        again = (
-            " and is what is planned for"
-            if file is not None and file.exists() and out.samefile(file)
-            else ""
-        )
+        is_input = ""
+        if file is not None and file.exists() and out.samefile(file):
+            is_input = ", is the file to plan for"
         raise InputError(
-            f"--out {out}: exists{again}, and is not as `plait plan` wrote it; give another name,"
-            " or add --force to replace it"
+            f"--out {out}: exists{is_input}, and is not as `plait plan` wrote it; give another"
+            " name, or add --force to replace it"
         )

@@ -1,9 +1,8 @@
-"""`plait train FILE`: check everything, start the processes, train; the same command goes on after
-an interruption.
+"""Verb `plait train`: checks the run, starts the processes, and trains.
 
-The command that a person types only checks and starts. Each process it starts runs this module
-again, finds a launcher around it, and trains; so does one that torchrun, `plait launch` or srun
-started.
+The command itself only checks the run and starts processes. Each of them runs this module again,
+recognises the launcher by its variables, and trains. A process of torchrun, `plait launch` or srun
+does the same. The same command resumes the run after an interruption.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from rich.console import Console
 
 from plait.cli import launch
 from plait.cli.launching import settings
-from plait.cli.launching.settings import Settings, parse_nodes, parse_processes
+from plait.cli.launching.settings import LaunchSettings, parse_nodes, parse_processes
 from plait.cli.launching.torchruns_variables import names_machines, with_variables
 from plait.cli.options import (
     MasterAddr,
@@ -33,7 +32,7 @@ from plait.cli.options import (
     RdzvId,
     Set,
     Standby,
-    refuse_given,
+    refuse_options,
 )
 from plait.cluster.launchers import claim
 from plait.cluster.topology import cpu_count, default_processes, device_count, place
@@ -50,15 +49,11 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command()
 def train(
-    file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="The JSON or YAML file that describes the run.")
-    ],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The JSON or YAML file of the run.")],
     set_: Set = None,
     fresh: Annotated[
         bool,
-        typer.Option(
-            "--fresh", help="Start over. What is in the run's folder is renamed, not deleted."
-        ),
+        typer.Option("--fresh", help="Start over. The run's folder is renamed and not deleted."),
     ] = False,
     nproc_per_node: Nproc = None,
     nnodes: NodesOfRun = None,
@@ -72,14 +67,14 @@ def train(
 ) -> None:
     """Train the model in FILE on the text in FILE.
 
-    Where the layout has "auto" (parallel.tp, parallel.pp, zero_optimization.stage and others), it
-    is planned first, for the devices of this machine. Resumes from the newest checkpoint in the
-    run's folder, if there is one. Ctrl-C, SIGTERM and SIGUSR1 end the run after the current step
-    with a checkpoint. Exit code 0 when all steps are done, 130, 143 or 138 after these signals.
-    With --max-restarts a run that failed, or hung, goes on from its newest checkpoint by itself.
+    If the layout contains "auto" (parallel.tp, parallel.pp, zero_optimization.stage and others), it
+    is planned first for the devices of this machine. The run resumes from the newest checkpoint in
+    its folder, if there is one. Ctrl-C, SIGTERM and SIGUSR1 end the run after the current step with
+    a checkpoint. Exit code 0 if all steps are done, 130, 143 or 138 after these signals. With
+    --max-restarts, a run that fails or hangs resumes from its newest checkpoint automatically.
 
-    On several machines the same command, with --nnodes and --rdzv-endpoint, runs on each of them;
-    run.folder is one that all of them see.
+    On several machines, run the same command with --nnodes and --rdzv-endpoint on each of them, and
+    let run.folder be a folder that all of them share.
     """
     overrides = list(set_ or ())
     meeting: dict[str, Any] = {
@@ -91,45 +86,42 @@ def train(
     }
     is_rank = claim(os.environ) is not None and not names_machines(os.environ)
     if not is_rank:
-        every = {
+        launch_options = {
             "nnodes": nnodes,
             "nproc_per_node": nproc_per_node,
             "max_restarts": max_restarts,
             **meeting,
         }
-        found = with_variables(every, os.environ)
-        nnodes = found["nnodes"]
-        max_restarts = found["max_restarts"]
+        launch_options = with_variables(launch_options, os.environ)
+        nnodes = launch_options["nnodes"]
+        max_restarts = launch_options["max_restarts"]
         if nproc_per_node is None:
             nproc_per_node = parse_processes(
-                found["nproc_per_node"], gpus=default_processes, cores=cpu_count
+                launch_options["nproc_per_node"], gpus=default_processes, cores=cpu_count
             )
-        meeting = {name: found[name] for name in meeting}
+        meeting = {name: launch_options[name] for name in meeting}
     nodes = parse_nodes(nnodes or "1")
     max_restarts = max_restarts or 0
-    restarts = {"--max-restarts": max_restarts or None, "--standby": standby or None}
-    options = {f"--{name.replace('_', '-')}": value for name, value in meeting.items()}
+    meeting_options = {f"--{name.replace('_', '-')}": value for name, value in meeting.items()}
     if is_rank:
         if fresh:
             raise InputError(
                 "--fresh: several processes cannot rename one folder; rename it yourself, or set"
                 " another run.folder"
             )
-        rule = (
-            "this process was started by a launcher (torchrun, plait launch, srun), which sets the"
-            " processes and machines"
-        )
-        refuse_given(
+        refuse_options(
             {
                 "--nproc-per-node": nproc_per_node,
                 "--nnodes": None if nodes == (1, 1) else nnodes,
-                **options,
-                **restarts,
+                **meeting_options,
+                "--max-restarts": max_restarts or None,
+                "--standby": standby or None,
             },
-            rule,
+            "this process was started by a launcher (torchrun, plait launch, srun), which sets the"
+            " processes and machines",
             "leave it out",
         )
-        raise typer.Exit(_work(file, overrides, announced=False))
+        raise typer.Exit(_run_process(file, overrides, announced=False))
     if nodes != (1, 1):
         if fresh:
             raise InputError(
@@ -137,7 +129,7 @@ def train(
                 " another run.folder"
             )
         raise typer.Exit(
-            _start_one_of(
+            _start_node(
                 file,
                 overrides,
                 processes=nproc_per_node,
@@ -145,9 +137,12 @@ def train(
                 meeting={**meeting, "max_restarts": max_restarts, "standby": standby},
             )
         )
-    if os.environ.get("PET_NNODES") is None:  # which come with an address for a single machine too
-        refuse_given(
-            options, "sets where machines meet, and --nnodes is 1", "add --nnodes, or leave it out"
+    # Kubeflow sets PET_NNODES together with an address even for a single machine.
+    if os.environ.get("PET_NNODES") is None:
+        refuse_options(
+            meeting_options,
+            "sets where machines meet, and --nnodes is 1",
+            "add --nnodes, or leave it out",
         )
     raise typer.Exit(
         _start(
@@ -161,7 +156,7 @@ def train(
     )
 
 
-def _start_one_of(
+def _start_node(
     file: Path,
     overrides: list[str],
     *,
@@ -169,42 +164,40 @@ def _start_one_of(
     nodes: tuple[int, int],
     meeting: dict[str, Any],
 ) -> int:
-    """On each of several machines: the launcher here, whose processes check the file themselves
-    when they have met.
+    """Start the processes of one of several machines.
+
+    They check the run themselves when they have met, because the number of processes may depend on
+    the other machines.
     """
     from plait.cli.planning.automatic import refuse_auto
     from plait.config.resolving.resolve import load
 
     refuse_auto(file, overrides)
     config = load(file, overrides)
-    wanted, (minimum, maximum) = config.run.processes if config.run is not None else "auto", nodes
-    if processes is None and wanted != "auto":
+    minimum, maximum = nodes
+    total = config.run.processes if config.run is not None else "auto"
+    if processes is None and total != "auto":
         if minimum != maximum:
             rule = (
                 f"the number of machines changes ({minimum} to {maximum}), and with it that of the"
                 " processes"
             )
             raise ConfigError(
-                Problem("run.processes", wanted, rule, 'use "auto", or give --nproc-per-node')
+                Problem("run.processes", total, rule, 'use "auto", or give --nproc-per-node')
             )
-        if wanted % maximum:
+        if total % maximum:
             rule = (
-                f"they do not divide over {maximum} machines ({wanted} % {maximum} ="
-                f" {wanted % maximum})"
+                f"they do not divide over {maximum} machines ({total} % {maximum} ="
+                f" {total % maximum})"
             )
-            raise ConfigError(
-                Problem(
-                    "run.processes",
-                    wanted,
-                    rule,
-                    "set a multiple of the machines, or give --nproc-per-node",
-                )
-            )
-        processes = wanted // maximum
-    asked = Settings(
+            remedy = "set a multiple of the machines, or give --nproc-per-node"
+            raise ConfigError(Problem("run.processes", total, rule, remedy))
+        processes = total // maximum
+    launch_settings = LaunchSettings(
         processes or default_processes(), min_nodes=minimum, max_nodes=maximum, **meeting
     )
-    return launch.run(["plait.cli.train", "--one-of-several", str(file), *overrides], asked)
+    arguments = ["plait.cli.train", "--one-of-several", str(file), *overrides]
+    return launch.run(arguments, launch_settings)
 
 
 def _start(
@@ -216,12 +209,13 @@ def _start(
     max_restarts: int,
     standby: bool,
 ) -> int:
-    """What a person runs: nothing is started before everything was checked."""
-    from plait.cli.launching.count import processes_of
+    """Check the run, and then train here or start the processes of this machine."""
     from plait.cli.planning.automatic import planned_file
+    from plait.cli.planning.request import process_count
     from plait.config.resolving.resolve import load
 
-    settings.check(Settings(processes or 1, max_restarts=max_restarts, standby=standby))
+    # Options are refused before the plan and the check of the data, which can take minutes.
+    settings.check(LaunchSettings(processes or 1, max_restarts=max_restarts, standby=standby))
     console = _console()
     planned = planned_file(
         file,
@@ -231,57 +225,79 @@ def _start(
         say=partial(console.print, soft_wrap=True),
     )
     if planned is not None:
+        # The planned file contains the overrides.
         file = planned
         overrides = []
     config = load(file, overrides)
-    processes = processes or processes_of(config)
+    processes = processes or process_count(config)
     checked = _check(config, world_size=processes, console=console, fresh=fresh)
-    aside = checked.folder.set_aside() if fresh else None
-    if aside is not None:
-        console.print(f"the earlier run is now in {aside}", soft_wrap=True)
+    if fresh:
+        renamed = checked.folder.set_aside()
+        if renamed is not None:
+            console.print(f"the earlier run is now in {renamed}", soft_wrap=True)
     if checked.complete:
         console.print(_completed(checked, file, overrides), soft_wrap=True)
         return 0
+
     _announce(checked, console, config, processes=processes)
+    # A restart needs a launcher even for a single process.
     if processes == 1 and not max_restarts:
         return _train(
-            checked, console, config, file=file, again=_command(file, overrides), patient=True
+            checked,
+            console,
+            config,
+            file=file,
+            command=_command(file, overrides),
+            confirms_signals=True,
         )
-    asked = Settings(
+    launch_settings = LaunchSettings(
         processes,
         max_restarts=max_restarts,
         standby=standby,
         stack_folder=checked.folder.path / "stacks",
     )
-    return launch.run(["plait.cli.train", str(file), *overrides], asked)
+    return launch.run(["plait.cli.train", str(file), *overrides], launch_settings)
 
 
-def _work(file: Path, overrides: list[str], *, announced: bool) -> int:
-    """What each process of a launcher runs. announced: the user has been told about the run before
-    it was started.
+def _run_process(file: Path, overrides: list[str], *, announced: bool) -> int:
+    """Train in one of the processes of a launcher.
+
+    Args:
+        file: The file of the run.
+        overrides: Values of --set.
+        announced: Whether the run was checked and described before the processes were started.
+
+    Returns:
+        The exit code.
     """
     from plait.cli.planning.automatic import refuse_auto
     from plait.config.resolving.resolve import load
 
-    here = place()
-    console = _console(quiet=here.rank != 0)
+    process = place()
+    console = _console(quiet=process.rank != 0)
     try:
         if not announced:
             refuse_auto(file, overrides)
         config = load(file, overrides)
-        checked = _check(config, world_size=here.world_size, console=console)
+        checked = _check(config, world_size=process.world_size, console=console)
     except PlaitError as error:
-        # the first process of this machine reads the same files and says the same
-        if here.local_rank:
+        # The first process of this machine reads the same files and prints the same message.
+        if process.local_rank:
             return error.exit_code
         raise
     if checked.complete:
         console.print(_completed(checked, file, overrides), soft_wrap=True)
         return 0
     if not announced:
-        _announce(checked, console, config, processes=here.world_size)
+        _announce(checked, console, config, processes=process.world_size)
     return _train(
-        checked, console, config, file=file, again=_command(file, overrides), patient=False
+        checked,
+        console,
+        config,
+        file=file,
+        command=_command(file, overrides),
+        # The launcher prints that a signal was received.
+        confirms_signals=False,
     )
 
 
@@ -291,8 +307,9 @@ def _check(
     from plait.cli.planning.calibrations import default_cache
     from plait.train.session import check
 
-    given = config.data.cache if config.data is not None else None
-    cache = user_path(given, "data.cache") if given else default_cache()
+    cache = default_cache()
+    if config.data is not None and config.data.cache:
+        cache = user_path(config.data.cache, "data.cache")
     return check(
         config,
         world_size=world_size,
@@ -308,17 +325,29 @@ def _train(
     config: Config,
     *,
     file: Path,
-    again: str,
-    patient: bool,
+    command: str,
+    confirms_signals: bool,
 ) -> int:
-    """The loop on this process. patient: nobody else tells the user that the signal was heard."""
+    """Run the training loop in this process.
+
+    Args:
+        checked: The run.
+        console: Console for the output of this rank.
+        config: Configuration that the run was checked from.
+        file: The file of the run.
+        command: Command that resumes the run, for the user.
+        confirms_signals: Whether to print that a signal was received.
+
+    Returns:
+        The exit code.
+    """
     from plait.observe.metrics import MetricsFile
     from plait.observe.progress import ProgressLines
     from plait.train.session import run
     from plait.train.stop import ASKED, StopRequest
 
-    def heard() -> None:
-        # Not through the console: a signal handler may run in the middle of its own output.
+    def confirm_signal() -> None:
+        # The console is not used, because a signal handler may interrupt its output.
         os.write(
             sys.stderr.fileno(),
             b"\nplait: stopping after this step; Ctrl-C again stops at once, without a"
@@ -327,23 +356,21 @@ def _train(
 
     metrics = MetricsFile(checked.folder.metrics)
     progress = ProgressLines(console, every=checked.section.log_every)
-    with StopRequest(on_request=heard if patient else None) as stop:
+    with StopRequest(on_request=confirm_signal if confirms_signals else None) as stop:
+        listeners: tuple[Listener, ...] = ()
+        if not console.quiet:
+            listeners = (metrics, progress, *_residuals(file, checked, config, console))
         try:
-            signal_number = run(
-                checked,
-                stop=stop,
-                listeners=(
-                    ()
-                    if console.quiet
-                    else (metrics, progress, *_residuals(file, checked, config, console))
-                ),
-            )
+            signal_number = run(checked, stop=stop, listeners=listeners)
         finally:
             progress.close()
             metrics.close()
     if signal_number:
-        console.print(f"go on with: {again}", soft_wrap=True, highlight=False)
-        return 0 if signal_number == ASKED else 128 + signal_number
+        console.print(f"resume with: {command}", soft_wrap=True, highlight=False)
+        # A callback of the user requested the end.
+        if signal_number == ASKED:
+            return 0
+        return 128 + signal_number
     console.print(
         f"{checked.folder.path} holds metrics.jsonl, checkpoints and tokenizer",
         soft_wrap=True,
@@ -355,9 +382,9 @@ def _train(
 def _residuals(
     file: Path, checked: ValidatedRun, config: Config, console: Console
 ) -> tuple[Listener, ...]:
-    """Compares the run with its plan, where `plait plan --out` wrote the file."""
+    """Return the listener that compares the run with its plan, if `plait plan --out` wrote FILE."""
     from plait.cli.planning.calibrations import live_cluster
-    from plait.observe.residual import residual_of
+    from plait.observe.residual import plan_residual
 
     if not file.with_suffix(".plan.json").is_file():
         return ()
@@ -366,61 +393,71 @@ def _residuals(
     except PlaitError as error:
         console.print(f"plan    not compared with this run: {error}", soft_wrap=True)
         return ()
-    local = place().local_world_size
-    say = partial(console.print, soft_wrap=True)
-    found = residual_of(file, checked, config, gpu=gpu, per_node=local, say=say)
-    return (found,) if found is not None else ()
+    listener = plan_residual(
+        file,
+        checked,
+        config,
+        gpu=gpu,
+        per_node=place().local_world_size,
+        say=partial(console.print, soft_wrap=True),
+    )
+    return (listener,) if listener is not None else ()
 
 
 def _announce(checked: ValidatedRun, console: Console, config: Config, *, processes: int) -> None:
-    from plait.observe.progress import describe
+    from plait.observe.progress import describe_run
     from plait.train.cautions import cautions
 
     for note in (config.provenance.warning(), checked.resolved.assumed()):
         if note is not None:
             console.print(note, soft_wrap=True, style="yellow")
-    here = min(processes, place().local_world_size) if claim(os.environ) is not None else processes
-    settings = cautions(
-        checked.resolved, processes=here, cores=cpu_count(), on_gpus=bool(device_count())
+    local_processes = processes
+    if claim(os.environ) is not None:
+        local_processes = min(processes, place().local_world_size)
+    run_cautions = cautions(
+        checked.resolved,
+        processes=local_processes,
+        cores=cpu_count(),
+        on_gpus=bool(device_count()),
     )
-    for caution in (*settings, *checked.data.cautions):
+    for caution in (*run_cautions, *checked.data.cautions):
         console.print(f"warning: {caution}", soft_wrap=True, style="yellow")
-    for name, text in describe(checked, processes=processes):
+    for name, text in describe_run(checked, processes=processes):
         console.print(f"{name:<8}{text}", soft_wrap=True)
     for change in checked.changes:
         console.print(f"changed since the last start: {change}", soft_wrap=True)
 
 
 def _completed(checked: ValidatedRun, file: Path, overrides: list[str]) -> str:
+    """Return the message about a run whose steps are all done."""
     steps = checked.position.step
     folder = checked.folder.path
-    more = _command(
-        file, [*(o for o in overrides if not o.startswith("run.steps=")), f"run.steps={2 * steps}"]
-    )
+    other_overrides = [text for text in overrides if not text.startswith("run.steps=")]
+    longer = _command(file, [*other_overrides, f"run.steps={2 * steps}"])
     return (
         f"the run in {folder} is complete: {steps:,} of {checked.section.steps:,} steps are done\n"
-        f"  train on:    {more}\n  start over:  {_command(file, overrides)} --fresh"
+        f"  train on:    {longer}\n  start over:  {_command(file, overrides)} --fresh"
     )
 
 
 def _command(file: Path, overrides: list[str]) -> str:
-    return shlex.join(
-        [
-            "plait",
-            "train",
-            str(file),
-            *(argument for override in overrides for argument in ("--set", override)),
-        ]
-    )
+    command = ["plait", "train", str(file)]
+    for override in overrides:
+        command += ["--set", override]
+    return shlex.join(command)
 
 
 def _console(*, quiet: bool = False) -> Console:
     return Console(quiet=quiet, highlight=False, markup=False)
 
 
-if __name__ == "__main__":  # a process that `_start` has started
+if __name__ == "__main__":
+    # A process that `_start` or `_start_node` has started.
     from plait.cluster.ending import end_process
 
-    alone = sys.argv[1] != "--one-of-several"  # else nobody has told the user of the run yet
-    given = sys.argv[1 if alone else 2 :]
-    end_process(_work(Path(given[0]), given[1:], announced=alone))
+    # The processes of several machines check and describe the run themselves.
+    is_one_of_several = sys.argv[1] == "--one-of-several"
+    arguments = sys.argv[1:]
+    if is_one_of_several:
+        arguments = sys.argv[2:]
+    end_process(_run_process(Path(arguments[0]), arguments[1:], announced=not is_one_of_several))

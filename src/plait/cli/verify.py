@@ -1,9 +1,9 @@
-"""`plait verify FILE`: does the layout in FILE compute what one process computes? Shown on the
-user's model, made small, and small data.
+"""Verb `plait verify`: checks that a layout computes what a single process computes.
 
-The command checks its arguments, starts the processes, computes the references in its own process
-and compares. Under a launcher (several machines) each process runs the layout and rank 0 compares.
-What is compared, and how, is in `plait.verify`.
+The check uses a smaller version of the user's model, and little data. The command starts the
+processes of the layout, computes the references in its own process, and compares. Under a launcher
+(several machines), each process runs the layout and rank 0 compares. The comparison itself is in
+`plait.verify`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from plait.cli import launch
-from plait.cli.launching.settings import Settings
+from plait.cli.launching.settings import LaunchSettings
 from plait.cli.options import PROCESSES, Json, Set, count
 from plait.cluster import accelerator
 from plait.cluster.launchers import claim
@@ -35,38 +35,38 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
-_BY_ITSELF = 8
-"""The default number of processes, where there are fewer devices and cores."""
+_DEFAULT_MAX_PROCESSES = 8
+"""Largest number of processes on a machine with fewer devices and cores."""
 
 
-class Engine(StrEnum):
-    """What runs the layout."""
+class VerifyEngine(StrEnum):
+    """Engine that runs the layout."""
 
     plait = "plait"
     deepspeed = "deepspeed"
     accelerate = "accelerate"
 
 
-class Dtype(StrEnum):
-    """Which comparisons."""
+class VerifyDtype(StrEnum):
+    """Selection of the comparisons by their dtype."""
 
     float64 = "float64"
     configured = "configured"
     both = "both"
 
 
-class Device(StrEnum):
-    """Where the processes run."""
+class VerifyDevice(StrEnum):
+    """Device type of the processes."""
 
     auto = "auto"
     cpu = "cpu"
     gpu = accelerator.NAME
 
 
-_PASSES: dict[Dtype, tuple[Pass, ...]] = {
-    Dtype.float64: ("float64",),
-    Dtype.configured: ("configured",),
-    Dtype.both: ("float64", "configured"),
+_PASSES: dict[VerifyDtype, tuple[Pass, ...]] = {
+    VerifyDtype.float64: ("float64",),
+    VerifyDtype.configured: ("configured",),
+    VerifyDtype.both: ("float64", "configured"),
 }
 
 
@@ -76,7 +76,7 @@ def verify(
         Path,
         typer.Argument(
             metavar="FILE",
-            help="The JSON or YAML file that describes the run; a DeepSpeed file too.",
+            help="The JSON or YAML file of the run, or a DeepSpeed file.",
         ),
     ],
     model: Annotated[
@@ -87,11 +87,12 @@ def verify(
     ] = None,
     set_: Set = None,
     nproc_per_node: Annotated[
-        int | None, count(*PROCESSES, help="Processes. (default: what FILE's degrees need)")
+        int | None,
+        count(*PROCESSES, help="Number of processes. (default: as many as FILE requires)"),
     ] = None,
     steps: Annotated[int, typer.Option(metavar="N", help="Optimizer steps to compare.")] = 3,
     dtype: Annotated[
-        Dtype | None,
+        VerifyDtype | None,
         typer.Option(
             metavar="NAME",
             help="float64, configured or both. (default: both; deepspeed: configured)",
@@ -99,30 +100,33 @@ def verify(
     ] = None,
     tolerance: Annotated[
         float | None,
-        typer.Option(metavar="X", help="In float64. (default: 1e-10; 1e-7 where the model rounds)"),
+        typer.Option(
+            metavar="X", help="Tolerance in float64. (default: 1e-10; 1e-7 if the model rounds)"
+        ),
     ] = None,
     engine: Annotated[
-        Engine, typer.Option(metavar="NAME", help="plait; or deepspeed, accelerate, in float32.")
-    ] = Engine.plait,
+        VerifyEngine,
+        typer.Option(metavar="NAME", help="plait; or deepspeed or accelerate, in float32."),
+    ] = VerifyEngine.plait,
     device: Annotated[
-        Device,
+        VerifyDevice,
         typer.Option(
-            metavar="NAME", help=f"auto (GPUs where there are enough), cpu or {accelerator.NAME}."
+            metavar="NAME", help=f"auto (GPUs if there are enough), cpu or {accelerator.NAME}."
         ),
-    ] = Device.auto,
+    ] = VerifyDevice.auto,
     all_: Annotated[
-        bool, typer.Option("--all", help="A line for every tensor, not for every block.")
+        bool, typer.Option("--all", help="Print a line per tensor instead of one per block.")
     ] = False,
     as_json: Json = False,
     timeout: Annotated[
-        float, typer.Option(metavar="S", help="Seconds after which a wait is ended.")
+        float, typer.Option(metavar="S", help="Seconds after which a wait is given up.")
     ] = 600,
 ) -> None:
-    """Compare the layout in FILE with one process: losses, gradient norms, every gradient, every
-    parameter after some steps.
+    """Compare the layout in FILE with a single process: the losses, the gradient norms, every
+    gradient, and every parameter after some steps.
 
-    The model is made small first. Exit code 0 if all is equal, 3 with the first parameter that
-    differs, 2 for what cannot be run.
+    A smaller version of the model is used. Exit code 0 if everything is equal, 3 with the first
+    parameter that differs, 2 if the file cannot be run.
     """
     from plait.verify.run import compare, run_watched
 
@@ -132,9 +136,10 @@ def verify(
         raise InputError(
             f"--timeout {timeout}: not a positive number of seconds; use for example 600"
         )
-    if device is Device.cpu:
-        os.environ[accelerator.VISIBLE] = ""  # before torch looks
-    _import_from_here()
+    if device is VerifyDevice.cpu:
+        # It must be set before torch looks for devices.
+        os.environ[accelerator.VISIBLE] = ""
+    _search_current_folder()
     launched = claim(os.environ) is not None
     plan = _plan(
         file,
@@ -147,13 +152,16 @@ def verify(
         device=device,
     )
     _set_environment(plan)
-    judges = not launched or place().rank == 0
-    if judges and not as_json:
-        _tell(plan)
-    traces = run_watched(plan, seconds=timeout) if launched else _start(plan, seconds=timeout)
-    if not judges:
-        return
-    _finish(compare(plan, traces, tolerance=tolerance), everything=all_, as_json=as_json)
+    compares = not launched or place().rank == 0
+    if compares and not as_json:
+        _print_plan(plan)
+    if launched:
+        traces = run_watched(plan, seconds=timeout)
+    else:
+        traces = _start(plan, seconds=timeout)
+    if compares:
+        report = compare(plan, traces, tolerance=tolerance)
+        _print_report(report, everything=all_, as_json=as_json)
 
 
 def _plan(
@@ -163,9 +171,9 @@ def _plan(
     model: str | None,
     processes: int | None,
     steps: int,
-    dtype: Dtype | None,
-    engine: Engine,
-    device: Device,
+    dtype: VerifyDtype | None,
+    engine: VerifyEngine,
+    device: VerifyDevice,
 ) -> Plan:
     from plait.config.resolving.resolve import load
     from plait.verify.plan import prepare
@@ -176,23 +184,26 @@ def _plan(
     if launched is not None:
         processes = launched.world_size
         gpus = launched.world_size if gpus else 0
-    chosen = dtype or (Dtype.configured if engine is Engine.deepspeed else Dtype.both)
+    if dtype is None and engine is VerifyEngine.deepspeed:
+        dtype = VerifyDtype.configured
+    elif dtype is None:
+        dtype = VerifyDtype.both
     return prepare(
         config,
         model=model,
         processes=processes,
-        most_processes=max(gpus, cpu_count(), _BY_ITSELF),
+        most_processes=max(gpus, cpu_count(), _DEFAULT_MAX_PROCESSES),
         steps=steps,
-        passes=_PASSES[chosen],
+        passes=_PASSES[dtype],
         engine=engine.value,
         device=device.value,
         gpus=gpus,
-        deepspeed=_tree(file, overrides) if config.is_deepspeed else None,
+        deepspeed=_original_keys(file, overrides) if config.is_deepspeed else None,
     )
 
 
-def _tree(file: Path, overrides: list[str]) -> dict[str, Any]:
-    """The file's own keys with the overrides, for the engine that it was written for."""
+def _original_keys(file: Path, overrides: list[str]) -> dict[str, Any]:
+    """Return the keys of a DeepSpeed file with the overrides, for DeepSpeed itself."""
     from plait.config.dialects.overrides import apply_override
     from plait.config.reading.source import parse_override, read
 
@@ -202,9 +213,10 @@ def _tree(file: Path, overrides: list[str]) -> dict[str, Any]:
     return tree
 
 
-def _import_from_here() -> None:
-    """`--model package.module:function` is looked for in the current folder first, as `python -m`
-    does; the processes do it too.
+def _search_current_folder() -> None:
+    """Resolve `--model package.module:function` in the current folder first, as `python -m` does.
+
+    The processes are started with `python -m` and do the same.
     """
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -218,29 +230,32 @@ def _set_environment(plan: Plan) -> None:
 
 
 def _start(plan: Plan, *, seconds: float) -> Traces:
-    """Start the processes, and read what rank 0 wrote."""
+    """Start the processes and return the traces that rank 0 wrote."""
     from plait.verify.run import PLAN, TRACES
 
     with tempfile.TemporaryDirectory(prefix="plait-verify-") as name:
         folder = Path(name)
+        # Only this command writes to the folder, so that its pickles can be trusted.
         (folder / PLAN).write_bytes(pickle.dumps(plan))
-        code = launch.run(
-            ["plait.verify.run", name, str(seconds)], Settings(plan.world_size, grace_seconds=10)
-        )
-        if code:  # the launcher has told why
+        launch_settings = LaunchSettings(plan.world_size, grace_seconds=10)
+        code = launch.run(["plait.verify.run", name, str(seconds)], launch_settings)
+        if code:
+            # The launcher has printed the reason.
             raise typer.Exit(code)
         traces: Traces = pickle.loads((folder / TRACES).read_bytes())
     return traces
 
 
-def _tell(plan: Plan) -> None:
-    told = ""
+def _print_plan(plan: Plan) -> None:
+    previous = ""
     for topic, line in plan.lines:
-        typer.echo(f"{topic if topic != told else '':<8}{line}")
-        told = topic
+        heading = topic if topic != previous else ""
+        typer.echo(f"{heading:<8}{line}")
+        previous = topic
 
 
-def _finish(report: Report, *, everything: bool, as_json: bool) -> None:
+def _print_report(report: Report, *, everything: bool, as_json: bool) -> None:
+    """Print the report, and raise if the layout differs from the references."""
     from plait.verify.report import lines, raise_unless_equal
 
     if as_json:

@@ -1,3 +1,6 @@
-"""Text, its tokenizer, packed sequences, and a loader whose order is a function of its position.
-Knows no model and no process group.
+"""Training data: reads text, tokenises it and cuts it into sequences of one length.
+
+A loader chooses the sequences of a batch from the position in the run alone. The package knows no
+model and no process group, except for the checks of data sets of other libraries (`split_rows`,
+`stream_part`).
 """

@@ -1,9 +1,8 @@
-"""Folders that are built once, named after what they were built from, and shared by every process
-of the machine.
+"""Cache of folders that are built once and shared by all processes of a machine.
 
-A folder appears under its final name only when it is complete: it is built under a temporary name
-and renamed. Processes that want the same folder at the same time wait for the first one. Nothing
-here is ever changed after it was written.
+A folder is named after the content that it was built from. It is built under a temporary name and
+renamed when it is complete. Processes that need the same folder at the same time wait for the first
+of them. A folder never changes after it was renamed.
 """
 
 from __future__ import annotations
@@ -21,32 +20,45 @@ from plait.errors import InputError
 
 
 def digest(parts: Iterable[bytes | str]) -> str:
-    """A name for `parts`: 32 hexadecimal digits. Lengths are hashed too, so `("ab", "c")` and
-    `("a", "bc")` differ.
+    """Return a digest of `parts` with 32 hexadecimal digits.
+
+    Lengths are hashed too, so that `("ab", "c")` and `("a", "bc")` differ.
     """
-    found = hashlib.blake2b(digest_size=16)
+    hasher = hashlib.blake2b(digest_size=16)
     for part in parts:
         data = part.encode() if isinstance(part, str) else part
-        found.update(len(data).to_bytes(8, "little"))
-        found.update(data)
-    return found.hexdigest()
+        hasher.update(len(data).to_bytes(8, "little"))
+        hasher.update(data)
+    return hasher.hexdigest()
 
 
-def built_once(root: Path, kind: str, key: str, build: Callable[[Path], None]) -> Path:
-    """The folder `root/kind/key`, filled by `build(folder)` unless it is there already.
+def build_once(root: Path, kind: str, key: str, build: Callable[[Path], None]) -> Path:
+    """Return the folder `root/kind/key`, and build it if it does not exist.
 
-    Safe against a crash in the middle (nothing incomplete is ever found) and against other
-    processes that build the same. Raises InputError when `root` cannot be written.
+    A crash leaves no incomplete folder, and other processes can build the same folder at the same
+    time.
+
+    Args:
+        root: Folder of the cache.
+        kind: Subfolder for entries of one kind.
+        key: Digest of everything that the content depends on.
+        build: Fills the empty folder that it receives.
+
+    Raises:
+        InputError: `root` cannot be written.
     """
     folder = root / kind / key
     if folder.is_dir():
         return folder
-    with _only_one(root / kind, key):
+
+    with _lock(root / kind, key):
+        # Another process may have built it while this one waited for the lock.
         if folder.is_dir():
             return folder
         unfinished = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=root / kind))
         try:
             build(unfinished)
+            # mkdtemp creates folders that only this user can read.
             unfinished.chmod(0o755)
             os.rename(unfinished, folder)
         finally:
@@ -55,13 +67,15 @@ def built_once(root: Path, kind: str, key: str, build: Callable[[Path], None]) -
 
 
 @contextmanager
-def _only_one(parent: Path, key: str) -> Iterator[None]:
+def _lock(parent: Path, key: str) -> Iterator[None]:
+    """Hold the lock of one entry of the cache."""
     try:
         parent.mkdir(parents=True, exist_ok=True)
         lock = open(parent / f".{key}.lock", "w")  # noqa: SIM115 (closed by the `with` below)
     except OSError as error:
         rule = f"the cache folder {parent} cannot be written ({error.strerror})"
         raise InputError(f"{rule}; set data.cache or PLAIT_CACHE to a folder that can") from error
-    with lock:  # the system lets go of the lock when the process ends, however it ends
+    with lock:
+        # The system releases the lock when the process ends, even after SIGKILL.
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -1,8 +1,8 @@
-"""Random numbers of collators and data sets: equal on the ranks that share a batch, and apart from
-those of the training.
+"""Random numbers of collators and data sets, which must be equal on ranks that share a batch.
 
-Pipeline stages and ranks of tp read one batch each for itself. Their own generators differ, since
-dropout draws from them, and a collator that masks at random would give every stage another batch.
+Every pipeline stage and tensor-parallel rank reads the batch for itself. The generators of these
+ranks differ because dropout draws from them, so a collator that masks at random would give every
+stage another batch.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ import torch
 
 
 @contextmanager
-def drawn_from(*words: object) -> Iterator[None]:
-    """The generators of Python, numpy and torch (CPU) are seeded by `words` inside, and as they
-    were afterwards.
-    """
-    text = " ".join(map(str, words)).encode()
+def drawn_from(*seed_parts: object) -> Iterator[None]:
+    """Seed the generators of Python, NumPy and torch (CPU), and restore their states at exit."""
+    text = " ".join(map(str, seed_parts)).encode()
+    # 63 bits: torch takes seeds as signed integers.
     seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
-    python = random.getstate()
-    numbers = np.random.get_state()
-    tensors = torch.get_rng_state()
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    torch_state = torch.get_rng_state()
     try:
         random.seed(seed)
         np.random.seed(seed % 2**32)
+        # torch.manual_seed would also seed the generators of the devices, which are not restored.
         torch.default_generator.manual_seed(seed)
         yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numbers)
-        torch.set_rng_state(tensors)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)

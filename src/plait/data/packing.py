@@ -1,8 +1,9 @@
-"""Tokenised documents on disk, and fixed-length sequences cut out of them.
+"""Tokenised documents on disk, and the sequences of one length that are cut out of them.
 
-Documents are joined to one stream of tokens, with an end-of-text token after each text, written
-once, and read through a memory map: the size of the text does not matter to the memory of a
-process. `Sequences` cuts the stream wherever a sequence ends; `Documents` keeps them whole.
+Documents are joined to one stream of tokens, with an end-of-text token after each text. The stream
+is written once and read through a memory map, so that the memory of a process does not depend on
+the size of the text. `Sequences` cuts the stream at multiples of the length; `Documents` keeps
+documents whole.
 """
 
 from __future__ import annotations
@@ -26,37 +27,46 @@ if TYPE_CHECKING:
 
 FORMAT = "plait tokens 2"
 IGNORED = -100
-"""The label of a position that is not scored, as in PyTorch and Transformers."""
+"""Label of a token that the loss does not count, as in PyTorch and Transformers."""
 _BATCH_CHARACTERS = 1 << 20
+"""Characters per call of the tokenizer, whose threads share the texts of a call."""
 Array = np.ndarray[Any, Any]
 
-
 Encode = Callable[[str], tuple[list[int], list[bool]]]
-"""The text of a row -> its tokens, and for each whether it is scored."""
+"""Function from the text of a row to its tokens, and for each token whether the loss counts it."""
 
 
 @dataclass(frozen=True)
 class Stream:
-    """The documents of a split, one after the other."""
+    """Tokens of the documents of a split, one document after the other."""
 
     tokens: Array
     """uint16 or uint32 [tokens]."""
     ends: Array
-    """uint64 [documents]: the position after the last token of each."""
+    """uint64 [documents]: the position after the last token of each document."""
     scored: Array | None = None
-    """uint8 [tokens]: 1 where the loss counts a token; None where it counts all."""
+    """uint8 [tokens]: 1 if the loss counts the token. None if it counts all tokens."""
 
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def parted(self, at: int) -> tuple[Stream, Stream]:
-        """The first `at` tokens and the others. A document that is cut is one in both."""
+    def split(self, position: int) -> tuple[Stream, Stream]:
+        """Return the first `position` tokens and the remaining ones.
+
+        A document across the cut becomes one document in each of the two streams.
+        """
         ends = np.asarray(self.ends, dtype=np.int64)
-        marks = self.scored
-        before = np.append(ends[ends < at], at) if at else ends[:0]
+        first_ends = ends[:0]
+        if position:
+            first_ends = np.append(ends[ends < position], position)
+        first_scored = None
+        second_scored = None
+        if self.scored is not None:
+            first_scored = self.scored[:position]
+            second_scored = self.scored[position:]
         return (
-            Stream(self.tokens[:at], before, None if marks is None else marks[:at]),
-            Stream(self.tokens[at:], ends[ends > at] - at, None if marks is None else marks[at:]),
+            Stream(self.tokens[:position], first_ends, first_scored),
+            Stream(self.tokens[position:], ends[ends > position] - position, second_scored),
         )
 
 
@@ -68,108 +78,124 @@ def write_tokens(
     held_out: float,
     encode: Encode | None = None,
 ) -> None:
-    """Tokenise into `train.bin` and `validation.bin` (little-endian uint16, or uint32 for a large
-    vocabulary), `.ends` and, where `encode` says which tokens are scored, `.scored` of each, and
-    `tokens.json`.
+    """Tokenise documents and write the tokens of both splits to a folder.
+
+    The files of a split are `<split>.bin` (little-endian uint16, or uint32 for a large vocabulary),
+    `<split>.ends` and, with `encode`, `<split>.scored`. `tokens.json` describes them.
+
+    Args:
+        folder: Existing folder.
+        documents: Texts, or rows in the form of `rows.row_text`.
+        tokenizer: Tokenizer of the run.
+        held_out: Fraction of the documents in the validation split.
+        encode: Tokenises rows. None for texts, of which the loss counts all tokens.
     """
     dtype = np.dtype("<u2" if vocabulary_size(tokenizer) <= 1 << 16 else "<u4")
     counts = {"train": 0, "validation": 0}
     ends = {"train": array("Q"), "validation": array("Q")}
-    with ExitStack() as held:
-        files = {split: held.enter_context(open(folder / f"{split}.bin", "wb")) for split in counts}
-        marks = (
-            {split: held.enter_context(open(folder / f"{split}.scored", "wb")) for split in counts}
-            if encode
-            else {}
-        )
-        for split, ids, scored, whole in tokenised(
+    with ExitStack() as open_files:
+        token_files = {}
+        scored_files = {}
+        for split in counts:
+            token_files[split] = open_files.enter_context(open(folder / f"{split}.bin", "wb"))
+            if encode:
+                scored_files[split] = open_files.enter_context(
+                    open(folder / f"{split}.scored", "wb")
+                )
+
+        for split, ids, scored, is_end in tokenize_documents(
             documents, tokenizer, held_out=held_out, encode=encode
         ):
-            np.asarray(ids, dtype=dtype).tofile(files[split])
+            np.asarray(ids, dtype=dtype).tofile(token_files[split])
             counts[split] += len(ids)
             if scored is not None:
-                np.asarray(scored, dtype=np.uint8).tofile(marks[split])
-            if whole:
+                np.asarray(scored, dtype=np.uint8).tofile(scored_files[split])
+            if is_end:
                 ends[split].append(counts[split])
-    for split, found in ends.items():
-        np.asarray(found, dtype="<u8").tofile(folder / f"{split}.ends")
-    facts = {
-        "documents": {split: len(found) for split, found in ends.items()},
+
+    for split, positions in ends.items():
+        np.asarray(positions, dtype="<u8").tofile(folder / f"{split}.ends")
+    description = {
+        "format": FORMAT,
+        "dtype": dtype.str,
+        **counts,
+        "documents": {split: len(positions) for split, positions in ends.items()},
         "scored": encode is not None,
     }
-    (folder / "tokens.json").write_text(
-        json.dumps({"format": FORMAT, "dtype": dtype.str, **counts, **facts})
-    )
+    (folder / "tokens.json").write_text(json.dumps(description))
 
 
-Part = tuple[str, list[int], list[bool] | None, bool]
-"""(split, tokens, which are scored, whether the document ends with them)."""
+TokenizedChunk = tuple[str, list[int], list[bool] | None, bool]
+"""Split, tokens, which of them the loss counts (None: all), and whether the document ends here."""
 
 
-def tokenised(
+def tokenize_documents(
     documents: Iterable[str],
     tokenizer: PreTrainedTokenizerBase,
     *,
     held_out: float,
     encode: Encode | None,
-) -> Iterator[Part]:
-    """Documents, or parts of long ones, in their order."""
-    return (
-        _texts(documents, tokenizer, held_out)
-        if encode is None
-        else _rows(documents, encode, held_out)
-    )
+) -> Iterator[TokenizedChunk]:
+    """Yield the tokens of documents, or of chunks of long documents, in the order of the documents.
+
+    The arguments are those of `write_tokens`.
+    """
+    if encode is None:
+        return _tokenize_texts(documents, tokenizer, held_out)
+    return _tokenize_rows(documents, encode, held_out)
 
 
-def _texts(
+def _tokenize_texts(
     documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, held_out: float
-) -> Iterator[Part]:
-    for batch in _batches(_marked(documents, held_out)):
+) -> Iterator[TokenizedChunk]:
+    for batch in _batches(_chunks(documents, held_out)):
         encoded = tokenizer(
-            [piece.text for piece in batch],
+            [chunk.text for chunk in batch],
             add_special_tokens=False,
             return_attention_mask=False,
             verbose=False,
         )
-        for piece, ids in zip(batch, encoded["input_ids"], strict=True):
-            yield (
-                piece.split,
-                [*ids, tokenizer.eos_token_id] if piece.ends else ids,
-                None,
-                piece.ends,
-            )
+        for chunk, ids in zip(batch, encoded["input_ids"], strict=True):
+            if chunk.is_end:
+                ids = [*ids, tokenizer.eos_token_id]
+            yield chunk.split, ids, None, chunk.is_end
 
 
-def _rows(documents: Iterable[str], encode: Encode, held_out: float) -> Iterator[Part]:
+def _tokenize_rows(
+    documents: Iterable[str], encode: Encode, held_out: float
+) -> Iterator[TokenizedChunk]:
     for document in documents:
         ids, scored = encode(document)
         if ids:
-            yield "validation" if is_held_out(document, held_out) else "train", ids, scored, True
+            yield _split_name(document, held_out), ids, scored, True
+
+
+def _split_name(document: str, held_out: float) -> str:
+    return "validation" if is_held_out(document, held_out) else "train"
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _TextChunk:
     text: str
     split: str
-    ends: bool
-    """Whether a document ends here."""
+    is_end: bool
+    """True if the document ends with this chunk."""
 
 
-def _marked(documents: Iterable[str], held_out: float) -> Iterator[_Piece]:
+def _chunks(documents: Iterable[str], held_out: float) -> Iterator[_TextChunk]:
     for document in documents:
-        split = "validation" if is_held_out(document, held_out) else "train"
-        pieces = list(_pieces(document))
-        for number, text in enumerate(pieces, start=1):
-            yield _Piece(text, split, ends=number == len(pieces))
+        split = _split_name(document, held_out)
+        texts = list(_cut_at_lines(document))
+        for number, text in enumerate(texts, start=1):
+            yield _TextChunk(text, split, is_end=number == len(texts))
 
 
-def _batches(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
-    """About a million characters at a time, for the tokenizer's threads."""
-    batch: list[_Piece] = []
+def _batches(chunks: Iterable[_TextChunk]) -> Iterator[list[_TextChunk]]:
+    batch: list[_TextChunk] = []
     size = 0
-    for piece in pieces:
-        batch.append(piece)
-        size += len(piece.text)
+    for chunk in chunks:
+        batch.append(chunk)
+        size += len(chunk.text)
         if size >= _BATCH_CHARACTERS:
             yield batch
             batch = []
@@ -178,60 +204,65 @@ def _batches(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
         yield batch
 
 
-def _pieces(document: str) -> Iterator[str]:
-    """A long document in chunks that end with a line, so that one file of a gigabyte is not one
-    call of the tokenizer.
-    """
+def _cut_at_lines(document: str) -> Iterator[str]:
+    """Cut a long document after line breaks, to bound the memory of one call of the tokenizer."""
     start = 0
     while len(document) - start > _BATCH_CHARACTERS:
-        cut = document.rfind("\n", start, start + _BATCH_CHARACTERS) + 1
-        cut = cut if cut > start else start + _BATCH_CHARACTERS
-        yield document[start:cut]
-        start = cut
+        end = document.rfind("\n", start, start + _BATCH_CHARACTERS) + 1
+        if end <= start:
+            # No line break was found, for example in a file that is one line.
+            end = start + _BATCH_CHARACTERS
+        yield document[start:end]
+        start = end
     yield document[start:]
 
 
 class Cut(Protocol):
-    """Sequences of one length, by their number."""
+    """Sequences of one length, addressed by their number."""
 
     @property
     def stream(self) -> Stream:
-        """The tokens that they are cut out of."""
+        """Tokens that the sequences are cut out of."""
 
     @property
     def length(self) -> int:
-        """Tokens of each."""
+        """Number of tokens in each sequence."""
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of sequences."""
 
     def take(self, numbers: Array) -> dict[str, torch.Tensor]:
-        """A batch, int64 [len(numbers), length] each. Number -1 gives a sequence of padding, scored
-        nowhere.
+        """Return a batch: tensors of int64 [len(numbers), length].
+
+        Number -1 gives a sequence of padding without targets.
         """
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """Fixed-length sequences over a stream of tokens. Sequence `i` is tokens `i * length` to `(i +
-    1) * length`; only the last one may be short, and its padding is not scored.
+    """Sequences that are cut at multiples of the length, across documents.
+
+    Sequence `i` consists of the tokens `i * length` to `(i + 1) * length`. Only the last sequence
+    may be shorter; its padding is not scored.
     """
 
     stream: Stream
     length: int
     padding: int
-    """The token that fills the last sequence; its labels are `IGNORED`."""
+    """Token that fills the last sequence; its labels are `IGNORED`."""
 
     def __len__(self) -> int:
-        """Number of sequences. A last sequence with a single token has nothing to predict and does
-        not count.
+        """Return the number of sequences.
+
+        A last sequence with a single token has no target and does not count.
         """
-        whole, rest = divmod(len(self.stream), self.length)
-        return whole + (rest >= 2)
+        full, remainder = divmod(len(self.stream), self.length)
+        return full + (remainder >= 2)
 
     def take(self, numbers: Array) -> dict[str, torch.Tensor]:
-        """`input_ids` and `labels`, both int64 [len(numbers), length]. Number -1 gives a sequence
-        of padding, scored nowhere.
+        """Return `input_ids` and `labels`, both int64 [len(numbers), length].
+
+        Number -1 gives a sequence of padding without targets.
         """
         ids = np.full((len(numbers), self.length), self.padding, dtype=np.int64)
         labels = np.full((len(numbers), self.length), IGNORED, dtype=np.int64)
@@ -248,37 +279,54 @@ class Sequences:
 
 
 def place_tokens(stream: Stream, first: int, last: int, ids: Array, labels: Array) -> int:
-    """Copy tokens and labels to the beginning of a row. Returns how many."""
-    found = stream.tokens[first:last].astype(np.int64)  # what is not scored is negative
-    ids[: len(found)] = found
-    labels[: len(found)] = (
-        found if stream.scored is None else np.where(stream.scored[first:last], found, IGNORED)
-    )
-    return len(found)
+    """Copy tokens and labels to the beginning of a row.
+
+    Args:
+        stream: Source of the tokens.
+        first: Stream position of the first token.
+        last: Stream position after the last token. The stream may end before it.
+        ids: Row of int64 that receives the tokens.
+        labels: Row of int64 that receives the labels.
+
+    Returns:
+        The number of tokens.
+    """
+    # Labels are signed, because IGNORED is negative.
+    tokens = stream.tokens[first:last].astype(np.int64)
+    ids[: len(tokens)] = tokens
+    if stream.scored is None:
+        labels[: len(tokens)] = tokens
+    else:
+        labels[: len(tokens)] = np.where(stream.scored[first:last], tokens, IGNORED)
+    return len(tokens)
 
 
 def read_tokens(folder: Path) -> tuple[Stream, Stream]:
-    """The training and the validation tokens, memory-mapped. Raises InputError when a file was cut
-    or changed.
+    """Return the memory-mapped streams of the training and validation split.
+
+    Raises:
+        InputError: A file was truncated or changed.
     """
-    facts = json.loads((folder / "tokens.json").read_text())
-    found = []
+    description = json.loads((folder / "tokens.json").read_text())
+    dtype = np.dtype(description["dtype"])
+    streams = []
     for split in ("train", "validation"):
-        tokens = _mapped(folder, f"{split}.bin", np.dtype(facts["dtype"]), facts[split])
-        ends = _mapped(folder, f"{split}.ends", np.dtype("<u8"), facts["documents"][split])
-        scored = (
-            _mapped(folder, f"{split}.scored", np.dtype(np.uint8), facts[split])
-            if facts["scored"]
-            else None
-        )
-        found.append(Stream(tokens, ends, scored))
-    return found[0], found[1]
+        count = description[split]
+        tokens = _map_file(folder, f"{split}.bin", dtype, count)
+        ends = _map_file(folder, f"{split}.ends", np.dtype("<u8"), description["documents"][split])
+        scored = None
+        if description["scored"]:
+            scored = _map_file(folder, f"{split}.scored", np.dtype(np.uint8), count)
+        streams.append(Stream(tokens, ends, scored))
+    return streams[0], streams[1]
 
 
-def _mapped(folder: Path, name: str, dtype: np.dtype[Any], count: int) -> Array:
+def _map_file(folder: Path, name: str, dtype: np.dtype[Any], count: int) -> Array:
     file = folder / name
     if not file.is_file() or file.stat().st_size != count * dtype.itemsize:
         rule = f"{file}: does not hold the {count:,} numbers that were written"
         raise InputError(f"{rule}; delete {folder} to have the text tokenised again")
-    # An empty file cannot be mapped.
-    return np.memmap(file, dtype=dtype, mode="r") if count else np.empty(0, dtype=dtype)
+    if not count:
+        # An empty file cannot be mapped.
+        return np.empty(0, dtype=dtype)
+    return np.memmap(file, dtype=dtype, mode="r")

@@ -1,8 +1,8 @@
-"""From the `data` section to tokenised sequences: every step is cached, so only the first process
-of the first run does the work.
+"""Preparation of the `data` section: reads, tokenises and cuts the text.
 
-Any process may call `prepare`, in any order and at the same time; all get the same result without
-talking to each other.
+Every stage is cached, so that only the first process of the first run does the work. Any number of
+processes may call `prepare` at the same time. All of them get the same result without
+communication.
 """
 
 from __future__ import annotations
@@ -11,18 +11,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from plait.config.schema.sections import DataSection
-from plait.data.cache import built_once, digest
+from plait.data.cache import build_once, digest
 from plait.data.documents import Documents
 from plait.data.loader import Batches, Loader
 from plait.data.packing import FORMAT, Cut, Encode, Sequences, Stream, read_tokens, write_tokens
 from plait.data.streamed_loader import StreamedLoader, StreamedSequences
 from plait.data.streamed_text import StreamedText
-from plait.data.templates import cautions_of, encoder
+from plait.data.templates import encoder, template_warnings
 from plait.data.text import open_corpus
-from plait.data.tokenizer import load_tokenizer, name_of, trained_tokenizer, vocabulary_size
+from plait.data.tokenizer import (
+    load_tokenizer,
+    tokenizer_digest,
+    train_tokenizer,
+    vocabulary_size,
+)
 from plait.errors import InputError
 from plait.units import format_count
 
@@ -30,32 +35,33 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-_ROWS = "rows 2"
-"""Part of the data's identity. It changes when a release makes other tokens of the same row."""
+_ENCODING_VERSION = "rows 2"
+"""Part of the data's identity. It changes if a release encodes the same row as other tokens."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """The data of a run, ready to be read."""
+    """Data of a run, ready to be read."""
 
     description: str
-    """The text in a few words, for a person."""
+    """Short description of the text for the user."""
     validation_note: str
-    """How the validation text was chosen, for a person."""
+    """Description for the user of how the validation text was chosen."""
     tokenizer: PreTrainedTokenizerBase
     train: Cut | StreamedSequences
-    """The second of a text that is read as it is needed, whose length is not known."""
+    """Training sequences. Those of a streamed text have no known number."""
     validation: Cut
     identity: dict[str, str]
-    """What two runs must share to see the same sequences: the text and the tokenizer, as a
-    description and as a digest of their content.
+    """Properties that two runs must share to see the same sequences.
+
+    They describe the text and the tokenizer, with digests of their content.
     """
     cautions: tuple[str, ...] = ()
     """Warnings about the data that are shown before training, one line each."""
 
     @property
     def size(self) -> str:
-        """Of the training text, for a person."""
+        """Size of the training text for the user."""
         if isinstance(self.train, StreamedSequences):
             return f"sequences of {self.train.length} tokens, {self.train.buffer:,} at a time"
         return (
@@ -64,35 +70,51 @@ class Prepared:
         )
 
     def loader(self, batch: int, seed: int, *, dp_rank: int, dp_size: int) -> Batches:
-        """Training batches of a data-parallel rank. batch: sequences of a step over all ranks."""
-        kind: Any = StreamedLoader if isinstance(self.train, StreamedSequences) else Loader
-        made: Batches = kind(self.train, batch, seed, dp_rank, dp_size)
-        return made
+        """Return the training batches of a data-parallel rank.
+
+        Args:
+            batch: Number of sequences in a step over all ranks.
+            seed: Seed of the order.
+            dp_rank: Index of the rank among the data-parallel ranks.
+            dp_size: Number of data-parallel ranks.
+        """
+        if isinstance(self.train, StreamedSequences):
+            return StreamedLoader(self.train, batch, seed, dp_rank, dp_size)
+        return Loader(self.train, batch, seed, dp_rank, dp_size)
 
 
 def prepare(
     section: DataSection, *, cache: Path, own_tokenizer: str | None, say: Callable[[str], None]
 ) -> Prepared:
-    """Read, tokenise and cut the text that `section` names.
+    """Read, tokenise and cut the text of the `data` section.
 
-    own_tokenizer: where the model's tokenizer is, for a model that comes with weights;
-    `section.tokenizer` goes before it. say: told of the steps that take time, before each. Raises
-    InputError for text or a tokenizer that cannot be used.
+    Args:
+        section: The `data` section of the configuration.
+        cache: Folder for tokenizers and tokens.
+        own_tokenizer: Location of the tokenizer that belongs to a pretrained model.
+            `section.tokenizer` takes precedence.
+        say: Progress callback. Receives a message before each stage that takes time.
+
+    Raises:
+        InputError: The text or the tokenizer cannot be used.
     """
     if section.streaming:
-        return _streamed(section, own_tokenizer, say)
+        return _prepare_streamed(section, own_tokenizer, say)
     corpus = open_corpus(section, cache=cache)
-    place = section.tokenizer or own_tokenizer
-    if place is None and section.format != "text":
+    tokenizer_location = section.tokenizer or own_tokenizer
+    if tokenizer_location is None and section.format != "text":
         rule = (
             f'data.format = "{section.format}": a model from scratch has no tokenizer, and one that'
             " is trained has no chat template"
         )
         raise InputError(f"{rule}; set data.tokenizer")
-    tokenizer = load_tokenizer(place or trained_tokenizer(corpus, section, cache=cache, say=say))
-    encode, template = _encoding(section, tokenizer)
+    tokenizer = load_tokenizer(
+        tokenizer_location or train_tokenizer(corpus, section, cache=cache, say=say)
+    )
+    encode, encoding_key = _encoding(section, tokenizer)
+    share = section.validation_fraction
     key = digest(
-        [FORMAT, corpus.fingerprint, name_of(tokenizer), str(section.validation_fraction), template]
+        [FORMAT, corpus.fingerprint, tokenizer_digest(tokenizer), str(share), encoding_key]
     )
 
     def tokenise(folder: Path) -> None:
@@ -101,58 +123,60 @@ def prepare(
             folder,
             corpus.documents(),
             tokenizer,
-            held_out=section.validation_fraction,
+            held_out=share,
             encode=encode,
         )
 
-    train, validation = read_tokens(built_once(cache, "tokens", key, tokenise))
-    share = section.validation_fraction
+    train, validation = read_tokens(build_once(cache, "tokens", key, tokenise))
     length = section.sequence_length
-    note = f"{100 * share:.3g} % of the documents, chosen by a hash of each"
+    note = "none held out"
+    if share:
+        note = f"{100 * share:.3g} % of the documents, chosen by a hash of each"
     if share and len(validation) < 2:
-        # A text of one or a few documents: no document happened to be held out.
-        kept = len(train) - ceil(len(train) * share / length) * length
-        train, validation = train.parted(max(kept, 0))
+        # The text has so few documents that none of them happened to be held out.
+        train_tokens = len(train) - ceil(len(train) * share / length) * length
+        train, validation = train.split(max(train_tokens, 0))
         note = f"the last {100 * share:.3g} % of the text, as no whole document was chosen"
     if len(train) < 2:
         raise InputError(f"{corpus.place}: holds {len(train)} training tokens; name more text")
+
     padding = int(tokenizer.eos_token_id)
+    cut = _sequence_class(section)
     return Prepared(
         description=corpus.description,
-        validation_note=note if share else "none held out",
+        validation_note=note,
         tokenizer=tokenizer,
-        train=_cut(section)(train, length, padding),
-        validation=_cut(section)(validation, length, padding),
+        train=cut(train, length, padding),
+        validation=cut(validation, length, padding),
         identity=_identity(
-            section, f"{corpus.description} ({corpus.fingerprint[:12]})", tokenizer, template
+            section, f"{corpus.description} ({corpus.fingerprint[:12]})", tokenizer, encoding_key
         ),
         cautions=_cautions(section, tokenizer),
     )
 
 
-def _streamed(
+def _prepare_streamed(
     section: DataSection, own_tokenizer: str | None, say: Callable[[str], None]
 ) -> Prepared:
-    """What of a streamed text is known before the run: how it is read, and what is held out of its
-    first block.
-    """
-    place = section.tokenizer or own_tokenizer
-    if place is None:
+    """Prepare a streamed text, whose validation documents come from its first block."""
+    tokenizer_location = section.tokenizer or own_tokenizer
+    if tokenizer_location is None:
         rule = (
             "data.streaming: a model from scratch has no tokenizer, and none is trained on a text"
             " that is not kept"
         )
         raise InputError(f"{rule}; set data.tokenizer")
     text = StreamedText(section)
-    tokenizer = load_tokenizer(place)
-    encode, template = _encoding(section, tokenizer)
+    tokenizer = load_tokenizer(tokenizer_location)
+    encode, encoding_key = _encoding(section, tokenizer)
     padding = int(tokenizer.eos_token_id)
     share = section.validation_fraction
+    cut = _sequence_class(section)
     sequences = StreamedSequences(
         text,
         tokenizer,
         encode,
-        _cut(section),
+        cut,
         section.sequence_length,
         padding,
         section.buffer_sequences,
@@ -164,19 +188,21 @@ def _streamed(
         raise InputError(
             f"{text.place}: holds {len(block.train.stream)} training tokens; name more text"
         )
-    note = (
-        f"of the first {section.buffer_sequences:,}: {100 * share:.3g} % of the documents, chosen"
-        " by a hash of each"
-    )
+    note = "none held out"
+    if share:
+        note = (
+            f"of the first {section.buffer_sequences:,}: {100 * share:.3g} % of the documents,"
+            " chosen by a hash of each"
+        )
     identity = _identity(
-        section, f"{text.description} ({text.fingerprint()[:12]})", tokenizer, template
+        section, f"{text.description} ({text.fingerprint()[:12]})", tokenizer, encoding_key
     )
     return Prepared(
         description=text.description,
-        validation_note=note if share else "none held out",
+        validation_note=note,
         tokenizer=tokenizer,
         train=sequences,
-        validation=_cut(section)(block.validation, section.sequence_length, padding),
+        validation=cut(block.validation, section.sequence_length, padding),
         identity=identity | {"data.buffer_sequences": str(section.buffer_sequences)},
         cautions=_cautions(section, tokenizer),
     )
@@ -185,47 +211,46 @@ def _streamed(
 def _encoding(
     section: DataSection, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Encode | None, str]:
-    """(what makes tokens of a row; None of a text, everything that this depends on)."""
+    """Return the function that tokenises rows, and a text of everything that it depends on.
+
+    Texts need no such function, and the result is (None, "").
+    """
     if section.format == "text":
         return None, ""
     end = " ends" if section.append_end_of_text else ""
-    template = (
-        f"{_ROWS} {section.format} {section.scored}{end}"
+    encoding_key = (
+        f"{_ENCODING_VERSION} {section.format} {section.scored}{end}"
         f" {getattr(tokenizer, 'chat_template', None)}"
     )
-    made = encoder(
+    encode = encoder(
         tokenizer,
         section.format,
         scored=section.scored,
         append_end_of_text=section.append_end_of_text,
     )
-    return made, template
+    return encode, encoding_key
 
 
 def _cautions(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     if section.format == "text":
         return ()
-    return tuple(cautions_of(tokenizer, append_end_of_text=section.append_end_of_text))
+    return tuple(template_warnings(tokenizer, append_end_of_text=section.append_end_of_text))
 
 
-def _cut(section: DataSection) -> Callable[[Stream, int, int], Cut]:
+def _sequence_class(section: DataSection) -> Callable[[Stream, int, int], Cut]:
     return Documents if section.packing == "documents" else Sequences
 
 
 def _identity(
-    section: DataSection, text: str, tokenizer: PreTrainedTokenizerBase, template: str
+    section: DataSection, text: str, tokenizer: PreTrainedTokenizerBase, encoding_key: str
 ) -> dict[str, str]:
-    return {
+    tokenizer_id = tokenizer_digest(tokenizer)[:12]
+    identity = {
         "data.text": text,
-        "data.tokenizer": f"{vocabulary_size(tokenizer):,} tokens ({name_of(tokenizer)[:12]})",
+        "data.tokenizer": f"{vocabulary_size(tokenizer):,} tokens ({tokenizer_id})",
         "data.packing": section.packing or "left out",
-        **(
-            {
-                "data.format": (
-                    f"{section.format}, scored: {section.scored} ({digest([template])[:12]})"
-                )
-            }
-            if template
-            else {}
-        ),
     }
+    if encoding_key:
+        encoding_id = digest([encoding_key])[:12]
+        identity["data.format"] = f"{section.format}, scored: {section.scored} ({encoding_id})"
+    return identity

@@ -1,9 +1,9 @@
-"""Rows of conversations and instructions: what a row must have, and the row as one text, so that it
-can be named and held out as any other.
+"""Rows of conversations and instructions: their validation and their form as one text.
 
-The text of a row is JSON: `{"messages": [...]}` or `{"prompt": ..., "completion": ...}`, with the
-other columns that the format reads (`COLUMNS`). A column that it does not read is refused, because
-it may change the meaning of the row.
+As a text, a row is hashed and chosen for validation like any other document. The text is JSON:
+`{"messages": [...]}` or `{"prompt": ..., "completion": ...}`, with the other columns that the
+format reads (`COLUMNS`). A row with an unknown column is refused, because the column may change the
+meaning of the row.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ COLUMNS = {
     "chat": ("messages", "tools", "chat_template_kwargs"),
     "instruct": ("prompt", "completion", "instruction", "input", "output", "system", "history"),
 }
-"""The columns that a format reads, where a row has them."""
+"""Columns that each format reads if a row has them."""
 
-_BEFORE_PAIR = ("system", "history")
+_OPTIONAL_OF_PAIR = ("system", "history")
 
 
 def row_text(
@@ -28,25 +28,32 @@ def row_text(
 ) -> str:
     """Return the row as JSON with sorted keys.
 
-    Args: row: The row. A column that is null counts as missing: Arrow gives all rows the same
-        columns. form: `chat` or `instruct`. where: The row's name in messages. ignored: Columns
-        that are skipped.
+    Args:
+        row: The row. A column that is null counts as missing, because Arrow gives all rows the same
+            columns.
+        form: `chat` or `instruct`.
+        where: Name of the row in messages.
+        ignored: Columns that are skipped.
 
-    Raises: InputError: The row lacks what the format needs, or has a column that is neither read
-        nor ignored.
+    Raises:
+        InputError: The row lacks a column that the format needs, or has a column that is neither
+            read nor ignored.
     """
-    given = {
+    columns = {
         name: value for name, value in row.items() if value is not None and name not in ignored
     }
-    found = _conversation(given, where) if form == "chat" else _pair(given, where)
-    if (
-        half := half_of_a_character(json.dumps(found, ensure_ascii=False, default=str))
-    ) is not None:
+    if form == "chat":
+        parsed = _parse_conversation(columns, where)
+    else:
+        parsed = _parse_pair(columns, where)
+
+    surrogate = half_of_a_character(json.dumps(parsed, ensure_ascii=False, default=str))
+    if surrogate is not None:
         raise InputError(
-            f"{where}: holds {half}, half of a character (a lone surrogate); correct it, or leave"
-            " it out"
+            f"{where}: holds {surrogate}, half of a character (a lone surrogate); correct it, or"
+            " leave it out"
         )
-    return json.dumps(found, sort_keys=True)
+    return json.dumps(parsed, sort_keys=True)
 
 
 def _refuse_unread(row: Mapping[str, Any], read: Collection[str], where: str) -> None:
@@ -60,52 +67,54 @@ def _refuse_unread(row: Mapping[str, Any], read: Collection[str], where: str) ->
         )
 
 
-def _conversation(row: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _parse_conversation(row: Mapping[str, Any], where: str) -> dict[str, Any]:
     messages = row.get("messages")
     if not isinstance(messages, list) or not messages:
+        rule = "'messages' is not a list with messages"
+        if messages is None:
+            rule = "has no field 'messages'"
         shown = ", ".join(map(repr, row)) or "none"
-        wrong = (
-            "has no field 'messages'"
-            if messages is None
-            else "'messages' is not a list with messages"
-        )
         raise InputError(
-            f"{where}: {wrong}; it has {shown}; give each row a list of objects with `role` and"
+            f"{where}: {rule}; it has {shown}; give each row a list of objects with `role` and"
             " `content`"
         )
-    found: dict[str, Any] = {
-        "messages": [_message(one, number, where) for number, one in enumerate(messages, start=1)]
+    parsed: dict[str, Any] = {
+        "messages": [
+            _parse_message(message, number, where)
+            for number, message in enumerate(messages, start=1)
+        ]
     }
     _refuse_unread(row, COLUMNS["chat"], where)
 
-    tools = _decoded(row.get("tools"))
+    tools = _decode_json(row.get("tools"))
     if tools:
         if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
             raise InputError(
                 f"{where}: 'tools' is not a list of objects (JSON schemas of functions); correct it"
             )
-        found["tools"] = tools
-    settings = _decoded(row.get("chat_template_kwargs"))
+        parsed["tools"] = tools
+
+    settings = _decode_json(row.get("chat_template_kwargs"))
     if settings:
         if not isinstance(settings, Mapping):
             raise InputError(
                 f"{where}: 'chat_template_kwargs' is not an object with settings of the template;"
                 " correct it"
             )
-        found["chat_template_kwargs"] = {
+        parsed["chat_template_kwargs"] = {
             name: value for name, value in settings.items() if value is not None
         }
-    return found
+    return parsed
 
 
-def _message(message: Any, number: int, where: str) -> dict[str, Any]:
-    fields = (
-        {name: value for name, value in message.items() if value is not None}
-        if isinstance(message, Mapping)
-        else {}
-    )
-    calls = bool(fields.get("tool_calls"))
-    content = fields.get("content", "" if calls else None)
+def _parse_message(message: Any, number: int, where: str) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    if isinstance(message, Mapping):
+        fields = {name: value for name, value in message.items() if value is not None}
+    content = fields.get("content")
+    if content is None and fields.get("tool_calls"):
+        # A message that only calls tools has no text.
+        content = ""
     if not isinstance(fields.get("role"), str) or not isinstance(content, str):
         raise InputError(
             f"{where}: message {number} is not an object with the texts `role` and `content`;"
@@ -119,8 +128,8 @@ def _message(message: Any, number: int, where: str) -> dict[str, Any]:
     return {**fields, "content": content}
 
 
-def _decoded(value: Any) -> Any:
-    """Parse a string as JSON, as which Arrow stores columns of objects of different types."""
+def _decode_json(value: Any) -> Any:
+    """Parse a string as JSON, the form in which Arrow stores columns of mixed objects."""
     if isinstance(value, str):
         try:
             return json.loads(value)
@@ -129,46 +138,50 @@ def _decoded(value: Any) -> Any:
     return value
 
 
-def _pair(row: Mapping[str, Any], where: str) -> dict[str, Any]:
-    first, last = ("prompt", "completion") if "prompt" in row else ("instruction", "output")
-    texts = [row.get(first), row.get(last)]
+def _parse_pair(row: Mapping[str, Any], where: str) -> dict[str, Any]:
+    names = ("instruction", "output")
+    read: tuple[str, ...] = (*names, "input", *_OPTIONAL_OF_PAIR)
+    if "prompt" in row:
+        names = ("prompt", "completion")
+        read = (*names, *_OPTIONAL_OF_PAIR)
+    texts = [row.get(name) for name in names]
     if not all(isinstance(text, str) for text in texts):
         shown = ", ".join(map(repr, row)) or "none"
         raise InputError(
             f"{where}: an instruction has the texts prompt and completion, or instruction and"
             f" output, and it has {shown}"
         )
-    _refuse_unread(
-        row, (first, last, *(("input",) if first == "instruction" else ()), *_BEFORE_PAIR), where
-    )
+    _refuse_unread(row, read, where)
 
-    more = row.get("input")
-    if more is not None and not isinstance(more, str):
+    prompt = str(texts[0])
+    extra_input = row.get("input")
+    if extra_input is not None and not isinstance(extra_input, str):
         raise InputError(
-            f"{where}: 'input' holds a {type(more).__name__} and not a string; correct it, or leave"
-            " it out"
+            f"{where}: 'input' holds a {type(extra_input).__name__} and not a string; correct it,"
+            " or leave it out"
         )
-    found: dict[str, Any] = {
-        "prompt": f"{texts[0]}\n\n{more}" if more else str(texts[0]),
-        "completion": str(texts[1]),
-    }
+    if extra_input:
+        prompt = f"{prompt}\n\n{extra_input}"
+    parsed: dict[str, Any] = {"prompt": prompt, "completion": str(texts[1])}
+
     system = row.get("system")
-    history = row.get("history")
     if system:
         if not isinstance(system, str):
             raise InputError(
                 f"{where}: 'system' holds a {type(system).__name__} and not a string; correct it,"
                 " or leave it out"
             )
-        found["system"] = system
+        parsed["system"] = system
+
+    history = row.get("history")
     if history:
         if not isinstance(history, list) or not all(_is_turn(turn) for turn in history):
             raise InputError(
                 f"{where}: 'history' is not a list of pairs of texts, a prompt and its answer;"
                 " correct it, or leave it out"
             )
-        found["history"] = history
-    return found
+        parsed["history"] = history
+    return parsed
 
 
 def _is_turn(turn: Any) -> bool:

@@ -1,7 +1,7 @@
-"""Refusal of data that is already split by rank, of which each rank would read a part of its part.
+"""Checks that refuse data which is already split by rank, because Plait would split it again.
 
-A sampler has fields that show the split. A data set has none, so the ranks compare the rows that
-they read first.
+A sampler has fields that show the split. A map-style data set has none, so the ranks compare the
+first rows that they read.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from plait.data.cache import digest
 from plait.data.draws import drawn_from
 from plait.errors import InputError
 
-_STREAMED_ROWS = 16
-"""Rows of an iterable data set that ranks compare."""
-_FIELDS_OF_SPLIT = (
-    ("num_replicas", "rank"),  # torch and its descendants
+_COMPARED_ROWS = 16
+"""Number of rows of an iterable data set that ranks compare."""
+_SPLIT_FIELDS = (
+    ("num_replicas", "rank"),  # torch and subclasses of its samplers
     ("num_processes", "process_index"),  # Accelerate and Transformers
     ("world_size", "rank"),
 )
+"""Names of the attributes with the number of ranks and the index of a rank."""
 _REMEDY = (
     "let every rank have all rows in one order: leave out split_dataset_by_node, shard() and code"
     " that reads the rank, and give shuffle(), interleave_datasets() and generators of your own a"
@@ -35,8 +36,8 @@ _REMEDY = (
 
 
 def split_of(source: Any) -> tuple[str, int, int] | None:
-    """Return (class, ranks, index) if a sampler or data set reads one rank's part, else None."""
-    for ranks_field, index_field in _FIELDS_OF_SPLIT:
+    """Return (class name, ranks, index) of a sampler or data set that is split, else None."""
+    for ranks_field, index_field in _SPLIT_FIELDS:
         ranks = getattr(source, ranks_field, None)
         index = getattr(source, index_field, None)
         if isinstance(ranks, int) and isinstance(index, int) and ranks > 1:
@@ -54,14 +55,12 @@ def split_sampler(batch_sampler: Any, *, ranks: int, index: int) -> bool:
     while source is not None:
         split = split_of(source)
         if split is not None:
-            name, given_ranks, given_index = split
-            if isinstance(source, DistributedSampler) and (given_ranks, given_index) == (
-                ranks,
-                index,
-            ):
+            name, sampler_ranks, sampler_index = split
+            matches = (sampler_ranks, sampler_index) == (ranks, index)
+            if matches and isinstance(source, DistributedSampler):
                 return True
             raise InputError(
-                f"the DataLoader's {name} takes part {given_index} of {given_ranks}, and Plait "
+                f"the DataLoader's {name} takes part {sampler_index} of {sampler_ranks}, and Plait "
                 f"splits batches itself, part {index} of {ranks} for this data-parallel rank; "
                 f"leave the {name} out, and pass shuffle=True to the DataLoader to shuffle"
             )
@@ -94,14 +93,16 @@ def refuse_other_rows(
             later.
         context: The workers' multiprocessing context.
     """
-    if not _several_ranks():
+    if not _has_several_ranks():
         return
 
-    def compared() -> tuple[int, str]:
+    def read() -> tuple[int, str]:
         count = len(data)
-        numbers = sorted({0, min(1, count - 1), count // 2, count - 1}) if count else []
-        rows = _DigestedRows(data)
-        if workers and numbers:
+        if not count:
+            return 0, _digest_of_digests([])
+        numbers = sorted({0, min(1, count - 1), count // 2, count - 1})
+        rows = _RowDigests(data)
+        if workers:
             loader: DataLoader[str] = DataLoader(
                 rows,
                 batch_size=None,
@@ -109,13 +110,16 @@ def refuse_other_rows(
                 num_workers=1,
                 multiprocessing_context=context,
             )
-            return count, _joined(list(loader))
-        return count, _joined([rows[number] for number in numbers])
+            return count, _digest_of_digests(list(loader))
+        return count, _digest_of_digests([rows[number] for number in numbers])
+
+    def pack(answer: tuple[int, str]) -> bytes:
+        # 8 bytes with the number of rows, and 32 bytes with a digest: all zero if rows are random.
+        count, rows_digest = answer
+        return count.to_bytes(8, "little") + rows_digest.encode()[:32]
 
     doing = "reading the first rows of the data set"
-    # 8 bytes with the number of rows, and 32 bytes with a digest: all zero if rows are random.
-    brings = lambda answer: answer[0].to_bytes(8, "little") + answer[1].encode()[:32]  # noqa: E731
-    _, answers = together(compared, brings, device=device, doing=doing, raising=InputError)
+    _, answers = together(read, pack, device=device, doing=doing, raising=InputError)
     counts = [int.from_bytes(answer[:8], "little") for answer in answers]
     if len(set(counts)) > 1:
         shown = ", ".join(f"{count:,}" for count in counts[:8])
@@ -134,26 +138,27 @@ def refuse_other_stream(
     Collective over all ranks. The arguments are those of `refuse_other_rows`.
     """
     refuse_split_stream(data)
-    if not _several_ranks():
+    if not _has_several_ranks():
         return
 
     def read() -> str:
-        rows = _FirstRows(data)
+        rows = _FirstRowDigests(data)
         if not workers:
             return digest(list(rows))
-        return digest(
-            list(DataLoader(rows, batch_size=None, num_workers=1, multiprocessing_context=context))
+        loader: DataLoader[str] = DataLoader(
+            rows, batch_size=None, num_workers=1, multiprocessing_context=context
         )
+        return digest(list(loader))
 
     refuse_other_digest(read, device=device)
 
 
 def refuse_other_digest(read: Any, *, device: torch.device) -> None:
-    """Raise InputError if `read()`, a digest of the first rows, differs between ranks.
+    """Raise InputError if the digests that `read()` returns differ between ranks.
 
     Collective over all ranks. An error of `read` is raised on all of them.
     """
-    if not _several_ranks():
+    if not _has_several_ranks():
         return
     doing = "reading the first rows of the data set"
     _, digests = together(read, str.encode, device=device, doing=doing, raising=InputError)
@@ -170,11 +175,11 @@ def _refuse_different(digests: set[bytes]) -> None:
 
 
 def digest_of_rows(rows: list[Any]) -> str:
-    """Return a digest of rows. An object of an unknown class counts by its class only."""
-    return digest([_text_of(row) for row in rows])
+    """Return a digest of rows. Objects of unknown classes contribute only the class name."""
+    return digest([_row_text(row) for row in rows])
 
 
-class _DigestedRows(Dataset[str]):
+class _RowDigests(Dataset[str]):
     """Digests of the rows of a data set, or "" for a row that differs when it is read again."""
 
     def __init__(self, data: Any) -> None:
@@ -191,7 +196,7 @@ class _DigestedRows(Dataset[str]):
         return digests[0] if digests[0] == digests[1] else ""
 
 
-class _FirstRows(IterableDataset[str]):
+class _FirstRowDigests(IterableDataset[str]):
     """Digests of the first rows of an iterable data set."""
 
     def __init__(self, data: Any) -> None:
@@ -199,26 +204,31 @@ class _FirstRows(IterableDataset[str]):
 
     def __iter__(self) -> Iterator[str]:
         with drawn_from("first rows"):
-            rows = list(islice(self._data, _STREAMED_ROWS))
-        yield from (digest_of_rows([row]) for row in rows)
+            rows = list(islice(self._data, _COMPARED_ROWS))
+        for row in rows:
+            yield digest_of_rows([row])
 
 
-def _joined(digests: list[str]) -> str:
+def _digest_of_digests(digests: list[str]) -> str:
+    """Return one digest for several rows, or "" if a row is random."""
     return digest(digests) if all(digests) else ""
 
 
-def _several_ranks() -> bool:
+def _has_several_ranks() -> bool:
     return dist.is_initialized() and dist.get_world_size() > 1
 
 
-def _text_of(row: Any) -> str:
+def _row_text(row: Any) -> str:
     try:
-        return json.dumps(row, sort_keys=True, default=_plain)
-    except (TypeError, ValueError):  # keys that are not strings, or a circular structure
+        return json.dumps(row, sort_keys=True, default=_plain_value)
+    except (TypeError, ValueError):
+        # Keys have different types, or the structure is circular.
         return type(row).__name__
 
 
-def _plain(value: Any) -> Any:
+def _plain_value(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         value = value.detach()
-    return value.tolist() if hasattr(value, "tolist") else type(value).__name__
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return type(value).__name__

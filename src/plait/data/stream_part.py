@@ -1,5 +1,6 @@
-"""A data-parallel rank's part of an iterable data set, whose length may not be known: batches are
-formed as one process forms them, and dealt in rounds, one to each rank.
+"""Data-parallel rank's part of an iterable data set, whose length may be unknown.
+
+Batches are formed as a single process forms them, and distributed in rounds of one batch per rank.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from plait.data.split_rows import digest_of_rows, refuse_other_digest
 
 
 class StreamPart(IterableDataset[Any]):
-    """A rank's part of an iterable data set, which every rank reads in full."""
+    """Rank's part of an iterable data set that every rank reads in full."""
 
     def __init__(
         self,
@@ -39,7 +40,7 @@ class StreamPart(IterableDataset[Any]):
             index: This rank's index among them.
             drop_last: Whether the last samples are left out if they do not fill a batch per rank.
             repeats: Whether samples are repeated if the last ones do not suffice for all ranks.
-                Otherwise a rank without a batch gets that of another.
+                Otherwise a rank without a batch gets the batch of another rank.
             device: Device of the collectives that compare the first samples between ranks. None
                 if they have been compared, or cannot be.
         """
@@ -52,81 +53,90 @@ class StreamPart(IterableDataset[Any]):
         self._device = device
         self.epoch = 0
         self.skipped = 0
-        """Samples of all ranks that the next pass reads and leaves out."""
-        self._last: tuple[int, int] | None = None
+        """Number of samples, over all ranks, that the next pass reads and leaves out."""
+        self._last_round: tuple[int, int] | None = None
+        """Number of the last round, and of the ranks that have a batch in it, if not all have."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Shuffled data sets have an order for every epoch."""
+        """Set the epoch. Shuffled data sets have another order in every epoch."""
         self.epoch = epoch
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
     def __len__(self) -> int:
         samples = len(self.dataset)
-        round_ = self.batch_size * self.ranks
-        return (
-            samples // round_ if self.drop_last else math.ceil(samples / round_)
-        ) * self.batch_size
+        samples_per_round = self.batch_size * self.ranks
+        if self.drop_last:
+            return (samples // samples_per_round) * self.batch_size
+        return math.ceil(samples / samples_per_round) * self.batch_size
 
     def __iter__(self) -> Iterator[Any]:
-        self._last = None
-        own = getattr(self.dataset, "generator", None)
-        if isinstance(own, torch.Generator) and not hasattr(self.dataset, "set_epoch"):
-            own.manual_seed(self.epoch)
+        self._last_round = None
+        generator = getattr(self.dataset, "generator", None)
+        if isinstance(generator, torch.Generator) and not hasattr(self.dataset, "set_epoch"):
+            generator.manual_seed(self.epoch)
+
         size = self.batch_size
-        position = 0
-        dealt: list[Any] = []
+        round_number = 0
+        round_samples: list[Any] = []
         samples: Iterator[Any] = islice(self.dataset, self.skipped, None)
         if self._device is not None and get_worker_info() is None:
-            samples = chain(self._compared(samples), samples)
+            samples = chain(self._compare_first_round(samples), samples)
         for sample in samples:
-            dealt.append(sample)
-            if len(dealt) == size * self.ranks:
-                yield from dealt[self.index * size : (self.index + 1) * size]
-                dealt = []
-                position = position + 1
-        if not dealt or self.drop_last:
+            round_samples.append(sample)
+            if len(round_samples) == size * self.ranks:
+                yield from round_samples[self.index * size : (self.index + 1) * size]
+                round_samples = []
+                round_number += 1
+
+        if not round_samples or self.drop_last:
             return
         if self.ranks > 1 and (self.repeats or get_worker_info() is not None):
-            # Of a worker nobody outside learns which rank has none: repeat, as Accelerate does.
-            filled = dealt * math.ceil(size * self.ranks / len(dealt))
+            # The training process cannot read `_last_round` from a worker, so samples are repeated
+            # as Accelerate does.
+            filled = round_samples * math.ceil(size * self.ranks / len(round_samples))
             yield from filled[self.index * size : (self.index + 1) * size]
             return
-        self._last = position, math.ceil(len(dealt) / size)
-        yield from dealt[self.index * size : (self.index + 1) * size] or dealt[:size]
+        self._last_round = round_number, math.ceil(len(round_samples) / size)
+        # A rank without samples gets the first batch, because steps are collective.
+        batch = round_samples[self.index * size : (self.index + 1) * size]
+        yield from batch or round_samples[:size]
 
-    def _compared(self, samples: Iterator[Any]) -> list[Any]:
+    def _compare_first_round(self, samples: Iterator[Any]) -> list[Any]:
         """Return the samples of the first round after comparing them between ranks.
 
         Collective over all ranks. They are read with the same random numbers, and only once: a data
         set may read a stream that cannot start over.
         """
         assert self._device is not None
-        first: list[Any] = []
+        first_round: list[Any] = []
 
         def read() -> str:
             with drawn_from("first rows", self.epoch):
-                first.extend(islice(samples, self.batch_size * self.ranks))
-            return digest_of_rows(first)
+                first_round.extend(islice(samples, self.batch_size * self.ranks))
+            return digest_of_rows(first_round)
 
         refuse_other_digest(read, device=self._device)
+        # Once is enough: later epochs read the same data set.
         self._device = None
-        return first
+        return first_round
 
     def samples(self, position: int) -> int | None:
-        """Return None, because the rows of a batch tell how many samples it has."""
+        """Return None: the number of samples of a batch is the number of its rows."""
         return None
 
     def present(self, position: int) -> int:
-        """How many ranks have a batch of their own at a position of the epoch that was read."""
-        return self._last[1] if self._last is not None and position == self._last[0] else self.ranks
+        """Return how many ranks have a batch of their own at a position of the current epoch."""
+        if self._last_round is not None and position == self._last_round[0]:
+            return self._last_round[1]
+        return self.ranks
 
     @property
     def present_last(self) -> int:
-        """How many have at the last position of an epoch that was read to its end."""
-        return self._last[1] if self._last is not None else self.ranks
+        """Number of ranks with a batch of their own at the end of an epoch that was read."""
+        return self._last_round[1] if self._last_round is not None else self.ranks
 
 
 def is_of_datasets(data: Any) -> bool:
-    """Return whether a data set is one of `datasets`, which starts over whenever it is read."""
+    """Return True for a data set of the library `datasets`, which restarts whenever it is read."""
     return type(data).__module__.partition(".")[0] == "datasets"

@@ -1,10 +1,12 @@
-"""Training batches of a text that is read as it is needed.
+"""Training batches of a streamed text, which is read during training.
 
-The text is read in blocks: documents until they make `data.buffer_sequences` sequences. A block is
-cut and shuffled as a prepared text is, and one that holds all of the text has the sequences of
-that. Every rank reads all documents and takes its share of each batch, so a batch holds the same
-sequences on any number of ranks, and a run goes on with others. What a checkpoint keeps is where
-the block begins, and how many of its sequences were used.
+Note [Blocks of a streamed text]
+    The text is read in blocks: documents are added until they make `data.buffer_sequences`
+    sequences. A block is cut and shuffled like a prepared text, so that a block with the whole text
+    gives the same sequences. Every rank reads all documents and takes its share of each batch. A
+    batch therefore holds the same sequences on any number of ranks, and a run can be resumed on
+    another number. A checkpoint contains the position at which the current block begins, and the
+    number of sequences of the block that were used.
 """
 
 from __future__ import annotations
@@ -18,76 +20,100 @@ import numpy as np
 import torch
 
 from plait.data.cache import digest
-from plait.data.loader import shuffled
-from plait.data.packing import Array, Cut, Encode, Stream, tokenised
-from plait.data.streamed_text import Reader, StreamedText
+from plait.data.loader import shuffle_positions
+from plait.data.packing import Array, Cut, Encode, Stream, tokenize_documents
+from plait.data.streamed_text import StreamedText, StreamReader
 from plait.errors import CheckpointError, InputError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_TOGETHER = 64
-"""Documents that are tokenised in one call. The end of a block depends on it."""
+_TOKENIZED_DOCUMENTS = 64
+"""Number of documents per call of the tokenizer.
+
+Blocks end after such a call, so the number decides which documents are in a block.
+"""
 
 
 @dataclass(frozen=True)
-class Block:
-    """Sequences that are read and shuffled together."""
+class TextBlock:
+    """Sequences that are read and shuffled together. See Note [Blocks of a streamed text]."""
 
     epoch: int
     number: int
-    """In the epoch."""
+    """Number of the block in its epoch."""
     begins: Mapping[str, Any] | None
-    """Where the reader stood before it; None at the beginning of the text."""
+    """State of the reader before the block; None at the beginning of the text."""
     first: str
-    """Digest of its first document."""
+    """Digest of the first document of the block."""
     train: Cut
     validation: Stream
-    """Tokens of the documents that are held out of it."""
+    """Tokens of the documents of the block that are held out for validation."""
     ends: bool
-    """Whether the text ends with it."""
+    """True if the text ends with this block."""
 
 
 @dataclass(frozen=True)
 class StreamedSequences:
-    """How blocks of a text are read and cut."""
+    """Source of the blocks of a streamed text."""
 
     text: StreamedText
     tokenizer: PreTrainedTokenizerBase
     encode: Encode | None
     cut: Callable[[Stream, int, int], Cut]
     length: int
-    """Tokens of a sequence."""
+    """Number of tokens in a sequence."""
     padding: int
     buffer: int
-    """Sequences of a block."""
+    """Number of sequences in a block."""
     held_out: float
 
     def read(
-        self, reader: Reader, *, epoch: int, number: int, begins: Mapping[str, Any] | None
-    ) -> Block:
-        """The block that begins where `reader` stands. Raises InputError."""
-        tokens = {"train": _Tokens(), "validation": _Tokens()}
-        first = ""
-        over = False
-        while not over and tokens["train"].count < self.buffer * self.length:
-            documents = list(islice(reader, _TOGETHER))
-            over = len(documents) < _TOGETHER
-            first = first or digest(documents[:1])
-            for split, ids, scored, ends in tokenised(
+        self, reader: StreamReader, *, epoch: int, number: int, begins: Mapping[str, Any] | None
+    ) -> TextBlock:
+        """Read the block that begins at the position of `reader`.
+
+        Args:
+            reader: Reader of the text. It advances to the end of the block.
+            epoch: Epoch of the block.
+            number: Number of the block in its epoch.
+            begins: State of `reader`, or None at the beginning of the text.
+
+        Raises:
+            InputError: A row cannot be read.
+        """
+        tokens = {"train": _TokenBuffer(), "validation": _TokenBuffer()}
+        first_digest = ""
+        is_last = False
+        while not is_last and tokens["train"].count < self.buffer * self.length:
+            documents = list(islice(reader, _TOKENIZED_DOCUMENTS))
+            is_last = len(documents) < _TOKENIZED_DOCUMENTS
+            first_digest = first_digest or digest(documents[:1])
+            for split, ids, scored, is_end in tokenize_documents(
                 documents, self.tokenizer, held_out=self.held_out, encode=self.encode
             ):
-                tokens[split].add(ids, scored, ends)
-        train = self.cut(tokens["train"].stream(), self.length, self.padding)
-        return Block(epoch, number, begins, first, train, tokens["validation"].stream(), over)
+                tokens[split].add(ids, scored, is_end)
+        return TextBlock(
+            epoch=epoch,
+            number=number,
+            begins=begins,
+            first=first_digest,
+            train=self.cut(tokens["train"].stream(), self.length, self.padding),
+            validation=tokens["validation"].stream(),
+            ends=is_last,
+        )
 
-    def first_block(self) -> Block:
-        """Of the text. Raises InputError for a row that cannot be read."""
+    def first_block(self) -> TextBlock:
+        """Read the first block of the text.
+
+        Raises:
+            InputError: A row cannot be read.
+        """
         return self.read(self.text.read(), epoch=0, number=0, begins=None)
 
 
-class _Tokens:
-    """Those of a block's documents on one side."""
+class _TokenBuffer:
+    """Tokens of those documents of a block that belong to one split."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -95,17 +121,17 @@ class _Tokens:
         self._scored: list[Array] = []
         self._ends: list[int] = []
 
-    def add(self, ids: list[int], scored: list[bool] | None, ends: bool) -> None:
-        """A document, or a part of one."""
+    def add(self, ids: list[int], scored: list[bool] | None, is_end: bool) -> None:
+        """Add the tokens of a document, or of a chunk of a long document."""
         self.count += len(ids)
         self._tokens.append(np.asarray(ids, dtype=np.uint32))
         if scored is not None:
             self._scored.append(np.asarray(scored, dtype=np.uint8))
-        if ends:
+        if is_end:
             self._ends.append(self.count)
 
     def stream(self) -> Stream:
-        """All of them."""
+        """Return all tokens as one stream."""
         if not self._tokens:
             return Stream(np.empty(0, dtype=np.uint32), np.empty(0, dtype=np.uint64))
         scored = np.concatenate(self._scored) if self._scored else None
@@ -113,7 +139,7 @@ class _Tokens:
 
 
 class StreamedLoader:
-    """Training batches of one data-parallel rank."""
+    """Training batches of one data-parallel rank from a streamed text."""
 
     def __init__(
         self,
@@ -128,53 +154,67 @@ class StreamedLoader:
         self.seed = seed
         self.dp_rank = dp_rank
         self.dp_size = dp_size
-        self._reader: Reader | None = None
-        self._block: Block | None = None
-        self._used = self._position = 0
-        self._empty = True
-        """Whether the epoch has had no sequence so far."""
+        self._reader: StreamReader | None = None
+        self._block: TextBlock | None = None
+        self._used = 0
+        """Number of sequences of the current block that were used."""
+        self._position = 0
+        self._epoch_is_empty = True
+        """True until a sequence of the current epoch has been read."""
 
     @property
     def length(self) -> int:
-        """Tokens of a sequence."""
+        """Number of tokens in a sequence."""
         return self.sequences.length
 
     def at(self, position: int) -> dict[str, torch.Tensor]:
-        """This rank's share of the step after `position` sequences, int64 [batch / dp_size, length]
-        each. Positions go up; those that are passed over are not trained on.
+        """Return this rank's share of the batch at `position`.
+
+        Args:
+            position: Number of sequences that the run has consumed. It must not decrease between
+                calls. Sequences between two calls are skipped.
+
+        Returns:
+            Tensors of int64 [batch / dp_size, length].
         """
         assert position >= self._position
-        self._take(position - self._position)
+        self._advance(position - self._position)
+
         share = self.batch // self.dp_size
-        own = range(self.dp_rank * share, (self.dp_rank + 1) * share)
-        taken = 0
-        pieces = []
-        for block, numbers in self._take(self.batch):
-            inside = [number for at, number in enumerate(numbers, start=taken) if at in own]
-            taken += len(numbers)
-            if inside:
-                pieces.append(block.train.take(np.asarray(inside)))
-        return {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
+        first = self.dp_rank * share
+        last = first + share
+        offset = 0
+        parts = []
+        # A batch can contain sequences of several blocks, each of which adds [n, length].
+        for block, numbers in self._advance(self.batch):
+            rank_numbers = numbers[max(first - offset, 0) : max(last - offset, 0)]
+            offset += len(numbers)
+            if rank_numbers:
+                parts.append(block.train.take(np.asarray(rank_numbers)))
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, the same on every rank and layout: plain data."""
-        block = self._block or self._next()
-        where = {
+        """Return the state for a checkpoint as plain data. It is equal on all ranks and layouts."""
+        block = self._block or self._read_next_block()
+        return {
+            "position": self._position,
+            "used": self._used,
             "epoch": block.epoch,
             "block": block.number,
             "begins": block.begins,
             "first": block.first,
         }
-        return {"position": self._position, "used": self._used, **where}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`. Raises CheckpointError where another document is there now."""
+        """Continue from a state that `state` returned.
+
+        Raises:
+            CheckpointError: The text has another document at this position now.
+        """
         text = self.sequences.text
-        self._position, self._used, self._reader = (
-            state["position"],
-            state["used"],
-            text.read(state["begins"]),
-        )
+        self._position = state["position"]
+        self._used = state["used"]
+        self._reader = text.read(state["begins"])
         block = self.sequences.read(
             self._reader, epoch=state["epoch"], number=state["block"], begins=state["begins"]
         )
@@ -185,48 +225,55 @@ class StreamedLoader:
                 " another run.folder"
             )
         self._block = block
-        self._empty = False
+        self._epoch_is_empty = False
 
-    def _take(self, count: int) -> list[tuple[Block, list[int]]]:
-        """The next sequences: blocks, and their numbers in each."""
-        found = []
+    def _advance(self, count: int) -> list[tuple[TextBlock, list[int]]]:
+        """Use the next sequences. Return their blocks, and their numbers in each block."""
+        selected = []
         while count:
-            block = self._block or self._next()
-            here = min(count, len(block.train) - self._used)
-            if not here:
-                self._next()
+            block = self._block or self._read_next_block()
+            available = min(count, len(block.train) - self._used)
+            if not available:
+                self._read_next_block()
                 continue
-            at = np.arange(self._used, self._used + here)
-            key = f"{self.seed} {block.epoch}" + (f" {block.number}" if block.number else "")
-            found.append((block, shuffled(at, count=len(block.train), key=key).tolist()))
-            self._used = self._used + here
-            self._position = self._position + here
-            count = count - here
-        return found
+            # The first block of an epoch has the key of a prepared text, so that a text of one
+            # block has the same order when it is streamed.
+            key = f"{self.seed} {block.epoch}"
+            if block.number:
+                key = f"{key} {block.number}"
+            positions = np.arange(self._used, self._used + available)
+            numbers = shuffle_positions(positions, count=len(block.train), key=key)
+            selected.append((block, numbers.tolist()))
+            self._used += available
+            self._position += available
+            count -= available
+        return selected
 
-    def _next(self) -> Block:
-        """Read the next block, the first one of the next epoch where the text has ended. Raises
-        InputError for a text of nothing.
+    def _read_next_block(self) -> TextBlock:
+        """Read the next block. After the end of the text it is the first block of the next epoch.
+
+        Raises:
+            InputError: The text has no sequence, or a row cannot be read.
         """
-        last = self._block
-        if last is None or last.ends:
-            if last is not None and self._empty:
+        previous = self._block
+        if previous is None or previous.ends:
+            if previous is not None and self._epoch_is_empty:
                 raise InputError(
                     f"{self.sequences.text.place}: holds no sequence of two training tokens; name"
                     " more text"
                 )
             self._reader = self.sequences.text.read()
             begins = None
-            epoch = last.epoch + 1 if last else 0
+            epoch = previous.epoch + 1 if previous else 0
             number = 0
-            self._empty = True
+            self._epoch_is_empty = True
         else:
             assert self._reader is not None
             begins = self._reader.state()
-            epoch = last.epoch
-            number = last.number + 1
+            epoch = previous.epoch
+            number = previous.number + 1
         assert self._reader is not None
         self._block = self.sequences.read(self._reader, epoch=epoch, number=number, begins=begins)
         self._used = 0
-        self._empty = self._empty and not len(self._block.train)
+        self._epoch_is_empty = self._epoch_is_empty and not len(self._block.train)
         return self._block

@@ -1,7 +1,7 @@
-"""Text that is read as it is needed: a streaming data set of the `datasets` library. Nothing of it
-is kept, and its length is not known.
+"""Text that is read during training: a streaming data set of the `datasets` library.
 
-The library says where a reader stands, and goes on from there.
+Its length is unknown and nothing is cached. The library returns the position of a reader as a
+state, and can continue from it.
 """
 
 from __future__ import annotations
@@ -10,27 +10,28 @@ import copy
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from plait.config.schema.sections import DataSection
 from plait.data.cache import digest
-from plait.data.text import load_dataset, text_of
+from plait.data.text import document_of_row, load_dataset
 from plait.errors import InputError, first_line
 
-_NAMED = 16
-"""Documents at the beginning that name the text."""
+_FINGERPRINT_DOCUMENTS = 16
+"""Number of documents at the beginning of the text that its fingerprint depends on."""
 
 
 @dataclass(frozen=True)
 class StreamedText:
-    """The documents of a run, in the order in which the library reads them."""
+    """Documents of a run, in the order in which the library reads them."""
 
     section: DataSection
 
     @property
     def description(self) -> str:
-        """For a person."""
+        """Short description of the text for the user."""
         return (
             f"the data set {Path(self.section.paths[0]).name}, split {self.section.split}, as it is"
             " read"
@@ -38,25 +39,30 @@ class StreamedText:
 
     @property
     def place(self) -> str:
-        """For messages: the setting that names the text, and its value."""
+        """Setting that names the text, with its value, for messages."""
         return f"data.paths = {json.dumps(self.section.paths)}"
 
-    def read(self, state: Mapping[str, Any] | None = None) -> Reader:
-        """From the beginning, or from where `Reader.state` was."""
-        return Reader(load_dataset(self.section, streaming=True), self.section, state)
+    def read(self, state: Mapping[str, Any] | None = None) -> StreamReader:
+        """Return a reader that starts at the beginning, or at a state of `StreamReader.state`."""
+        return StreamReader(load_dataset(self.section, streaming=True), self.section, state)
 
     def fingerprint(self) -> str:
-        """A digest of the first documents, and of what of each row is read."""
-        reader = self.read()
-        first = [text for text, _ in zip(reader, range(_NAMED), strict=False)]
-        if not first:
+        """Return a digest of the first documents and of the settings that select them.
+
+        Raises:
+            InputError: The text is empty or cannot be read.
+        """
+        documents = list(islice(self.read(), _FINGERPRINT_DOCUMENTS))
+        if not documents:
             raise InputError(f"{self.place}: holds no rows; name more text")
-        return digest([self.section.format, self.section.field, self.section.split, *first])
+        return digest([self.section.format, self.section.field, self.section.split, *documents])
 
 
-class Reader:
-    """Documents of one pass over a data set. Iterating raises InputError, naming the row, for one
-    that cannot be read.
+class StreamReader:
+    """Iterator over the documents of one pass over a data set.
+
+    Raises:
+        InputError: A row cannot be read. The message names the row.
     """
 
     def __init__(self, data: Any, section: DataSection, state: Mapping[str, Any] | None) -> None:
@@ -77,14 +83,15 @@ class Reader:
             row = next(self._rows)
         except StopIteration:
             raise
-        except Exception as error:  # whatever the library's readers and the network raise
+        except Exception as error:
+            # The library and the network raise errors of many classes.
             raise InputError(
                 f"{where}: cannot be read ({type(error).__name__}: {first_line(error)}); run the"
                 " command again"
             ) from error
         self._row += 1
-        return text_of(row, self._section, where)
+        return document_of_row(row, self._section, where)
 
     def state(self) -> dict[str, Any]:
-        """Where the next document is: plain data."""
+        """Return the position of the next document as plain data."""
         return {"rows": copy.deepcopy(self._data.state_dict()), "row": self._row}

@@ -1,12 +1,12 @@
-"""Conversations and instructions as tokens, by the tokenizer's chat template, and which of them the
-loss is of.
+"""Tokenisation of conversations and instructions with the chat template of the tokenizer.
+
+The result also says which tokens the loss counts: the answers, or all of them.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from plait.errors import InputError
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Encoded = tuple[list[int], list[bool]]
-"""Tokens, and for each whether the loss is of it."""
+"""Tokens, and for each token whether the loss counts it."""
 
-_ALL = 'use data.scored = "all", or a template with {% generation %}'
+_ALL_REMEDY = 'use data.scored = "all", or a template with {% generation %}'
 
 
 def encoder(
@@ -44,8 +44,8 @@ def encoder(
         )
     if not getattr(tokenizer, "is_fast", False):
         raise InputError(
-            f'data.format = "{form}": {type(tokenizer).__name__} does not say where its tokens'
-            " stand; use a fast tokenizer"
+            f'data.format = "{form}": {type(tokenizer).__name__} does not return the offsets of its'
+            " tokens; use a fast tokenizer"
         )
 
     def encode(text: str) -> Encoded:
@@ -53,26 +53,27 @@ def encoder(
         answers = scored == "answers"
         try:
             if not has_template:
-                return _plain(tokenizer, row, answers=answers)
-            ids, counted = _templated(tokenizer, row, answers=answers)
+                return _encode_pair(tokenizer, row, answers=answers)
+            ids, scored_tokens = _encode_with_template(tokenizer, row, answers=answers)
         except InputError as error:
-            raise InputError(f"data.format: {error} (the row begins with {_shown(row)})") from error
+            excerpt = _beginning(row)
+            raise InputError(f"data.format: {error} (the row begins with {excerpt})") from error
         if append_end_of_text and ids[-1:] != [tokenizer.eos_token_id]:
-            return [*ids, int(tokenizer.eos_token_id)], [*counted, True]
-        return ids, counted
+            return [*ids, int(tokenizer.eos_token_id)], [*scored_tokens, True]
+        return ids, scored_tokens
 
     return encode
 
 
-def cautions_of(tokenizer: PreTrainedTokenizerBase, *, append_end_of_text: bool) -> list[str]:
+def template_warnings(tokenizer: PreTrainedTokenizerBase, *, append_end_of_text: bool) -> list[str]:
     """Return warnings about a chat template before a model is trained with it, one line each."""
     if not getattr(tokenizer, "chat_template", None):
         return []
-    found = []
+    warnings = []
     template = ChatTemplate(tokenizer)
     source = str(tokenizer.get_chat_template())
     if template.text != source:
-        found.append(
+        warnings.append(
             f"the chat template of {template.name} writes today's date: every row has"
             f" {DATE:%d %b %Y}, so that its tokens do not depend on the day"
         )
@@ -80,51 +81,59 @@ def cautions_of(tokenizer: PreTrainedTokenizerBase, *, append_end_of_text: bool)
     try:
         text = template.render(turn)
         _, spans = _spans(template, [*turn, *turn], [1, 3])
-    except InputError:  # it wants other roles, or cannot be trained on: the rows will say so
-        return found
+    except InputError:
+        # The template requires other roles, or cannot be trained on. The rows will fail with a
+        # better message.
+        return warnings
     if spans[0] is None:
-        found.append(
-            f"the chat template of {template.name} writes an answer otherwise once another turn"
+        warnings.append(
+            f"the chat template of {template.name} writes an answer differently once another turn"
             " follows: of such a conversation only the last answer is scored"
         )
     tail = text[text.rfind("2") + 1 :]
-    ids = tokenizer(tail, add_special_tokens=False)["input_ids"] if tail else []
-    marks = {
+    tail_ids = []
+    if tail:
+        tail_ids = tokenizer(tail, add_special_tokens=False)["input_ids"]
+    end_tokens = {
         tokenizer.eos_token_id,
         *tokenizer.all_special_ids,
         *getattr(tokenizer, "added_tokens_decoder", {}),
     }
-    if not append_end_of_text and not marks & set(ids):
-        found.append(
+    if not append_end_of_text and not end_tokens & set(tail_ids):
+        warnings.append(
             f"the chat template of {template.name} ends an answer without a token that ends a turn,"
             " so a model would not learn to stop; set data.append_end_of_text to true, or use"
             " another template"
         )
-    return found
+    return warnings
 
 
-def _shown(row: dict[str, Any]) -> str:
-    texts = (
-        [row["prompt"]]
-        if "prompt" in row
-        else [one["content"] for one in row["messages"] if one["content"]]
-    )
+def _beginning(row: dict[str, Any]) -> str:
+    """Return the quoted beginning of the first text of a row, for messages."""
+    if "prompt" in row:
+        texts = [row["prompt"]]
+    else:
+        texts = [message["content"] for message in row["messages"] if message["content"]]
     return repr(texts[0][:60] if texts else "")
 
 
-def _as_messages(row: dict[str, Any]) -> list[Message]:
-    """Return the conversation of an instruction, after its system prompt and the turns before
-    it.
-    """
-    found = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+def _to_messages(row: dict[str, Any]) -> list[Message]:
+    """Return an instruction as a conversation, with its system prompt and its earlier turns."""
+    messages = []
+    if row.get("system"):
+        messages.append({"role": "system", "content": row["system"]})
     for prompt, answer in [*row.get("history", ()), (row["prompt"], row["completion"])]:
-        found += [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-    return found
+        messages.append({"role": "user", "content": prompt})
+        messages.append({"role": "assistant", "content": answer})
+    return messages
 
 
-def _plain(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], *, answers: bool) -> Encoded:
-    """Return the two texts one after the other, and an end-of-text token, which is scored: the
-    answer ends there.
+def _encode_pair(
+    tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], *, answers: bool
+) -> Encoded:
+    """Return the tokens of prompt, completion and an end-of-text token.
+
+    The end-of-text token is scored, so that the model learns where an answer ends.
     """
     unread = [name for name in ("system", "history") if name in row]
     if unread:
@@ -133,15 +142,14 @@ def _plain(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], *, answers: 
             " data.tokenizer to one with a template"
         )
     prompt = row["prompt"]
-    completion = row["completion"]
-    ids, scored = _marked(
-        tokenizer, prompt + completion, [(len(prompt) if answers else 0, len(prompt + completion))]
-    )
+    text = prompt + row["completion"]
+    scored_from = len(prompt) if answers else 0
+    ids, scored = _tokenize_with_scores(tokenizer, text, [(scored_from, len(text))])
     assert isinstance(tokenizer.eos_token_id, int)
     return [*ids, tokenizer.eos_token_id], [*scored, True]
 
 
-def _templated(
+def _encode_with_template(
     tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], *, answers: bool
 ) -> Encoded:
     """Return the tokens of a conversation in the chat template.
@@ -156,26 +164,25 @@ def _templated(
             "the chat template reads the clock, so a row would be other text each time; use one"
             " with a fixed date"
         )
-    messages = [
-        {name: value for name, value in one.items() if name != "weight"}
-        for one in row.get("messages") or _as_messages(row)
-    ]
+    messages = []
+    weights = []
+    for message in row.get("messages") or _to_messages(row):
+        # The weight is for the loss. Templates do not know it.
+        fields = dict(message)
+        weights.append(fields.pop("weight", 1))
+        messages.append(fields)
     if not answers:
         text = template.render(messages)
-        return _marked(tokenizer, text, [(0, len(text))])
-    numbers = [number for number, one in enumerate(messages) if one["role"] == "assistant"]
-    weights = (
-        [one.get("weight", 1) for one in row["messages"]]
-        if "messages" in row
-        else [1] * len(messages)
-    )
+        return _tokenize_with_scores(tokenizer, text, [(0, len(text))])
+
+    numbers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     text, spans = _spans(template, messages, numbers)
-    kept = [
+    scored_spans = [
         span
         for number, span in zip(numbers, spans, strict=True)
         if span is not None and weights[number]
     ]
-    return _marked(tokenizer, text, kept)
+    return _tokenize_with_scores(tokenizer, text, scored_spans)
 
 
 def _spans(
@@ -207,60 +214,66 @@ def _spans(
             spans.append(None)
             continue
         if after.startswith(template.render(messages[:number])) and text.startswith(after):
-            shared = sum(
-                1
-                for _ in takewhile(
-                    lambda pair: pair[0] == pair[1], zip(before, after, strict=False)
-                )
-            )
-            asked = before[shared:]
+            generation_prompt = _without_common_prefix(before, after)
             raise InputError(
-                f"the chat template asks for an answer with {asked[:40]!r}, and does not write that"
-                " before the answer that it is given, so a model would be trained on other text"
-                f" than it is asked for; {_ALL}"
+                f"the chat template starts generation with {generation_prompt[:40]!r}, and does not"
+                " write that before the answer in a conversation, so a model would be trained on"
+                f" other text than it generates from; {_ALL_REMEDY}"
             )
         raise InputError(
-            "the chat template writes earlier messages otherwise once later ones follow, so the"
-            f" tokens of an answer cannot be told; {_ALL}"
+            "the chat template writes earlier messages differently once later ones follow, so the"
+            f" tokens of an answer cannot be located; {_ALL_REMEDY}"
         )
     return text, spans
 
 
-def _marked(tokenizer: PreTrainedTokenizerBase, text: str, spans: Spans) -> Encoded:
+def _without_common_prefix(text: str, other: str) -> str:
+    for index, (char, other_char) in enumerate(zip(text, other, strict=False)):
+        if char != other_char:
+            return text[index:]
+    return text[len(other) :]
+
+
+def _tokenize_with_scores(tokenizer: PreTrainedTokenizerBase, text: str, spans: Spans) -> Encoded:
     """Return the tokens of `text`, and which of them begin in one of the spans.
 
     In generation, the prompt and the answer are tokenized separately. The text is therefore cut at
     the edges of spans, so that no token covers the end of a prompt and the beginning of an answer.
     """
-    ids, offsets = _tokens(tokenizer, text)
+    ids, offsets = _tokenize(tokenizer, text)
     edges = {edge for span in spans for edge in span}
-    cuts = sorted(edge for edge in edges if any(begin < edge < end for begin, end in offsets))
+    cuts = [edge for edge in sorted(edges) if _is_inside_token(edge, offsets)]
     if cuts:
-        whole = ids
+        uncut_ids = ids
         ids = []
         offsets = []
         for first, last in zip([0, *cuts], [*cuts, len(text)], strict=True):
-            part, places = _tokens(tokenizer, text[first:last])
-            ids += part
-            offsets += [(first + begin, first + end) for begin, end in places]
-        if tokenizer.decode(ids) != tokenizer.decode(whole):
+            section_ids, section_offsets = _tokenize(tokenizer, text[first:last])
+            ids += section_ids
+            offsets += [(first + begin, first + end) for begin, end in section_offsets]
+        if tokenizer.decode(ids) != tokenizer.decode(uncut_ids):
             seam = text[max(cuts[0] - 8, 0) : cuts[0] + 8]
             raise InputError(
                 "the tokenizer makes one token of the end of a prompt and the beginning of its"
-                f" answer, {seam!r}, and other text of the two apart; end the prompt with a line"
-                " break or a space"
+                f" answer, {seam!r}, and other text if the two are tokenised separately; end the"
+                " prompt with a line break or a space"
             )
     return ids, [any(first <= begin < last for first, last in spans) for begin, _ in offsets]
 
 
-def _tokens(
+def _is_inside_token(edge: int, offsets: list[tuple[int, int]]) -> bool:
+    return any(begin < edge < end for begin, end in offsets)
+
+
+def _tokenize(
     tokenizer: PreTrainedTokenizerBase, text: str
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    found = tokenizer(
+    """Return the tokens of a text and the offsets of their characters."""
+    encoded = tokenizer(
         text,
         add_special_tokens=False,
         return_offsets_mapping=True,
         return_attention_mask=False,
         verbose=False,
     )
-    return list(found["input_ids"]), list(found["offset_mapping"])
+    return list(encoded["input_ids"]), list(encoded["offset_mapping"])

@@ -1,8 +1,7 @@
-"""Where the text comes from: a list of documents in a fixed order, and a name for their content.
+"""Sources of text: documents in a fixed order, and a fingerprint of their content.
 
-The order depends on the names alone and never on the file system's. A document that cannot be read
-is an error that says which one it is; none is left out silently. Tokens and sequences are not known
-here.
+The order depends on the names of files alone, never on the order of the file system. A document
+that cannot be read is an error that names it; none is skipped silently.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.config.schema.sections import DataSection
-from plait.data.cache import built_once, digest
+from plait.data.cache import build_once, digest
 from plait.data.rows import COLUMNS, row_text
 from plait.errors import InputError, half_of_a_character
 from plait.files import user_path
@@ -28,101 +27,113 @@ _READ_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Corpus:
-    """The documents of a run. `documents()` starts from the first one each time it is called."""
+    """Documents of a run."""
 
     description: str
-    """For a person: `the Python 3.11.7 standard library, 674 files`."""
+    """Short description for the user: `the Python 3.11.7 standard library, 674 files`."""
     fingerprint: str
-    """Equal exactly for equal documents in the same order."""
+    """Digest that is equal if and only if the documents and their order are equal."""
     place: str
-    """For messages: the setting that names the text, and its value."""
+    """Setting that names the text, with its value, for messages."""
     documents: Callable[[], Iterator[str]]
+    """Function that returns an iterator over all documents. Every call starts at the first one."""
 
 
 def open_corpus(section: DataSection, *, cache: Path) -> Corpus:
-    """The corpus that `section` names. Raises InputError when it is missing or empty."""
+    """Return the corpus that the `data` section names.
+
+    Args:
+        section: The `data` section of the configuration.
+        cache: Folder for the fingerprints of files.
+
+    Raises:
+        InputError: The text is missing or empty.
+    """
     if section.source == "python-stdlib":
-        return _standard_library()
+        return _open_standard_library()
     if section.source == "datasets":
-        return _dataset(section, cache)
-    files = find_files(
-        section.paths, suffixes=(".jsonl",) if section.source == "jsonl" else (".txt", ".md")
-    )
+        return _open_dataset(section, cache)
+
+    suffixes = (".jsonl",) if section.source == "jsonl" else (".txt", ".md")
+    files = find_files(section.paths, suffixes=suffixes)
+    number_of_files = "1 file" if len(files) == 1 else f"{len(files):,} files"
     place = f"data.paths = {json.dumps(section.paths)}"
-    fingerprint = _remembered(
-        cache, [(str(file), file) for file in files], lambda: digest(_chunks(files))
+    fingerprint = _cached_fingerprint(
+        cache, [(str(file), file) for file in files], lambda: digest(_read_blocks(files))
     )
     if section.source == "files":
         return Corpus(
-            f"{_counted(files)} of text",
-            fingerprint,
-            place,
-            lambda: (_read(file) for file in files),
+            description=f"{number_of_files} of text",
+            fingerprint=fingerprint,
+            place=place,
+            documents=lambda: map(_read_text, files),
         )
-    name = digest([fingerprint, section.field, section.format, *section.ignored_columns])
     return Corpus(
-        f"{_counted(files)} of JSON lines", name, place, lambda: _json_lines(files, section)
+        description=f"{number_of_files} of JSON lines",
+        fingerprint=digest([fingerprint, section.field, section.format, *section.ignored_columns]),
+        place=place,
+        documents=lambda: _read_json_lines(files, section),
     )
 
 
 def find_files(paths: tuple[str, ...], *, suffixes: tuple[str, ...]) -> list[Path]:
-    """The files that `paths` name, sorted, each once. A folder means the files below it that end in
-    one of `suffixes`.
+    """Return the files that `paths` name, sorted and without duplicates.
 
-    Raises InputError for a path or glob that names nothing.
+    Args:
+        paths: Files, globs, and folders, which stand for all files below them with one of
+            `suffixes`.
+        suffixes: Endings of file names, with their dot.
+
+    Raises:
+        InputError: A path or glob matches no file.
     """
-    found: set[Path] = set()
-    for path in paths:
-        place = user_path(path, "data.paths")
-        if place.is_dir():
-            here = [
-                file for suffix in suffixes for file in place.rglob(f"*{suffix}") if file.is_file()
-            ]
+    files: set[Path] = set()
+    for text in paths:
+        path = user_path(text, "data.paths")
+        if path.is_dir():
+            candidates = [file for suffix in suffixes for file in path.rglob(f"*{suffix}")]
             rule = (
                 f"has no file that ends in {' or '.join(suffixes)}; name the files with a glob such"
-                f" as {place / '**' / '*.*'}"
+                f" as {path / '**' / '*.*'}"
             )
         else:
-            here = [
-                file
-                for name in glob.glob(str(place), recursive=True)
-                if (file := Path(name)).is_file()
-            ]
+            candidates = [Path(name) for name in glob.glob(str(path), recursive=True)]
             rule = f"names no file (looked in {Path.cwd()}); correct data.paths"
-        if not here:
-            raise InputError(f"data.paths: {path!r} {rule}")
-        found.update(file.resolve() for file in here)
-    return sorted(found)
+        matches = [file.resolve() for file in candidates if file.is_file()]
+        if not matches:
+            raise InputError(f"data.paths: {text!r} {rule}")
+        files.update(matches)
+    return sorted(files)
 
 
-def _counted(files: list[Path]) -> str:
-    return "1 file" if len(files) == 1 else f"{len(files):,} files"
-
-
-def _chunks(files: list[Path]) -> Iterator[bytes | str]:
+def _read_blocks(files: list[Path]) -> Iterator[bytes | str]:
     for file in files:
         yield str(file.stat().st_size)
         with open(file, "rb") as stream:
-            while chunk := stream.read(_READ_BYTES):
-                yield chunk
+            while block := stream.read(_READ_BYTES):
+                yield block
 
 
-def _remembered(cache: Path, files: list[tuple[str, Path]], compute: Callable[[], str]) -> str:
-    """The content's name, computed once for files that have not been touched since: large corpora
-    are not read again at each start.
+def _cached_fingerprint(
+    cache: Path, files: list[tuple[str, Path]], compute: Callable[[], str]
+) -> str:
+    """Return the fingerprint of files, which is cached by their names, sizes and times.
+
+    Large corpora are therefore not read again at every start.
     """
-    marks = [f"{name}\0{(stat := file.stat()).st_size}\0{stat.st_mtime_ns}" for name, file in files]
-    folder = built_once(
-        cache, "fingerprints", digest(marks), lambda place: _write(place / "name", compute())
-    )
+    keys = []
+    for name, file in files:
+        stat = file.stat()
+        keys.append(f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}")
+
+    def build(folder: Path) -> None:
+        (folder / "name").write_text(compute())
+
+    folder = build_once(cache, "fingerprints", digest(keys), build)
     return (folder / "name").read_text()
 
 
-def _write(path: Path, text: str) -> None:
-    path.write_text(text)
-
-
-def _read(file: Path) -> str:
+def _read_text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -136,17 +147,16 @@ def _read(file: Path) -> str:
         ) from error
 
 
-def _json_lines(files: list[Path], section: DataSection) -> Iterator[str]:
+def _read_json_lines(files: list[Path], section: DataSection) -> Iterator[str]:
     for file in files:
         with open(file, "rb") as stream:
             for number, line in enumerate(stream, start=1):
                 if line.strip():
-                    yield text_of(
-                        _row_of(line, where := f"{file}, line {number}", section), section, where
-                    )
+                    where = f"{file}, line {number}"
+                    yield document_of_row(_parse_row(line, where, section), section, where)
 
 
-def _row_of(line: bytes, where: str, section: DataSection) -> dict[str, Any]:
+def _parse_row(line: bytes, where: str, section: DataSection) -> dict[str, Any]:
     try:
         row: Any = json.loads(line)
     except RecursionError:
@@ -158,20 +168,27 @@ def _row_of(line: bytes, where: str, section: DataSection) -> dict[str, Any]:
             f"{where}: not valid JSON ({error}); each line of a JSONL file is one JSON object"
         ) from error
     if not isinstance(row, dict):
-        needs = (
-            f"with the text in {section.field!r}"
-            if section.format == "text"
-            else f"with {' or '.join(COLUMNS[section.format])}"
-        )
+        content = f"the text in {section.field!r}"
+        if section.format != "text":
+            content = " or ".join(COLUMNS[section.format])
         raise InputError(
             f"{where}: is a JSON {type(row).__name__} and not an object; each line is an object"
-            f" {needs}"
+            f" with {content}"
         )
     return row
 
 
-def text_of(row: Mapping[str, Any], section: DataSection, where: str) -> str:
-    """The document of a row of JSON lines: its text, or the row in the form of `rows`."""
+def document_of_row(row: Mapping[str, Any], section: DataSection, where: str) -> str:
+    """Return the document of a row: its text, or the row in the form of `rows.row_text`.
+
+    Args:
+        row: Row of a JSONL file or of a streaming data set.
+        section: The `data` section of the configuration.
+        where: Name of the row in messages.
+
+    Raises:
+        InputError: The row lacks a column that the format needs.
+    """
     if section.format != "text":
         return row_text(row, section.format, where=where, ignored=section.ignored_columns)
     field = section.field
@@ -185,61 +202,64 @@ def text_of(row: Mapping[str, Any], section: DataSection, where: str) -> str:
             f"{where}: {field!r} holds a {type(row[field]).__name__} and not a string; set"
             " data.field to the field with the text"
         )
-    if (half := half_of_a_character(row[field])) is not None:
+    surrogate = half_of_a_character(row[field])
+    if surrogate is not None:
         raise InputError(
-            f"{where}: {field!r} holds {half}, half of a character (a lone surrogate); correct the"
-            " line, or leave it out"
+            f"{where}: {field!r} holds {surrogate}, half of a character (a lone surrogate); correct"
+            " the line, or leave it out"
         )
     return str(row[field])
 
 
-def _standard_library() -> Corpus:
+def _open_standard_library() -> Corpus:
     root = Path(sysconfig.get_path("stdlib"))
-    # Some systems ship these folders in packages of their own: without them the text is the same
-    # wherever the version is the same.
-    apart = {"test", "tests", "idlelib", "site-packages", "dist-packages"}
+    # Some systems ship these folders in separate packages. Without them the text depends on the
+    # version of Python alone.
+    excluded = {"test", "tests", "idlelib", "site-packages", "dist-packages"}
     names = sorted(
         file.relative_to(root).as_posix()
         for file in root.rglob("*.py")
-        if not apart & set(file.relative_to(root).parts)
+        if not excluded & set(file.relative_to(root).parts)
     )
     if not names:
         raise InputError(
             f'data.source = "python-stdlib": {root} holds no sources; use "files" with data.paths'
         )
-    # Encodings are declared in the first lines of a source file, so these are opened the way Python
-    # does.
-    texts = [_source(root / name) for name in names]
-    description = (
-        f"the standard library of Python {platform.python_version()}, {len(names):,} files"
+    # The encoding of a source file is declared in its first lines, which tokenize.open reads.
+    texts = []
+    for name in names:
+        with tokenize.open(root / name) as stream:
+            texts.append(stream.read())
+    return Corpus(
+        description=(
+            f"the standard library of Python {platform.python_version()}, {len(names):,} files"
+        ),
+        fingerprint=digest(texts),
+        place='data.source = "python-stdlib"',
+        documents=lambda: iter(texts),
     )
-    return Corpus(description, digest(texts), 'data.source = "python-stdlib"', lambda: iter(texts))
 
 
-def _source(file: Path) -> str:
-    with tokenize.open(file) as stream:
-        return stream.read()
-
-
-def _dataset(section: DataSection, cache: Path) -> Corpus:
+def _open_dataset(section: DataSection, cache: Path) -> Corpus:
     name = section.paths[0]
     data = load_dataset(section)
-    if section.format == "text" and section.field not in data.column_names:
+    is_text = section.format == "text"
+    if is_text and section.field not in data.column_names:
         raise InputError(
             f"data.field = {section.field!r}: {name!r} has the columns"
             f" {', '.join(data.column_names)}; set data.field"
         )
-    ignored = section.ignored_columns
-    columns = (
-        [section.field]
-        if section.format == "text"
-        else [one for one in data.column_names if one not in ignored]
-    )
+    if is_text:
+        columns = [section.field]
+    else:
+        ignored = section.ignored_columns
+        columns = [column for column in data.column_names if column not in ignored]
+    selected = data.select_columns(columns) if columns else data
 
     def documents() -> Iterator[str]:
-        for number, row in enumerate(data.select_columns(columns) if columns else data):
-            if section.format != "text":
-                yield text_of(row, section, f"{name}, row {number}")
+        for number, row in enumerate(selected):
+            if not is_text:
+                yield document_of_row(row, section, f"{name}, row {number}")
                 continue
             text = row[section.field]
             if not isinstance(text, str):
@@ -249,27 +269,36 @@ def _dataset(section: DataSection, cache: Path) -> Corpus:
                 )
             yield text
 
-    files = [
-        (
-            f"{file['filename']}\0{section.field}\0{section.format}\0{section.split}",
-            Path(file["filename"]),
-        )
-        for file in data.cache_files
-    ]
-    fingerprint = (
-        _remembered(cache, files, lambda: digest(documents())) if files else digest(documents())
-    )
+    files = []
+    for entry in data.cache_files:
+        filename = entry["filename"]
+        key = f"{filename}\0{section.field}\0{section.format}\0{section.split}"
+        files.append((key, Path(filename)))
+    if files:
+        fingerprint = _cached_fingerprint(cache, files, lambda: digest(documents()))
+    else:
+        # A data set in memory has no files whose times could be compared.
+        fingerprint = digest(documents())
     return Corpus(
-        f"the data set {Path(name).name}, split {section.split}, {len(data):,} rows",
-        fingerprint,
-        f"data.paths = {json.dumps(section.paths)}",
-        documents,
+        description=f"the data set {Path(name).name}, split {section.split}, {len(data):,} rows",
+        fingerprint=fingerprint,
+        place=f"data.paths = {json.dumps(section.paths)}",
+        documents=documents,
     )
 
 
 def load_dataset(section: DataSection, *, streaming: bool = False) -> Any:
-    """The split that `section` names: a `datasets.Dataset`, or an IterableDataset. Raises
-    InputError.
+    """Load the split that the `data` section names with the library `datasets`.
+
+    Args:
+        section: The `data` section of the configuration.
+        streaming: Whether rows are read when they are needed.
+
+    Returns:
+        A `datasets.Dataset`, or an `IterableDataset` with `streaming`.
+
+    Raises:
+        InputError: The library is not installed, or the data set or the split does not exist.
     """
     try:
         import datasets
@@ -280,13 +309,16 @@ def load_dataset(section: DataSection, *, streaming: bool = False) -> Any:
         ) from error
     name = section.paths[0]
     folder = user_path(section.paths[0], "data.paths")
+    # save_to_disk writes one of these files.
+    markers = (folder / "state.json", folder / "dataset_dict.json")
     try:
-        if not any((folder / mark).is_file() for mark in ("state.json", "dataset_dict.json")):
+        if not any(marker.is_file() for marker in markers):
             return datasets.load_dataset(
                 name, section.subset, split=section.split, streaming=streaming
             )
         data = datasets.load_from_disk(str(folder))
-    except Exception as error:  # whatever the library's readers, the network and the hub raise
+    except Exception as error:
+        # The library, the network and the hub raise errors of many classes.
         rule = f"data.paths: the data set {name!r} cannot be opened ({str(error).strip()})"
         raise InputError(
             f"{rule}; name a folder written by save_to_disk, or a data set on the hub"
@@ -297,4 +329,6 @@ def load_dataset(section: DataSection, *, streaming: bool = False) -> Any:
             f"data.split = {section.split!r}: the data set {name!r} has"
             f" {', '.join(map(repr, splits))}; set data.split"
         )
-    return splits[section.split].to_iterable_dataset() if streaming else splits[section.split]
+    if streaming:
+        return splits[section.split].to_iterable_dataset()
+    return splits[section.split]

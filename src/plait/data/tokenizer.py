@@ -1,9 +1,8 @@
-"""The tokenizer of a run: the user's own, the one stored with the model's weights, or a byte-level
-BPE trained on the text and cached.
+"""Tokenizer of a run: the user's, that of the pretrained model, or one trained on the text.
 
-All three become one Transformers tokenizer, so what a run saves opens in
-`AutoTokenizer.from_pretrained`. A tokenizer without an end-of-text token is refused: documents
-could not be told apart.
+All three are Transformers tokenizers, so that the tokenizer that a run saves can be opened with
+`AutoTokenizer.from_pretrained`. A tokenizer without an end-of-text token is refused, because
+documents could not be separated.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from plait.config.schema.sections import DataSection
-from plait.data.cache import built_once, digest
+from plait.data.cache import build_once, digest
 from plait.data.text import Corpus
 from plait.errors import InputError, first_line
 from plait.files import is_path, user_path
@@ -26,19 +25,26 @@ _FORMAT = "plait byte-level BPE 1"
 
 
 def is_held_out(document: str, fraction: float) -> bool:
-    """Whether a document belongs to the validation text: by its content, so the same document is
-    never on both sides.
+    """Return True if a document belongs to the validation split.
+
+    A hash of its content decides, so that equal documents are never in both splits.
     """
     return int(digest([document])[:16], 16) < fraction * 2**64
 
 
-def trained_tokenizer(
+def train_tokenizer(
     corpus: Corpus, section: DataSection, *, cache: Path, say: Callable[[str], None]
 ) -> Path:
-    """The folder of a byte-level BPE with at most `section.vocab_size` entries, trained on the
-    documents that are not held out.
+    """Train a byte-level BPE tokenizer on the documents that are not held out.
 
-    say: told before a tokenizer is trained, not when it is found in the cache.
+    Args:
+        corpus: Text of the run.
+        section: The `data` section. Its `vocab_size` is the largest number of entries.
+        cache: Folder for tokenizers. A cached tokenizer is reused.
+        say: Progress callback. It is called only if the tokenizer is not cached.
+
+    Returns:
+        The folder of the tokenizer.
     """
     fraction = section.validation_fraction
     key = digest([_FORMAT, corpus.fingerprint, str(section.vocab_size), str(fraction)])
@@ -58,21 +64,21 @@ def trained_tokenizer(
             show_progress=False,
         )
         bpe.train_from_iterator(_training_text(corpus, fraction), trainer)
-        wrapped = PreTrainedTokenizerFast(
+        tokenizer = PreTrainedTokenizerFast(
             tokenizer_object=bpe, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT
         )
-        wrapped.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
 
-    return built_once(cache, "tokenizers", key, train)
+    return build_once(cache, "tokenizers", key, train)
 
 
 def _training_text(corpus: Corpus, fraction: float) -> Iterator[str]:
-    empty = True
+    is_empty = True
     for document in corpus.documents():
         if not is_held_out(document, fraction):
-            empty = empty and not document
+            is_empty = is_empty and not document
             yield document
-    if empty:
+    if is_empty:
         raise InputError(
             f"{corpus.place}: there is no text to train on; name more, or lower"
             " data.validation_fraction"
@@ -80,8 +86,13 @@ def _training_text(corpus: Corpus, fraction: float) -> Iterator[str]:
 
 
 def load_tokenizer(place: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer in a folder, a `tokenizer.json`, or on the hub. Raises InputError when it
-    cannot be used.
+    """Load a tokenizer.
+
+    Args:
+        place: Folder, `tokenizer.json`, or name on the hub.
+
+    Raises:
+        InputError: The tokenizer does not exist, cannot be read, or has no end-of-text token.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -96,38 +107,37 @@ def load_tokenizer(place: str | Path) -> PreTrainedTokenizerBase:
     try:
         if path.is_file():
             tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))
+            # A tokenizer.json does not name its end-of-text token.
             if tokenizer.eos_token is None and END_OF_TEXT in tokenizer.get_vocab():
                 tokenizer.eos_token = END_OF_TEXT
         else:
             tokenizer = AutoTokenizer.from_pretrained(
                 str(path) if path.exists() else name, trust_remote_code=False
             )
-    # the library raises OSError, ValueError, KeyError and errors of its own for broken or missing
-    # files
     except Exception as error:
+        # The library raises errors of many classes for broken or missing files.
         rule = f"data.tokenizer: no tokenizer can be read from {name!r} ({first_line(error)})"
         raise InputError(
             f"{rule}; name a folder with a tokenizer, a tokenizer.json, or a name on the hub"
         ) from error
     if tokenizer.eos_token_id is None:
-        rule = f"data.tokenizer: {name!r} has no end-of-text token to part documents"
+        rule = f"data.tokenizer: {name!r} has no end-of-text token to separate documents"
         raise InputError(f"{rule}; set eos_token in its tokenizer_config.json")
     return tokenizer
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
-    """One more than the largest token the tokenizer can give: the rows that a model's embedding
-    needs.
-    """
+    """Return the number of rows that the embedding of a model needs: the largest token plus one."""
     return int(max(tokenizer.get_vocab().values())) + 1
 
 
-def name_of(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Equal exactly for tokenizers that cut text in the same way, wherever they were read from."""
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a digest of the rules of a tokenizer, independent of its location."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    rules = (
-        backend.to_str()
-        if backend is not None
-        else "\0".join(f"{token}\0{i}" for token, i in sorted(tokenizer.get_vocab().items()))
-    )
+    if backend is not None:
+        rules = backend.to_str()
+    else:
+        # A slow tokenizer has no serialised rules; its vocabulary stands for them.
+        entries = sorted(tokenizer.get_vocab().items())
+        rules = "\0".join(f"{token}\0{index}" for token, index in entries)
     return digest([rules, str(tokenizer.eos_token_id)])

@@ -1,3 +1,6 @@
-"""A model's stages on fake tensors: what a micro-batch keeps, computes and sends, and the peak
-memory of a step.
+"""Dry runs: execute a model on fake tensors to predict memory, FLOPs and traffic.
+
+Fake tensors have shapes and dtypes but no memory. `DryModel` runs a forward and a backward of a
+pipeline stage, `rank_activations` measures what each rank saves in every mode of recomputation, and
+`predict_peak` predicts the peak memory of a training step.
 """

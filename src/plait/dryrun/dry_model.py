@@ -1,11 +1,9 @@
-"""One micro-batch through a stage of a model, without data: forward, loss and backward on fake
-tensors, which have shapes and no memory.
+"""Run a micro-batch through a stage of a model on fake tensors: forward, loss and backward.
 
-Everything that the real run does to a block is done here too (tensor parallelism, recompute, the
-dtype of computation), but for what moves parameters around; collectives return at once. So the
-figures are those of the model's own code and of torch's own operators on that kind of device, not
-of a formula. Nothing is communicated, allocated or changed. A model without a pipeline is one
-stage.
+Everything that the real run applies to blocks is applied here too (tensor parallelism,
+recomputation, the dtype of computation), except what moves parameters. Collectives return at once.
+The figures are therefore those of the model's code and of torch's operators for the device, not of
+a formula. Nothing is communicated, allocated or changed. A model without a pipeline is one stage.
 """
 
 from __future__ import annotations
@@ -45,31 +43,30 @@ from plait.shards import shard_size
 
 
 def token_batch(samples: int, length: int) -> dict[str, torch.Tensor]:
-    """A micro-batch of a language model: `input_ids` and `labels` [samples, length], all targets,
-    on meta.
-    """
+    """Return a micro-batch with `input_ids` and `labels` [samples, length] on the meta device."""
     ids = torch.zeros(samples, length, dtype=torch.int64, device="meta")
     return {"input_ids": ids, "labels": ids.clone()}
 
 
 @dataclass(frozen=True)
 class StageTrace:
-    """What a forward and a backward of one stage were found to take."""
+    """Measurements of a forward and a backward of one stage."""
 
     figures: StageMode
-    """In the mode that its blocks are in, without what only a comparison of modes or a store says
-    (`returning`, `stored`).
+    """Figures of the current mode of the blocks.
+
+    Without `returning` and `stored`, which follow from a comparison of modes or from a store.
     """
     received: int
-    """The boundary activations of the stage before."""
+    """Bytes of the boundary activations of the previous stage."""
     differentiable: bool
-    """Whether a gradient goes back to a stage before."""
+    """True if the backward sends a gradient to the previous stage."""
     moments: StageMoments
-    """What is alive from one point of time to the next."""
+    """Live memory between points of the timeline."""
 
 
 class DryModel:
-    """A fake copy of a model with techniques applied, to be run stage by stage."""
+    """Fake copy of a model with techniques applied, which runs stage by stage."""
 
     def __init__(
         self,
@@ -82,21 +79,29 @@ class DryModel:
         loss_fn: Loss,
         forward: Callable[[nn.Module], Forward],
     ) -> None:
-        """`apply` is given the copy, under a fake tensor mode; `forward` makes the function that
-        calls it. `model` stays as it is.
+        """Copy a model. The model itself is not changed.
+
+        Args:
+            model: Unsharded model.
+            apply: Applies techniques to the copy, under a fake tensor mode. Returns its parts, and
+                its stages if it has a pipeline.
+            device: Device of the fake tensors.
+            batch: Micro-batch on any device.
+            compute_dtype: Dtype of the parameters in forward and backward. None keeps theirs.
+            loss_fn: Loss.
+            forward: Returns the function that calls the copy.
         """
         self._named = model
         self._device = device
         self.loss_fn = loss_fn
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+
         with self.mode:
             fake = _fake_copy(model, device, compute_dtype)
             self.parts, self.staged = apply(fake)
             self._factor = torch.ones((), dtype=torch.float64, device=device)
-            self.piece = tree_map(
-                lambda x: torch.empty_like(x, device=device) if isinstance(x, torch.Tensor) else x,
-                batch,
-            )
+            self.batch = _map_tensors(lambda x: torch.empty_like(x, device=device), batch)
+
         self.forward = forward(fake)
         region = self.parts.noted(Region)
         if region is not None:
@@ -111,63 +116,71 @@ class DryModel:
         splits: bool = False,
         first_unit: int = 0,
     ) -> tuple[StageTrace, Any]:
-        """Run stage `index` on the boundary activations of the one before (tensors on meta; None on
-        the first), for sequences of `length` where shapes depend on it. Also returns the stage's
-        own boundary activations, on meta. `splits`: the backward is split. Blocks are numbered from
-        `first_unit` in the trace's timeline points. Raises ModelError where the model's code looks
-        at values.
+        """Run a forward and a backward of a stage.
+
+        Args:
+            index: Stage.
+            received: Boundary activations of the previous stage on the meta device; None for the
+                first one.
+            length: Sequence length, if shapes depend on it.
+            splits: Whether the backward is split into input and weight gradients.
+            first_unit: Number of the stage's first block in the timeline.
+
+        Returns:
+            The measurements, and the boundary activations of the stage on the meta device.
+
+        Raises:
+            ModelError: The model's code reads values of tensors.
         """
+
         with self.mode, _explained(self._named), rows_are_sequences():
-            arrived = tree_map(
-                lambda x: _like(x, self._device) if isinstance(x, torch.Tensor) else x, received
-            )
-            return self._trace(
-                None if self.staged is None else self.staged.stages[index],
-                arrived,
-                length,
-                splits,
-                first_unit,
-            )
+            fake_received = _map_tensors(lambda x: _like(x, self._device), received)
+            stage = None if self.staged is None else self.staged.stages[index]
+            return self._trace(stage, fake_received, length, splits, first_unit)
 
     def _trace(
         self, stage: Stage | None, received: Any, length: int, splits: bool, first_unit: int
     ) -> tuple[StageTrace, Any]:
         model = self.parts.model
-        last = stage is None or stage.last
+        is_last = stage is None or stage.last
         names = self.parts.blocks if stage is None else stage.blocks
         units = {name: first_unit + index for index, name in enumerate(names)}
-        batch = [leaf for leaf in tree_leaves(self.piece) if isinstance(leaf, torch.Tensor)]
+        batch = _tensors(self.batch)
         recorder = DryRecorder(
             known=[*model.parameters(), *model.buffers(), *batch, self._factor],
             drops_gradients=not splits,
         )
-        inputs = [leaf for leaf in tree_leaves(received) if isinstance(leaf, torch.Tensor)]
+        inputs = _tensors(received)
         recorder.hold(inputs)
         received_bytes = recorder.total
         inputs = [leaf for leaf in inputs if leaf.requires_grad]
         head = outer_units(self._named, names).head if stage is None else None
-        remove = watch(model, units, recorder, last=last, head=head)
+        remove = watch(model, units, recorder, last=is_last, head=head)
         deferred: Counter[int] = Counter()
+        deferred_outside = 0
+
         try:
             with recorder:
                 recorder.mark("forward", BESIDE)
                 outputs, handed = self._forward(stage, received, length, recorder)
                 forward = recorder.take()
-                kept = Counter(recorder.bytes)
+                saved = Counter(recorder.bytes)
                 recorder.unit = BACKWARD
-                recorder.mark("backward", LOSS if last else HEAD)
-                gradients = None if last else [torch.empty_like(tensor) for tensor in outputs]
+                recorder.mark("backward", LOSS if is_last else HEAD)
+                gradients = None
+                if not is_last:
+                    gradients = [torch.empty_like(tensor) for tensor in outputs]
                 if splits:
-                    second = backward_inputs(outputs, gradients, inputs)
+                    weight_backward = backward_inputs(outputs, gradients, inputs)
                     del gradients
                     for tensor in inputs:
                         tensor.grad = None
                     deferred = Counter({unit: recorder.of_block(unit) for unit in units.values()})
-                    outside = recorder.total - deferred.total()
-                    first = recorder.take()
+                    deferred_outside = recorder.total - deferred.total()
+                    input_moments = recorder.take()
                     recorder.mark("weights", BESIDE)
-                    backward_weights(second)
-                    moments = StageMoments(forward, inputs=first, weights=recorder.take())
+                    backward_weights(weight_backward)
+                    moments = StageMoments(forward, inputs=input_moments, weights=recorder.take())
                 else:
                     if outputs:
                         torch.autograd.backward(outputs, gradients)
@@ -176,17 +189,18 @@ class DryModel:
             remove()
             for parameter in model.parameters():
                 parameter.grad = None
+
         trace = StageTrace(
             figures=StageMode(
-                kept=tuple(kept[unit] for unit in units.values()),
-                outside=kept[BESIDE],
-                head=kept[HEAD],
+                kept=tuple(saved[unit] for unit in units.values()),
+                outside=saved[BESIDE],
+                head=saved[HEAD],
                 returning=(),
                 flops=recorder.flops,
                 traffic=dict(recorder.traffic),
                 peak=recorder.peak,
-                deferred=tuple(deferred[unit] for unit in units.values()) if splits else (),
-                deferred_outside=outside if splits else 0,
+                deferred=tuple(deferred[unit] for unit in units.values() if splits),
+                deferred_outside=deferred_outside,
             ),
             received=received_bytes,
             differentiable=bool(inputs),
@@ -197,32 +211,34 @@ class DryModel:
     def _forward(
         self, stage: Stage | None, received: Any, length: int, recorder: DryRecorder
     ) -> tuple[list[torch.Tensor], Any]:
-        """The tensors that the backward starts from, and the boundary activations."""
+        """Return the tensors at which the backward starts, and the boundary activations."""
         if stage is None:
-            output = self.forward(self.parts.model, self.piece)
+            output = self.forward(self.parts.model, self.batch)
         else:
             assert self.staged is not None
             output = self.staged.run(
-                stage, lambda model: self.forward(model, self.piece), received, length=length
+                stage, lambda model: self.forward(model, self.batch), received, length=length
             )
             if not stage.last:
-                tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-                handed = tree_map(
-                    lambda x: _like(x, torch.device("meta")) if isinstance(x, torch.Tensor) else x,
-                    output,
-                )
+                tensors = _tensors(output)
+                handed = _map_tensors(lambda x: _like(x, torch.device("meta")), output)
                 return [tensor for tensor in tensors if tensor.requires_grad], handed
+
         recorder.mark("forward", LOSS)
         when_gradient_comes(output, lambda: recorder.mark("backward", HEAD))
-        total = self.loss_fn(output, self.piece)[0]
-        return [total * self._factor.to(total.dtype)], None  # as the engine scales it
+        total = self.loss_fn(output, self.batch)[0]
+        # The engine scales the loss, so this multiplication is part of a step.
+        return [total * self._factor.to(total.dtype)], None
 
 
-def handed_on(model: nn.Module, parts: Parts, piece: dict[str, torch.Tensor]) -> Any:
-    """The boundary activations of a stage: hidden states [samples, length, hidden], alone or in a
-    tuple as the blocks return them; with sequence parallelism a rank's part of the length. Raises
-    ModelError for a model that does not define their width, and for blocks that return tensors
-    besides.
+def handed_on(model: nn.Module, parts: Parts, batch: dict[str, torch.Tensor]) -> Any:
+    """Return the boundary activations of a stage on the meta device.
+
+    They are hidden states [samples, length, hidden], alone or in a tuple as the blocks return them.
+    With sequence parallelism `length` is this rank's part.
+
+    Raises:
+        ModelError: The model does not define the width, or its blocks return other tensors too.
     """
     width = getattr(getattr(model, "config", None), "hidden_size", None)
     name = type(model).__name__
@@ -231,25 +247,29 @@ def handed_on(model: nn.Module, parts: Parts, piece: dict[str, torch.Tensor]) ->
             f"{name} has no config.hidden_size, so what passes between its stages is not known"
             " beforehand"
         )
-    samples, length = piece["input_ids"].shape
+
+    samples, length = batch["input_ids"].shape
     region = parts.noted(Region)
-    own = length
+    local_length = length
     if region is not None:
         region.length = length
         if region.sequence_parallel:
-            own = shard_size(length, region.group.size())
+            local_length = shard_size(length, region.group.size())
     dtype = parts.shard.compute_dtype or next(model.parameters()).dtype
 
     def hidden(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         if leaf.dim() != 3 or leaf.shape[-1] != width or not leaf.is_floating_point():
-            besides = f"a tensor of shape {tuple(leaf.shape)} beside hidden states {width} wide"
+            description = f"a tensor of shape {tuple(leaf.shape)} beside hidden states {width} wide"
             raise ModelError(
-                f"{name}: its blocks return {besides}, so what passes between its stages is not"
+                f"{name}: its blocks return {description}, so what passes between its stages is not"
                 " known beforehand"
             )
-        return torch.empty(samples, own, width, dtype=dtype, device="meta", requires_grad=True)
+
+        return torch.empty(
+            samples, local_length, width, dtype=dtype, device="meta", requires_grad=True
+        )
 
     pipeline = parts.noted(PipelineParts)
     seen = pipeline.cut.returned if pipeline is not None else None
@@ -257,27 +277,27 @@ def handed_on(model: nn.Module, parts: Parts, piece: dict[str, torch.Tensor]) ->
 
 
 class CountingStore:
-    """A store for saved tensors that only counts, by block."""
+    """Store for saved tensors that counts their bytes per block and keeps nothing."""
 
     def __init__(self) -> None:
         self.bytes: Counter[int] = Counter()
 
     def begin(self) -> None:
-        """As any store."""
+        """Do nothing."""
 
     def open(self, index: int) -> _CountingGroup:
-        """Counts for block `index`."""
+        """Return a group that counts for block `index`."""
         return _CountingGroup(self, index)
 
     def prefetcher(self) -> Callable[[], None]:
-        """Nothing is prefetched."""
+        """Return a function that does nothing."""
         return lambda: None
 
     def drain(self) -> None:
-        """Nothing is being written."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
 class _CountingGroup:
@@ -294,6 +314,14 @@ class _CountingGroup:
         return torch.empty(size, dtype=torch.uint8, device=device)
 
 
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
+    return tree_map(lambda x: function(x) if isinstance(x, torch.Tensor) else x, tree)
+
+
 def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=device).requires_grad_(
         tensor.requires_grad
@@ -303,8 +331,9 @@ def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def _fake_copy(
     model: nn.Module, device: torch.device, compute_dtype: torch.dtype | None
 ) -> nn.Module:
-    """A copy with fake tensors, under a FakeTensorMode; parameters in the dtype of computation, as
-    `fully_shard` casts them.
+    """Return a copy with fake tensors; must run under a FakeTensorMode.
+
+    Floating-point parameters get the dtype of computation, to which `fully_shard` casts them.
     """
     memo: dict[int, Any] = {}
 
@@ -318,6 +347,7 @@ def _fake_copy(
         memo[id(parameter)] = nn.Parameter(
             fake(parameter, dtype), requires_grad=parameter.requires_grad
         )
+
     for module in model.modules():
         for value in (*own_buffers(module).values(), *module.__dict__.values()):
             if isinstance(value, torch.Tensor) and id(value) not in memo:
@@ -327,7 +357,7 @@ def _fake_copy(
 
 @contextmanager
 def _explained(model: nn.Module) -> Iterator[None]:
-    """A model whose code reads values is refused with a message."""
+    """Turn errors of models whose code reads values into ModelError."""
     try:
         with refusing_triton_kernels():
             yield

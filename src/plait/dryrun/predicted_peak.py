@@ -1,5 +1,4 @@
-"""Predicts the peak memory of a rank in a training step, and the point of the step at which it
-occurs, without a device.
+"""Predict the peak memory of a rank in a training step, and where it occurs, without a device.
 
 One micro-batch runs through each of the rank's stages on fake tensors, and the optimizer takes one
 step on fake shards. The account of the layout (`parallel.accounting.ledger`,
@@ -54,17 +53,15 @@ from plait.units import dtype_of
 
 @dataclass(frozen=True)
 class PredictedPeak:
-    """The prediction for one rank."""
+    """Predicted memory of one rank."""
 
     ledger: Ledger
-    """States and traffic."""
+    """Model states and traffic."""
     peak: Peak
 
 
 def why_not_predicted(resolved: Resolved) -> str | None:
-    """The setting whose memory during a step is not in the account yet; None where everything
-    is.
-    """
+    """Return the setting whose memory is not modelled yet, or None."""
     data = resolved.data_parallel
     reasons = (
         (
@@ -91,21 +88,34 @@ def why_not_predicted(resolved: Resolved) -> str | None:
         (bool(data.secondary_partition), "zero_hpz_partition_size: the second shards"),
         (data.all_reduce != "by-machines", "the buffers of the chosen all-reduce"),
     )
-    return next((reason for applies, reason in reasons if applies), None)
+    for applies, reason in reasons:
+        if applies:
+            return reason
+    return None
 
 
 def predict_peak(
     model: nn.Module, resolved: Resolved, *, rank: int, samples: int, length: int
 ) -> PredictedPeak:
-    """The prediction for rank `rank` of `resolved`'s layout: steps of micro-batches [samples,
-    length], `model` an unsharded causal language model, which is not changed. Makes and ends a
-    process group; raises InputError where one exists.
+    """Predict the peak of one rank. Creates and destroys a fake process group.
+
+    Args:
+        model: Unsharded causal language model. It is not changed.
+        resolved: Configuration.
+        rank: Rank of its layout.
+        samples: Samples per micro-batch.
+        length: Tokens per sample.
+
+    Raises:
+        InputError: The process has a process group, or a setting is not modelled.
+        ModelError: The model's code reads values of tensors.
     """
     if dist.is_initialized():
         raise InputError(
             "a prediction makes a process group of ranks that do not exist, and this process has"
             " one already"
         )
+
     dist.init_process_group(
         FAKE, store=FakeStore(), rank=rank, world_size=resolved.layout.world_size
     )
@@ -120,40 +130,40 @@ def predict_peak(
 def predict_peak_on(
     mesh: Mesh, model: nn.Module, resolved: Resolved, *, samples: int, length: int
 ) -> PredictedPeak:
-    """The prediction for the rank that `mesh` is on."""
+    """Predict the peak of the rank of `mesh`. See `predict_peak`."""
     reason = why_not_predicted(resolved)
     if reason is not None:
         raise InputError(f"the peak of a step is not predicted with {reason}")
     blocks = find_blocks(model, resolved.blocks or None)
     context = resolved.context(model=model, blocks=blocks)
-    given = Parts(
+    parts = Parts(
         model=model,
         blocks=blocks,
         notes=notes_of(
-            one.check(context)
-            for one in (resolved.tensor_parallel, resolved.pipeline, resolved.tiled_mlp)
+            technique.check(context)
+            for technique in (resolved.tensor_parallel, resolved.pipeline, resolved.tiled_mlp)
         ),
     )
-    pipeline = given.noted(PipelineParts)
-    whole = model_facts(model, blocks, tensor_plan=given.noted(TensorPlan))
-    at = mesh.coordinates
+    pipeline = parts.noted(PipelineParts)
+    full_facts = model_facts(model, blocks, tensor_plan=parts.noted(TensorPlan))
+    coordinates = mesh.coordinates
     layout = resolved.layout
     ledger = Ledger.of_rank(
         layout,
-        at,
+        coordinates,
         accumulation=resolved.batch.accumulation,
         tokens=samples * length,
         optimizer_states=resolved.optimizer.states,
     )
-    own = whole
+    rank_facts = full_facts
     schedule = None
-    pp_rank = at["pp"]
-    dry = _dry_model(given, resolved, mesh, samples=samples, length=length)
+    pp_rank = coordinates["pp"]
+    dry = _dry_model(parts, resolved, mesh, samples=samples, length=length)
     boundary = None
     boundary_bytes = 0
     row = tuple[Action, ...]()
     if pipeline is not None:
-        boundary = handed_on(dry.parts.model, dry.parts, dry.piece)
+        boundary = handed_on(dry.parts.model, dry.parts, dry.batch)
         row = pipeline.schedule.ranks[pp_rank]
         boundary_bytes = storage_bytes(tensors_in(boundary))
         schedule = pipeline.schedule
@@ -161,21 +171,22 @@ def predict_peak_on(
             schedule,
             pp_rank,
             cut=pipeline.cut,
-            facts=whole,
+            facts=full_facts,
             boundary_bytes=boundary_bytes,
             ledger=ledger,
         )
-        own = facts_of_rank(whole, pipeline.cut, schedule.stages_of(pp_rank))
+        rank_facts = facts_of_rank(full_facts, pipeline.cut, schedule.stages_of(pp_rank))
         ledger = ledger.with_(stage=counts)
-    ledger = account_all(resolved.techniques, ledger, own)
-    states, temporaries = _optimizer(resolved, mesh, own, ledger)
+
+    ledger = account_all(resolved.techniques, ledger, rank_facts)
+    states, temporaries = _optimizer_bytes(resolved, mesh, rank_facts, ledger)
     ledger = ledger.with_(
         memory={**ledger.memory, "optimizer": np.full_like(ledger.dp_shard, states)}
     )
     facts = StepFacts(
         stages=_moments(dry, boundary, row=row),
         boundary_bytes=boundary_bytes,
-        batch_bytes=sum(x.nbytes for x in tensors_in(dry.piece)) * resolved.batch.accumulation,
+        batch_bytes=sum(x.nbytes for x in tensors_in(dry.batch)) * resolved.batch.accumulation,
         buffer_bytes=storage_bytes(dry.parts.model.buffers()),
         optimizer_temporary_bytes=temporaries,
         exchanges_reductions=mesh.device.type == "cpu",
@@ -183,7 +194,7 @@ def predict_peak_on(
     peak = step_peak(
         facts,
         ledger=ledger,
-        model=own,
+        model=rank_facts,
         zero=resolved.data_parallel.stage,
         schedule=schedule,
         pp_rank=pp_rank,
@@ -192,15 +203,17 @@ def predict_peak_on(
 
 
 def _dry_model(
-    given: Parts, resolved: Resolved, mesh: Mesh, *, samples: int, length: int
+    parts: Parts, resolved: Resolved, mesh: Mesh, *, samples: int, length: int
 ) -> DryModel:
-    """A fake copy of the rank's model, with everything applied but what shards it."""
-    dtype = dtype_of(resolved.precision.compute) if resolved.precision.compute else None
-    recompute = solved_recompute(resolved, given, mesh, loss_fn=None, forward=default_forward)
+    """Return a fake copy of the rank's model, with all techniques except those that shard it."""
+    dtype = None
+    if resolved.precision.compute:
+        dtype = dtype_of(resolved.precision.compute)
+    recompute = solved_recompute(resolved, parts, mesh, loss_fn=None, forward=default_forward)
 
     def apply(fake: nn.Module) -> tuple[Parts, StagedModel | None]:
-        copied = given.with_(model=fake).with_shard(compute_dtype=dtype)
-        parts = apply_all(
+        copied = parts.with_(model=fake).with_shard(compute_dtype=dtype)
+        applied_parts = apply_all(
             (
                 resolved.tensor_parallel,
                 resolved.context_parallel,
@@ -211,12 +224,14 @@ def _dry_model(
             copied,
             mesh,
         )
-        applied = parts.noted(PipelineParts)
-        return parts, applied.staged if applied is not None else None
+        pipeline = applied_parts.noted(PipelineParts)
+        if pipeline is None:
+            return applied_parts, None
+        return applied_parts, pipeline.staged
 
     chunk = resolved.loss_chunk_tokens
     return DryModel(
-        given.model,
+        parts.model,
         apply,
         device=mesh.device,
         batch=local_batch(
@@ -232,74 +247,84 @@ def _dry_model(
 
 
 def _moments(dry: DryModel, boundary: Any, *, row: Sequence[Action]) -> dict[int, StageMoments]:
-    """Every stage of the rank; a backward is run in each form that the row has."""
+    """Return the moments of every stage of the rank, for each form of backward in its schedule."""
     if dry.staged is None:
         return {0: dry.trace()[0].moments}
-    found: dict[int, StageMoments] = {}
-    length = dry.piece["input_ids"].shape[1]  # of this rank's part of a sequence
+    moments: dict[int, StageMoments] = {}
+    # Length of this rank's part of a sequence.
+    length = dry.batch["input_ids"].shape[1]
+
     for index, stage in dry.staged.stages.items():
         received = None if stage.first else boundary
         first = dry.parts.blocks.index(stage.blocks[0])
         kinds = {action.kind for action in row if action.stage == index}
-        traces = [
-            dry.trace(index, received, length=length, splits=kind is Kind.INPUT, first_unit=first)[
-                0
-            ].moments
-            for kind in (Kind.BACKWARD, Kind.INPUT)
-            if kind in kinds
-        ]
-        found[index] = replace(traces[-1], backward=traces[0].backward)
-    return found
+        traces = []
+        for kind in (Kind.BACKWARD, Kind.INPUT):
+            if kind in kinds:
+                splits = kind is Kind.INPUT
+                trace, _ = dry.trace(
+                    index, received, length=length, splits=splits, first_unit=first
+                )
+                traces.append(trace.moments)
+        moments[index] = replace(traces[-1], backward=traces[0].backward)
+
+    return moments
 
 
-def _optimizer(
+def _optimizer_bytes(
     resolved: Resolved, mesh: Mesh, facts: ModelFacts, ledger: Ledger
 ) -> tuple[int, int]:
-    """(bytes of the optimizer's states, the most that a step holds besides parameters, gradients
-    and states), by a step on fake shards.
+    """Return the bytes of optimizer states, and the temporary bytes of an optimizer step.
+
+    They are measured in a step on fake shards.
     """
     dtypes = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
-    n = int(ledger.dp_shard[0])
-    axis = next(
-        (name for name, size in (("dp_shard", n), ("tp", resolved.layout.tp)) if size > 1), None
-    )
-    small = resolved.optimizer.states is not None
+    shards = int(ledger.dp_shard[0])
+    axis = None
+    if shards > 1:
+        axis = "dp_shard"
+    elif resolved.layout.tp > 1:
+        axis = "tp"
+    has_small_states = resolved.optimizer.states is not None
+
     with FakeTensorMode(allow_non_fake_inputs=True):
         named = []
-        for parameter in facts.trainable:
-            dim = ledger.tensor_dims.get(parameter.name)
-            part = part_of(parameter.shape, dim, ledger)
-            held = int(part.held[0])
-            row = int(part.row[0])
-            shape = (held, row) if len(parameter.shape) > 1 else (held,)
-            local = torch.empty(shape, dtype=dtypes[parameter.itemsize], device=mesh.device)
-            whole = local
+        for fact in facts.trainable:
+            dim = ledger.tensor_dims.get(fact.name)
+            part = part_of(fact.shape, dim, ledger)
+            length = int(part.held[0])
+            width = int(part.row[0])
+            shape = (length, width) if len(fact.shape) > 1 else (length,)
+            local = torch.empty(shape, dtype=dtypes[fact.itemsize], device=mesh.device)
+            weight = local
             if axis is not None:
                 size = None
                 stride = None
-                if small:  # the unsharded shape decides what a block of states is
-                    size = torch.Size((parameter.shape[0], prod(parameter.shape[1:]))[: local.ndim])
+                if has_small_states:
+                    # The unsharded shape determines the quantization blocks of the states.
+                    size = torch.Size((fact.shape[0], prod(fact.shape[1:]))[: local.ndim])
                     stride = (*size[1:], 1)
-                whole = DTensor.from_local(
+                weight = DTensor.from_local(
                     local, mesh.sub(axis), [Shard(0)], run_check=False, shape=size, stride=stride
                 )
-            named.append((parameter.name, nn.Parameter(whole)))
+            named.append((fact.name, nn.Parameter(weight)))
         optimizer = build_optimizer(resolved.optimizer, named)
         make_states(optimizer)
-        for _, own in named:
-            own.grad = torch.empty_like(own)
+        for _, parameter in named:
+            parameter.grad = torch.empty_like(parameter)
         states = [
             value
             for state in optimizer.state.values()
             for value in state.values()
             if isinstance(value, torch.Tensor)
         ]
-        live = LiveStorages(
-            known=[
-                *states,
-                *(tensor for _, p in named for tensor in (p, p.grad) if tensor is not None),
-            ]
-        )
+        known = list(states)
+        for _, parameter in named:
+            known.append(parameter)
+            if parameter.grad is not None:
+                known.append(parameter.grad)
+        live = LiveStorages(known=known)
         with live:
             optimizer.step()
+
     return storage_bytes(states), live.peak

@@ -1,14 +1,13 @@
-"""What every rank of a layout keeps of a micro-batch, found by running its stages one after the
-other on fake tensors, in every mode.
+"""Measure what every rank saves of a micro-batch, in every mode of recomputation.
 
-All stages are run on every rank, which needs no communication: each rank knows what the others will
-decide, so what cannot be met is refused by all of them. Without a pipeline there is one rank with
-one stage.
+The stages run one after another on fake tensors. All stages run on every rank, which needs no
+communication: each rank knows what the others will decide, so a budget that one rank cannot meet is
+refused by all. Without a pipeline there is one rank with one stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields, replace
 from itertools import pairwise
 from typing import Any
@@ -47,8 +46,14 @@ MODES: tuple[BlockMode, ...] = ("none", "selective", "full")
 def solved_recompute(
     resolved: Resolved, parts: Parts, mesh: Mesh, *, loss_fn: Loss | None, forward: Forward
 ) -> Recompute:
-    """What blocks recompute, a budget solved: from a run without data on the full model, before
-    anything is sharded. `parts`: with the notes of the checks.
+    """Return the recomputation of a configuration with its budget solved.
+
+    Args:
+        resolved: The configuration.
+        parts: Full model before anything is sharded, with the notes of the checks.
+        mesh: Mesh of the run.
+        loss_fn: Loss. None is the usual causal language model loss.
+        forward: Calls the model.
     """
     recompute = resolved.recompute
     precision = resolved.precision
@@ -88,48 +93,67 @@ def rank_activations(
     loss_fn: Loss = causal_lm_loss,
     forward: Forward = default_forward,
 ) -> tuple[RankActivations, ...]:
-    """The figures of every rank of the pipeline (of the one rank without), for one micro-batch like
-    `batch`, with every block in each mode; those of the fullest rank of the tp axis, so that its
-    ranks take the same decision. `model` is full, as yet unsharded, and stays as it is. `batch` has
-    full sequences. `offloads` says how many blocks of a rank's use a store. Collective over the tp
-    axis. Raises ModelError where the model's code looks at values.
+    """Return the figures of every rank of the pipeline for one micro-batch. Collective over tp.
+
+    The figures are those of the fullest rank of the tp axis, so that its ranks take the same
+    decision.
+
+    Args:
+        model: Full, unsharded model. It is not changed.
+        blocks: Names of its blocks.
+        mesh: Mesh of the run.
+        batch: Micro-batch with full sequences.
+        pipeline: Pipeline, if any.
+        tensor_parallel: Tensor parallelism, if any.
+        context_parallel: Context parallelism, if any.
+        tiled_mlp: Tiled MLPs, if any.
+        recompute: Settings of recomputation. Every mode is measured.
+        offloads: Returns how many of a rank's blocks use a store for saved tensors.
+        compute_dtype: Dtype of forward and backward.
+        loss_fn: Loss.
+        forward: Calls the model.
+
+    Raises:
+        ModelError: The model's code reads values of tensors.
     """
-    split = tensor_parallel or TensorParallel()
-    technique = recompute or Recompute()
-    context = context_parallel or ContextParallel()
-    tiled = tiled_mlp or TiledMLP()
-    cut = tiled.modules(model, blocks)
-    batch = local_batch(batch, context, mesh.layout.cp, mesh.coordinates["cp"])
-    schedule = pipeline.schedule if pipeline is not None else ONE_STAGE
-    bounds = pipeline.cut.bounds if pipeline is not None else (0, len(blocks))
+    tensor_technique = tensor_parallel or TensorParallel()
+    recompute_technique = recompute or Recompute()
+    context_technique = context_parallel or ContextParallel()
+    tiled_technique = tiled_mlp or TiledMLP()
+    tiles = tiled_technique.modules(model, blocks)
+    batch = local_batch(batch, context_technique, mesh.layout.cp, mesh.coordinates["cp"])
+    schedule = ONE_STAGE
+    bounds: Sequence[int] = (0, len(blocks))
+    if pipeline is not None:
+        schedule = pipeline.schedule
+        bounds = pipeline.cut.bounds
+
     by_stage = [blocks[low:high] for low, high in pairwise(bounds)]
-    own = [
+    blocks_of_rank = [
         [name for stage in schedule.stages_of(rank) for name in by_stage[stage]]
         for rank in range(schedule.pp)
     ]
-    stored = {name for names in own for name in names[: offloads(len(names))]}
-    halved = {action.stage for row in schedule.ranks for action in row if action.kind is Kind.INPUT}
+    stored = {name for names in blocks_of_rank for name in names[: offloads(len(names))]}
+    actions = (action for row in schedule.ranks for action in row)
+    split_stages = {action.stage for action in actions if action.kind is Kind.INPUT}
 
     def measure(
         mode: BlockMode, stored: Collection[str]
     ) -> list[tuple[StageTrace, tuple[int, ...]]]:
-        """Every stage, and what its blocks put into a store."""
+        """Run every stage; return its trace and the bytes that its blocks store."""
         order = (
             *(name for name in blocks if name in stored),
             *(name for name in blocks if name not in stored),
         )
-        alike = technique.model_copy(
+        same_mode = recompute_technique.model_copy(
             update={"mode": mode, "every": 1, "assignment": (mode,) * len(blocks)}
         )
         store = CountingStore()
 
         def apply(fake: nn.Module) -> tuple[Parts, StagedModel | None]:
-            given = Parts(
-                fake,
-                blocks,
-                notes=notes_of([cut, OffloadedActivations(store, len(stored)) if stored else None]),
-            )
-            parts = context.apply(split.apply(given, mesh), mesh)
+            offloaded = OffloadedActivations(store, len(stored)) if stored else None
+            parts_of_copy = Parts(fake, blocks, notes=notes_of([tiles, offloaded]))
+            parts = context_technique.apply(tensor_technique.apply(parts_of_copy, mesh), mesh)
             staged = None
             if pipeline is not None:
                 staged = stage_model(
@@ -139,12 +163,10 @@ def rank_activations(
                     region=parts.noted(Region),
                     device=mesh.device,
                 )
-            return (
-                alike.apply(tiled.apply(parts, mesh).with_(blocks=order), mesh).with_(
-                    blocks=blocks
-                ),
-                staged,
-            )
+
+            # The store takes the first blocks of a rank, so these come first while it is applied.
+            tiled = tiled_technique.apply(parts, mesh).with_(blocks=order)
+            return same_mode.apply(tiled, mesh).with_(blocks=blocks), staged
 
         dry = DryModel(
             model,
@@ -155,23 +177,29 @@ def rank_activations(
             loss_fn=loss_fn,
             forward=lambda _: forward,
         )
-        found = []
-        handed = None
+
+        results = []
+        boundary = None
         length = 0
         for index, names in enumerate(by_stage):
-            trace, handed = dry.trace(index, handed, length=length, splits=index in halved)
+            splits = index in split_stages
+            trace, boundary = dry.trace(index, boundary, length=length, splits=splits)
             region = dry.parts.noted(Region)
             length = region.length if region is not None else 0
-            found.append(
+            results.append(
                 (trace, tuple(store.bytes[order.index(name)] for name in names) if stored else ())
             )
-        return found
+
+        return results
 
     plain = measure("none", ())
-    by_mode = {
-        mode: plain if mode == "none" and not stored else measure(mode, stored)
-        for mode in (MODES if blocks else MODES[:1])
-    }
+    by_mode: dict[BlockMode, list[tuple[StageTrace, tuple[int, ...]]]] = {}
+    for mode in MODES if blocks else MODES[:1]:
+        if mode == "none" and not stored:
+            by_mode[mode] = plain
+        else:
+            by_mode[mode] = measure(mode, stored)
+
     facts = [
         _facts(plain[stage][0], {mode: found[stage] for mode, found in by_mode.items()})
         for stage in range(schedule.stages)
@@ -186,44 +214,56 @@ def rank_activations(
 def _facts(
     plain: StageTrace, modes: dict[BlockMode, tuple[StageTrace, tuple[int, ...]]]
 ) -> StageFacts:
-    """`plain` is the stage without recompute and without a store: what a block's backward has on
-    the device.
+    """Combine the traces of a stage.
+
+    Args:
+        plain: Trace without recomputation and store: what the backward of a block needs on the
+            device.
+        modes: Trace and stored bytes per mode.
     """
-    found: dict[BlockMode, StageMode] = {}
-    for mode, (one, stored) in modes.items():
-        kept = one.figures.kept
-        before = (0, *stored[:-1]) if stored else (0,) * len(kept)  # prefetched at the same time
+    by_mode: dict[BlockMode, StageMode] = {}
+    for mode, (trace, stored) in modes.items():
+        saved = trace.figures.kept
+        # While a block's tensors return, those of the block before it are prefetched.
+        prefetched = (0,) * len(saved)
+        if stored:
+            prefetched = (0, *stored[:-1])
         returning = tuple(
-            full - own + more
-            for full, own, more in zip(plain.figures.kept, kept, before, strict=True)
+            without_recompute - by_mode_bytes + arriving
+            for without_recompute, by_mode_bytes, arriving in zip(
+                plain.figures.kept, saved, prefetched, strict=True
+            )
         )
-        found[mode] = replace(one.figures, returning=returning, stored=stored)
-    return StageFacts(found, plain.received, plain.differentiable)
+        by_mode[mode] = replace(trace.figures, returning=returning, stored=stored)
+
+    return StageFacts(by_mode, plain.received, plain.differentiable)
 
 
 def max_over_tp(stage: StageFacts, mesh: Mesh) -> StageFacts:
-    """Every figure, the largest of the tp axis. Slices may be uneven, and what is decided from
-    figures must be decided the same on all ranks: a block is recomputed by all of the axis's ranks
-    or by none, because its collectives are repeated. Collective over tp.
+    """Return the largest figures over the tp axis. Collective over tp.
+
+    Shards may be uneven, but all ranks must decide the same: a block is recomputed by all ranks of
+    the axis or by none, because its collectives are repeated.
     """
     group = mesh.group("tp")
     if group is None:
         return stage
     names = [field.name for field in fields(StageMode) if field.name not in ("traffic", "peak")]
-    rows = [getattr(one, name) for one in stage.modes.values() for name in names]
-    flat = [value for row in rows for value in (row if isinstance(row, tuple) else (row,))]
-    tensor = torch.tensor(flat, dtype=torch.int64, device=mesh.device)
+    rows = [getattr(figures, name) for figures in stage.modes.values() for name in names]
+    flat_values = [value for row in rows for value in (row if isinstance(row, tuple) else (row,))]
+    tensor = torch.tensor(flat_values, dtype=torch.int64, device=mesh.device)
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
-    agreed = iter(tensor.tolist())
+    largest = iter(tensor.tolist())
+
     modes = {}
-    for mode, one in stage.modes.items():
-        changed: dict[str, Any] = {
-            name: (
-                tuple(next(agreed) for _ in value)
-                if isinstance(value := getattr(one, name), tuple)
-                else next(agreed)
-            )
-            for name in names
-        }
-        modes[mode] = replace(one, **changed)
+    for mode, figures in stage.modes.items():
+        changed: dict[str, Any] = {}
+        for name in names:
+            value = getattr(figures, name)
+            if isinstance(value, tuple):
+                changed[name] = tuple(next(largest) for _ in value)
+            else:
+                changed[name] = next(largest)
+        modes[mode] = replace(figures, **changed)
+
     return replace(stage, modes=modes)

@@ -1,8 +1,7 @@
-"""What is alive during a forward and a backward, by block and from one timeline point to the next:
-storages, with the block that runs.
+"""Record live memory by block and by point of the timeline, during a forward and a backward.
 
-`Recorder` watches a run of any kind, `DryRecorder` one on fake tensors: it counts operations and
-traffic too, and its collectives return at once.
+`Recorder` observes any run. `DryRecorder` observes a run on fake tensors: it also counts FLOPs and
+traffic, and its collectives return at once.
 """
 
 from __future__ import annotations
@@ -22,13 +21,20 @@ from plait.dryrun.storage_tracker import LiveStorages
 from plait.parallel.accounting.timeline_points import BESIDE, HEAD, Alive, Direction, Moment
 
 BACKWARD = -4
-"""Unit of what is made during backward before the first block's; block i has BACKWARD - 1 - i then.
+"""Unit of tensors that the backward creates before that of the first block.
+
+In its backward, block i has the unit BACKWARD - 1 - i.
 """
 
 
 class Recorder(LiveStorages):
-    """Storages by unit (the index of a block, BESIDE, HEAD, or a unit of backward), and the points
-    of time at which another unit begins.
+    """Live storages by unit, and the moments between the points where another unit begins.
+
+    A unit is the index of a block, BESIDE, HEAD, or a unit of the backward.
+
+    Args:
+        known: Tensors that are not counted, such as parameters and the batch.
+        drops_gradients: Whether a block's gradients are freed when its backward ends.
     """
 
     def __init__(self, *, known: Any, drops_gradients: bool = True) -> None:
@@ -39,27 +45,26 @@ class Recorder(LiveStorages):
         unit.
         """
         self.drops_gradients = drops_gradients
-        """Whether a block's gradients are gone when its backward ends."""
         self._done: list[Moment] = []
         self._now: tuple[Direction, int] | None = None
         self._peak = self._peak_with = Alive()
 
     def begin_forward(self, unit: int) -> None:
-        """New storages belong to `unit`."""
+        """Assign new storages to `unit`."""
         self.mark("forward", unit)
         self.unit = unit
 
     def begin_backward(self, block: int) -> None:
-        """The same in backward, where blocks have units of their own."""
+        """Assign new storages to the backward unit of a block."""
         self.mark("backward", block)
         self.unit = BACKWARD - 1 - block
 
     def of_block(self, index: int) -> int:
-        """Bytes of a block, made in forward or in backward."""
+        """Return the bytes of a block from forward and backward."""
         return self.bytes[index] + self.bytes[BACKWARD - 1 - index]
 
     def mark(self, direction: Direction, unit: int) -> None:
-        """Another stretch of time begins."""
+        """Begin another moment."""
         if self._now == (direction, unit):
             return
         self._close()
@@ -67,7 +72,7 @@ class Recorder(LiveStorages):
         self._peak, self._peak_with = self._alive(with_gradients=False), self._alive()
 
     def take(self) -> tuple[Moment, ...]:
-        """The stretches so far; they are forgotten."""
+        """Return and forget the moments so far."""
         self._close()
         done = tuple(self._done)
         self._done = []
@@ -75,7 +80,7 @@ class Recorder(LiveStorages):
         return done
 
     def accumulated(self, parameter: nn.Parameter, unit: int) -> None:
-        """The gradient of a parameter has been made."""
+        """Count the gradient of a parameter, which has been computed."""
         assert parameter.grad is not None
         before = self.total
         self.forget([parameter.grad])
@@ -104,22 +109,25 @@ class Recorder(LiveStorages):
         logits = self.bytes[HEAD]
         temporaries = sum(size for unit, size in self.bytes.items() if unit <= BACKWARD)
         root = self.gradients[BESIDE]
+        gradients = self.gradients.total() - root
+        if not with_gradients:
+            gradients = root = 0
         return Alive(
             activations=self.total - logits - temporaries,
             logits=logits,
             temporaries=temporaries,
-            gradients=self.gradients.total() - root if with_gradients else 0,
-            root_gradients=root if with_gradients else 0,
+            gradients=gradients,
+            root_gradients=root,
         )
 
 
 class DryRecorder(Recorder):
-    """For fake tensors."""
+    """Recorder for fake tensors."""
 
     def __init__(self, *, known: Any, drops_gradients: bool = True) -> None:
         super().__init__(known=known, drops_gradients=drops_gradients)
         self.flops = 0
-        """Of matrix products and attention."""
+        """FLOPs of matrix products and attention."""
         self.traffic: Counter[str] = Counter()
         """Bytes that this rank sends in rings, by collective."""
 
@@ -133,34 +141,33 @@ class DryRecorder(Recorder):
         return out
 
     def _collective(self, func: Any, args: Any) -> Any:
-        kind, whole, returns_tensors = _COLLECTIVES[operator_name(func)]
+        kind, full_index, returns_tensors = _COLLECTIVES[operator_name(func)]
         if kind == "receive":
             return finished_work()
         size = sum(
             leaf.numel() * leaf.element_size()
-            for leaf in tree_leaves(args[whole])
+            for leaf in tree_leaves(args[full_index])
             if isinstance(leaf, torch.Tensor)
         )
         ranks = process_group_of(args).size()
-        in_ring = (
-            size
-            if kind == "send"
-            else (2 if kind == "all_reduce" else 1) * size * (ranks - 1) // ranks
-        )
-        self.traffic[kind] += in_ring
-        return (args[0], finished_work()) if returns_tensors else finished_work()
+        if kind != "send":
+            rounds = 2 if kind == "all_reduce" else 1
+            size = rounds * size * (ranks - 1) // ranks
+        self.traffic[kind] += size
+        if returns_tensors:
+            return args[0], finished_work()
+        return finished_work()
 
 
 _COLLECTIVES = {
     "allreduce_": ("all_reduce", 0, True),
     "_allgather_base_": ("all_gather", 0, True),
     "_reduce_scatter_base_": ("reduce_scatter", 1, True),
-    "alltoall_base_": ("reduce_scatter", 1, False),  # how a reduce-scatter is carried out on gloo
+    "alltoall_base_": ("reduce_scatter", 1, False),  # gloo implements reduce-scatter by it
     "send": ("send", 0, False),
     "recv_": ("receive", 0, False),
 }
-"""Operator to kind, index of the full tensor among its arguments, and whether it returns tensors
-with its work.
+"""Kind, index of the full tensor in the arguments, and whether tensors are returned, per operator.
 """
 
 
@@ -178,13 +185,13 @@ def watch(
 
     Args:
         model: The model that will run.
-        units: Units, keyed by the name of the block.
+        units: Units by the name of the block.
         recorder: Receives the events.
         last: Whether the head follows the last of the blocks.
         head: Name of the head if it is a sharding unit, else None.
 
     Returns:
-        A function that removes the watch.
+        A function that removes the hooks.
     """
     handles = []
     first_block = min(units.values(), default=None)
@@ -213,16 +220,12 @@ def watch(
         handles.append(module.register_forward_pre_hook(partial(entering, index), with_kwargs=True))
         handles.append(module.register_forward_hook(partial(leaving, index)))
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            outside = HEAD if head is not None and name.startswith(f"{head}.") else BESIDE
-            unit = next(
-                (unit for block, unit in units.items() if name.startswith(f"{block}.")), outside
-            )
-            handles.append(
-                parameter.register_post_accumulate_grad_hook(
-                    lambda p, unit=unit: recorder.accumulated(p, unit)
-                )
-            )
+        if not parameter.requires_grad:
+            continue
+        outside = HEAD if head is not None and name.startswith(f"{head}.") else BESIDE
+        unit = next((u for block, u in units.items() if name.startswith(f"{block}.")), outside)
+        hook = partial(_record_gradient, recorder, unit)
+        handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def remove() -> None:
         for handle in handles:
@@ -231,8 +234,12 @@ def watch(
     return remove
 
 
+def _record_gradient(recorder: Recorder, unit: int, parameter: nn.Parameter) -> None:
+    recorder.accumulated(parameter, unit)
+
+
 def when_gradient_comes(output: Any, call: Callable[[], None]) -> None:
-    """Call when the first gradient of a tensor of `output` has been computed."""
+    """Call a function when the first gradient of a tensor of `output` has been computed."""
     if not isinstance(output, torch.Tensor | tuple | list | dict):
         output = vars(output)
     called = False
@@ -244,6 +251,7 @@ def when_gradient_comes(output: Any, call: Callable[[], None]) -> None:
             call()
 
     for leaf in tree_leaves(output):
-        leaf = getattr(leaf, "hidden", leaf)  # logits that are not made yet
+        # Logits that are computed later, in chunks, have the hidden states that they depend on.
+        leaf = getattr(leaf, "hidden", leaf)
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
             leaf.register_hook(first)

@@ -1,9 +1,8 @@
-"""Which storages are alive, how large, and who made them: a dispatch mode for real and for fake
-tensors.
+"""Track which storages are alive, their sizes, and the part of the model that created them.
 
-A storage belongs to the unit (a block, or an end of the model) during whose forward it appeared,
-unless it is claimed for another. Not a profiler: it sees what goes through torch's dispatcher, not
-what kernels take inside.
+A dispatch mode for real and fake tensors. A storage belongs to the unit (a block, or an end of the
+model) during whose forward it appeared, unless it is claimed for another. Only storages that pass
+torch's dispatcher are visible; temporary memory inside of kernels is not.
 """
 
 from __future__ import annotations
@@ -24,16 +23,18 @@ from plait._torch.storage import on_resize, storage_id
 
 
 class LiveStorages(TorchDispatchMode):
-    """`with LiveStorages(known=...) as live:` counts storages that appear inside. `known`
-    (parameters, the batch) are never counted.
+    """Counts the storages that appear within its context.
+
+    Args:
+        known: Tensors that are never counted, such as parameters and the batch.
     """
 
     def __init__(self, *, known: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
         self.unit: int = -1
-        """Whom new storages belong to."""
+        """Unit of new storages."""
         self.bytes: Counter[int] = Counter()
-        """Unit to bytes alive."""
+        """Live bytes by unit."""
         self.total = 0
         self.peak = 0
         self._known: dict[int, Any] = {}
@@ -44,8 +45,9 @@ class LiveStorages(TorchDispatchMode):
         self.forget(known)
 
     def __enter__(self) -> Self:
-        self._open.enter_context(on_resize(self._resized))  # how fully_shard frees what it gathered
-        # a DTensor's global shape is propagated without memory
+        # fully_shard frees gathered parameters by resizing their storages.
+        self._open.enter_context(on_resize(self._resized))
+        # DTensor infers shapes with tensors that have no memory.
         self._open.enter_context(around_shape_inference(self._pause))
         super().__enter__()
         return self
@@ -64,23 +66,23 @@ class LiveStorages(TorchDispatchMode):
             self._paused = before
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Do not count these, from now on."""
+        """Do not count these tensors from now on."""
         for tensor in tensors:
             storage = local_tensor(tensor.detach()).untyped_storage()
             self._gone(storage_id(storage))
             self._known[storage_id(storage)] = storage
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count these too, which existed before."""
+        """Count these tensors, which existed before."""
         for tensor in tensors:
             self._appeared(local_tensor(tensor.detach()).untyped_storage())
 
     def claim(self, tensor: torch.Tensor, unit: int) -> None:
-        """A storage that is counted belongs to `unit` instead."""
+        """Assign a counted storage to another unit."""
         self.claim_storage(storage_id(tensor.untyped_storage()), unit)
 
     def claim_storage(self, key: int, unit: int) -> None:
-        """The same by the storage's address (`_cdata`); nothing if it is gone."""
+        """Assign a storage by its address (`_cdata`) to another unit, if it is alive."""
         if key in self._units:
             size, before = self._units[key]
             self.bytes[before] -= size
@@ -93,14 +95,15 @@ class LiveStorages(TorchDispatchMode):
         if self._paused:
             return func(*args, **(kwargs or {}))
         out = self.call(func, args, kwargs or {})
+
         for leaf in tree_leaves(out):
-            # a fake tensor tells the device that it stands for
+            # Fake tensors report the device that they stand for; only meta tensors have no memory.
             if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta":
                 self._appeared(leaf.untyped_storage())
         return out
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run the operator."""
+        """Run an operator. Subclasses override it."""
         return func(*args, **kwargs)
 
     def _appeared(self, storage: torch.UntypedStorage) -> None:
@@ -120,22 +123,22 @@ class LiveStorages(TorchDispatchMode):
         self.peak = max(self.peak, self.total)
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
-        found = self._units.get(storage_id(storage))
-        if found is not None:
-            before, unit = found
+        entry = self._units.get(storage_id(storage))
+        if entry is not None:
+            before, unit = entry
             self._units[storage_id(storage)] = (storage.nbytes(), unit)
             self._add(unit, storage.nbytes() - before)
 
     def _gone(self, key: int) -> None:
-        found = self._units.pop(key, None)
+        entry = self._units.pop(key, None)
         self._references.pop(key, None)
-        if found is not None:
-            size, unit = found
+        if entry is not None:
+            size, unit = entry
             self.bytes[unit] -= size
             self.total -= size
 
 
 def _call(method: Callable[[], Callable[[int], None] | None], key: int, _: object) -> None:
-    alive = method()
-    if alive is not None:
-        alive(key)
+    bound = method()
+    if bound is not None:
+        bound(key)

@@ -1,4 +1,4 @@
-"""From a model and a configuration to an engine."""
+"""`plait.initialize`: an engine from a model and a configuration."""
 
 from __future__ import annotations
 
@@ -64,16 +64,32 @@ def initialize(
     total_steps: int | None = None,
     techniques: Sequence[Technique] = (),
 ) -> Engine:
-    """Shard `model` in place as `config` says and return the engine that trains it.
+    """Shard a model in place, and return the engine that trains it. Collective.
 
-    `config`: a path, a mapping or a loaded Config; a DeepSpeed file is valid as it is.
-    `loss_fn(output, batch)` returns (sum, weight); with `weight_fn(batch)` it may be a plain
-    function. A model on `meta` is initialised by its own classes, the same bits on every layout, or
-    filled from `weights` (a folder of safetensors); a real model's weights are taken from rank 0.
-    `optimizer` is an optimizer over the model's parameters without state, or a function of a
-    parameter list; by default the config's. `techniques` are of your own classes, besides those of
-    the config (docs/add-a-technique.md). An existing process group is adopted. Raises ConfigError,
-    ModelError or InputError before any harm.
+    An existing process group is reused. Errors are raised before the model is changed, as far as
+    they are known by then.
+
+    Args:
+        model: A model with real weights, which are taken from rank 0, or one that was built under
+            `torch.device("meta")`. A model on meta is filled from `weights`, or initialised by its
+            own classes, with the same bits on every layout.
+        config: A path, a mapping or a loaded Config. A DeepSpeed file is valid as it is.
+        loss_fn: Maps (output, batch) to (sum, weight). With `weight_fn` it may be a plain function.
+        weight_fn: Maps a batch to the weight of its loss, usually its number of targets.
+        forward: Maps (model, micro-batch) to the output.
+        optimizer: Optimizer without state over the model's parameters, or function of a list of
+            parameters. The default is that of the configuration.
+        lr_scheduler: LR scheduler, or function of the optimizer. The default is that of the
+            configuration.
+        weights: Folder of safetensors for a model on meta.
+        total_steps: Length of the run in optimizer steps, if the LR schedule needs it.
+        techniques: Techniques of your own classes, besides those of the configuration. See
+            docs/add-a-technique.md.
+
+    Raises:
+        ConfigError: The configuration does not fit the model or the processes.
+        ModelError: The model cannot be trained, or cannot be split as the configuration says.
+        InputError: An argument is wrong, or ranks differ.
     """
     refuse_taken(model)
     loss = _as_loss(loss_fn, weight_fn)
@@ -83,9 +99,11 @@ def initialize(
     warn_of_unused_sections(resolved, optimizer=optimizer, lr_scheduler=lr_scheduler)
     refuse_loss_of_samples(loss, resolved)
     check_trackers(resolved)
+    # From here on a previous owner of the model cannot be used any more.
     take_over(model)
-    given = Given(loss, forward, optimizer, lr_scheduler, weights, total_steps)
-    engine = begin(checked_model(model, resolved), given)
+    arguments = Given(loss, forward, optimizer, lr_scheduler, weights, total_steps)
+    engine = begin(checked_model(model, resolved), arguments)
+    # With a pipeline the state dict lacks layers, which a script may not notice.
     if resolved.layout.pp > 1:
         refuse_shards_as_weights(model, remedy=_FULL_WEIGHTS, is_partial=True)
     if resolved.trackers:
@@ -94,9 +112,7 @@ def initialize(
 
 
 def _start_trackers(engine: Engine) -> None:
-    """Start the trackers on the first rank. Where that fails, all ranks raise InputError.
-    Collective.
-    """
+    """Start the trackers on the first rank. Collective: if it fails, all ranks raise InputError."""
 
     def start() -> None:
         if engine.rank == 0:
@@ -107,7 +123,7 @@ def _start_trackers(engine: Engine) -> None:
 
 @dataclass(frozen=True)
 class Given:
-    """What a caller brings besides model and configuration; see `initialize`."""
+    """Arguments of `initialize` besides the model and the configuration."""
 
     loss_fn: Loss | None = None
     forward: Forward = default_forward
@@ -118,47 +134,46 @@ class Given:
 
 
 @leaving_no_group()
-def begin(checked: CheckedModel, given: Given) -> Engine:
-    """The engine of a model that was checked; the rest of `initialize`."""
+def begin(checked: CheckedModel, arguments: Given) -> Engine:
+    """Return the engine of a checked model. This is the second half of `initialize`. Collective.
+
+    Args:
+        checked: The checked model.
+        arguments: Arguments of `initialize`.
+    """
     model = checked.model
     resolved = checked.resolved
-    total_steps = given.total_steps
-    loss_fn = given.loss_fn
-    forward = given.forward
+    loss_fn = arguments.loss_fn
+    forward = arguments.forward
     if resolved.loss_chunk_tokens:
-        loss_fn = _chunked(loss_fn, resolved.loss_chunk_tokens)
+        loss_fn = _chunked_loss(loss_fn, resolved.loss_chunk_tokens)
         forward = deferred(forward, model)
-    named = {id(p): name for name, p in model.named_parameters()}
-    mesh, parts, seed = shard(checked, weights=given.weights, loss_fn=loss_fn, forward=forward)
+
+    # Sharding replaces the parameters. The caller's optimizer still holds these.
+    names = {id(p): name for name, p in model.named_parameters()}
+    mesh, parts, seed = shard(checked, weights=arguments.weights, loss_fn=loss_fn, forward=forward)
     resolved = with_callers_seed(resolved, seed)
-    optimizer = _optimizer(given.optimizer, resolved, model, named)
-    if given.optimizer is not None:
+
+    optimizer = _build_optimizer(arguments.optimizer, resolved, model, names)
+    if arguments.optimizer is not None:
         step_by_placement(optimizer)
-    in_backward = (
-        BackwardOptimizer(optimizer) if resolved.data_parallel.update_in_backward else None
-    )
-    if in_backward is not None:  # the first, lest what it cannot take back is cleared
+    in_backward = None
+    if resolved.data_parallel.update_in_backward:
+        in_backward = BackwardOptimizer(optimizer)
+        # The first hook: after a failed step it raises, before others clear their state.
         parts = parts.with_(hooks=Hooks((in_backward, *parts.hooks.all)))
+
     sharded = ShardedModel(parts, mesh, resolved, forward=forward)
     if sharded.tier is not None:
         sharded.tier.drive(optimizer)
     elif mesh.device.type == "cpu":
-        keep_host_memory()  # who keeps states in files wants the rest for others
+        # A run with states in files leaves the memory that it frees to other programs.
+        keep_host_memory()
+
+    # Before the schedule, which changes the values.
     configured = configured_groups(optimizer)
-    scheduler = check_scheduler(
-        given.lr_scheduler(optimizer) if callable(given.lr_scheduler) else given.lr_scheduler
-    )
-    source = (
-        ScheduleSource(resolved.scheduler, total_steps)
-        if scheduler is None and resolved.scheduler is not None
-        else None
-    )
-    scheduler = (
-        build_scheduler(source.spec, optimizer, total_steps=total_steps)
-        if source is not None
-        else scheduler
-    )
-    if given.optimizer is not None or given.lr_scheduler is not None:
+    scheduler, source = _build_scheduler(arguments, resolved, optimizer)
+    if arguments.optimizer is not None or arguments.lr_scheduler is not None:
         refuse_different_optimizers(optimizer, scheduler, mesh)
     stepper = sharded.stepper(
         optimizer,
@@ -167,10 +182,24 @@ def begin(checked: CheckedModel, given: Given) -> Engine:
         configured=configured,
         schedule_source=source,
     )
+    # From here on ranks draw different random numbers, for example for dropout.
     torch.manual_seed(generator_seed(resolved.seed, mesh))
-    return Engine(
-        sharded, stepper, with_balance_loss(loss_fn, model, parts.noted(RouterStatistics))
-    )
+    loss_fn = with_balance_loss(loss_fn, model, parts.noted(RouterStatistics))
+    return Engine(sharded, stepper, loss_fn)
+
+
+def _build_scheduler(
+    arguments: Given, resolved: Resolved, optimizer: torch.optim.Optimizer
+) -> tuple[Scheduler | None, ScheduleSource | None]:
+    """Return the LR scheduler, and the specification that it was built from, if there is one."""
+    scheduler = arguments.lr_scheduler
+    if callable(scheduler):
+        scheduler = scheduler(optimizer)
+    scheduler = check_scheduler(scheduler)
+    if scheduler is not None or resolved.scheduler is None:
+        return scheduler, None
+    source = ScheduleSource(resolved.scheduler, arguments.total_steps)
+    return build_scheduler(source.spec, optimizer, total_steps=arguments.total_steps), source
 
 
 def _as_loss(loss_fn: Any, weight_fn: Callable[[Any], Any] | None) -> Loss | None:
@@ -185,57 +214,71 @@ def _as_loss(loss_fn: Any, weight_fn: Callable[[Any], Any] | None) -> Loss | Non
     return Weighted(loss_fn, weight_fn)
 
 
-def _chunked(loss: Loss | None, tokens: int) -> Loss:
+def _chunked_loss(loss: Loss | None, tokens: int) -> Loss:
     if type(loss) is CausalLMLoss:
         return ChunkedCausalLMLoss(chunk_tokens=tokens)
-    given = "no loss is given" if loss is None else f"the loss is a {type(loss).__name__}"
+    reason = "no loss is given"
+    if loss is not None:
+        reason = f"the loss is a {type(loss).__name__}"
     raise ConfigError(
         Problem(
             "parallel.loss_chunk_tokens",
             tokens,
-            f"only plait.causal_lm_loss is computed in chunks, and {given}",
+            f"only plait.causal_lm_loss is computed in chunks, and {reason}",
             "pass loss_fn=plait.causal_lm_loss, or use 0; in your own training loop call"
             " plait.chunked_causal_lm_loss",
         )
     )
 
 
-def _optimizer(
-    given: OptimizerLike | None, resolved: Resolved, model: nn.Module, named: dict[int, str]
+def _build_optimizer(
+    optimizer: OptimizerLike | None, resolved: Resolved, model: nn.Module, names: dict[int, str]
 ) -> torch.optim.Optimizer:
-    if given is None:
+    """Return the optimizer over the sharded parameters.
+
+    Args:
+        optimizer: Argument of `initialize`.
+        resolved: The configuration.
+        model: The sharded model.
+        names: Names of the parameters before sharding, keyed by id.
+    """
+    if optimizer is None:
         return build_optimizer(resolved.optimizer, list(model.named_parameters()))
-    if resolved.optimizer.states is not None:
-        rule = "the optimizer was given to plait.initialize, which keeps its states as it does"
-        raise ConfigError(
-            Problem(
-                "optimizer.states",
-                resolved.optimizer.states,
-                rule,
-                "leave `optimizer=` or the setting out",
-            )
+    states = resolved.optimizer.states
+    if states is not None:
+        rule = "an optimizer that is passed to plait.initialize stores its states in its own form"
+        remedy = "leave `optimizer=` or the setting out"
+        raise ConfigError(Problem("optimizer.states", states, rule, remedy))
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return checked_optimizer(_with_shards(optimizer, model, names), model)
+    if not callable(optimizer):
+        raise InputError(
+            "optimizer= takes a torch.optim.Optimizer or a function of a parameter list, not a"
+            f" {type(optimizer).__name__}"
         )
-    if not isinstance(given, torch.optim.Optimizer):
-        if not callable(given):
-            raise InputError(
-                "optimizer= takes a torch.optim.Optimizer or a function of a parameter list, not a"
-                f" {type(given).__name__}"
-            )
-        trained = [p for p in model.parameters() if p.requires_grad]
-        return checked_optimizer(given(trained or [{"params": []}]), model)  # type: ignore[list-item]  # a pipeline stage may train nothing
-    if given.state:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    # A pipeline stage may train nothing, and torch's optimizers refuse an empty list.
+    return checked_optimizer(optimizer(trained or [{"params": []}]), model)  # type: ignore[list-item]
+
+
+def _with_shards(
+    optimizer: torch.optim.Optimizer, model: nn.Module, names: dict[int, str]
+) -> torch.optim.Optimizer:
+    """Replace the parameters of an optimizer that was built before sharding."""
+    if optimizer.state:
         raise InputError(
             "the optimizer already holds state of the unsharded parameters; pass it before its"
             " first step, or pass a function of the parameters"
         )
-    now = dict(model.named_parameters())
-    for group in given.param_groups:
-        unknown = [p for p in group["params"] if id(p) not in named]
+    sharded = dict(model.named_parameters())
+    for group in optimizer.param_groups:
+        unknown = [p for p in group["params"] if id(p) not in names]
         if unknown:
             raise InputError(
                 f"the optimizer holds a parameter of shape {tuple(unknown[0].shape)} that is not"
                 " the model's; build it over model.parameters()"
             )
-        # Those of other pipeline stages are updated there.
-        group["params"] = [now[named[id(p)]] for p in group["params"] if named[id(p)] in now]
-    return checked_optimizer(given, model)
+        # Other pipeline stages update the parameters that this stage does not have.
+        group_names = [names[id(p)] for p in group["params"]]
+        group["params"] = [sharded[name] for name in group_names if name in sharded]
+    return optimizer

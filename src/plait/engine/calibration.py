@@ -1,8 +1,7 @@
-"""What a machine really does, for the planner: rates of products, memory and links, and a few steps
-of a small model in several layouts.
+"""Measurements of a machine for the planner.
 
-Collective over the processes of the run, which stay for all layouts. Minutes at most; listeners are
-called after every measurement.
+They are the rates of matrix products, memory and links, and the times of a few steps of a small
+model on several layouts. The same processes run all layouts. It takes minutes at most.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from datetime import UTC, datetime
 from statistics import median
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from plait.cluster import accelerator
@@ -31,6 +31,7 @@ from plait.planner.output import config_of
 from plait.planner.request import Request
 from plait.units import MIB, dtype_of
 
+# Fields of the configuration of Transformers for the measured model, on CPU cores and on GPUs.
 ON_CPU: Mapping[str, Any] = {
     "model_type": "llama",
     "hidden_size": 384,
@@ -57,7 +58,13 @@ ON_GPU: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Pace:
-    """How long to measure."""
+    """Amount of work of a calibration.
+
+    Attributes:
+        rounds: Number of times that each layout is measured.
+        steps: Number of timed steps per layout and round.
+        link_seconds: Seconds for the measurement of links.
+    """
 
     rounds: int = 3
     steps: int = 2
@@ -65,29 +72,34 @@ class Pace:
 
 
 @dataclass(frozen=True)
-class Found:
-    """What was measured."""
+class CalibrationResult:
+    """Result of a calibration.
+
+    Attributes:
+        rates: Rates of the device.
+        runs: Step time of each layout.
+        waiting: On CPU cores, the share of the time of data-parallel steps in which no rank
+            computed: time that other programs used, and a little of the links. 0 on GPUs, where it
+            cannot be measured.
+    """
 
     rates: DeviceRates
     runs: list[Measured]
     waiting: float
-    """On CPU cores the share of data-parallel steps in which no rank computed: what other programs
-    took, and a little of the links. 0 on GPUs, where it cannot be seen.
-    """
 
 
 def calibration_request(cluster: Cluster) -> Request:
-    """The model of the measured steps: a Llama of 17 M parameters on CPU cores, of 0.5 B on
-    GPUs.
+    """Return the request whose layouts are measured on a cluster.
+
+    Its model is a Llama of 17 M parameters on CPU cores, and of 0.5 B parameters on GPUs.
     """
-    fields = dict(ON_CPU if cluster.device.name == "cpu" else ON_GPU)
-    precision = (
-        "fp32"
-        if cluster.device.name == "cpu"
-        else "bf16"
-        if "bf16" in cluster.device.flops
-        else "fp16"
-    )
+    device = cluster.device
+    if device.name == "cpu":
+        fields = dict(ON_CPU)
+        precision = "fp32"
+    else:
+        fields = dict(ON_GPU)
+        precision = "bf16" if "bf16" in device.flops else "fp16"
     model = Model(from_config(fields, source="the measured model"), {"config": fields})
     return Request(
         model, cluster, 4 * cluster.devices, fields["max_position_embeddings"], precision
@@ -95,63 +107,67 @@ def calibration_request(cluster: Cluster) -> Request:
 
 
 def measurements(request: Request, pace: Pace) -> int:
-    """How often `measure` calls back."""
+    """Return the number of times that `measure` calls back."""
     return 2 + pace.rounds * len(_layouts(request))
 
 
-def measure(request: Request, *, machine: str, pace: Pace, done: Callable[[str], None]) -> Found:
-    """The rates, and the step time of every layout. Collective over `request.cluster.devices`
-    processes.
+def measure(
+    request: Request, *, machine: str, pace: Pace, done: Callable[[str], None]
+) -> CalibrationResult:
+    """Measure the rates of the device and the step time of every layout. Collective.
+
+    Args:
+        request: The result of `calibration_request` on all its processes.
+        machine: Name of the machine, for measurements on CPU cores.
+        pace: Amount of work.
+        done: Called with a description after every measurement.
     """
-    processes = request.cluster.devices
-    with _processes(processes) as mesh:
+    with _process_group(request.cluster.devices) as mesh:
         device = mesh.device
-        model = request.model.architecture
-        tokens = request.sequence * 2
-        shapes = [
-            (tokens, model.hidden, model.ffn),
-            (tokens, model.ffn, model.hidden),
-            (2048, 2048, 2048),
-            (4096, 4096, 1024),
-        ]
-        dtype = dtype_of(
-            {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[request.precision]
-        )
-        products = measure_products(shapes, dtype=dtype, device=device)
-        memory = measure_addition(
-            256 * MIB if accelerator.is_one(device) else 64 * MIB, device=device
-        )
+        products = _measure_products(request, device)
+        memory_bytes = 256 * MIB if accelerator.is_one(device) else 64 * MIB
+        memory = measure_addition(memory_bytes, device=device)
         done("products and memory")
-        rates = DeviceRates(products, memory, _links(mesh, pace.link_seconds))
+        rates = DeviceRates(products, memory, _measure_links(mesh, pace.link_seconds))
         done("links")
+
+        # Rounds over all layouts, so that a disturbance of the machine affects all of them.
         layouts = _layouts(request)
         times: list[list[TimedSteps]] = [[] for _ in layouts]
         for _ in range(pace.rounds):
             for index, layout in enumerate(layouts):
                 times[index].append(time_layout(request, layout, steps=pace.steps))
                 done(f"layout {index + 1} of {len(layouts)}")
-        runs = [
-            measured_of(request, layout, found, machine=machine)
-            for layout, found in zip(layouts, times, strict=True)
-        ]
-        alone = [
-            found
-            for layout, each in zip(layouts, times, strict=True)
-            if layout["tp"] * layout["pp"] == 1
-            for found in each
-        ]
-        return Found(rates, runs, waiting_share(alone) if device.type == "cpu" else 0.0)
+
+        runs = []
+        data_parallel: list[TimedSteps] = []
+        for layout, layout_times in zip(layouts, times, strict=True):
+            runs.append(measured_of(request, layout, layout_times, machine=machine))
+            if layout["tp"] * layout["pp"] == 1:
+                data_parallel += layout_times
+        waiting = waiting_share(data_parallel) if device.type == "cpu" else 0.0
+        return CalibrationResult(rates, runs, waiting)
+
+
+def _measure_products(request: Request, device: torch.device) -> dict[str, float]:
+    model = request.model.architecture
+    tokens = request.sequence * 2
+    shapes = [
+        (tokens, model.hidden, model.ffn),
+        (tokens, model.ffn, model.hidden),
+        (2048, 2048, 2048),
+        (4096, 4096, 1024),
+    ]
+    dtype_names = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+    dtype = dtype_of(dtype_names[request.precision])
+    return measure_products(shapes, dtype=dtype, device=device)
 
 
 def waiting_share(times: Sequence[TimedSteps]) -> float:
-    """The share of these steps in which the busiest rank's processor had something else to do, or
-    nothing.
-    """
-    wall, used = (
-        sum(sum(getattr(found, name)) for found in times)
-        for name in ("seconds", "processor_seconds")
-    )
-    return max(0.0, 1 - used / wall)
+    """Return the share of time in which the busiest rank's processor did not run the step."""
+    wall_seconds = sum(sum(timed.seconds) for timed in times)
+    used_seconds = sum(sum(timed.processor_seconds) for timed in times)
+    return max(0.0, 1 - used_seconds / wall_seconds)
 
 
 def _layouts(request: Request) -> list[dict[str, Any]]:
@@ -163,12 +179,14 @@ def _layouts(request: Request) -> list[dict[str, Any]]:
 
 
 def time_layout(request: Request, layout: Mapping[str, Any], *, steps: int) -> TimedSteps:
-    """Steps of one layout by the configuration that a plan would write for it."""
-    config = config_of(
-        request,
-        price(request, [layout])[0],
-        {"gradient_clipping": 1.0, "optimizer": {"type": "AdamW"}},
-    )
+    """Time the steps of one layout. Collective.
+
+    The configuration is the one that a plan would write for the layout.
+    """
+    candidate = price(request, [layout])[0]
+    sections = {"gradient_clipping": 1.0, "optimizer": {"type": "AdamW"}}
+    config = config_of(request, candidate, sections)
+    # The model is built here, and the data are random.
     for section in ("model", "data"):
         del config[section]
     return time_steps(
@@ -179,9 +197,16 @@ def time_layout(request: Request, layout: Mapping[str, Any], *, steps: int) -> T
 def measured_of(
     request: Request, layout: Mapping[str, Any], times: Sequence[TimedSteps], *, machine: str
 ) -> Measured:
-    """As calibration takes it: the median of all steps."""
+    """Return the record of a layout's measurements, with the median of all steps.
+
+    Args:
+        request: The request.
+        layout: The layout.
+        times: Timed steps of each round.
+        machine: Name of the machine. It is recorded for CPU cores only.
+    """
     predicted = price(request, [layout])[0]
-    peaks = [found.peak_bytes for found in times if found.peak_bytes is not None]
+    peaks = [timed.peak_bytes for timed in times if timed.peak_bytes is not None]
     cluster = request.cluster
     return Measured(
         gpu=str(cluster.device.name),
@@ -193,18 +218,18 @@ def measured_of(
         sequence=request.sequence,
         architecture=facts_of(request.model.architecture),
         layout=layout_facts(layout),
-        seconds=median(second for found in times for second in found.seconds),
+        seconds=median(seconds for timed in times for seconds in timed.seconds),
         bytes=float(max(peaks)) if peaks else None,
         predicted_seconds=predicted.seconds,
         predicted_bytes=predicted.allocated,
-        steps=sum(len(found.seconds) for found in times),
+        steps=sum(len(timed.seconds) for timed in times),
         at=datetime.now(UTC).isoformat(timespec="seconds"),
     )
 
 
 @contextmanager
-def _processes(count: int) -> Iterator[Mesh]:
-    """The process group that all measurements share."""
+def _process_group(count: int) -> Iterator[Mesh]:
+    """Make the process group that all measurements share."""
     mesh = build_mesh(Layout(dp_replicate=count), groups=Groups(levels=("dp_replicate",)))
     try:
         yield mesh
@@ -212,12 +237,12 @@ def _processes(count: int) -> Iterator[Mesh]:
         mesh.close()
 
 
-def _links(mesh: Mesh, seconds: float) -> tuple[float, float] | None:
+def _measure_links(mesh: Mesh, seconds: float) -> tuple[float, float] | None:
+    """Return the seconds per all-reduce and per byte, or None for a single process."""
     group = mesh.group("dp_replicate")
     if group is None or dist.get_world_size() == 1:
         return None
-    found = measure_group(
-        "dp_replicate", group, mesh.levels("dp_replicate"), device=mesh.device, seconds=seconds
-    )
-    cost = found.whole.costs["all_reduce"]
+    levels = mesh.levels("dp_replicate")
+    links = measure_group("dp_replicate", group, levels, device=mesh.device, seconds=seconds)
+    cost = links.whole.costs["all_reduce"]
     return cost.fixed_seconds, cost.seconds_per_byte

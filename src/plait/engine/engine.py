@@ -1,9 +1,13 @@
-"""The engine: full optimizer steps (`train_batch`), or DeepSpeed's three calls (`engine(...)`,
-`backward`, `step`).
+"""The engine, which trains a model on a layout.
 
-Both divide before they reduce and reduce by sum. `train_batch` divides by the global weight of the
-step (its result does not depend on how samples are cut over ranks and micro-batches); the three
-calls take DeepSpeed's mean of means, unless `backward` is told weights.
+A loop takes full optimizer steps with `train_batch`, or makes DeepSpeed's three calls
+(`engine(...)`, `backward`, `step`).
+
+Note [Division of gradients]
+    Both divide the loss before its backward, and gradients are reduced by sum. `train_batch`
+    divides by the global weight of the step (usually its number of targets), so the result does not
+    depend on how samples are distributed over ranks and micro-batches. The three calls take
+    DeepSpeed's mean of means, unless `backward` is passed weights.
 """
 
 from __future__ import annotations
@@ -40,75 +44,109 @@ from plait.sharded.guard import checked_loss
 from plait.sharded.misuse import refuse_own_batches
 from plait.sharded.model import ShardedModel
 from plait.sharded.replicas import compare_replicas
-from plait.sharded.step import Outcome, Stepper
+from plait.sharded.step import StepOutcome, Stepper
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer step. Tensors are 0-dimensional and on the device: read them only when
-    needed.
+    """Result of one optimizer step.
+
+    Tensors are 0-dimensional and on the device. Reading one waits for the device.
+
+    Attributes:
+        loss: Weighted mean of the loss over all ranks and micro-batches.
+        weight: Sum of the weights, by which the loss was divided.
+        grad_norm: Global norm of the unscaled gradients before clipping.
+        skipped: Whether gradients were not finite. In that case only the loss scale has changed.
+        learning_rate: Learning rate of this step (of the first parameter group).
+        loss_scale: Loss scale of this step. It is 1 without float16.
+        decided: Description of a decision about gradient compression, in the step that takes it.
     """
 
     loss: torch.Tensor
-    """Global weighted mean."""
     weight: torch.Tensor
-    """Its denominator."""
     grad_norm: torch.Tensor
-    """Global, unscaled, before clipping."""
     skipped: bool
-    """Gradients were not finite; nothing changed but the loss scale."""
     learning_rate: float
-    """The rate of this step."""
     loss_scale: float
-    """The scale of this step; 1 without float16."""
     decided: str = ""
-    """A description of the decision about compression, after the step that takes it."""
 
     def __float__(self) -> float:
         return float(self.loss)
 
 
 class Engine(EngineFacts):
-    """Made by `plait.initialize`. The model is sharded in place and stays the user's own object."""
+    """Trains a model on a layout. `plait.initialize` makes it.
+
+    The model is sharded in place and is still the user's own object.
+
+    Attributes:
+        sharded: The model on its layout, with the hooks of its steps.
+        config: The resolved configuration.
+        loss_fn: Loss of `train_batch` and `eval_batch`, or None.
+        global_steps: Number of steps so far, skipped ones included.
+        skipped_steps: Number of steps that were skipped.
+        communication: Description of how data-parallel ranks exchange gradients and parameters,
+            with the reasons and with the decisions of the first steps.
+        trackers: Experiment trackers of the caller's own loop on the first rank. None if none are
+            enabled, and in `plait train`, whose loop has its own.
+    """
 
     def __init__(self, sharded: ShardedModel, stepper: Stepper, loss_fn: Loss | None) -> None:
+        """Initialize the engine.
+
+        Args:
+            sharded: The model on its layout, with the hooks of its steps.
+            stepper: Optimizer step of the model.
+            loss_fn: Loss of `train_batch` and `eval_batch`, if there is one.
+        """
         self.sharded = sharded
-        """The model on its layout, and what acts on its steps."""
         self.config = sharded.config
         self.stepper = stepper
         self.loss_fn = loss_fn
         self.global_steps = 0
         self.skipped_steps = 0
         self._guard = sharded.guard
+        # Ranks that read different slices of the batch. For the loss also the pipeline stages, of
+        # which only the last has a loss.
         self._dp_group = sharded.mesh.group(*sharded.parts.batch_axes)
         self._loss_group = sharded.mesh.group("pp", *sharded.parts.batch_axes)
-        self._micro_step = self._step_began = 0
+
+        # State of the three calls.
+        self._micro_step = 0
+        self._step_start = 0
+        """Value of `_micro_step` at the start of the step."""
         self._boundary: bool | None = None
+        """Override of `is_gradient_accumulation_boundary` for the current micro-batch."""
         self._weights: list[Any] = []
+        """Weights that `backward` was passed in this step."""
+
         self._weight_check = WeightCheck()
-        self._outcome: Outcome | None = None
+        self._outcome: StepOutcome | None = None
         self.communication = self.hooks.said
-        """How data-parallel ranks exchange gradients and parameters, and why so; with what the
-        first steps decided.
-        """
-        self._decided = ""
+        self._decision = ""
+        """Description of what the hooks decided in the last step."""
         self._writer = Writer(sharded.mesh)
         self.trackers: EngineTrackers | None = None
-        """Trackers of the caller's loop, on the first rank; None where none are enabled, and for
-        `plait train`, whose loop has them.
-        """
         WATCH.progress(1, board.BETWEEN)
 
     def train_batch(self, batch: Any) -> StepResult:
-        """One optimizer step over this data-parallel rank's share of the batch: micro_batch_size x
-        accumulation samples (see `parallel.micro_batches.micro_batches`).
+        """Take one optimizer step. Collective.
 
-        The loss of every target counts the same, whichever rank and micro-batch it is in. Raises
-        InputError for a wrong amount of data, PlaitError where the engine has no loss, and
-        NumbersError on all ranks, before anything is updated, where loss or gradients are not
-        finite and `faults.non_finite` does not skip such steps.
+        The loss of every target counts the same on every rank and in every micro-batch.
+
+        Args:
+            batch: This data-parallel rank's share of the step: micro_batch_size x accumulation
+                samples, or an iterator or list of micro-batches. See
+                `parallel.micro_batches.micro_batches`.
+
+        Raises:
+            InputError: The batch has the wrong number of samples.
+            PlaitError: The engine has no loss.
+            NumbersError: The loss or gradients are not finite, and `faults.non_finite` does not
+                skip the step. It is raised on all ranks before anything is updated.
         """
-        loss_fn = self._loss()
+        loss_fn = self._required_loss()
         self.sharded.refuse_within("train_batch")
         self._recover()
         self._writer.raise_failed()
@@ -116,10 +154,12 @@ class Engine(EngineFacts):
             return self._train_batch(loss_fn, batch)
 
     def _train_batch(self, loss_fn: Loss, batch: Any) -> StepResult:
-        pieces = self.sharded.micro_batches(batch)
-        # Overlaps with the first forward.
-        weight = Pending(self._sum([loss_fn.weight(piece) for piece in pieces]), self._dp_group)
+        batches = self.sharded.micro_batches(batch)
+        # This reduction overlaps with the first forward.
+        weight = Pending(self._sum([loss_fn.weight(b) for b in batches]), self._dp_group)
         checks_weight = self._weight_check.applies_to(loss_fn)
+
+        # See Note [Division of gradients].
         totals: list[torch.Tensor] = []
         returned_weights: list[Any] = []
         factors: dict[torch.dtype, torch.Tensor] = {}
@@ -131,84 +171,102 @@ class Engine(EngineFacts):
                 factors[dtype] = (self.sharded.loss_scale / divisor).to(dtype)
             return factors[dtype]
 
-        def scaled(output: Any, piece: Any) -> torch.Tensor:
-            total, returned_weight = checked_total(loss_fn(output, piece))
+        def scaled_loss(output: Any, micro_batch: Any) -> torch.Tensor:
+            total, returned_weight = checked_total(loss_fn(output, micro_batch))
             totals.append(total.detach())
             if checks_weight:
                 self._weight_check.note(returned_weight)
             returned_weights.append(returned_weight)
             return total * factor(total.dtype)
 
-        self.sharded.train_microbatches(pieces, scaled, loss_fn=without_balance_loss(loss_fn))
-        # Only the last stage of a pipeline has a loss. The sum overlaps with the norm.
+        self.sharded.train_microbatches(batches, scaled_loss, loss_fn=without_balance_loss(loss_fn))
+
+        # Only the last stage of a pipeline has a loss. This reduction overlaps with the norm.
         loss_sum = self._sum(totals)
-        # Two numbers on every rank, also where the loss functions of ranks differ: sizes of
-        # messages must agree.
-        everywhere = Pending(torch.stack([loss_sum, self._sum(returned_weights)]), self._loss_group)
+        # Two numbers on every rank, even if the loss functions of ranks differ: sizes of messages
+        # must agree.
+        global_sums = Pending(
+            torch.stack([loss_sum, self._sum(returned_weights)]), self._loss_group
+        )
+        # Both may change in the update.
         scale = self.sharded.loss_scale
         rate = self.get_lr()[0]
         outcome = self._update(
-            loss=lambda: everywhere.value()[0], own_loss=lambda: math.fsum(map(float, totals))
+            loss=lambda: global_sums.value()[0], local_loss=lambda: math.fsum(map(float, totals))
         )
+
         targets = weight.value()
         if checks_weight:
             self._weight_check(
-                divided_by=targets, returned=everywhere.value()[1], step=self.global_steps
+                divided_by=targets, returned=global_sums.value()[1], step=self.global_steps
             )
-        loss = everywhere.value()[0] / targets
+        loss = global_sums.value()[0] / targets
         self._track(outcome, rate, scale, loss)
         return StepResult(
-            loss, targets, outcome.grad_norm, outcome.skipped, rate, scale, self._decided
+            loss, targets, outcome.grad_norm, outcome.skipped, rate, scale, self._decision
         )
 
     @torch.no_grad()
     def eval_batch(self, batch: Any) -> tuple[float, float]:
-        """(loss sum, weight) of one micro-batch a rank, summed over all ranks; dropout off, nothing
-        changed. Collective.
+        """Evaluate one micro-batch per rank, without dropout and without any change. Collective.
+
+        Returns:
+            The sum of the loss and the sum of the weights over all ranks.
         """
-        loss_fn = self._loss()
+        loss_fn = self._required_loss()
         self._recover()
-        piece = self.sharded.prepared(batch)
+        micro_batch = self.sharded.prepared(batch)
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         with self.evaluating(), self.sharded.logits_for(loss_fn):
-            output = self.sharded.output(piece)
+            output = self.sharded.output(micro_batch)
             if self.sharded.holds_output:
-                total, seen = checked_total(loss_fn(output, piece))
-                totals += torch.stack([total.double(), self._there(seen, torch.float64)])
+                total, weight = checked_total(loss_fn(output, micro_batch))
+                totals += torch.stack([total.double(), self._to_device(weight, torch.float64)])
         if self._loss_group is not None:
             dist.all_reduce(totals, group=self._loss_group)
         return float(totals[0]), float(totals[1])
 
     def predict(self, batch: Any, *, cache: Any = None) -> Any:
-        """The model's output for one micro-batch, in evaluation mode; None on the ranks of a
-        pipeline that do not hold its last stage. Collective. Several in a row are faster inside
-        `evaluating`. `cache`: see `ShardedModel.predict`.
+        """Return the model's output for one micro-batch in evaluation mode. Collective.
+
+        Several calls in a row are faster inside of `evaluating`.
+
+        Args:
+            batch: One micro-batch.
+            cache: A KV cache from `new_cache`. See `ShardedModel.predict`.
+
+        Returns:
+            The output, or None on the ranks of a pipeline that do not hold its last stage.
         """
         self._recover()
         return self.sharded.predict(batch, cache=cache)
 
     def new_cache(self) -> Any:
-        """An empty cache for `predict`; None for a model that takes none."""
+        """Return an empty KV cache for `predict`, or None if the model does not support one."""
         return self.sharded.new_cache()
 
     def generate(self, prompts: Any, **settings: Any) -> list[Generation]:
-        """What the model adds to prompts, on the layout that it is trained on; nothing of the
-        training changes. Collective. See `inference.generate.generate` for all arguments.
+        """Generate continuations of prompts on the layout of the training. Collective.
+
+        It does not change the training. See `inference.generate.generate` for all arguments.
         """
         self._recover()
         return generate(self.sharded, prompts, **settings)
 
     def score(self, sequences: Any, **settings: Any) -> list[torch.Tensor]:
-        """Log-probabilities of the tokens of sequences, on the layout that the model is trained on;
-        nothing of the training changes. Collective. See `inference.score.score` for all arguments.
+        """Return log-probabilities of the tokens of sequences. Collective.
+
+        It runs on the layout of the training, and does not change it. See `inference.score.score`
+        for all arguments.
         """
         self._recover()
         return score(self.sharded, sequences, **settings)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """The model in evaluation mode; parameters that `predict` gathers are resharded at the
-        end.
+        """Set evaluation mode inside of the context.
+
+        Parameters that `predict` gathers stay gathered until its end.
         """
         if not self.sharded.is_evaluating:
             self._recover()
@@ -216,12 +274,13 @@ class Engine(EngineFacts):
             yield
 
     def from_output_stage(self, value: Any) -> Any:
-        """`value` of the rank of a pipeline that holds the last stage, on all its ranks; small, and
-        picklable. Collective.
+        """Return the last pipeline stage's `value` on all ranks of the pipeline. Collective.
+
+        The value is small and picklable.
         """
         return self.sharded.from_output_stage(value)
 
-    def _loss(self) -> Loss:
+    def _required_loss(self) -> Loss:
         if self.loss_fn is None:
             raise PlaitError(
                 "this engine has no loss: pass loss_fn= to plait.initialize (plait.causal_lm_loss"
@@ -231,8 +290,10 @@ class Engine(EngineFacts):
         return self.loss_fn
 
     def _sum(self, values: Sequence[Any]) -> torch.Tensor:
-        """Return the sum of numbers and 0-dimensional tensors: a new tensor, 0-dimensional,
-        float64, on the device.
+        """Return the sum of numbers and 0-dimensional tensors.
+
+        Returns:
+            A new tensor: 0-dimensional, float64, on the device. An all-reduce may change it.
         """
         tensors = [value.reshape(()) for value in values if isinstance(value, torch.Tensor)]
         number = sum(value for value in values if not isinstance(value, torch.Tensor))
@@ -241,19 +302,18 @@ class Engine(EngineFacts):
         if len(tensors) == 1:
             total = tensors[0].to(self.device, torch.float64, copy=True)
         else:
-            total = torch.stack([tensor.to(self.device) for tensor in tensors]).sum(
-                dtype=torch.float64
-            )
+            stacked = torch.stack([tensor.to(self.device) for tensor in tensors])
+            total = stacked.sum(dtype=torch.float64)
         return total + number if number else total
 
-    def _there(self, weight: Any, dtype: torch.dtype) -> torch.Tensor:
-        """A weight of a loss, a tensor or a number, 0-dimensional on the device."""
+    def _to_device(self, weight: Any, dtype: torch.dtype) -> torch.Tensor:
+        """Return a weight (a tensor or a number) as a tensor on the device."""
         if isinstance(weight, torch.Tensor):
             return weight.to(self.device, dtype)
         return accelerator.tensor_of(weight, dtype=dtype, device=self.device)
 
     def _track(
-        self, outcome: Outcome, rate: float, scale: float, loss: torch.Tensor | None = None
+        self, outcome: StepOutcome, rate: float, scale: float, loss: torch.Tensor | None = None
     ) -> None:
         if self.trackers is not None:
             norm = outcome.grad_norm
@@ -262,27 +322,27 @@ class Engine(EngineFacts):
             )
 
     def _recover(self) -> None:
-        """Clear what a failed step left; one of three calls begins anew with its first
-        micro-batch.
-        """
+        """Clear what a failed step left. See Note [Clearing a failed step] in `sharded.guard`."""
         if self._guard.recover():
             self._restart_step()
 
     def _restart_step(self) -> None:
-        self._micro_step = self._step_began
+        """Start the step of the three calls again, with its first micro-batch."""
+        self._micro_step = self._step_start
         self._boundary = None
         self._weights = []
         if self.trackers is not None:
             self.trackers.drop_losses()
 
-    def _update(self, *, divisor: float = 1.0, **losses: Callable[[], Any]) -> Outcome:
-        outcome, self._decided = self.sharded.update(
+    def _update(self, *, divisor: float = 1.0, **losses: Callable[[], Any]) -> StepOutcome:
+        outcome, self._decision = self.sharded.update(
             self.stepper, divisor=divisor, step=self.global_steps + 1, **losses
         )
         self._outcome = outcome
-        if self._decided:
-            self.communication = f"{self.communication}. {self._decided}"
+        if self._decision:
+            self.communication = f"{self.communication}. {self._decision}"
         self.global_steps += 1
+
         every = self.config.faults.compare_replicas_every
         if every and self.global_steps % every == 0:
             compare_replicas(self.model, self.optimizer, self.sharded.mesh, step=self.global_steps)
@@ -291,7 +351,7 @@ class Engine(EngineFacts):
         return outcome
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward of one micro-batch."""
+        """Run the forward of one micro-batch. The first of DeepSpeed's three calls."""
         if self.sharded.pipeline is not None:
             raise InputError(
                 "parallel.pp > 1: a pipeline runs full steps, because each process has a part of"
@@ -307,13 +367,19 @@ class Engine(EngineFacts):
     def backward(
         self, loss: torch.Tensor, *, weight: Any = None, retain_graph: bool = False
     ) -> torch.Tensor:
-        """Backward of one micro-batch. `loss` is its mean. Called several times before `step`,
-        gradients add up, as in one process.
+        """Run the backward of one micro-batch. Collective.
 
-        Without `weight` the step's loss is the mean over micro-batches and ranks (DeepSpeed's);
-        with it (the number of targets that the mean was taken over) it is the global weighted mean.
-        A step must give weights for all of its micro-batches or for none. `retain_graph`: as
-        torch's, for another backward through the same forward; the gradients add up.
+        If it is called several times before `step`, gradients add up, as in one process.
+
+        Args:
+            loss: Mean loss of the micro-batch, one element.
+            weight: Number of targets that the mean was taken over. With it the loss of the step is
+                the global weighted mean; without it the mean over micro-batches and ranks. It must
+                be passed for all backwards of a step on all ranks, or for none.
+            retain_graph: Keep the graph for another backward through the same forward.
+
+        Returns:
+            The loss, detached.
         """
         checked_loss(loss)
         self._recover()
@@ -323,73 +389,83 @@ class Engine(EngineFacts):
                 " for none"
             )
         self.sharded.before_microbatch(last=self.is_gradient_accumulation_boundary())
+        # See Note [Division of gradients].
         factor = self.sharded.loss_scale
         if weight is None:
             scaled = loss * (factor / (self.config.batch.accumulation * self.dp_size))
         else:
+            # The sum of all weights is known in `step` only, which divides by it.
             self._weights.append(weight)
-            scaled = loss * (self._there(weight, loss.dtype) * factor)
+            scaled = loss * (self._to_device(weight, loss.dtype) * factor)
         with self._guard.backward():
             scaled.backward(retain_graph=retain_graph)
-            for complete in self.hooks.after_backward:
-                complete()
+            for callback in self.hooks.after_backward:
+                callback()
         if self.trackers is not None:
             self.trackers.add_loss(loss)
         return loss.detach()
 
     def step(self) -> None:
-        """End a micro-batch; at the end of a step, update. The learning rate moves only when the
-        update was not skipped.
+        """End a micro-batch, and update the parameters if it is the last of its step. Collective.
+
+        The LR schedule advances only if the update was not skipped.
         """
         self._recover()
-        boundary = self.is_gradient_accumulation_boundary()
-        if boundary:
+        is_boundary = self.is_gradient_accumulation_boundary()
+        if is_boundary:
+            # An error of a checkpoint is raised here, where all ranks are at the same place.
             self._writer.raise_failed()
         self._micro_step += 1
         self._boundary = None
-        if boundary:
-            self._step_began = self._micro_step
-            divisor = (
-                float(Pending(self._sum(self._weights), self._dp_group).value())
-                if self._weights
-                else 1.0
-            )
-            self._weights = []
-            scale = self.sharded.loss_scale
-            rate = self.get_lr()[0]
-            with self._guard.running("step"):
-                outcome = self._update(divisor=divisor or 1.0)
-            self._track(outcome, rate, scale)
+        if not is_boundary:
+            return
+
+        self._step_start = self._micro_step
+        divisor = 1.0
+        if self._weights:
+            divisor = float(Pending(self._sum(self._weights), self._dp_group).value())
+        self._weights = []
+        scale = self.sharded.loss_scale
+        rate = self.get_lr()[0]
+        with self._guard.running("step"):
+            # A step without a single target has weight 0 and gradient 0.
+            outcome = self._update(divisor=divisor or 1.0)
+        self._track(outcome, rate, scale)
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the current micro-batch is the last of its step."""
+        """Return True if the current micro-batch is the last of its step."""
         if self._boundary is not None:
             return self._boundary
         return (self._micro_step + 1) % self.config.batch.accumulation == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Decide for the current micro-batch whether it is the last; forgotten after `step`. None:
-        as counted.
+        """Set whether the current micro-batch is the last of its step.
+
+        Args:
+            is_boundary: True or False for this micro-batch only, until `step`. None: the engine
+                counts micro-batches.
         """
         self._boundary = is_boundary
 
     def was_step_applied(self) -> bool:
-        """Whether the last step updated the parameters."""
+        """Return True if the last step updated the parameters."""
         return self._outcome is not None and not self._outcome.skipped
 
     def get_global_grad_norm(self) -> float:
-        """Norm of the last step's gradients over all ranks, unscaled, before clipping; not finite
-        for a skipped step.
+        """Return the global norm of the last step's unscaled gradients before clipping.
+
+        It is not finite for a skipped step, and 0 before the first step.
         """
         return float(self._outcome.grad_norm) if self._outcome is not None else 0.0
 
     def get_lr(self) -> list[float]:
-        """Current learning rate of every parameter group."""
+        """Return the current learning rate of every parameter group."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def zero_grad(self) -> None:
-        """Drop the gradients of the step's micro-batches so far. `step` clears those that it used,
-        so no loop has to call this.
+        """Drop the gradients of the step's micro-batches so far.
+
+        `step` drops the gradients that it has used, so a loop need not call this.
         """
         self._recover()
         self._guard.drop()
@@ -415,17 +491,29 @@ class Engine(EngineFacts):
         loader: StatefulLoader | None = None,
         wait: bool = True,
     ) -> Place:
-        """Write a checkpoint that loads on any layout (default tag `step-00000010`) into a folder,
-        or a store's (`s3://bucket/run`). Collective; training is not changed. `client_state` is
-        plain data, equal on every rank, and is restored with its types (tuples, integer keys, small
-        tensors). `loader`: this rank's, whose `state_dict()` is kept, such as torchdata's
-        StatefulDataLoader's.
+        """Write a checkpoint that loads on any layout. Collective.
 
-        `wait` False returns when the state was copied, and a thread writes the copy;
-        `checkpoint_written` says when it is on the disk. Where there is no room for a copy, or
-        states are in files, it is written at once. Raises CheckpointError; for a copy that could
-        not be written the next step or save does, or `close`. What was saved before stays. Raises
-        InputError between the micro-batches of a step, whose gradients no checkpoint keeps.
+        Training is not changed, and earlier checkpoints are kept.
+
+        Args:
+            folder: Folder for checkpoints, on a disk or in a store (`s3://bucket/run`).
+            tag: Name of the checkpoint. The default is like `step-00000010`.
+            client_state: Plain data that is equal on every rank. It is restored with its types
+                (tuples, integer keys, small tensors).
+            loader: This rank's data loader, whose `state_dict()` is saved, such as torchdata's
+                StatefulDataLoader.
+            wait: False returns when the state has been copied, and a thread writes the copy. See
+                `checkpoint_written`. If there is no room for a copy, or if states are in files, the
+                checkpoint is written before the call returns.
+
+        Returns:
+            The path of the checkpoint.
+
+        Raises:
+            CheckpointError: The checkpoint could not be written. For a copy, the next step or save
+                or `close` raises it.
+            InputError: Some micro-batches of a step have had their backward. No checkpoint stores
+                their gradients.
         """
         self._recover()
         if self._guard.backwards:
@@ -437,17 +525,26 @@ class Engine(EngineFacts):
         if loader is not None:
             refuse_stateless(loader, "engine.save_checkpoint")
         with WATCH.during(board.CHECKPOINT):
-            taken = snapshot_of(
+            snapshot = snapshot_of(
                 self, place_of(folder), tag=tag, client_state=client_state or {}, loader=loader
             )
-            self._writer.begin(taken, stage=not wait and self.sharded.tier is None)
+            # A copy of states in files would need the memory that they are in files to save.
+            self._writer.begin(snapshot, stage=not wait and self.sharded.tier is None)
             written = self._writer.wait() if wait else None
-        return written or taken.folder / taken.tag
+        return written or snapshot.folder / snapshot.tag
 
     def checkpoint_written(self, *, wait: bool = False) -> Place | None:
-        """The checkpoint of `save_checkpoint(wait=False)` that has reached the disk since the last
-        call; None while it has not. With `wait` CheckpointError is raised where it could not be
-        written; without it the next step raises it, on all ranks at once.
+        """Return the checkpoint of `save_checkpoint(wait=False)` that has reached the disk.
+
+        Args:
+            wait: Wait until it is written.
+
+        Returns:
+            The path, once per checkpoint. None while it is being written.
+
+        Raises:
+            CheckpointError: With `wait`, if it could not be written. Without it, the next step
+                raises the error on all ranks at once.
         """
         return self._writer.wait() if wait else self._writer.finished()
 
@@ -460,36 +557,56 @@ class Engine(EngineFacts):
         on_note: Callable[[str], None] | None = None,
         loader: StatefulLoader | None = None,
     ) -> tuple[Place, dict[str, Any]] | None:
-        """Go on from `folder/tag`, or from the latest that is undamaged; None where there is none.
-        Returns its path and client state. Collective. `verify`: "full" compares every byte with its
-        hash first, "sample" one tensor in eight, "off" only sizes and lists. What the configuration
-        has otherwise than then (learning rate, betas, schedule ...) is the configuration's from
-        here on. `on_note` is told of it on every rank, else the first rank warns. `loader` goes on
-        where this rank's stood, on the same layout. Raises CheckpointError for another model's or
-        optimizer's, and for a loader of another layout.
+        """Continue from a checkpoint, on any layout. Collective.
+
+        If a setting of the optimizer or the schedule (learning rate, betas, ...) differs from the
+        configuration that the checkpoint was written with, the new configuration applies.
+
+        Args:
+            folder: Folder of checkpoints.
+            tag: Name of the checkpoint. The default is the newest one that is not damaged.
+            verify: "full" compares every byte with its hash first, "sample" one tensor in eight,
+                "off" only sizes and lists.
+            on_note: Called on every rank with a description of each difference to the checkpoint.
+                Without it the first rank warns.
+            loader: This rank's data loader. It continues where it was saved, on the same layout
+                only.
+
+        Returns:
+            The path of the checkpoint and its client state, or None if there is no checkpoint.
+
+        Raises:
+            CheckpointError: The checkpoint is of another model or optimizer, its loader is of
+                another layout, or it is damaged.
         """
         if loader is not None:
             refuse_stateless(loader, "engine.load_checkpoint")
         self._recover()
         if self._guard.backwards:
-            self.zero_grad()  # they are of other weights
+            # These gradients belong to other weights.
+            self.zero_grad()
             self._restart_step()
         with WATCH.during(board.CHECKPOINT):
+            # The newest checkpoint may still be on its way to the disk.
             self._writer.wait()
-            found = load_engine(
+            loaded = load_engine(
                 self, place_of(folder), tag=tag, verify=verify, on_note=on_note, loader=loader
             )
         WATCH.progress(self.global_steps + 1, board.BETWEEN)
-        return found
+        return loaded
 
     def close(self) -> None:
-        """Let go of the model, and end the process group, if `initialize` made it. A replicated
-        model may be given to Plait again. Raises CheckpointError where
-        `save_checkpoint(wait=False)` could not write its copy.
+        """Release the model, and end the process group if `initialize` made it.
+
+        A replicated model may be passed to Plait again.
+
+        Raises:
+            CheckpointError: The copy of `save_checkpoint(wait=False)` could not be written.
         """
         try:
             self._writer.close()
             if self.trackers is not None:
                 self.trackers.close()
         finally:
+            # Also if a checkpoint could not be written.
             self.sharded.close()

@@ -1,6 +1,4 @@
-"""What an engine answers about itself: its model, its place among the processes, the sizes of a
-batch. No state of its own.
-"""
+"""Read-only properties of an engine: its model, its place among the ranks, its batch sizes."""
 
 from __future__ import annotations
 
@@ -18,7 +16,15 @@ from plait.sharded.step import Stepper
 
 
 class EngineFacts:
-    """See the module."""
+    """Properties of an engine that follow from its parts. It has no state of its own.
+
+    Attributes:
+        sharded: The model on its layout, with the hooks of its steps.
+        config: The resolved configuration.
+        stepper: Optimizer step of the model.
+        global_steps: Number of steps so far, skipped ones included.
+        skipped_steps: Number of steps that were skipped.
+    """
 
     sharded: ShardedModel
     config: Resolved
@@ -28,17 +34,17 @@ class EngineFacts:
 
     @property
     def parts(self) -> Parts:
-        """What the techniques have made of the model."""
+        """The model after all techniques were applied, and their notes."""
         return self.sharded.parts
 
     @property
     def hooks(self) -> Hooks:
-        """What acts on a step."""
+        """Hooks of a step."""
         return self.sharded.hooks
 
     @property
     def mesh(self) -> Mesh:
-        """The ranks."""
+        """Mesh of the ranks."""
         return self.sharded.mesh
 
     @property
@@ -50,22 +56,22 @@ class EngineFacts:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer over this rank's shards."""
+        """Optimizer over this rank's shards."""
         return self.stepper.optimizer
 
     @property
     def lr_scheduler(self) -> Any:
-        """The learning rate schedule, or None."""
+        """LR scheduler, or None."""
         return self.stepper.scheduler
 
     @property
     def device(self) -> torch.device:
-        """This rank's device."""
+        """Device of this rank."""
         return self.mesh.device
 
     @property
     def rank(self) -> int:
-        """This process among all."""
+        """Global rank of this process."""
         return self.mesh.rank
 
     @property
@@ -75,22 +81,22 @@ class EngineFacts:
 
     @property
     def dp_rank(self) -> int:
-        """Which slice of the batch this rank reads."""
+        """Index of the slice of the batch that this rank reads."""
         return self.mesh.dp_index
 
     @property
     def dp_size(self) -> int:
-        """Number of different slices of the batch."""
+        """Number of slices of the batch."""
         return self.mesh.layout.dp
 
     def train_batch_size(self) -> int:
-        """Samples of a step, all ranks."""
+        """Return the number of samples per step over all ranks."""
         return self.config.batch.train_batch_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples of a micro-batch on one rank."""
+        """Return the number of samples per micro-batch on one rank."""
         return self.config.batch.micro_batch_size
 
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of a step."""
+        """Return the number of micro-batches per step."""
         return self.config.batch.accumulation

@@ -1,5 +1,6 @@
-"""The random generators of a rank: torch's of the CPU and of its device, Python's and numpy's.
-Where they begin, and what a checkpoint keeps of them.
+"""Random generators of a rank: torch's on the CPU and the device, Python's and numpy's.
+
+They are seeded from the layout, and their states are saved in checkpoints.
 """
 
 from __future__ import annotations
@@ -21,51 +22,76 @@ _OTHERS = "random.python"
 
 
 def generator_seed(seed: int, mesh: Mesh, *, step: int = 0) -> int:
-    """The seed of this rank's generators at a step: another one wherever activations are others
-    (data-parallel ranks, slices of sequences, pipeline stages), the same over tp, where they are
-    replicated. It follows from the layout alone.
+    """Return the seed of this rank's generators at a step.
+
+    It differs between ranks whose activations differ (data-parallel ranks, context-parallel slices,
+    pipeline stages). It is the same along tp, where activations are replicated.
+
+    Args:
+        seed: Seed of the run.
+        mesh: Mesh of the ranks.
+        step: Number of the step.
     """
     at = mesh.coordinates
-    words = f"{seed} {step} {mesh.dp_index} {at['cp']} {at['pp']}"
-    return (
-        int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest()[:8], "little") >> 1
-    )
+    text = f"{seed} {step} {mesh.dp_index} {at['cp']} {at['pp']}"
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    # torch accepts 63 bits.
+    return int.from_bytes(digest, "little") >> 1
 
 
 def seed(base: int, mesh: Mesh, *, step: int) -> None:
-    """All of them, from the layout, the seed of the run and the step."""
-    found = generator_seed(base, mesh, step=step)
-    torch.manual_seed(found)
-    random.seed(found)
-    np.random.seed(found % 2**32)  # the global one, which data sets draw from
+    """Seed all generators of this rank.
+
+    Args:
+        base: Seed of the run.
+        mesh: Mesh of the ranks.
+        step: Number of the step.
+    """
+    rank_seed = generator_seed(base, mesh, step=step)
+    torch.manual_seed(rank_seed)
+    random.seed(rank_seed)
+    # The global generator of numpy, which data sets draw from. It accepts 32 bits.
+    np.random.seed(rank_seed % 2**32)
 
 
 def states(device: torch.device) -> dict[str, torch.Tensor]:
-    """Of all of them, as tensors."""
-    own = dict(np.random.get_state(legacy=False))
-    own["state"] = {"key": own["state"]["key"].tolist(), "pos": own["state"]["pos"]}
-    others = exact.encode({"python": random.getstate(), "numpy": own}, "a generator")
-    found = {
+    """Return the states of all generators as uint8 tensors, by name."""
+    numpy_state = dict(np.random.get_state(legacy=False))
+    numpy_state["state"] = {
+        "key": numpy_state["state"]["key"].tolist(),
+        "pos": numpy_state["state"]["pos"],
+    }
+    others = exact.encode({"python": random.getstate(), "numpy": numpy_state}, "a generator")
+    tensors = {
         _CPU: torch.get_rng_state(),
         _OTHERS: torch.tensor(list(json.dumps(others).encode()), dtype=torch.uint8),
     }
     if device.type != "cpu":
-        found[_DEVICE] = torch.get_device_module(device).get_rng_state(device)
-    return found
+        tensors[_DEVICE] = torch.get_device_module(device).get_rng_state(device)
+    return tensors
 
 
 def restore(device: torch.device, saved: Mapping[str, torch.Tensor]) -> bool:
-    """Go on where they were; False, with nothing changed, where `saved` does not have all of
-    them.
+    """Restore all generators of this rank.
+
+    Args:
+        device: Device of this rank.
+        saved: The result of `states`, among other tensors.
+
+    Returns:
+        False, without any change, if a state is missing.
     """
-    if not {_CPU, _OTHERS, *([_DEVICE] if device.type != "cpu" else [])} <= saved.keys():
+    required = {_CPU, _OTHERS}
+    if device.type != "cpu":
+        required.add(_DEVICE)
+    if not required <= saved.keys():
         return False
     others = exact.decode(json.loads(bytes(saved[_OTHERS].tolist())), where="a generator")
     torch.set_rng_state(saved[_CPU])
     random.setstate(others["python"])
-    own = others["numpy"]
-    own["state"]["key"] = np.array(own["state"]["key"], dtype=np.uint32)
-    np.random.set_state(own)
+    numpy_state = others["numpy"]
+    numpy_state["state"]["key"] = np.array(numpy_state["state"]["key"], dtype=np.uint32)
+    np.random.set_state(numpy_state)
     if device.type != "cpu":
         torch.get_device_module(device).set_rng_state(saved[_DEVICE], device)
     return True

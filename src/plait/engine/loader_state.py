@@ -1,6 +1,7 @@
-"""Where a data loader of the user's stands, in a checkpoint: anything with `state_dict` and
-`load_state_dict`, such as torchdata's StatefulDataLoader. Each rank has its own, so it fits the
-layout that it was saved on.
+"""State of a user's data loader in a checkpoint.
+
+A loader is any object with `state_dict` and `load_state_dict`, such as torchdata's
+StatefulDataLoader. Each rank has its own, so a state fits the layout that it was saved on.
 """
 
 from __future__ import annotations
@@ -19,32 +20,39 @@ _NAME = "loader"
 
 
 class StatefulLoader(Protocol):
-    """What is asked of a loader."""
+    """A data loader that can save and restore its position."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data: numbers, texts, lists, mappings, small tensors."""
+        """Return plain data: numbers, texts, lists, mappings, small tensors."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from a state."""
 
 
 def refuse_stateless(loader: Any, call: str) -> None:
-    """Raise InputError for a loader that does not say where it stands."""
+    """Raise InputError for a loader that cannot save its position.
+
+    Args:
+        loader: The argument of a call.
+        call: Name of the call, for the message.
+    """
     missing = [
         name
         for name in ("state_dict", "load_state_dict")
         if not callable(getattr(loader, name, None))
     ]
     if missing:
-        rule = f"{type(loader).__name__} has no {missing[0]}, so nothing says where it stands"
+        rule = f"{type(loader).__name__} has no {missing[0]}, so its position cannot be saved"
         raise InputError(
             f"{call}: loader: {rule}; use torchdata's StatefulDataLoader, or leave `loader` out"
         )
 
 
 def saved(loader: StatefulLoader | None) -> dict[str, torch.Tensor]:
-    """The state of this rank's loader as what a rank keeps of its own: uint8 [bytes]; nothing
-    without a loader. Raises CheckpointError for what is not plain data.
+    """Return the state of this rank's loader as a tensor: uint8, [bytes]. Empty without a loader.
+
+    Raises:
+        CheckpointError: The state is not plain data.
     """
     if loader is None:
         return {}
@@ -59,7 +67,14 @@ def refuse_misfit(
     then: Mapping[str, int],
     now: Layout,
 ) -> None:
-    """Raise CheckpointError where the checkpoint does not say where this rank's loader stood."""
+    """Raise CheckpointError if a checkpoint has no state for this rank's loader.
+
+    Args:
+        loader: This rank's loader, or None.
+        metadata: Metadata of the checkpoint.
+        then: Degrees of the layout that the checkpoint was saved on.
+        now: The current layout.
+    """
     if loader is None:
         return
     if not metadata.get(_NAME):
@@ -80,8 +95,13 @@ def refuse_misfit(
         )
 
 
-def restore(loader: StatefulLoader | None, own: Mapping[str, torch.Tensor]) -> None:
-    """Put the loader where this rank's stood."""
+def restore(loader: StatefulLoader | None, rank_state: Mapping[str, torch.Tensor]) -> None:
+    """Restore this rank's loader.
+
+    Args:
+        loader: The loader, or None.
+        rank_state: Tensors that the checkpoint stores for this rank.
+    """
     if loader is not None:
-        text = bytes(own[_NAME].cpu().tolist()).decode()
+        text = bytes(rank_state[_NAME].cpu().tolist()).decode()
         loader.load_state_dict(exact.decode(json.loads(text), where="loader"))

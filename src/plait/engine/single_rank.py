@@ -1,11 +1,10 @@
-"""One rank of a layout of any size, alone and without data: the model is built, split and stepped
-on fake tensors.
+"""Dry run of one rank of any layout, alone and without data.
 
-Everything but the values is real: the same code makes the shards, the stages, the collectives and
-the optimizer states, on a process group whose other ranks do not exist. So a layout of thousands of
-ranks is tried on a laptop, in seconds to minutes. What a step decides by values (the norm, whether
-it overflowed) is left out. On a real device the same step runs with its kernels, and time and
-memory are the device's.
+The model is built, split and stepped on fake tensors. Everything except the values is real: the
+same code makes the shards, the stages, the collectives and the optimizer states, on a process group
+whose other ranks do not exist. A layout of thousands of ranks can be tried on a laptop, in seconds
+to minutes. Decisions of a step that depend on values (the norm, an overflow) are left out. On a
+real device the same step runs with its kernels, and time and memory are the device's.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from plait.model.positions import rows_are_sequences
 from plait.optim.fake_states import make_states
 from plait.optim.optimizer import build_optimizer
 from plait.parallel import materialise
-from plait.parallel.micro_batches import default_forward, micro_batches
+from plait.parallel.micro_batches import Forward, default_forward, micro_batches
 from plait.parallel.order import attach_all
 from plait.parallel.pipeline.pipeline_parallel import PipelineRank
 from plait.parallel.technique import Parts
@@ -49,62 +48,79 @@ from plait.sharded.assemble import split
 from plait.sharded.check import checked_model
 from plait.sharded.model import ShardedModel
 
-Tell = Callable[[str], None]
-"""Told what begins, in a few words."""
-
 
 @dataclass(frozen=True)
-class Operator:
-    """An operator of a step, all its calls together."""
+class OperatorCalls:
+    """All calls of one operator in a step.
+
+    Attributes:
+        name: Name of the operator.
+        calls: Number of calls.
+        flops: FLOPs of all calls.
+        device_seconds: Time of its kernels on a real device.
+    """
 
     name: str
     calls: int
     flops: int
     device_seconds: float = 0.0
-    """What its kernels took on a real device."""
 
 
 @dataclass(frozen=True)
-class Sent:
-    """Collectives of one kind along one axis in a step."""
+class CollectiveTraffic:
+    """All collectives of one kind along one mesh dimension in a step.
+
+    Attributes:
+        axis: Mesh dimension.
+        kind: Kind of the collective.
+        calls: Number of calls.
+        ranks: Number of ranks in the group.
+        wire_bytes: Bytes that this rank sends with ring algorithms.
+    """
 
     axis: str
     kind: str
     calls: int
     ranks: int
     wire_bytes: int
-    """What this rank sends in rings."""
 
 
 @dataclass(frozen=True)
 class SingleRankRun:
-    """What a rank held and did, in bytes and counts."""
+    """Memory and work of one rank, in bytes and counts.
+
+    Attributes:
+        parameters: Bytes of parameters.
+        gradients: Bytes of gradients after their reduction.
+        optimizer: Bytes of optimizer states.
+        blocks: Names of the blocks of the model that the rank owns.
+        peak: Most bytes alive at once in a step that starts with its optimizer states: parameters,
+            gradients, states and all temporary tensors.
+        peak_during: Phase (`micro-batches`, `reduction` or `optimizer step`) and operator of the
+            peak.
+        operators: Operators of one step, those with the most FLOPs first.
+        traffic: Collectives of one step.
+        device: Description of the device.
+        build_seconds: Time to split the model and make its groups.
+        step_seconds: Time to run the step. On fake tensors it is that of the dry run, on a real
+            device that of the step there without waiting for other ranks.
+    """
 
     parameters: int
     gradients: int
     optimizer: int
     blocks: tuple[str, ...]
-    """The blocks of the model that the rank owns."""
     peak: int
-    """Most bytes alive at once in a step that finds its optimizer states: parameters, gradients,
-    states and all that comes and goes.
-    """
     peak_during: str
-    """What ran then: `micro-batches`, `reduction` or `optimizer step`, and the operator."""
-    operators: tuple[Operator, ...]
-    """Of one step, the most FLOPs first."""
-    traffic: tuple[Sent, ...]
+    operators: tuple[OperatorCalls, ...]
+    traffic: tuple[CollectiveTraffic, ...]
     device: str
     build_seconds: float
-    """To split the model and make its groups."""
     step_seconds: float
-    """To run the step: on fake tensors the time of the dry run, on a real device the time of the
-    step there without waiting for others.
-    """
 
     @property
     def flops(self) -> int:
-        """Of the step's products and attention."""
+        """FLOPs of the step's products and attention."""
         return sum(operator.flops for operator in self.operators)
 
 
@@ -116,14 +132,26 @@ def run_single_rank(
     samples: int,
     length: int,
     real: bool = False,
-    tell: Tell = lambda _: None,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> SingleRankRun:
-    """Build rank `rank` of `resolved`'s layout from `model` (a causal language model on meta,
-    changed in place) and run one step of micro-batches [samples, length]. Makes and ends a process
-    group; raises InputError where one exists.
+    """Build one rank of a layout, and run one step of it.
 
-    `real` runs on this machine's device instead of fake tensors; the values are whatever its memory
-    holds.
+    It makes and ends a process group.
+
+    Args:
+        model: A causal language model on meta. It is changed in place.
+        resolved: The configuration.
+        rank: The rank.
+        samples: Samples per micro-batch.
+        length: Tokens per sample.
+        real: Run on this machine's device instead of fake tensors. The values of the parameters are
+            whatever its memory contains.
+        tell: Progress callback. Receives the name of the phase that starts.
+
+    Raises:
+        InputError: A process group exists already, the model is not on meta, or `real` needs a GPU
+            and there is none.
+        ModelError: The experts of the model cannot run on fake tensors in their dtype.
     """
     if dist.is_initialized():
         raise InputError(
@@ -136,41 +164,48 @@ def run_single_rank(
         )
     if not real:
         _refuse_grouped_products(model, resolved)
-    # which parameters were used is a value
-    quiet = resolved.data_parallel.model_copy(update={"unused_parameters": False})
-    resolved = resolved.model_copy(update={"data_parallel": quiet})
-    began = time.perf_counter()
+
+    # Which parameters were used depends on values.
+    data_parallel = resolved.data_parallel.model_copy(update={"unused_parameters": False})
+    resolved = resolved.model_copy(update={"data_parallel": data_parallel})
+    start = time.perf_counter()
     tell(f"building rank {rank} of {resolved.layout.world_size:,}")
     dist.init_process_group(
         FAKE, store=FakeStore(), rank=rank, world_size=resolved.layout.world_size
     )
     try:
         mesh, parts, _ = split(checked_model(model, resolved))
-        watch: _Watch | _Profile = _Profile(mesh) if real else _Watch(mesh)
-        fake: AbstractContextManager[Any] = (
-            nullcontext() if real else FakeTensorMode(allow_non_fake_inputs=True)
-        )
-        with ExitStack() as inside:
-            inside.enter_context(fake)
-            inside.enter_context(refusing_triton_kernels())
-            inside.enter_context(watch)
-            inside.enter_context(rows_are_sequences())
+        watch: _FakeTensorWatch | _DeviceProfile
+        tensor_mode: AbstractContextManager[Any]
+        if real:
+            watch = _DeviceProfile(mesh)
+            tensor_mode = nullcontext()
+        else:
+            watch = _FakeTensorWatch(mesh)
+            tensor_mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+        with ExitStack() as stack:
+            stack.enter_context(tensor_mode)
+            stack.enter_context(refusing_triton_kernels())
+            stack.enter_context(watch)
+            stack.enter_context(rows_are_sequences())
             materialise.allocate(model, mesh.device)
             parts = attach_all(resolved.techniques, parts, mesh)
-            forward = (
-                deferred(default_forward, model) if resolved.loss_chunk_tokens else default_forward
-            )
-            run = _Run(ShardedModel(parts, mesh, resolved, forward=forward), samples, length, watch)
+            forward: Forward = default_forward
+            if resolved.loss_chunk_tokens:
+                forward = deferred(default_forward, model)
+            sharded = ShardedModel(parts, mesh, resolved, forward=forward)
+            rank_step = _RankStep(sharded, samples, length, watch)
             built = time.perf_counter()
             tell(
                 f"one step: {resolved.batch.accumulation} micro-batches of {samples} x {length}"
                 f" tokens on {mesh.device.type}"
             )
-            make_states(run.optimizer)
-            found = run.step()
+            make_states(rank_step.optimizer)
+            run = rank_step.run()
         return replace(
-            found,
-            build_seconds=built - began,
+            run,
+            build_seconds=built - start,
             step_seconds=watch.seconds or time.perf_counter() - built,
         )
     finally:
@@ -179,8 +214,8 @@ def run_single_rank(
 
 def _refuse_grouped_products(model: nn.Module, resolved: Resolved) -> None:
     dtype = resolved.precision.compute or str(next(model.parameters()).dtype).removeprefix("torch.")
-    kind = getattr(getattr(model, "config", None), "_experts_implementation", None)
-    if kind == "grouped_mm" and dtype != "bfloat16" and find_experts(model):
+    implementation = getattr(getattr(model, "config", None), "_experts_implementation", None)
+    if implementation == "grouped_mm" and dtype != "bfloat16" and find_experts(model):
         raise ModelError(
             f"a dry run on fake tensors: {type(model).__name__} computes its experts in {dtype} by"
             " torch's grouped products, whose shapes torch infers for bfloat16 alone; set"
@@ -189,56 +224,45 @@ def _refuse_grouped_products(model: nn.Module, resolved: Resolved) -> None:
 
 
 @dataclass
-class _Run:
+class _RankStep:
+    """Step of a single rank, and its measurements."""
+
     sharded: ShardedModel
     samples: int
     length: int
-    watch: _Watch | _Profile
+    watch: _FakeTensorWatch | _DeviceProfile
 
     def __post_init__(self) -> None:
         self.optimizer = build_optimizer(
             self.sharded.config.optimizer, list(self.sharded.model.named_parameters())
         )
 
-    def step(self) -> SingleRankRun:
-        """A full step and its measurements."""
+    def run(self) -> SingleRankRun:
+        """Run the step. The times of the result are not set yet."""
         sharded = self.sharded
         model = self.sharded.model
-        count = sharded.config.batch.accumulation
         chunk = sharded.config.loss_chunk_tokens
         loss = ChunkedCausalLMLoss(chunk_tokens=chunk) if chunk else causal_lm_loss
-        ids = torch.zeros(
-            self.samples * count,
-            self.length,
-            dtype=torch.int64,
-            device=next(model.parameters()).device,
-        )
-        pieces = micro_batches(
-            {"input_ids": ids, "labels": ids.clone()}, count=count, size=self.samples
-        )
-        pieces = [sharded.hooks.prepared(piece) for piece in pieces]
+        batches = self._micro_batches()
         if sharded.pipeline is not None:
-            predict_messages(model, sharded.parts, sharded.pipeline, pieces[0])
+            predict_messages(model, sharded.parts, sharded.pipeline, batches[0])
+
+        def loss_sum(output: Any, micro_batch: Any) -> torch.Tensor:
+            return loss(output, micro_batch)[0]
+
         with delivered_at_once(), self.watch.step():
             with self.watch.phase("micro-batches"):
-                sharded.train_microbatches(
-                    pieces, lambda output, piece: loss(output, piece)[0], loss_fn=loss
-                )
+                sharded.train_microbatches(batches, loss_sum, loss_fn=loss)
             with self.watch.phase("reduction"):
                 sharded.finish_reduction()
             gradients = storage_bytes(p.grad for p in model.parameters() if p.grad is not None)
             with self.watch.phase("optimizer step"):
                 self.optimizer.step()
-        states = storage_bytes(
-            value
-            for state in self.optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, torch.Tensor)
-        )
+
         return SingleRankRun(
             parameters=storage_bytes(model.parameters()),
             gradients=gradients,
-            optimizer=states,
+            optimizer=storage_bytes(self._states()),
             blocks=sharded.parts.blocks,
             peak=self.watch.peak,
             peak_during=self.watch.peak_during,
@@ -249,102 +273,122 @@ class _Run:
             step_seconds=0.0,
         )
 
+    def _micro_batches(self) -> list[Any]:
+        count = self.sharded.config.batch.accumulation
+        device = next(self.sharded.model.parameters()).device
+        ids = torch.zeros(self.samples * count, self.length, dtype=torch.int64, device=device)
+        batch = {"input_ids": ids, "labels": ids.clone()}
+        cut = micro_batches(batch, count=count, size=self.samples)
+        return [self.sharded.hooks.prepared(micro_batch) for micro_batch in cut]
 
-class _Watch(LiveStorages):
-    """Storages alive, operators and collectives of a step on fake tensors."""
+    def _states(self) -> Iterator[torch.Tensor]:
+        for state in self.optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    yield value
+
+
+class _FakeTensorWatch(LiveStorages):
+    """Counts live storages, operators and collectives of a step on fake tensors."""
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__()
         self.device = f"{mesh.device.type}, fake tensors"
         self.seconds = 0.0
         self.peak_during = ""
-        self._phase = self._running = ""
-        self._axes = _axes(mesh)
-        self._counting = False
+        self._phase = ""
+        self._operator = ""
+        self._axes = _axes_by_group(mesh)
+        self._is_counting = False
         self._calls: Counter[str] = Counter()
         self._flops: Counter[str] = Counter()
-        self._sent: list[tuple[str, Call]] = []
+        self._collectives: list[tuple[str, Call]] = []
+        """Mesh dimension and description of every collective."""
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Count what runs inside."""
+        """Count the operators that run inside of the context."""
         self.peak = self.total
-        self._counting = True
+        self._is_counting = True
         try:
             yield
         finally:
-            self._counting = False
+            self._is_counting = False
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """What runs inside belongs to a phase of the step."""
+        """Name the phase of the step that runs inside of the context."""
         self._phase = name
         yield
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run the operator and count it."""
-        self._running = str(func)
+        """Run an operator, and count it."""
+        self._operator = str(func)
         out = func(*args, **kwargs)
-        if self._counting and not _computes_nothing(func):
-            name = str(func.overloadpacket)
-            self._calls[name] += 1
-            count = flop_registry.get(func.overloadpacket)
-            if count is not None:
-                self._flops[name] += count(*args, **kwargs, out_val=out)
-            sent = call_of(func, args)
-            if sent is not None:
-                axis = (
-                    self._axes.get(process_group_of(args).group_name, "other")
-                    if func.namespace != "plait"
-                    else "shared memory"
-                )
-                self._sent.append((axis, sent))
+        if not self._is_counting or _computes_nothing(func):
+            return out
+
+        name = str(func.overloadpacket)
+        self._calls[name] += 1
+        count_flops = flop_registry.get(func.overloadpacket)
+        if count_flops is not None:
+            self._flops[name] += count_flops(*args, **kwargs, out_val=out)
+
+        collective = call_of(func, args)
+        if collective is not None:
+            axis = "shared memory"
+            if func.namespace != "plait":
+                axis = self._axes.get(process_group_of(args).group_name, "other")
+            self._collectives.append((axis, collective))
         return out
 
     def _add(self, unit: int, size: int) -> None:
         before = self.peak
         super()._add(unit, size)
         if self.peak > before and self._phase:
-            self.peak_during = f"{self._phase}, {self._running}"
+            self.peak_during = f"{self._phase}, {self._operator}"
 
-    def operators(self) -> tuple[Operator, ...]:
-        """The most FLOPs first, then the most calls."""
-        found = [Operator(name, calls, self._flops[name]) for name, calls in self._calls.items()]
-        return tuple(
-            sorted(found, key=lambda operator: (-operator.flops, -operator.calls, operator.name))
-        )
+    def operators(self) -> tuple[OperatorCalls, ...]:
+        """Return the operators, those with the most FLOPs first, then those with the most calls."""
+        operators = [
+            OperatorCalls(name, calls, self._flops[name]) for name, calls in self._calls.items()
+        ]
+        operators.sort(key=lambda operator: (-operator.flops, -operator.calls, operator.name))
+        return tuple(operators)
 
-    def traffic(self) -> tuple[Sent, ...]:
-        """By axis and kind."""
+    def traffic(self) -> tuple[CollectiveTraffic, ...]:
+        """Return the collectives, by mesh dimension and kind."""
         grouped: dict[tuple[str, str, int], list[Call]] = {}
-        for axis, call in self._sent:
-            # how gloo carries one out
+        for axis, call in self._collectives:
+            # On gloo a reduce-scatter runs as an all-to-all (see `comm.reduce_scatter`).
             kind = "reduce_scatter" if call.kind == "all_to_all" else call.kind
             grouped.setdefault((axis, kind, call.ranks), []).append(call)
-        return tuple(
-            Sent(axis, kind, len(calls), ranks, round(sum(call.wire_bytes for call in calls)))
-            for (axis, kind, ranks), calls in sorted(grouped.items())
-        )
+
+        traffic = []
+        for (axis, kind, ranks), calls in sorted(grouped.items()):
+            wire_bytes = round(sum(call.wire_bytes for call in calls))
+            traffic.append(CollectiveTraffic(axis, kind, len(calls), ranks, wire_bytes))
+        return tuple(traffic)
 
 
 def _computes_nothing(func: Any) -> bool:
     return bool(getattr(func, "is_view", False)) or func.namespace in ("prim", "profiler")
 
 
-def _axes(mesh: Mesh) -> dict[str, str]:
-    """Group's name to axis."""
-    found: dict[str, str] = {}
+def _axes_by_group(mesh: Mesh) -> dict[str, str]:
+    """Return the mesh dimensions of each process group, keyed by the group's name."""
+    axes_of: dict[str, str] = {}
     for axes in (*((axis,) for axis in (*AXES, *EXPERT_AXES)), ("dp_replicate", "dp_shard")):
         group = mesh.group(*axes)
         if group is not None:
-            found.setdefault(group.group_name, " x ".join(axes))
+            axes_of.setdefault(group.group_name, " x ".join(axes))
     if mesh.reverse_pp is not None:
-        found[mesh.reverse_pp.group_name] = "pp"
-    return found
+        axes_of[mesh.reverse_pp.group_name] = "pp"
+    return axes_of
 
 
-class _Profile:
-    """Kernels and memory of a step on this machine's device."""
+class _DeviceProfile:
+    """Profile of the kernels and the memory of a step on this machine's device."""
 
     def __init__(self, mesh: Mesh) -> None:
         if not accelerator.is_one(mesh.device):
@@ -356,10 +400,10 @@ class _Profile:
         self.seconds = 0.0
         self.peak = 0
         self.peak_during = "on the device"
-        self._at = mesh.device
+        self._torch_device = mesh.device
         self._profile: Any = None
 
-    def __enter__(self) -> _Profile:
+    def __enter__(self) -> _DeviceProfile:
         return self
 
     def __exit__(self, *problem: Any) -> None:
@@ -367,45 +411,53 @@ class _Profile:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Profile what runs inside, which starts and ends with an idle device."""
-        accelerator.synchronize(self._at)
-        accelerator.reset_peak(self._at)
+        """Profile the step inside of the context. The device is idle at its start and its end."""
+        accelerator.synchronize(self._torch_device)
+        accelerator.reset_peak(self._torch_device)
         with torch.profiler.profile(
             activities=accelerator.profiled(), with_flops=True
         ) as self._profile:
-            began = time.perf_counter()
+            start = time.perf_counter()
             yield
-            accelerator.synchronize(self._at)
-            self.seconds = time.perf_counter() - began
-        self.peak = accelerator.peak_bytes(self._at)
+            accelerator.synchronize(self._torch_device)
+            self.seconds = time.perf_counter() - start
+        self.peak = accelerator.peak_bytes(self._torch_device)
 
     @contextmanager
     def phase(self, _name: str) -> Iterator[None]:
-        """Phases are not told apart on a device, where kernels run behind."""
+        """Do nothing: kernels run asynchronously, so their phase is not known here."""
         yield
 
-    def operators(self) -> tuple[Operator, ...]:
-        """The longest first."""
-        found = [
-            Operator(
+    def operators(self) -> tuple[OperatorCalls, ...]:
+        """Return the operators, those with the longest time first."""
+        operators = [
+            OperatorCalls(
                 event.key, event.count, int(event.flops or 0), event.self_device_time_total / 1e6
             )
             for event in self._profile.key_averages()
             if event.self_device_time_total > 0
         ]
-        return tuple(sorted(found, key=lambda operator: -operator.device_seconds))
+        return tuple(sorted(operators, key=lambda operator: -operator.device_seconds))
 
-    def traffic(self) -> tuple[Sent, ...]:
-        """None: a fake group moves nothing, and the run on fake tensors counts it."""
+    def traffic(self) -> tuple[CollectiveTraffic, ...]:
+        """Return nothing: a fake group sends nothing. The run on fake tensors counts it."""
         return ()
 
 
 def predict_messages(
-    model: nn.Module, parts: Parts, pipeline: PipelineRank, piece: dict[str, torch.Tensor]
+    model: nn.Module,
+    parts: Parts,
+    pipeline: PipelineRank,
+    micro_batch: dict[str, torch.Tensor],
 ) -> None:
-    """Tell a rank that runs alone the boundary activations of every stage for micro-batches like
-    `piece`.
+    """Announce the boundary activations of all pipeline stages to a rank that runs alone.
+
+    Args:
+        model: The model.
+        parts: The model after all techniques were applied.
+        pipeline: Pipeline stages of this rank.
+        micro_batch: A micro-batch of the shapes that will be run.
     """
-    hidden = handed_on(model, parts, piece)
+    hidden = handed_on(model, parts, micro_batch)
     for stage in range(pipeline.runtime.schedule.stages - 1):
-        pipeline.runtime.announce_output(stage, piece, hidden)
+        pipeline.runtime.announce_output(stage, micro_batch, hidden)

@@ -1,14 +1,21 @@
-"""The contents of a training state, saved to and loaded from a checkpoint."""
+"""Contents of a training state, saved to and loaded from a checkpoint.
+
+Note [Errors of one rank]
+    Work that may fail on a single rank runs in `together`. All ranks then raise the error, instead
+    of waiting for the failed rank in the next collective.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from plait import exact
 from plait.checkpoint import model_content, optimizer_content
@@ -27,6 +34,21 @@ from plait.sharded.step import Stepper
 
 T = TypeVar("T")
 _HOOKS = "hooks."
+"""Prefix of the names of the tensors of step hooks."""
+
+
+@dataclass(frozen=True)
+class _RankContent:
+    """Contents of one rank, before they are combined with those of others."""
+
+    client: Any
+    loader: dict[str, torch.Tensor]
+    optimizer: optimizer_content.Content
+    schedule: Any
+    tensors: dict[str, torch.Tensor]
+    """Parameters and buffers of the model."""
+    values: dict[str, Any]
+    """Extra state of the model that is not tensors."""
 
 
 def snapshot_of(
@@ -37,59 +59,63 @@ def snapshot_of(
     client_state: dict[str, Any],
     loader: StatefulLoader | None = None,
 ) -> Snapshot:
-    """Model, optimizer, schedule, loss scale, counters, generators, and where `loader` stands.
-    Changes nothing, and copies no tensor. Collective.
+    """Return the state of an engine for a checkpoint, without a copy of any tensor. Collective.
+
+    It has the model, optimizer, schedule, loss scale, counters, generators, and the position of the
+    data loader.
+
+    Args:
+        engine: The engine.
+        folder: Folder of checkpoints.
+        tag: Name of the checkpoint, or None for the default.
+        client_state: Plain data of the caller.
+        loader: This rank's data loader, or None.
+
+    Raises:
+        CheckpointError: Something cannot be saved. It is raised on all ranks.
     """
     stepper = engine.stepper
     tag = tag or f"step-{engine.global_steps:08d}"
 
-    def here() -> tuple[
-        Any,
-        dict[str, torch.Tensor],
-        optimizer_content.Content,
-        Any,
-        tuple[dict[str, torch.Tensor], dict[str, Any]],
-    ]:
+    def collect() -> _RankContent:
         client = exact.encode(client_state, "client_state")
         position = loader_state.saved(loader)
         content = optimizer_content.content(
             engine.model, stepper.optimizer, configured=_configured(stepper)
         )
+        # An evaluation may have left parameters gathered. The shards are saved.
         free_gathered(engine.model)
         schedule = schedule_facts(stepper.scheduler, stepper.schedule_source)
-        return (
-            client,
-            position,
-            content,
-            schedule,
-            model_content.content(engine.model, trained=held_by(stepper.optimizer)),
-        )
+        trained = trained_parameters(stepper.optimizer)
+        tensors, values = model_content.content(engine.model, trained=trained)
+        return _RankContent(client, position, content, schedule, tensors, values)
 
-    # What one rank alone cannot keep is told before the others wait for it.
-    (client, position, content, schedule, (tensors, values)), _ = together(
-        here, device=engine.device, doing=f"checkpoint {folder / tag}"
-    )
+    # See Note [Errors of one rank].
+    local, _ = together(collect, device=engine.device, doing=f"checkpoint {folder / tag}")
     metadata = {
         "global_steps": engine.global_steps,
         "skipped_steps": engine.skipped_steps,
-        "optimizer": optimizer_content.merged(content.record, engine.mesh.group("pp")),
-        "scheduler": schedule,
+        "optimizer": optimizer_content.merged(local.optimizer.record, engine.mesh.group("pp")),
+        "scheduler": local.schedule,
         "loss_scaler": stepper.scaler.state_dict() if stepper.scaler is not None else None,
         "zero_stage": engine.config.data_parallel.stage,
-        "client_state": client,
+        "client_state": local.client,
         "loader": loader is not None,
     }
+    hook_tensors = {f"{_HOOKS}{name}": tensor for name, tensor in engine.hooks.state().items()}
     return snapshot(
         folder,
         tag,
         mesh=engine.mesh,
-        tensors=tensors | {f"optimizer.{name}": tensor for name, tensor in content.tensors.items()},
-        own={f"{_HOOKS}{name}": tensor for name, tensor in engine.hooks.state().items()}
-        | generators.states(engine.device)
-        | position,
-        values=values,
+        tensors=local.tensors | _optimizer_tensors(local.optimizer.tensors),
+        own=hook_tensors | generators.states(engine.device) | local.loader,
+        values=local.values,
         metadata=metadata,
     )
+
+
+def _optimizer_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {f"optimizer.{name}": tensor for name, tensor in tensors.items()}
 
 
 def _configured(stepper: Stepper) -> list[Group]:
@@ -99,9 +125,21 @@ def _configured(stepper: Stepper) -> list[Group]:
     return stepper.configured
 
 
-def held_by(optimizer: torch.optim.Optimizer) -> set[torch.nn.Parameter]:
+def trained_parameters(optimizer: torch.optim.Optimizer) -> set[nn.Parameter]:
     """Return the parameters that an optimizer updates."""
     return {parameter for group in optimizer.param_groups for parameter in group["params"]}
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """Result of comparing a checkpoint with an engine, before anything is changed."""
+
+    client: dict[str, Any]
+    resume: Resume
+    groups: list[Group]
+    """Values for the optimizer's parameter groups."""
+    fill: optimizer_content.Fill
+    """Allocated optimizer states."""
 
 
 def load_engine(
@@ -113,10 +151,25 @@ def load_engine(
     on_note: Callable[[str], None] | None = None,
     loader: StatefulLoader | None = None,
 ) -> tuple[Place, dict[str, Any]] | None:
-    """The inverse, on any layout: the checkpoint and its client state; None where there is none.
-    `on_note` gets a description of everything that resumes differently from how it was saved;
-    without it the first rank issues a warning. On the same layout generators resume their state; on
-    another one they are seeded again (`generator_seed`).
+    """Load a checkpoint into an engine, on any layout. Collective.
+
+    On the same layout generators resume their state. On another layout they are seeded again
+    (`generator_seed`).
+
+    Args:
+        engine: The engine.
+        folder: Folder of checkpoints.
+        tag: Name of the checkpoint. None: the newest one that is not damaged.
+        verify: How much of the checkpoint is compared with its hashes.
+        on_note: Called on every rank with a description of everything that resumes differently from
+            how it was saved. Without it the first rank warns.
+        loader: This rank's data loader, or None.
+
+    Returns:
+        The path of the checkpoint and its client state, or None if there is no checkpoint.
+
+    Raises:
+        CheckpointError: The checkpoint does not fit the engine, or is damaged.
     """
     opened = _open(engine, folder, tag, verify)
     if opened is None:
@@ -129,93 +182,123 @@ def load_engine(
     facts = reader.manifest.metadata
 
     def agreed(work: Callable[[], T]) -> T:
+        # See Note [Errors of one rank].
         return together(work, device=mesh.device, doing=f"checkpoint {reader.path}")[0]
 
-    def compare() -> tuple[dict[str, Any], Resume, optimizer_content.Fill, list[dict[str, Any]]]:
-        client = exact.decode(facts["client_state"], where="client_state")
-        loader_state.refuse_misfit(loader, facts, then=reader.manifest.degrees, now=mesh.layout)
-        compare_model(reader, model_shapes)
-        record = facts["optimizer"]
-        names = optimizer_content.parameter_names(model)
-        resume = Resume(
-            optimizer=stepper.optimizer,
-            configured=_configured(stepper),
-            names=[
-                [names[p][0] for p in group["params"]] for group in stepper.optimizer.param_groups
-            ],
-            saved_groups=record["groups"],
-            scheduler=stepper.scheduler,
-            source=stepper.schedule_source,
-            saved_schedule=facts["scheduler"],
-            steps=facts["global_steps"] - facts["skipped_steps"],
-        )
-        groups = resume.groups()
-        resume.notes += notes
-        resume.notes += _training_changes(
-            names,
-            [p for group in stepper.optimizer.param_groups for p in group["params"]],
-            record["groups"],
-        )
-        place = stepper.tier.place if stepper.tier is not None else None
-        return (
-            client,
-            resume,
-            optimizer_content.allocate(
-                model, stepper.optimizer, reader.tensors, record, place=place
-            ),
-            groups,
-        )
+    trained = trained_parameters(stepper.optimizer)
+    tensors, _ = agreed(lambda: model_content.content(model, trained=trained))
+    shapes = model_content.shapes(tensors, mesh.group("pp"))
+    comparison = agreed(lambda: _compare(engine, reader, shapes, loader))
+    resume = comparison.resume
+    resume.notes += notes
 
-    tensors, _ = agreed(lambda: model_content.content(model, trained=held_by(stepper.optimizer)))
-    model_shapes = model_content.shapes(tensors, mesh.group("pp"))
-    client, resume, fill, groups = agreed(compare)
-    agreed(
-        lambda: reader.fill(
-            tensors | {f"optimizer.{name}": tensor for name, tensor in fill.tensors.items()}
-        )
-    )
+    agreed(lambda: reader.fill(tensors | _optimizer_tensors(comparison.fill.tensors)))
     model_content.put_values(model, reader.values)
-    optimizer_content.put(stepper.optimizer, model, fill, facts["optimizer"], groups)
+    optimizer_content.put(
+        stepper.optimizer, model, comparison.fill, facts["optimizer"], comparison.groups
+    )
     resume.restore_schedule()
+    resume.notes += _training_changes(
+        optimizer_content.parameter_names(model), trained, facts["optimizer"]["groups"]
+    )
+
+    # Each rank has its own generators, so their states fit the same layout only.
     same_layout = reader.manifest.degrees == mesh.layout.all_degrees
-    own = agreed(lambda: reader.own(mesh.rank) if same_layout else {})
-    if not generators.restore(engine.device, own):
+    rank_state = agreed(lambda: reader.own(mesh.rank) if same_layout else {})
+    if not generators.restore(engine.device, rank_state):
         generators.seed(engine.config.seed, mesh, step=facts["global_steps"])
-        resume.notes.append(
-            "generators (dropout) are seeded anew from the seed and the step, because the"
-            " checkpoint was written on another layout"
-            if not same_layout
-            else (
-                "generators (dropout) are seeded anew from the seed and the step: the checkpoint"
-                " has none for these devices"
-            )
-        )
-    # What a rank keeps belongs to its own gradients: on another layout it starts anew, which costs
-    # what one step loses.
-    fits = facts["zero_stage"] == engine.config.data_parallel.stage
-    saved = {
-        name.removeprefix(_HOOKS): tensor for name, tensor in own.items() if name.startswith(_HOOKS)
-    }
-    for load in engine.hooks.load_state:
-        load(saved if fits else {})
-    loader_state.restore(loader, own)
+        resume.notes.append(_seeded_note(same_layout=same_layout))
+    _load_hooks(engine, rank_state, zero_stage=facts["zero_stage"])
+    loader_state.restore(loader, rank_state)
     engine.global_steps = facts["global_steps"]
     engine.skipped_steps = facts["skipped_steps"]
     if stepper.scaler is not None and facts["loss_scaler"] is not None:
         stepper.scaler.load_state_dict(facts["loss_scaler"])
+
     for note in resume.notes:
         if on_note is not None:
             on_note(note)
         elif engine.rank == 0:
             warn(f"{reader.path.name}: {note}")
-    return reader.path, client
+    return reader.path, comparison.client
+
+
+def _compare(
+    engine: EngineFacts,
+    reader: Reader,
+    shapes: Mapping[str, tuple[int, ...]],
+    loader: StatefulLoader | None,
+) -> _Comparison:
+    """Compare a checkpoint with an engine, and allocate the optimizer's states.
+
+    Raises:
+        CheckpointError: The checkpoint does not fit the engine.
+    """
+    stepper = engine.stepper
+    facts = reader.manifest.metadata
+    record = facts["optimizer"]
+    client = exact.decode(facts["client_state"], where="client_state")
+    loader_state.refuse_misfit(loader, facts, then=reader.manifest.degrees, now=engine.mesh.layout)
+    compare_model(reader, shapes)
+
+    names = optimizer_content.parameter_names(engine.model)
+    resume = Resume(
+        optimizer=stepper.optimizer,
+        configured=_configured(stepper),
+        names=[_first_names(group, names) for group in stepper.optimizer.param_groups],
+        saved_groups=record["groups"],
+        scheduler=stepper.scheduler,
+        source=stepper.schedule_source,
+        saved_schedule=facts["scheduler"],
+        steps=facts["global_steps"] - facts["skipped_steps"],
+    )
+    groups = resume.groups()
+    place = stepper.tier.place if stepper.tier is not None else None
+    fill = optimizer_content.allocate(
+        engine.model, stepper.optimizer, reader.tensors, record, place=place
+    )
+    return _Comparison(client, resume, groups, fill)
+
+
+def _first_names(group: Mapping[str, Any], names: Mapping[nn.Parameter, list[str]]) -> list[str]:
+    return [names[parameter][0] for parameter in group["params"]]
+
+
+def _seeded_note(*, same_layout: bool) -> str:
+    start = "generators (dropout) are seeded anew from the seed and the step"
+    if same_layout:
+        return f"{start}: the checkpoint has none for these devices"
+    return f"{start}, because the checkpoint was written on another layout"
+
+
+def _load_hooks(
+    engine: EngineFacts, rank_state: Mapping[str, torch.Tensor], *, zero_stage: int
+) -> None:
+    """Restore the states of step hooks.
+
+    A state (such as a residual of compressed gradients) belongs to the gradients that this rank
+    had. On another layout or ZeRO stage hooks start anew, which costs no more than one step loses.
+    """
+    saved: dict[str, torch.Tensor] = {}
+    if zero_stage == engine.config.data_parallel.stage:
+        saved = {
+            name.removeprefix(_HOOKS): tensor
+            for name, tensor in rank_state.items()
+            if name.startswith(_HOOKS)
+        }
+    for load in engine.hooks.load_state:
+        load(saved)
 
 
 def _open(
     engine: EngineFacts, folder: Place, tag: str | None, verify: Verify
 ) -> tuple[Reader, list[str]] | None:
-    """The checkpoint to load, which is what was written; with `tag` None the newest that is.
-    Collective.
+    """Open a checkpoint whose bytes are those that were written. Collective.
+
+    With `tag` None it is the newest one that is not damaged.
+
+    Returns:
+        The reader, and descriptions of the checkpoints that were passed over.
     """
     mesh = engine.mesh
     notes = list[str]()
@@ -223,42 +306,45 @@ def _open(
     def agreed(
         work: Callable[[], T], brings: Callable[[T], bytes] = lambda _: b""
     ) -> tuple[T, list[bytes]]:
+        # See Note [Errors of one rank].
         return together(work, brings, device=mesh.device, doing=f"checkpoint {folder}")
 
-    def path_of(found: list[Found]) -> bytes:
-        return hashlib.sha256(" ".join(one.path.name for one in found).encode()).digest()
+    def names_digest(checkpoints: list[Found]) -> bytes:
+        names = " ".join(checkpoint.path.name for checkpoint in checkpoints)
+        return hashlib.sha256(names.encode()).digest()
 
-    until = time.monotonic() + SEEN_WITHIN
-    found, seen = agreed(lambda: candidates(folder, tag), path_of)
-    while len(set(seen)) > 1 and any(
-        brought[0]
-        for brought in agreed(lambda: None, lambda _: bytes([time.monotonic() < until]))[1]
-    ):
-        # a file system between machines may show one of them an older list of names
+    # A file system between machines may show an older list of names to one of them for a while.
+    deadline = time.monotonic() + SEEN_WITHIN
+    checkpoints, digests = agreed(lambda: candidates(folder, tag), names_digest)
+    while len(set(digests)) > 1:
+        # Clocks differ between machines, and all ranks must stop together.
+        _, has_time = agreed(lambda: None, lambda _: bytes([time.monotonic() < deadline]))
+        if not any(flag[0] for flag in has_time):
+            break
         time.sleep(0.2)
-        found, seen = agreed(lambda: candidates(folder, tag), path_of)
-    agreed(lambda: _refuse_other_folders(folder, seen))
+        checkpoints, digests = agreed(lambda: candidates(folder, tag), names_digest)
+    agreed(lambda: _refuse_other_folders(folder, digests))
 
-    def verified(one: Found) -> Reader:
-        reader = Reader(one)
+    def verified(checkpoint: Found) -> Reader:
+        reader = Reader(checkpoint)
         reader.verify(verify, rank=mesh.rank, world=mesh.layout.world_size)
         return reader
 
-    for index, one in enumerate(found):
+    for index, checkpoint in enumerate(checkpoints):
         try:
-            reader, _ = agreed(partial(verified, one))
+            reader, _ = agreed(partial(verified, checkpoint))
         except CheckpointError as error:
-            if index == len(found) - 1:
+            if index == len(checkpoints) - 1:
                 raise
-            notes.append(f"{one.path.name} was not loaded, because it is damaged: {error}")
+            notes.append(f"{checkpoint.path.name} was not loaded, because it is damaged: {error}")
             continue
-        return reader, [*found[0].notes, *notes]
+        return reader, [*checkpoints[0].notes, *notes]
     return None
 
 
-def _refuse_other_folders(folder: Place, seen: list[bytes]) -> None:
-    for rank, other in enumerate(seen):
-        if other != seen[0]:
+def _refuse_other_folders(folder: Place, digests: list[bytes]) -> None:
+    for rank, digest in enumerate(digests):
+        if digest != digests[0]:
             raise CheckpointError(
                 f"rank {rank} finds other checkpoints in {folder} than rank 0; name a folder that"
                 " all machines share"
@@ -266,27 +352,36 @@ def _refuse_other_folders(folder: Place, seen: list[bytes]) -> None:
 
 
 def _training_changes(
-    names: Mapping[torch.nn.Parameter, list[str]],
-    trained: Sequence[torch.nn.Parameter],
+    names: Mapping[nn.Parameter, list[str]],
+    trained: set[nn.Parameter],
     groups: Sequence[Mapping[str, Any]],
 ) -> list[str]:
-    """Parameters that are trained only now, or no longer."""
-    were = {name for group in groups for name in group["params"]}
-    now = set(trained)
-    began = [
-        aliases[0]
-        for parameter, aliases in names.items()
-        if parameter in now and not were & set(aliases)
-    ]
-    ended = [
-        aliases[0]
-        for parameter, aliases in names.items()
-        if parameter not in now and were & set(aliases)
-    ]
-    verbs = (
-        (began, "trained now and were not then: their optimizer states begin anew"),
-        (ended, "no longer trained: their states are dropped"),
-    )
-    return [
-        f"{len(found)} parameters, first {found[0]}, are {verb}" for found, verb in verbs if found
-    ]
+    """Describe the parameters that are trained only now, or no longer.
+
+    Args:
+        names: Names of every parameter of the model, several for tied ones.
+        trained: Parameters that the optimizer updates.
+        groups: Parameter groups of the checkpoint.
+    """
+    saved_names = {name for group in groups for name in group["params"]}
+    added = []
+    removed = []
+    for parameter, aliases in names.items():
+        was_trained = bool(saved_names & set(aliases))
+        if parameter in trained and not was_trained:
+            added.append(aliases[0])
+        if parameter not in trained and was_trained:
+            removed.append(aliases[0])
+
+    notes = []
+    if added:
+        notes.append(
+            f"{len(added)} parameters, first {added[0]}, are trained now and were not then: their"
+            " optimizer states begin anew"
+        )
+    if removed:
+        notes.append(
+            f"{len(removed)} parameters, first {removed[0]}, are no longer trained: their states"
+            " are dropped"
+        )
+    return notes

@@ -1,9 +1,8 @@
-"""Real training steps of a layout, timed: what calibration and benchmarks feed the planner with.
-Collective, and it looks at a clock.
+"""Timed training steps of a layout, for calibration and benchmarks of the planner.
 
-The model is a Transformers configuration built on meta, the data random tokens, the engine the one
-that any run gets. An engine is closed before the next is made, so that layouts follow each other in
-the same processes.
+The model is built from a configuration of Transformers on meta, the data are random tokens, and the
+engine is that of any run. An engine is closed before the next is made, so layouts can follow each
+other in the same processes.
 """
 
 from __future__ import annotations
@@ -25,71 +24,82 @@ from plait.losses.loss import causal_lm_loss
 
 @dataclass(frozen=True)
 class TimedSteps:
-    """Seconds of each step, of the slowest rank; the first, which makes buffers and states, was
-    left out.
+    """Times of steps, without the first one, which makes buffers and optimizer states.
+
+    Attributes:
+        seconds: Wall-clock seconds of each step on the slowest rank.
+        processor_seconds: Processor seconds of each step on the rank that used most. This is the
+            cost without waiting; other programs hardly change it.
+        peak_bytes: Peak of the allocator on the rank with the highest. None on CPUs, where
+            processes keep memory that no layout asked for.
     """
 
     seconds: tuple[float, ...]
     processor_seconds: tuple[float, ...]
-    """Of the rank that used most: the cost of a step without waiting. Other programs hardly move
-    it.
-    """
     peak_bytes: int | None = None
-    """Of the allocator, on the rank that held most; None on a CPU, where processes keep memory that
-    no layout asked for.
-    """
 
 
 def time_steps(
     model: Mapping[str, Any], config: Mapping[str, Any], *, sequence: int, steps: int, warm: int = 1
 ) -> TimedSteps:
-    """Train the causal language model of the Transformers fields `model` as `config` says for
-    `warm` + `steps` steps of random tokens.
+    """Time training steps of a causal language model with random tokens. Collective.
 
-    Collective over the processes that `config` lays out.
+    Args:
+        model: Fields of the model's configuration in Transformers.
+        config: The configuration of the run.
+        sequence: Tokens per sample.
+        steps: Number of timed steps.
+        warm: Number of steps before them.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     fields = {"use_cache": False, **model}
     with torch.device("meta"):
-        built = AutoModelForCausalLM.from_config(
+        meta_model = AutoModelForCausalLM.from_config(
             AutoConfig.for_model(fields.pop("model_type"), **fields), dtype=torch.float32
         )
-    engine = initialize(built.train(), config, loss_fn=causal_lm_loss, total_steps=warm + steps)
+    engine = initialize(
+        meta_model.train(), config, loss_fn=causal_lm_loss, total_steps=warm + steps
+    )
     try:
         accelerator.reset_peak(engine.device)
         samples = engine.config.batch.micro_batch_size * engine.config.batch.accumulation
+        # Ranks that share a slice of the batch need the same tokens.
         generator = torch.Generator().manual_seed(engine.dp_rank)
         times = []
         for _ in range(warm + steps):
             tokens = torch.randint(
                 0, fields["vocab_size"], (samples, sequence), generator=generator
             )
-            times.append(_timed(engine, {"input_ids": tokens, "labels": tokens}))
-        wall, used = zip(*times[warm:], strict=True)
-        return TimedSteps(wall, used, _peak(engine.device))
+            times.append(_time_step(engine, {"input_ids": tokens, "labels": tokens}))
+        wall_seconds, processor_seconds = zip(*times[warm:], strict=True)
+        return TimedSteps(wall_seconds, processor_seconds, _peak(engine.device))
     finally:
         engine.close()
-        del engine, built
+        # The next layout needs the memory now, also that of reference cycles.
+        del engine, meta_model
         gc.collect()
 
 
-def _timed(engine: Engine, batch: Any) -> tuple[float, float]:
-    several = dist.is_initialized() and dist.get_world_size() > 1
-    if several:
+def _time_step(engine: Engine, batch: Any) -> tuple[float, float]:
+    """Return the largest wall-clock and processor seconds over all ranks. Collective."""
+    # All ranks start together, so that none waits for a late one inside of the measured time.
+    is_distributed = dist.is_initialized() and dist.get_world_size() > 1
+    if is_distributed:
         dist.barrier()
-    began = time.perf_counter()
-    used = time.process_time()
-    float(engine.train_batch(batch).loss)  # waits for the step
-    taken = torch.tensor(
-        [time.perf_counter() - began, time.process_time() - used],
+    start = time.perf_counter()
+    processor_start = time.process_time()
+    # Reading the loss waits for the step.
+    float(engine.train_batch(batch).loss)
+    seconds = torch.tensor(
+        [time.perf_counter() - start, time.process_time() - processor_start],
         dtype=torch.float64,
         device=engine.device,
     )
-    if several:
-        dist.all_reduce(taken, op=dist.ReduceOp.MAX)
-    wall, processor = taken.tolist()
-    return wall, processor
+    if is_distributed:
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    wall_seconds, processor_seconds = seconds.tolist()
+    return wall_seconds, processor_seconds
 
 
 def _peak(device: torch.device) -> int | None:

@@ -1,4 +1,4 @@
-"""Trackers of experiments: events of a run, through Accelerate's tracking module."""
+"""Experiment trackers of a run, through Accelerate's tracking module."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _PACKAGES = {
     "comet": {"accelerate": "accelerate", "comet_ml": "comet_ml"},
     "csv_monitor": {},
 }
-"""What each tracker imports, and the name under which pip installs it."""
+"""Modules that each tracker imports, and the packages that pip installs them from."""
 
 
 def check_trackers(resolved: Resolved) -> None:
-    """Raise ConfigError where a library that a tracker needs is not installed."""
+    """Raise ConfigError if a library that a tracker needs is not installed."""
     problems = []
     for spec in resolved.trackers:
         packages = _PACKAGES[spec.name]
@@ -80,7 +80,7 @@ class Trackers:
     def __init__(self, resolved: Resolved) -> None:
         self._trackers: list[Any] = []
         for spec in resolved.trackers:
-            self._trackers.append(_started(spec, _recorded_settings(resolved)))
+            self._trackers.append(_start_tracker(spec, _recorded_settings(resolved)))
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, StepDone):
@@ -108,7 +108,7 @@ class Trackers:
             tracker.finish()
 
 
-def _started(spec: TrackerSpec, recorded: dict[str, Any]) -> Any:
+def _start_tracker(spec: TrackerSpec, recorded: dict[str, Any]) -> Any:
     settings = {name: value for name, value in spec.settings.items() if value is not None}
     if spec.name == "csv_monitor":
         return CsvTracker(user_path(settings["output_path"], "output_path") / settings["job_name"])
@@ -173,7 +173,7 @@ def _step_values(event: StepDone) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class _QueuedStep:
+class _TrackedStep:
     """A step that the device may still be computing."""
 
     step: int
@@ -186,13 +186,13 @@ class _QueuedStep:
 class EngineTrackers:
     """Trackers of an engine whose training loop is the caller's.
 
-    The numbers of a step are copied behind it and recorded by a later call, once the device has
-    computed them. No call waits for the device, except for `close`.
+    The numbers of a step are copied asynchronously, and a later call records them once the device
+    has computed them. No call waits for the device, except for `close`.
     """
 
     def __init__(self, resolved: Resolved) -> None:
         self._trackers = Trackers(resolved)
-        self._queued: deque[_QueuedStep] = deque()
+        self._queued: deque[_TrackedStep] = deque()
         self._losses: list[torch.Tensor] = []
         # A script may end without closing its engine.
         atexit.register(self.close)
@@ -217,18 +217,18 @@ class EngineTrackers:
             grad_norm: Norm of the gradients, 0-dimensional.
             learning_rate: Learning rate of the step.
             loss_scale: Loss scale of the step.
-            loss: Loss of the step. None: the mean of `add_loss`.
+            loss: Loss of the step. None: the mean of the losses passed to `add_loss`.
         """
         losses = self._losses
         self._losses = []
         if loss is None and not losses:
             return
         if loss is None:
-            loss = torch.stack([part.double().reshape(()) for part in losses]).mean()
+            loss = torch.stack([entry.double().reshape(()) for entry in losses]).mean()
         numbers = torch.stack(
             [loss.double().reshape(()), grad_norm.to(loss.device).double().reshape(())]
         )
-        self._queued.append(_QueuedStep(step, HostCopy(numbers), learning_rate, loss_scale))
+        self._queued.append(_TrackedStep(step, HostCopy(numbers), learning_rate, loss_scale))
         while self._queued and self._queued[0].numbers.is_ready():
             self._record(self._queued.popleft())
 
@@ -243,7 +243,7 @@ class EngineTrackers:
             self._record(self._queued.popleft())
         self._trackers.close()
 
-    def _record(self, queued: _QueuedStep) -> None:
+    def _record(self, queued: _TrackedStep) -> None:
         loss, grad_norm = queued.numbers.values().tolist()
         values = {
             "train/loss": loss,

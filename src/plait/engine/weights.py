@@ -14,7 +14,7 @@ from plait.checkpoint.load import Reader
 from plait.checkpoint.places import place_of
 from plait.comm.failures import naming
 from plait.engine.engine import Engine
-from plait.engine.state import held_by
+from plait.engine.state import trained_parameters
 from plait.errors import InputError
 from plait.parallel.data.data_parallel import free_gathered
 from plait.sharded.full_weights import gathered, local_tensors
@@ -46,26 +46,27 @@ def full_weights(
     count = 0
 
     def tensors() -> dict[str, torch.Tensor]:
-        return _of_adapters(source, adapters) if adapters else local_tensors(source)
+        return _adapter_tensors(source, adapters) if adapters else local_tensors(source)
 
     with naming(
         "the gathering of full weights, which every rank must call (save_model on all of them)"
     ):
+        # Buckets of one tensor each, which is all that the other processes need memory for.
         for bucket in gathered(engine.sharded, tensors, bucket_bytes=1):
             count += len(bucket)
             if engine.rank == 0:
+                # One copy of a tensor that has several names.
                 copies = {id(full): full.to("cpu", copy=True) for full in bucket.values()}
                 weights |= {name: copies[id(full)] for name, full in bucket.items()}
     if not count:
         raise InputError(
-            f"{type(source).__name__} has no weights to save: neither a parameter nor a buffer of"
-            " it is there"
+            f"{type(source).__name__} has no weights to save: neither a parameter nor a buffer"
             + (f", and none of the adapters {', '.join(adapters)}" if adapters else "")
         )
     return weights
 
 
-def _of_adapters(model: nn.Module, adapters: Collection[str]) -> dict[str, torch.Tensor]:
+def _adapter_tensors(model: nn.Module, adapters: Collection[str]) -> dict[str, torch.Tensor]:
     # Not only what requires a gradient: PEFT freezes every adapter but the active one.
     return {
         name: parameter
@@ -78,24 +79,35 @@ def _of_adapters(model: nn.Module, adapters: Collection[str]) -> dict[str, torch
 
 
 def load_weights_of(engine: Engine, folder: str | Path, *, tag: str | None) -> Reader | None:
-    """The weights of a checkpoint of the engine's, and nothing else of it; with `tag` None of the
-    newest, None where there is none. Collective. Raises CheckpointError.
+    """Load the weights of a checkpoint, and nothing else of it. Collective.
+
+    Args:
+        engine: The engine.
+        folder: Folder of checkpoints.
+        tag: Name of the checkpoint. None: the newest.
+
+    Returns:
+        The reader of the checkpoint, or None if there is none.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, or of another model.
     """
     free_gathered(engine.model)
-    found = candidates(place_of(folder), tag)
-    if not found:
+    checkpoints = candidates(place_of(folder), tag)
+    if not checkpoints:
         return None
-    reader = Reader(found[0])
+    reader = Reader(checkpoints[0])
     reader.verify("full", rank=engine.rank, world=engine.world_size)
-    tensors, _ = model_content.content(engine.model, trained=held_by(engine.optimizer))
+    tensors, _ = model_content.content(engine.model, trained=trained_parameters(engine.optimizer))
     reader.fill(tensors)
     model_content.put_values(engine.model, reader.values)
     return reader
 
 
 def uncut(engine: Engine) -> nn.Module:
-    """The model, or where a pipeline has cut it a copy without weights that has all of its
-    modules.
+    """Return a model with all modules, even if a pipeline has split the engine's model.
+
+    With a pipeline it is a copy without weights.
     """
     pipeline = engine.sharded.pipeline
     check = pipeline.runtime.check if pipeline is not None else None

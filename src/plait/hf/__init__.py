@@ -1,7 +1,8 @@
-"""The Hugging Face Trainer on any layout: `from plait.hf import Trainer` in place of `from
-transformers import Trainer`.
+"""The Hugging Face Trainer and Accelerate's Accelerator on any layout.
 
-Importing this package takes `TrainingArguments(deepspeed=...)` for Plait; see `hf.arguments`.
+`from plait.hf import Trainer` replaces `from transformers import Trainer`, and
+`from plait.hf import Accelerator` replaces `from accelerate import Accelerator`. Importing this
+package makes Plait handle `TrainingArguments(deepspeed=...)`; see `hf.arguments`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Accelerate's Accelerator, for which the processes are the data-parallel ranks of a layout.
+"""Accelerate's Accelerator with the data-parallel ranks of a layout as its processes.
 
-The Trainer counts and gathers over the world: right where every process has its own batch, and
-wrong under tensor and pipeline parallelism, where several share one. Everything that it asks about
-processes is asked here.
+The Trainer counts and gathers over all processes. That is right if every process has its own batch,
+and wrong under tensor and pipeline parallelism, where several processes share one. The Trainer asks
+this class for everything about processes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FULL_WEIGHTS = (
     " (save_pretrained(folder, state_dict=...) takes it)"
 )
 """Remedy of messages: the call that returns full weights."""
-_KEPT = (
+_LOADER_SETTINGS = (
     "num_workers",
     "collate_fn",
     "pin_memory",
@@ -45,36 +45,50 @@ _KEPT = (
     "multiprocessing_context",
     "generator",
 )
-_KEPT_OF_WORKERS = ("prefetch_factor", "persistent_workers")
+_WORKER_SETTINGS = ("prefetch_factor", "persistent_workers")
 
 
-class Accelerator(accelerate.Accelerator):
-    """Made of the Trainer's own by `adopt`."""
+class RanksAccelerator(accelerate.Accelerator):
+    """The Trainer's accelerator, converted by `adopt`.
+
+    Attributes:
+        layout: Layout of the ranks.
+        engine: Engine of the model that is trained, once there is one.
+        own_rank: Global rank of this process.
+        seed: Seed of the order of the samples.
+        evaluates: Whether the next data loader is for an evaluation.
+        present: Number of data-parallel ranks, the first ones, that compute on batches of their
+            own. The others repeat another rank's batch, which counts for nothing. None: all ranks.
+        references: Models besides the trained one, which run forwards only.
+        resolved: The configuration.
+        backward_of: Runs the backward of a loss in the engine.
+    """
 
     layout: Layout
     engine: Engine | None
     own_rank: int
     seed: int
     evaluates: bool
-    """Whether the next loader is for an evaluation."""
     present: int | None
-    """How many data-parallel ranks, the first ones, compute on a batch of their own, where others
-    have another's: those count for nothing. None: all.
-    """
     references: list[ParallelModel]
-    """Models beside the trained one, which compute forwards alone."""
     resolved: Resolved
     backward_of: Callable[[torch.Tensor], None]
     _alone: bool
     _own_counts: bool
     _begins = "train() or evaluate() of the Trainer does it"
+    """Call that shards the model, for messages."""
 
     @classmethod
     def adopt(
         cls, accelerator: accelerate.Accelerator, resolved: Resolved, *, rank: int, seed: int
-    ) -> Accelerator:
-        """The same object, whose processes are the data-parallel ranks of the configuration's
-        layout.
+    ) -> RanksAccelerator:
+        """Convert an accelerator in place, and return it.
+
+        Args:
+            accelerator: The Trainer's accelerator.
+            resolved: The configuration, whose data-parallel ranks become the processes.
+            rank: Global rank of this process.
+            seed: Seed of the order of the samples.
         """
         accelerator.__class__ = cls
         assert isinstance(accelerator, cls)
@@ -82,29 +96,32 @@ class Accelerator(accelerate.Accelerator):
         accelerator.layout = resolved.layout
         accelerator.own_rank = rank
         accelerator.seed = seed
-        accelerator.engine = accelerator.present = None
+        accelerator.engine = None
+        accelerator.present = None
         accelerator.references = []
-        accelerator.evaluates = accelerator._alone = accelerator._own_counts = False
+        accelerator.evaluates = False
+        accelerator._alone = False
+        accelerator._own_counts = False
         return accelerator
 
     @property
     def num_processes(self) -> int:
-        """Data-parallel ranks; 1 while each of them evaluates a batch of its own."""
+        """Number of data-parallel ranks. It is 1 inside of `alone`."""
         return 1 if self._alone else self.layout.dp
 
     @property
     def process_index(self) -> int:
-        """Which part of the batch this process has."""
+        """Index of the slice of the batch that this process has."""
         return self.layout.dp_index(self.own_rank)
 
     @property
     def evaluates_alone(self) -> bool:
-        """Whether that is so now."""
+        """True inside of `alone`."""
         return self._alone
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """What a rank computes inside is about its own batch only."""
+        """Make each rank compute about its own batch only, inside of the context."""
         self._alone = True
         try:
             yield
@@ -113,8 +130,10 @@ class Accelerator(accelerate.Accelerator):
 
     @contextmanager
     def counting(self, *, present: int | None) -> Iterator[None]:
-        """What is gathered inside is that of the first `present` data-parallel ranks, which have a
-        batch of their own; of all for None.
+        """Gather from the first ranks only, inside of the context.
+
+        Args:
+            present: Number of data-parallel ranks with a batch of their own. None: all ranks.
         """
         before = self.present
         self.present = present
@@ -125,7 +144,7 @@ class Accelerator(accelerate.Accelerator):
 
     @contextmanager
     def own_counts(self) -> Iterator[None]:
-        """What is gathered inside is this rank's own."""
+        """Make `gather` return this rank's tensor alone, inside of the context."""
         before = self._own_counts
         self._own_counts = True
         try:
@@ -136,70 +155,29 @@ class Accelerator(accelerate.Accelerator):
     def prepare_data_loader(
         self, data_loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
-        """A loader of this rank's part, which moves batches to the device."""
+        """Return a data loader of this rank's batches, which moves them to the device."""
         if getattr(data_loader, "_is_accelerate_prepared", False):
             return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
-        ranks = self.layout.dp
-        index = self.process_index
-        settings: dict[str, Any] = {name: getattr(data_loader, name) for name in _KEPT}
-        if data_loader.num_workers:
-            settings |= {name: getattr(data_loader, name) for name in _KEPT_OF_WORKERS}
-        settings["in_order"] = getattr(data_loader, "in_order", True)
-        start = settings["worker_init_fn"]
-        # ranks that share a batch have equal workers
-        if isinstance(start, partial) and "rank" in start.keywords:
-            settings["worker_init_fn"] = partial(
-                start.func, *start.args, **{**start.keywords, "rank": index}
-            )
         if data_loader.batch_sampler is None:
             raise InputError(
                 "a DataLoader with batch_size=None has no batches to share between ranks; give it a"
                 " batch_size"
             )
-        dataset = data_loader.dataset
-        drop_last = bool(data_loader.drop_last)
-        if isinstance(dataset, IterableDataset):
-            if self.evaluates and ranks > 1:  # what a worker reads last, nobody else learns
-                settings |= {"num_workers": 0, "multiprocessing_context": None}
-                for name in _KEPT_OF_WORKERS:
-                    settings.pop(name, None)
-            refuse_split_stream(dataset)
-            # Rows of other data sets are compared while they are read, which workers cannot do.
-            is_compared = is_of_datasets(dataset) or settings["num_workers"] > 0
-            if is_compared:
-                context = settings["multiprocessing_context"]
-                refuse_other_stream(
-                    dataset, device=self.device, workers=settings["num_workers"], context=context
-                )
-            size = data_loader.batch_size
-            stream = StreamPart(
-                dataset,
-                batch_size=size,
-                ranks=ranks,
-                index=index,
-                drop_last=drop_last,
-                device=None if is_compared else self.device,
-            )
-            made = DataLoader(stream, batch_size=size, drop_last=drop_last, **settings)
+        settings = self._loader_settings(data_loader)
+        if isinstance(data_loader.dataset, IterableDataset):
+            rank_loader = self._stream_loader(data_loader, settings)
         else:
-            drop_last = drop_last or bool(getattr(data_loader.batch_sampler, "drop_last", False))
-            is_split = split_sampler(data_loader.batch_sampler, ranks=ranks, index=index)
-            rounds_class = OwnRounds if is_split else Rounds
-            rounds = rounds_class(
-                data_loader.batch_sampler,
-                ranks=ranks,
-                index=index,
-                drop_last=drop_last,
-                device=self.device,
-                seed=self._order()["data_seed"],
-            )
-            made = DataLoader(dataset, batch_sampler=rounds, **settings)
+            rank_loader = self._sampled_loader(data_loader, settings)
+
+        if device_placement is None:
+            device_placement = self.device_placement
+        # One process: the loader has this rank's batches already.
         prepared = prepare_data_loader(
-            made,
+            rank_loader,
             self.device,
             num_processes=1,
             process_index=0,
-            put_on_device=self.device_placement if device_placement is None else device_placement,
+            put_on_device=device_placement,
             dispatch_batches=False,
             non_blocking=self.non_blocking,
             **self._order(),
@@ -207,37 +185,97 @@ class Accelerator(accelerate.Accelerator):
         self._dataloaders.append(prepared)
         return prepared
 
+    def _loader_settings(self, data_loader: Any) -> dict[str, Any]:
+        settings: dict[str, Any] = {name: getattr(data_loader, name) for name in _LOADER_SETTINGS}
+        if data_loader.num_workers:
+            settings |= {name: getattr(data_loader, name) for name in _WORKER_SETTINGS}
+        settings["in_order"] = getattr(data_loader, "in_order", True)
+        # Transformers seeds workers by their rank. Ranks that share a batch need equal workers.
+        seed_worker = settings["worker_init_fn"]
+        if isinstance(seed_worker, partial) and "rank" in seed_worker.keywords:
+            keywords = {**seed_worker.keywords, "rank": self.process_index}
+            settings["worker_init_fn"] = partial(seed_worker.func, *seed_worker.args, **keywords)
+        return settings
+
+    def _stream_loader(self, data_loader: Any, settings: dict[str, Any]) -> DataLoader[Any]:
+        dataset = data_loader.dataset
+        ranks = self.layout.dp
+        if self.evaluates and ranks > 1:
+            # Only the worker that reads the last round would learn which ranks have a batch.
+            settings |= {"num_workers": 0, "multiprocessing_context": None}
+            for name in _WORKER_SETTINGS:
+                settings.pop(name, None)
+        refuse_split_stream(dataset)
+
+        # Rows of other data sets are compared while they are read, which workers cannot do.
+        is_compared = is_of_datasets(dataset) or settings["num_workers"] > 0
+        if is_compared:
+            context = settings["multiprocessing_context"]
+            refuse_other_stream(
+                dataset, device=self.device, workers=settings["num_workers"], context=context
+            )
+        size = data_loader.batch_size
+        drop_last = bool(data_loader.drop_last)
+        stream = StreamPart(
+            dataset,
+            batch_size=size,
+            ranks=ranks,
+            index=self.process_index,
+            drop_last=drop_last,
+            device=None if is_compared else self.device,
+        )
+        return DataLoader(stream, batch_size=size, drop_last=drop_last, **settings)
+
+    def _sampled_loader(self, data_loader: Any, settings: dict[str, Any]) -> DataLoader[Any]:
+        batch_sampler = data_loader.batch_sampler
+        ranks = self.layout.dp
+        index = self.process_index
+        drop_last = bool(data_loader.drop_last) or bool(getattr(batch_sampler, "drop_last", False))
+        is_split = split_sampler(batch_sampler, ranks=ranks, index=index)
+        # A sampler that knows the ranks yields the batches of this rank already.
+        rounds_class = OwnRounds if is_split else Rounds
+        rounds = rounds_class(
+            batch_sampler,
+            ranks=ranks,
+            index=index,
+            drop_last=drop_last,
+            device=self.device,
+            seed=self._order()["data_seed"],
+        )
+        return DataLoader(data_loader.dataset, batch_sampler=rounds, **settings)
+
     def _order(self) -> dict[str, Any]:
-        """How `accelerate.data_loader.prepare_data_loader` orders shuffled samples: by the seed and
-        the epoch.
+        """Return arguments of Accelerate's `prepare_data_loader` for the order of shuffled samples.
+
+        The order depends on the seed and the epoch.
         """
         return {"use_seedable_sampler": True, "data_seed": self.seed}
 
     def prepare_model(
         self, model: Any, device_placement: Any = None, evaluation_mode: bool = False
     ) -> Any:
-        """A model that Plait has is ready. Another one for evaluation, such as the reference of a
-        preference loss, is sharded in place, as the trained one is, and computes forwards alone.
+        """Return a model, sharded in place if it is not yet.
+
+        A model for evaluation, such as the reference of a preference loss, is sharded as the
+        trained one is, and runs forwards only.
         """
         if owner_of(model) is not None:
             return model
-        if evaluation_mode:
-            settings = self.resolved.model_copy(
-                update={
-                    "faults": self.resolved.faults.model_copy(update={"compare_replicas_every": 0})
-                }
+        if not evaluation_mode:
+            return super().prepare_model(
+                model, device_placement=device_placement, evaluation_mode=evaluation_mode
             )
-            self.references.append(parallelize(model, settings))
-            return model.requires_grad_(False).eval()
-        return super().prepare_model(
-            model, device_placement=device_placement, evaluation_mode=evaluation_mode
-        )
+        # There is no optimizer whose replicas could be compared.
+        faults = self.resolved.faults.model_copy(update={"compare_replicas_every": 0})
+        settings = self.resolved.model_copy(update={"faults": faults})
+        self.references.append(parallelize(model, settings))
+        return model.requires_grad_(False).eval()
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Run the backward of the micro-batch that the Trainer is at.
+        """Run the backward of the current micro-batch of the Trainer.
 
         Raises:
-            InputError: Any argument besides the loss is given.
+            InputError: Any argument besides the loss is passed.
         """
         if kwargs:
             raise InputError(
@@ -270,13 +308,14 @@ class Accelerator(accelerate.Accelerator):
         return full_weights(engine, adapters=adapters_of(model))
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """Refused: parts of gradients have no norm of their own."""
+        """Raise InputError: shards of gradients have no norm of their own."""
         raise InputError(
             "accelerator.clip_grad_norm_: the step clips by max_grad_norm, over all ranks; take the"
             " call out"
         )
 
     def _group(self) -> dist.ProcessGroup | None:
+        """Return the group of the data-parallel ranks, or None for a single one."""
         if self.layout.dp == 1:
             return None
         if self.engine is None:
@@ -297,65 +336,69 @@ class Accelerator(accelerate.Accelerator):
         """
         if self._own_counts:
             return tensor
-        return recursively_apply(self._gathered, tensor, error_on_other_type=True)
+        return recursively_apply(self._gather_rows, tensor, error_on_other_type=True)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As `gather`; objects in a list. Collective."""
+        """Return the result of `gather`, or with `use_gather_object` one list. Collective."""
         group = self._group()
-        if use_gather_object:
-            if group is None:
-                return input_data
-            found: list[Any] = [None] * group.size()
-            dist.all_gather_object(found, input_data, group=group)
-            return [entry for part in found for entry in part]
-        return self.gather(input_data)
+        if not use_gather_object:
+            return self.gather(input_data)
+        if group is None:
+            return input_data
+        gathered: list[Any] = [None] * group.size()
+        dist.all_gather_object(gathered, input_data, group=group)
+        return [entry for rank_data in gathered for entry in rank_data]
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Sum or mean over data-parallel ranks. Collective."""
+        """Return the sum or mean over the data-parallel ranks. Collective.
+
+        Raises:
+            InputError: The shapes differ between ranks. Raised on all ranks.
+        """
         group = self._group()
 
-        def reduced(one: torch.Tensor) -> torch.Tensor:
-            one = one.clone()
-            if group is not None and reduction != "none":
-                shapes = _shapes(one, group, device=self.device)
-                if len(set(shapes)) > 1:
-                    raise InputError(
-                        "accelerator.reduce: the tensors of the data-parallel ranks have the"
-                        f" shapes {_listed(shapes)}; reduce tensors of one shape, such as a sum and"
-                        " a count, or use accelerator.gather, whose rows may differ in number"
-                    )
-                dist.all_reduce(one, group=group)
-                if reduction == "mean":
-                    one = one / group.size()
-            return one
+        def reduce_tensor(entry: torch.Tensor) -> torch.Tensor:
+            entry = entry.clone()
+            if group is None or reduction == "none":
+                return entry
+            shapes = _shapes(entry, group, device=self.device)
+            if len(set(shapes)) > 1:
+                raise InputError(
+                    "accelerator.reduce: the tensors of the data-parallel ranks have the"
+                    f" shapes {_listed(shapes)}; reduce tensors of one shape, such as a sum and"
+                    " a count, or use accelerator.gather, whose rows may differ in number"
+                )
+            dist.all_reduce(entry, group=group)
+            return entry / group.size() if reduction == "mean" else entry
 
-        return recursively_apply(reduced, tensor, error_on_other_type=True)
+        return recursively_apply(reduce_tensor, tensor, error_on_other_type=True)
 
     def pad_across_processes(
         self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
     ) -> Any:
-        """Tensors filled up with `pad_index` to the longest of all data-parallel ranks.
-        Collective.
-        """
+        """Pad tensors with `pad_index` to the longest of all data-parallel ranks. Collective."""
         group = self._group()
 
-        def padded(one: torch.Tensor) -> torch.Tensor:
-            if group is None or dim >= one.ndim:
-                return one
-            longest = torch.tensor(one.shape[dim], device=self.device)
+        def pad(entry: torch.Tensor) -> torch.Tensor:
+            if group is None or dim >= entry.ndim:
+                return entry
+            longest = torch.tensor(entry.shape[dim], device=self.device)
             dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=group)
-            missing = int(longest) - one.shape[dim]
+            missing = int(longest) - entry.shape[dim]
             if not missing:
-                return one
-            fill = one.new_full((*one.shape[:dim], missing, *one.shape[dim + 1 :]), pad_index)
-            return torch.cat((fill, one) if pad_first else (one, fill), dim)
+                return entry
+            fill_shape = (*entry.shape[:dim], missing, *entry.shape[dim + 1 :])
+            fill = entry.new_full(fill_shape, pad_index)
+            return torch.cat((fill, entry) if pad_first else (entry, fill), dim)
 
-        return recursively_apply(padded, tensor, error_on_other_type=True)
+        return recursively_apply(pad, tensor, error_on_other_type=True)
 
-    def _gathered(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _gather_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the rows of all data-parallel ranks, see `gather`. Collective."""
         group = self._group()
-        tensor = (tensor[None] if tensor.ndim == 0 else tensor).detach()
+        tensor = tensor.detach()
+        if tensor.ndim == 0:
+            tensor = tensor[None]
         if group is None:
             return tensor
 
@@ -369,42 +412,42 @@ class Accelerator(accelerate.Accelerator):
             )
         rows = [shape[0] for shape in shapes]
         missing = max(rows) - len(tensor)
-        # Gathered logits are large, so they are copied only to be filled up.
-        filled = (
-            torch.cat((tensor, tensor.new_zeros((missing, *tensor.shape[1:]))))
-            if missing
-            else tensor.contiguous()
-        )
-        parts = [torch.empty_like(filled) for _ in rows]
-        dist.all_gather(parts, filled, group=group)
+        # Gathered logits are large, so they are copied only if they have to be padded.
+        if missing:
+            padded = torch.cat((tensor, tensor.new_zeros((missing, *tensor.shape[1:]))))
+        else:
+            padded = tensor.contiguous()
+        gathered = [torch.empty_like(padded) for _ in rows]
+        dist.all_gather(gathered, padded, group=group)
+        # Ranks without a batch of their own are the last ones.
         return torch.cat(
-            [part[:count] for part, count in zip(parts, rows, strict=True)][: self.present]
+            [entry[:count] for entry, count in zip(gathered, rows, strict=True)][: self.present]
         )
 
     def gather_first(self, data: Any, count: int) -> Any:
         """Gather the first `count` rows of each rank's tensors. `count` may differ. Collective."""
         return recursively_apply(
-            lambda tensor: self._gathered(tensor[:count]), data, error_on_other_type=True
+            lambda tensor: self._gather_rows(tensor[:count]), data, error_on_other_type=True
         )
 
 
-_MOST_DIMENSIONS = 16
-"""Dimensions that a gathered tensor may have."""
+_MAX_DIMENSIONS = 16
+"""Largest number of dimensions of a gathered tensor."""
 
 
 def _shapes(
     tensor: torch.Tensor, group: dist.ProcessGroup, *, device: torch.device
 ) -> list[tuple[int, ...]]:
     """Return the shape of each rank's tensor. Collective."""
-    mine = torch.full((_MOST_DIMENSIONS,), -1)
-    mine[: tensor.ndim] = torch.tensor(tensor.shape)
-    mine = mine.to(device)
-    everyone = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(everyone, mine, group=group)
-    return [tuple(size for size in sizes.tolist() if size >= 0) for sizes in everyone]
+    # Padded with -1, because ranks may have different numbers of dimensions.
+    local = torch.full((_MAX_DIMENSIONS,), -1)
+    local[: tensor.ndim] = torch.tensor(tensor.shape)
+    local = local.to(device)
+    gathered = [torch.empty_like(local) for _ in range(group.size())]
+    dist.all_gather(gathered, local, group=group)
+    return [tuple(size for size in sizes.tolist() if size >= 0) for sizes in gathered]
 
 
 def _listed(shapes: list[tuple[int, ...]]) -> str:
-    return ", ".join(str(list(shape)) for shape in shapes[:4]) + (
-        ", ..." if len(shapes) > 4 else ""
-    )
+    text = ", ".join(str(list(shape)) for shape in shapes[:4])
+    return f"{text}, ..." if len(shapes) > 4 else text

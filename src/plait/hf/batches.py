@@ -1,8 +1,9 @@
-"""Which batches a data-parallel rank reads, so that every sample counts once.
+"""Batches of a data-parallel rank, so that every sample counts once.
 
-Batches are formed as one process forms them and dealt in rounds, one to each rank. In the last
-round some ranks may have none left: they compute on another rank's batch, because collectives need
-all ranks, and it counts for nothing. Accelerate repeats samples there, which then count twice.
+Note [Rounds of batches]
+    Batches are formed as in a single process and dealt in rounds, one to each rank. In the last
+    round some ranks may have none left. They repeat another rank's batch, because collectives need
+    all ranks, and it counts for nothing. Accelerate repeats samples there, which then count twice.
 """
 
 from __future__ import annotations
@@ -19,7 +20,18 @@ from plait.data.stream_part import StreamPart
 
 
 class Rounds:
-    """A batch sampler of one rank over the batch sampler of all."""
+    """Batch sampler of one rank over the batch sampler of all. See Note [Rounds of batches].
+
+    Args:
+        batch_sampler: The batch sampler of all ranks, which yields the same order on each.
+        ranks: Number of data-parallel ranks.
+        index: This rank's index among them.
+        drop_last: Whether the last batches are left out if they do not suffice for all ranks.
+        device: Device of the collective that compares the order of a user's own sampler between
+            the ranks. None compares nothing.
+        seed: Seed of the global generators while a user's own sampler draws its order. None
+            leaves them as they are.
+    """
 
     def __init__(
         self,
@@ -31,38 +43,31 @@ class Rounds:
         device: torch.device | None = None,
         seed: int | None = None,
     ) -> None:
-        """Deal the batches of a sampler to the ranks.
-
-        Args:
-            batch_sampler: The batch sampler of all ranks, which yields the same order on each.
-            ranks: Number of data-parallel ranks.
-            index: This rank's index among them.
-            drop_last: Whether the last batches are left out if they do not suffice for all ranks.
-            device: Device of the collective that compares the order of a user's own sampler between
-                the ranks. None compares nothing.
-            seed: Seed of the global generators while a user's own sampler draws its order. None
-                leaves them as they are.
-        """
-        of_user = _is_of_user(batch_sampler)
-        self._device = device if of_user else None
-        self._seed = seed if of_user else None
+        self._device: torch.device | None = None
+        self._seed: int | None = None
+        # Other samplers yield the same order on every rank.
+        if _is_of_user(batch_sampler):
+            self._device = device
+            self._seed = seed
         self._epoch = 0
         self.batch_sampler = batch_sampler
         self.ranks = ranks
         self.index = index
         self.drop_last = drop_last
-        self.num_processes = ranks  # Accelerate's name for it
+        self.num_processes = ranks  # Accelerate's name of `ranks`.
         self._last: tuple[int, int] | None = None
+        """Position of an incomplete last round, and its number of batches."""
         self._samples: list[int] = []
+        """Number of samples of each batch so far."""
 
     @property
     def batch_size(self) -> int:
-        """Samples of a batch."""
+        """Number of samples per batch."""
         return int(getattr(self.batch_sampler, "batch_size", 1) or 1)
 
     @property
     def sampler(self) -> Any:
-        """What orders the samples."""
+        """Sampler that determines the order of the samples."""
         return getattr(self.batch_sampler, "sampler", None)
 
     @sampler.setter
@@ -72,13 +77,15 @@ class Rounds:
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, on which the order depends."""
         self._epoch = epoch
-        for one in (self.batch_sampler, self.sampler):
-            if hasattr(one, "set_epoch"):
-                one.set_epoch(epoch)
+        for source in (self.batch_sampler, self.sampler):
+            if hasattr(source, "set_epoch"):
+                source.set_epoch(epoch)
 
     def __len__(self) -> int:
         batches = len(self.batch_sampler)
-        return batches // self.ranks if self.drop_last else math.ceil(batches / self.ranks)
+        if self.drop_last:
+            return batches // self.ranks
+        return math.ceil(batches / self.ranks)
 
     def __iter__(self) -> Iterator[Any]:
         self._last = None
@@ -86,7 +93,7 @@ class Rounds:
         dealt: list[Any] = []
         position = 0
         batches = iter(self.batch_sampler)
-        while (batch := self._drawn(batches, position, len(dealt))) is not None:
+        while (batch := self._draw(batches, position, len(dealt))) is not None:
             dealt.append(batch)
             if len(dealt) == self.ranks:
                 self._compare(dealt)
@@ -94,14 +101,16 @@ class Rounds:
                 yield dealt[self.index]
                 dealt = []
                 position = position + 1
+
+        # See Note [Rounds of batches].
         if dealt and not self.drop_last:
             self._compare(dealt)
-            self._last = position, len(dealt)
+            self._last = (position, len(dealt))
             last = dealt[min(self.index, len(dealt) - 1)]
             self._samples.append(len(last))
             yield last
 
-    def _drawn(self, batches: Iterator[Any], *place: int) -> Any:
+    def _draw(self, batches: Iterator[Any], *place: int) -> Any:
         """Return the indices of the next batch, or None at the end.
 
         Every rank draws them with the same random numbers.
@@ -121,24 +130,27 @@ class Rounds:
         refuse_other_digest(lambda: digest_of_rows([count, *dealt]), device=device)
 
     def samples(self, position: int) -> int | None:
-        """Return how many samples this rank's batch at a position of the epoch has.
+        """Return the number of samples in this rank's batch at a position of the epoch.
 
-        The rows of a batch do not tell, because a collator may make one row of several samples.
+        The rows of a batch may differ from it, because a collator may make one row of several
+        samples.
         """
         return self._samples[position] if position < len(self._samples) else None
 
     def present(self, position: int) -> int:
-        """How many ranks have a batch of their own at a position of the epoch that was read."""
-        return self._last[1] if self._last is not None and position == self._last[0] else self.ranks
+        """Return how many ranks have a batch of their own at a position that was read."""
+        if self._last is not None and position == self._last[0]:
+            return self._last[1]
+        return self.ranks
 
     @property
     def present_last(self) -> int:
-        """How many have at the last position of an epoch that was read to its end."""
+        """Number of ranks with a batch of their own at the end of an epoch that was read."""
         return self._last[1] if self._last is not None else self.ranks
 
 
 class OwnRounds(Rounds):
-    """Batch sampler of one rank over a batch sampler that yields only the batches of this rank.
+    """Batch sampler of one rank over a batch sampler that yields this rank's batches only.
 
     Every rank has the same number of batches.
     """
@@ -158,8 +170,13 @@ class OwnRounds(Rounds):
 
 
 class EpochOrder:
-    """A sampler that draws from its own generator, given the epoch's seed: every rank and every
-    resumed run draws the same order.
+    """Sampler with a generator that is seeded by the epoch.
+
+    Every rank and every resumed run draws the same order.
+
+    Args:
+        sampler: A sampler with a `generator`.
+        seed: Seed of the order.
     """
 
     def __init__(self, sampler: Any, seed: int) -> None:
@@ -168,7 +185,7 @@ class EpochOrder:
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """The order is the epoch's."""
+        """Set the epoch, on which the order depends."""
         self._epoch = epoch
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch)
@@ -186,24 +203,26 @@ _SAMPLERS = ("torch", "accelerate", "transformers", "trl", "plait")
 
 
 def _is_of_user(batch_sampler: Any) -> bool:
-    """Return whether a class outside of `_SAMPLERS` determines the order."""
+    """Return True if a class outside of `_SAMPLERS` determines the order."""
     sources = (batch_sampler, getattr(batch_sampler, "sampler", None))
     return any(
-        type(one).__module__.partition(".")[0] not in _SAMPLERS
-        for one in sources
-        if one is not None
+        type(source).__module__.partition(".")[0] not in _SAMPLERS
+        for source in sources
+        if source is not None
     )
 
 
 def plan_of(loader: Any) -> Rounds | StreamPart | None:
-    """What says which of a loader's batches are this rank's own; None for a loader that Plait did
-    not make.
+    """Return the object that knows which of a loader's batches are this rank's own.
+
+    Returns:
+        None for a loader that Plait did not make.
     """
-    here = getattr(loader, "dataset", None)
-    if isinstance(here, StreamPart):
-        return here
-    here = getattr(loader, "batch_sampler", None)
-    while here is not None and not isinstance(here, Rounds):
-        # behind what skips the batches of a resumed epoch
-        here = getattr(here, "batch_sampler", None)
-    return here
+    dataset = getattr(loader, "dataset", None)
+    if isinstance(dataset, StreamPart):
+        return dataset
+    sampler = getattr(loader, "batch_sampler", None)
+    # The sampler that skips the batches of a resumed epoch wraps it.
+    while sampler is not None and not isinstance(sampler, Rounds):
+        sampler = getattr(sampler, "batch_sampler", None)
+    return sampler

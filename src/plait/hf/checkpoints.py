@@ -1,5 +1,7 @@
-"""A Trainer's folders: weights that `from_pretrained` opens, the engine's checkpoint beside them,
-and what a run goes on from.
+"""Folders of a Trainer: weights for `from_pretrained`, and the engine's checkpoint next to them.
+
+A folder `checkpoint-N` has the files of the Trainer, and in `plait` the checkpoint of the engine,
+from which a run resumes.
 """
 
 from __future__ import annotations
@@ -27,16 +29,22 @@ from plait.sharded.shards_as_weights import refuse_given_shards
 
 TAG = "plait"
 """Folder of the engine's checkpoint in `checkpoint-N`."""
+
+# Keys of the client state of the engine's checkpoint.
 SAMPLES = "samples of a step"
 _EPOCH = "epoch"
 _READ = "samples read of the epoch"
 
 
 class CheckpointMixin:
-    """The part of `TrainerMixin` that saves and loads."""
+    """Methods of `TrainerMixin` that save and load.
+
+    Attributes:
+        engine: Engine with the model on its layout. None before the first `train`, `evaluate` or
+            `predict`.
+    """
 
     engine: Engine | None = None
-    """Has the model on its layout, from the first `train`, `evaluate` or `predict` on."""
     model: Any
     args: Any
     accelerator: Any
@@ -44,10 +52,10 @@ class CheckpointMixin:
     state: Any
     _epoch: int
     _position: int
-    """Micro-batches of a rank that were read of the epoch."""
+    """Number of micro-batches of the epoch that a rank has read."""
 
     def _samples_of_round(self) -> int:
-        """Those of one micro-batch of all data-parallel ranks."""
+        """Return the number of samples in one micro-batch of all data-parallel ranks."""
         return int(self.args.per_device_train_batch_size * self.accelerator.num_processes)
 
     def _init_training_state(
@@ -58,27 +66,30 @@ class CheckpointMixin:
         resume_from_checkpoint: Any,
         *others: Any,
     ) -> Any:
-        """(epochs, micro-batches of the next one) that were trained on. Where the length of the
-        data is not known, Transformers takes the run for one epoch; a checkpoint of Plait's has
-        what was read of each.
+        """Return the position of a resumed run.
+
+        If the length of the data is not known, Transformers takes the run for one epoch. In that
+        case a checkpoint of Plait has the number of samples that were read of the last epoch.
+
+        Returns:
+            The number of complete epochs, and of micro-batches of the next one.
         """
-        found = super()._init_training_state(  # type: ignore[misc]
+        position = super()._init_training_state(  # type: ignore[misc]
             max_steps, steps_of_epoch, epochs, resume_from_checkpoint, *others
         )
-        if resume_from_checkpoint is None or epochs != sys.maxsize or self.args.ignore_data_skip:
-            return found
-        saved = (
-            find(Path(resume_from_checkpoint), TAG)
-            if (Path(resume_from_checkpoint) / TAG).is_dir()
-            else None
-        )
+        is_length_known = epochs != sys.maxsize
+        if resume_from_checkpoint is None or is_length_known or self.args.ignore_data_skip:
+            return position
+        if not (Path(resume_from_checkpoint) / TAG).is_dir():
+            return position
+        saved = find(Path(resume_from_checkpoint), TAG)
         if saved is None:
-            return found
+            return position
         client = exact.decode(saved.manifest.metadata.get("client_state"), where="client_state")
         return client[_EPOCH], math.ceil(client[_READ] / self._samples_of_round())
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """A folder that `from_pretrained` opens, with all weights in full. Collective."""
+        """Write all weights in full into a folder for `from_pretrained`. Collective."""
         if self.engine is None:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             return
@@ -87,7 +98,7 @@ class CheckpointMixin:
         if self.args.should_save:
             # A script may have assigned another model, such as one with merged adapters.
             if model is self.engine.model:
-                # PEFT reads what it saves from the modules, so they must not be a pipeline stage's.
+                # PEFT reads names from the modules, and a pipeline stage does not have all.
                 self.model = uncut(self.engine)
             try:
                 self._save(output_dir or self.args.output_dir, state_dict=weights)
@@ -117,6 +128,7 @@ class CheckpointMixin:
         read = self._position * self._samples_of_round()
         client = {SAMPLES: self.engine.train_batch_size(), _EPOCH: self._epoch, _READ: read}
         self.engine.save_checkpoint(output_dir, tag=TAG, client_state=client)
+        # The Trainer steps its schedule itself, so the engine's checkpoint does not have it.
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
 
@@ -125,12 +137,12 @@ class CheckpointMixin:
             return
         assert self.engine is not None
         loaded = self.engine.load_checkpoint(checkpoint, tag=TAG)
-        before = loaded[1].get(SAMPLES) if loaded is not None else None
-        now = self.engine.train_batch_size()
-        if before is not None and before != now and not self.args.ignore_data_skip:
+        saved_samples = loaded[1].get(SAMPLES) if loaded is not None else None
+        samples = self.engine.train_batch_size()
+        if saved_samples not in (None, samples) and not self.args.ignore_data_skip:
             raise InputError(
-                f"{checkpoint} was written with {before} samples in a step, and this run has {now}"
-                f" (per_device_train_batch_size {self.args.per_device_train_batch_size} x"
+                f"{checkpoint} was written with {saved_samples} samples per step, and this run has"
+                f" {samples} (per_device_train_batch_size {self.args.per_device_train_batch_size} x"
                 f" gradient_accumulation_steps {self.args.gradient_accumulation_steps} x dp"
                 f" {self.engine.dp_size}), so the position in the epoch is not known; make them"
                 " equal, or set ignore_data_skip=True"
@@ -140,9 +152,14 @@ class CheckpointMixin:
             self.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """The engine loads its own checkpoints when it has the model; a folder without one has
-        weights only. Raises CheckpointError for one without a readable state of the Trainer, which
-        says what step it is of.
+        """Load the weights of a folder without a checkpoint of the engine.
+
+        The engine loads its own checkpoints later, when it has the model.
+
+        Raises:
+            CheckpointError: The folder has no readable state of the Trainer, which has the number
+                of the step.
+            InputError: The folder has weights only, and the model is sharded already.
         """
         _require_state(Path(resume_from_checkpoint))
         if (Path(resume_from_checkpoint) / TAG).is_dir():
@@ -171,29 +188,28 @@ class CheckpointMixin:
         load_weights_of(self.engine, best, tag=TAG)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """The engine's checkpoint has the generators of every rank."""
+        """Do nothing: the engine's checkpoint has the generators of every rank."""
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """The engine has set them, when it loaded the checkpoint."""
+        """Do nothing: the engine has restored the generators with its checkpoint."""
 
 
 def refuse_empty_files(folder: Path, adapters: Sequence[str] = ()) -> None:
     """Remove files of weights that have no tensor, and raise CheckpointError if there are any.
 
     Args:
-        folder: Where weights were written.
-        adapters: Names of adapters, of which each may have a folder in it.
+        folder: Folder in which weights were written.
+        adapters: Names of adapters, each of which may have a folder in it.
     """
     folders = [folder, *(folder / name for name in adapters)]
-    empty = [
-        path for one in folders for path in one.glob("*.safetensors") if not _has_tensors(path)
-    ]
+    files = [path for parent in folders for path in parent.glob("*.safetensors")]
+    empty = [path for path in files if not _has_tensors(path)]
     for path in empty:
         path.unlink()
     if empty:
         raise CheckpointError(
             f"{empty[0]} was written without a tensor, and has been removed: the model that is"
-            " saved has no weights that its format keeps; save the model that was trained, or"
+            " saved has no weights that its format stores; save the model that was trained, or"
             " merge its adapters and assign the result to trainer.model"
         )
 
@@ -209,13 +225,13 @@ def _require_state(folder: Path) -> None:
         TrainerState.load_from_json(str(state))
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(
-            f"resume_from_checkpoint = {str(folder)!r}: {TRAINER_STATE_NAME}, which says what step"
-            f" a run goes on from, is not there or cannot be read ({type(error).__name__}:"
+            f"resume_from_checkpoint = {str(folder)!r}: {TRAINER_STATE_NAME}, which has the step"
+            f" that a run resumes from, does not exist or cannot be read ({type(error).__name__}:"
             f" {error}); give another checkpoint-N of the run, or load the weights alone with"
             " from_pretrained"
         ) from error
 
 
 def has_adapters(model: Any) -> bool:
-    """Whether a model is one of PEFT's."""
+    """Return True for a model of PEFT."""
     return hasattr(model, "peft_config")

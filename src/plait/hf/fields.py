@@ -1,11 +1,12 @@
-"""What becomes of every field of `TrainingArguments` under Plait: honoured, noted or refused.
-docs/trainer.md is generated from it.
+"""Effect of every field of `TrainingArguments` under Plait: honoured, noted or refused.
+
+A table of docs/trainer.md is generated from it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, Literal
 
 from plait.cluster.layout import Layout
@@ -17,28 +18,66 @@ _ELEMENTWISE = ("adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad")
 
 
 @dataclass(frozen=True)
-class Field:
-    """A field."""
+class ArgumentField:
+    """Effect of one field.
+
+    Attributes:
+        effect: Whether the field is honoured, ignored with a note, or refused.
+        what: Description of what it does, or the reason why it does nothing.
+        remedy: Alternative for a value that is refused.
+        when: Condition (value, arguments, layout) under which a value is refused or noted. None:
+            for every value except the default.
+        remedy_for: Returns the part of `remedy` that concerns a value. None: all of it.
+    """
 
     effect: Effect
     what: str
-    """What it does, or why it does nothing."""
     remedy: str = ""
-    """What to do instead."""
     when: Callable[[Any, Any, Layout], bool] | None = None
-    """(value, arguments, layout): whether a value is refused, or noted, at all. None: every value
-    but the default.
-    """
     remedy_for: Callable[[Any], str] | None = None
-    """The part of `remedy` that concerns a value. None: all of it."""
 
 
-def _honoured(what: str = "as in Transformers") -> Field:
-    return Field("honoured", what)
+def _honoured(what: str = "as in Transformers") -> ArgumentField:
+    return ArgumentField("honoured", what)
 
 
-def _split(value: Any, args: Any, layout: Layout) -> bool:
+def _never(value: Any, args: Any, layout: Layout) -> bool:
+    return False
+
+
+def _shares_batches(value: Any, args: Any, layout: Layout) -> bool:
     return bool(value) and layout.dp != layout.world_size
+
+
+def _is_unsupported_optimizer(value: Any, args: Any, layout: Layout) -> bool:
+    return _text(value) not in _ELEMENTWISE
+
+
+def _changes_recomputation(value: Any, args: Any, layout: Layout) -> bool:
+    return bool(set(value or {}) - {"every_n_layers", "use_reentrant"})
+
+
+def _changes_recomputation_by_old_name(value: Any, args: Any, layout: Layout) -> bool:
+    # If both names exist, the old one repeats the value of the new one, which is refused instead.
+    has_new_name = RECOMPUTE_FIELDS[0] in recompute_fields(args)
+    return _changes_recomputation(value, args, layout) and not has_new_name
+
+
+def _changes_data(value: Any, args: Any, layout: Layout) -> bool:
+    if value is None:
+        return False
+    defaults = {
+        "split_batches": False,
+        "dispatch_batches": None,
+        "even_batches": True,
+        "use_seedable_sampler": True,
+    }
+    changed = any(getattr(value, name, default) != default for name, default in defaults.items())
+    return changed or bool(getattr(value, "use_configured_state", False))
+
+
+def _rebalances_batches(value: Any, args: Any, layout: Layout) -> bool:
+    return bool(value == "batch_rebalance")
 
 
 _INT8 = (
@@ -73,7 +112,7 @@ _DDP = "Plait does not wrap the model in DistributedDataParallel"
 _FSDP = "the configuration describes the layout"
 _EVAL_CAST = "it casts the model in place, and its parameters are parts that the optimizer updates"
 
-FIELDS: dict[str, Field] = {
+FIELDS: dict[str, ArgumentField] = {
     "output_dir": _honoured(),
     "per_device_train_batch_size": _honoured(
         'samples of a micro-batch on a data-parallel rank; fills an "auto" of the file'
@@ -86,14 +125,14 @@ FIELDS: dict[str, Field] = {
     "lr_scheduler_type": _honoured("unless the file has a `scheduler`"),
     "lr_scheduler_kwargs": _honoured("unless the file has a `scheduler`"),
     "warmup_steps": _honoured('fills an "auto" of the file'),
-    "optim": Field(
+    "optim": ArgumentField(
         "refused",
         "honoured for "
         + ", ".join(_ELEMENTWISE)
         + "; other optimizers read a parameter as a matrix, or keep states that no checkpoint of "
         "another layout can use",
         f'use "adamw_torch"; for small states {_INT8}; for Lion {_LION}; for pages {_ON_HOST}',
-        lambda value, args, layout: _text(value) not in _ELEMENTWISE,
+        _is_unsupported_optimizer,
         _optimizer_remedy,
     ),
     "optim_args": _honoured(),
@@ -101,7 +140,7 @@ FIELDS: dict[str, Field] = {
     "adam_beta1": _honoured('fills an "auto" of the file'),
     "adam_beta2": _honoured('fills an "auto" of the file'),
     "adam_epsilon": _honoured('fills an "auto" of the file'),
-    "optim_target_modules": Field(
+    "optim_target_modules": ArgumentField(
         "refused", "it belongs to optimizers that read a parameter as a matrix", "leave it out"
     ),
     "gradient_accumulation_steps": _honoured(
@@ -114,55 +153,55 @@ FIELDS: dict[str, Field] = {
         "the optimizer keeps the parameters' own dtype, blocks compute in bfloat16; no autocast"
     ),
     "fp16": _honoured("with Plait's own loss scale, which a checkpoint keeps"),
-    "bf16_full_eval": Field(
+    "bf16_full_eval": ArgumentField(
         "refused", _EVAL_CAST, "use bf16=True, which evaluates in bfloat16 too"
     ),
-    "fp16_full_eval": Field("refused", _EVAL_CAST, "use fp16=True, which evaluates in float16 too"),
+    "fp16_full_eval": ArgumentField(
+        "refused", _EVAL_CAST, "use fp16=True, which evaluates in float16 too"
+    ),
     "tf32": _honoured(),
     "activation_checkpointing": _honoured(
         "as parallel.recompute of Plait: every block keeps its input alone"
     ),
-    "activation_checkpointing_kwargs": Field(
+    "activation_checkpointing_kwargs": ArgumentField(
         "refused",
         "honoured for `every_n_layers` and `use_reentrant`; the rest is of torch's checkpoint"
         " function, which Plait does not call",
         "leave it out, or describe it in parallel.recompute and parallel.activation_offload of the"
         " file",
-        lambda value, args, layout: _changes_recomputation(value),
+        _changes_recomputation,
     ),
     "gradient_checkpointing": _honoured(
         "the name of activation_checkpointing before Transformers 5.23"
     ),
-    "gradient_checkpointing_kwargs": Field(
+    "gradient_checkpointing_kwargs": ArgumentField(
         "refused",
         "the name of activation_checkpointing_kwargs before Transformers 5.23, with the same rule",
         "leave it out, or describe it in parallel.recompute and parallel.activation_offload of the"
         " file",
-        # Where both names exist, the old one repeats the value of the new one, which is refused in
-        # its place.
-        lambda value, args, layout: (
-            _changes_recomputation(value) and RECOMPUTE_FIELDS[0] not in recompute_fields(args)
-        ),
+        _changes_recomputation_by_old_name,
     ),
     "torch_compile": _honoured("as `compile` of the file: every block by itself"),
     "torch_compile_backend": _honoured("as `compile.backend` of the file"),
     "torch_compile_mode": _honoured("as `compile.mode` of the file"),
-    "use_liger_kernel": Field(
+    "use_liger_kernel": ArgumentField(
         "refused",
         "its kernels replace layers that Plait splits and casts, and have not been run with it",
         "leave it out",
     ),
-    "liger_kernel_config": Field("refused", "it belongs to use_liger_kernel", "leave it out"),
+    "liger_kernel_config": ArgumentField(
+        "refused", "it belongs to use_liger_kernel", "leave it out"
+    ),
     "use_cache": _honoured(),
-    "neftune_noise_alpha": Field(
+    "neftune_noise_alpha": ArgumentField(
         "refused",
         "honoured where every process has its own batch; processes that share a batch would draw"
         " different noise",
         "leave it out, or use parallel.tp = 1 and parallel.pp = 1",
-        _split,
+        _shares_batches,
     ),
     "torch_empty_cache_steps": _honoured("but in a pipeline"),
-    "auto_find_batch_size": Field(
+    "auto_find_batch_size": ArgumentField(
         "refused",
         "it trains again with a smaller batch after memory ran out, and a sharded model cannot"
         " begin anew",
@@ -172,11 +211,11 @@ FIELDS: dict[str, Field] = {
     "logging_steps": _honoured(),
     "logging_first_step": _honoured(),
     "log_on_each_node": _honoured(),
-    "logging_nan_inf_filter": Field(
+    "logging_nan_inf_filter": ArgumentField(
         "noted",
         "a step that is not finite ends the run, or is skipped, as faults.non_finite of the file"
         " says",
-        when=lambda value, args, layout: False,
+        when=_never,
     ),
     "include_num_input_tokens_seen": _honoured("each token once"),
     "log_level": _honoured(),
@@ -195,7 +234,7 @@ FIELDS: dict[str, Field] = {
     "prediction_loss_only": _honoured(),
     "eval_on_start": _honoured(),
     "eval_do_concat_batches": _honoured(),
-    "eval_use_gather_object": Field(
+    "eval_use_gather_object": ArgumentField(
         "refused",
         "objects have no rows, so repeated samples could not be told from others",
         "leave it out",
@@ -206,13 +245,13 @@ FIELDS: dict[str, Field] = {
     "save_only_model": _honoured(),
     "save_strategy": _honoured(),
     "save_steps": _honoured(),
-    "save_on_each_node": Field(
+    "save_on_each_node": ArgumentField(
         "refused",
         "a checkpoint is one folder that all machines share",
         "leave it out, and name a shared folder",
     ),
     "save_total_limit": _honoured(),
-    "enable_jit_checkpoint": Field(
+    "enable_jit_checkpoint": ArgumentField(
         "refused",
         "it saves inside of a step, whose gradients no checkpoint keeps",
         "leave it out, and use save_steps",
@@ -235,15 +274,15 @@ FIELDS: dict[str, Field] = {
     ),
     "data_seed": _honoured(),
     "use_cpu": _honoured(),
-    "accelerator_config": Field(
+    "accelerator_config": ArgumentField(
         "refused",
         "honoured for non_blocking and gradient_accumulation_kwargs; Plait shares the batches"
         " between ranks itself, each sample once",
         "leave split_batches, dispatch_batches, even_batches, use_seedable_sampler and"
         " use_configured_state at their defaults",
-        lambda value, args, layout: bool(value is not None and _changed_data(value)),
+        _changes_data,
     ),
-    "parallelism_config": Field(
+    "parallelism_config": ArgumentField(
         "refused",
         _FSDP,
         'leave it out, and write {"parallel": {"tp": 2, "pp": 2}} in deepspeed= or plait_config=',
@@ -260,24 +299,24 @@ FIELDS: dict[str, Field] = {
     "dataloader_in_order": _honoured(),
     "remove_unused_columns": _honoured(),
     "label_names": _honoured(),
-    "train_sampling_strategy": Field(
+    "train_sampling_strategy": ArgumentField(
         "refused",
         "honoured; `batch_rebalance` only where every process has its own batch",
         'use "group_by_length", or parallel.tp = 1 and parallel.pp = 1',
-        lambda value, args, layout: value == "batch_rebalance",
+        _rebalances_batches,
     ),
     "length_column_name": _honoured(),
-    "ddp_find_unused_parameters": Field(
+    "ddp_find_unused_parameters": ArgumentField(
         "noted",
         f"{_DDP}; parallel.unused_parameters of the file says whether a step may leave some out",
     ),
-    "ddp_bucket_cap_mb": Field(
+    "ddp_bucket_cap_mb": ArgumentField(
         "noted", f"{_DDP}; parallel.bucket_mib of the file sets its buckets"
     ),
-    "ddp_broadcast_buffers": Field(
+    "ddp_broadcast_buffers": ArgumentField(
         "noted", f"{_DDP}; buffers that a forward changes are the first rank's"
     ),
-    "ddp_static_graph": Field("noted", _DDP),
+    "ddp_static_graph": ArgumentField("noted", _DDP),
     "ddp_backend": _honoured(),
     "ddp_timeout": _honoured(),
     "fsdp": _honoured(
@@ -289,7 +328,7 @@ FIELDS: dict[str, Field] = {
         " reason"
     ),
     "deepspeed": _honoured("the file or mapping that Plait takes; DeepSpeed need not be installed"),
-    "debug": Field(
+    "debug": ArgumentField(
         "refused",
         "its checks look at unsharded activations and have not been run with Plait",
         "leave it out; faults of the file has Plait's",
@@ -303,10 +342,10 @@ FIELDS: dict[str, Field] = {
     "do_eval": _honoured(),
     "do_predict": _honoured(),
 }
-"""By name."""
+"""Fields of TrainingArguments."""
 
-SEQ2SEQ: dict[str, Field] = {
-    "sortish_sampler": Field("noted", "Transformers does not use it"),
+SEQ2SEQ: dict[str, ArgumentField] = {
+    "sortish_sampler": ArgumentField("noted", "Transformers does not use it"),
     "predict_with_generate": _honoured(
         "by Plait's generate on every layout; with an encoder by Transformers' own, without tp"
         " and pp"
@@ -317,91 +356,73 @@ SEQ2SEQ: dict[str, Field] = {
         "settings that Plait's generate has not, such as beams, are refused"
     ),
 }
-"""Of Seq2SeqTrainingArguments besides."""
+"""Additional fields of Seq2SeqTrainingArguments."""
 
-_AS_TRL = "as in TRL"
-TRL: dict[str, Field] = {
-    **dict.fromkeys(
-        (
-            *(
-                "model_init_kwargs",
-                "trust_remote_code",
-                "router_aux_loss_coef",
-                "chat_template_path",
-                "dataset_text_field",
-                "dataset_kwargs",
-            ),
-            *(
-                "dataset_num_proc",
-                "eos_token",
-                "pad_token",
-                "max_length",
-                "truncation_mode",
-                "shuffle_dataset",
-                "pad_to_multiple_of",
-            ),
-            *(
-                "packing",
-                "packing_strategy",
-                "padding_free",
-                "eval_packing",
-                "completion_only_loss",
-                "assistant_only_loss",
-                "loss_type",
-            ),
-            *(
-                "disable_dropout",
-                "loss_weights",
-                "ld_alpha",
-                "f_divergence_type",
-                "f_alpha_divergence_coef",
-                "label_smoothing",
-                "beta",
-            ),
-            *("use_weighting", "discopop_tau"),
-        ),
-        Field("honoured", _AS_TRL),
-    ),
-    "precompute_ref_log_probs": Field(
+_AS_IN_TRL = (
+    "model_init_kwargs",
+    "trust_remote_code",
+    "router_aux_loss_coef",
+    "chat_template_path",
+    "dataset_text_field",
+    "dataset_kwargs",
+    "dataset_num_proc",
+    "eos_token",
+    "pad_token",
+    "max_length",
+    "truncation_mode",
+    "shuffle_dataset",
+    "pad_to_multiple_of",
+    "packing",
+    "packing_strategy",
+    "padding_free",
+    "eval_packing",
+    "completion_only_loss",
+    "assistant_only_loss",
+    "loss_type",
+    "disable_dropout",
+    "loss_weights",
+    "ld_alpha",
+    "f_divergence_type",
+    "f_alpha_divergence_coef",
+    "label_smoothing",
+    "beta",
+    "use_weighting",
+    "discopop_tau",
+)
+TRL: dict[str, ArgumentField] = {
+    **dict.fromkeys(_AS_IN_TRL, ArgumentField("honoured", "as in TRL")),
+    "precompute_ref_log_probs": ArgumentField(
         "refused",
         "it runs the whole reference in every process, before anything is sharded",
         "leave it out: the reference is sharded as the model is",
     ),
-    "sync_ref_model": Field(
+    "sync_ref_model": ArgumentField(
         "refused",
         "it mixes the trained weights into the reference's, which has not been run with Plait",
         "leave it out",
     ),
-    "precompute_ref_batch_size": Field("noted", "it belongs to precompute_ref_log_probs"),
-    "ref_model_mixup_alpha": Field("noted", "it belongs to sync_ref_model"),
-    "ref_model_sync_steps": Field("noted", "it belongs to sync_ref_model"),
-    "activation_offloading": Field(
+    "precompute_ref_batch_size": ArgumentField("noted", "it belongs to precompute_ref_log_probs"),
+    "ref_model_mixup_alpha": ArgumentField("noted", "it belongs to sync_ref_model"),
+    "ref_model_sync_steps": ArgumentField("noted", "it belongs to sync_ref_model"),
+    "activation_offloading": ArgumentField(
         "refused",
         "its hooks have not been run with Plait",
         "leave it out, and write parallel.activation_offload in the file",
     ),
 }
-"""Of SFTConfig and DPOConfig besides."""
-
-
-def _changes_recomputation(kwargs: Any) -> bool:
-    return bool(set(kwargs or {}) - {"every_n_layers", "use_reentrant"})
-
-
-def _changed_data(config: Any) -> bool:
-    defaults = {
-        "split_batches": False,
-        "dispatch_batches": None,
-        "even_batches": True,
-        "use_seedable_sampler": True,
-    }
-    return any(getattr(config, name, value) != value for name, value in defaults.items()) or bool(
-        getattr(config, "use_configured_state", False)
-    )
+"""Additional fields of SFTConfig and DPOConfig."""
 
 
 def examined(args: Any, layout: Layout) -> tuple[list[Problem], list[str]]:
-    """(what is refused of the arguments, notes about what changes nothing)."""
+    """Examine the arguments of a Trainer.
+
+    Args:
+        args: An object of TrainingArguments or a subclass.
+        layout: Layout of the run.
+
+    Returns:
+        Problems of the fields that are refused, and notes about the fields that change nothing.
+    """
     problems = []
     notes = []
     for field in fields(args):
@@ -409,40 +430,31 @@ def examined(args: Any, layout: Layout) -> tuple[list[Problem], list[str]]:
         if entry is None or entry.effect == "honoured":
             continue
         value = getattr(args, field.name)
-        default = _default(field)
-        asked = value != default if entry.when is None else entry.when(value, args, layout)
-        if not asked or (entry.when is None and value in (None, False, "", [], {})):
+        if not _applies(entry, field, value, args, layout):
             continue
-        if entry.effect == "refused":
-            remedy = entry.remedy if entry.remedy_for is None else entry.remedy_for(value)
-            problems.append(
-                Problem(
-                    f"TrainingArguments.{field.name}",
-                    getattr(value, "value", value),
-                    entry.what,
-                    remedy,
-                )
-            )
-        else:
+        if entry.effect == "noted":
             notes.append(f"TrainingArguments.{field.name} changes nothing: {entry.what}")
+            continue
+        remedy = entry.remedy if entry.remedy_for is None else entry.remedy_for(value)
+        name = f"TrainingArguments.{field.name}"
+        problems.append(Problem(name, getattr(value, "value", value), entry.what, remedy))
+
     if getattr(args, "n_gpu", 1) > 1:
         rule = "one process would drive them all, and Plait drives one GPU in every process"
-        problems.append(
-            Problem(
-                "GPUs of this process",
-                args.n_gpu,
-                rule,
-                "start the script with plait launch or torchrun",
-            )
-        )
+        remedy = "start the script with plait launch or torchrun"
+        problems.append(Problem("GPUs of this process", args.n_gpu, rule, remedy))
     return problems, notes
 
 
-def _default(field: Any) -> Any:
-    from dataclasses import MISSING
+def _applies(entry: ArgumentField, field: Any, value: Any, args: Any, layout: Layout) -> bool:
+    """Return True if a value is refused or noted."""
+    if entry.when is not None:
+        return entry.when(value, args, layout)
+    # Scripts write these values for a field that is off.
+    return bool(value != _default(field) and value not in (None, False, "", [], {}))
 
-    return (
-        field.default_factory()
-        if field.default is MISSING and field.default_factory is not MISSING
-        else field.default
-    )
+
+def _default(field: Any) -> Any:
+    if field.default is MISSING and field.default_factory is not MISSING:
+        return field.default_factory()
+    return field.default

@@ -1,5 +1,6 @@
-"""`predict_with_generate`: what an evaluation generates, by Plait on any layout, as rows that
-Transformers' `generate` would return.
+"""`predict_with_generate`: generation in an evaluation, by Plait on any layout.
+
+The results are rows as Transformers' `generate` would return them.
 """
 
 from __future__ import annotations
@@ -21,66 +22,56 @@ from plait.parallel.data.data_parallel import free_gathered
 from plait.units import dtype_of, format_bytes
 
 DEFAULT_NEW_TOKENS = 20
-"""Transformers'."""
+"""Default number of new tokens in Transformers."""
 _BEAMS = "plait generates without beams"
 
 
 def generates(args: Any) -> bool:
-    """Whether an evaluation of a Trainer with these arguments generates."""
+    """Return True if an evaluation of a Trainer with these arguments generates."""
     return bool(getattr(args, "predict_with_generate", False))
 
 
 def has_encoder(model: Any) -> bool:
-    """Whether Transformers' own `generate` runs instead, on every rank for its own batch."""
+    """Return True for an encoder-decoder model.
+
+    Transformers' own `generate` runs for it, on every rank for its own batch.
+    """
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 def problems_of(model: Any, args: Any, resolved: Resolved) -> list[Problem]:
-    """What a layout cannot generate."""
+    """Return the reasons why an evaluation cannot generate on a layout.
+
+    Args:
+        model: The Trainer's model, or None.
+        args: Arguments of the Trainer.
+        resolved: The configuration.
+    """
     if not generates(args) or model is None:
         return []
     layout = resolved.layout
     field = "TrainingArguments.predict_with_generate"
     if has_encoder(model):
-        if (
-            layout.dp == layout.world_size
-            and layout.ep == 1
-            and resolved.parameter_offload.device == "none"
-        ):
+        offload = resolved.parameter_offload.device
+        if layout.dp == layout.world_size and layout.ep == 1 and offload == "none":
             return []
         rule = (
             f"{type(model).__name__} has an encoder and a decoder, whose generate is Transformers'"
             f" own and needs the whole model on every process, and this layout is {layout} with"
-            f" offload_param.device {resolved.parameter_offload.device}"
+            f" offload_param.device {offload}"
         )
-        return [
-            Problem(
-                field,
-                True,
-                rule,
-                "leave it out, or use a layout without tp, pp, ep and offload of parameters",
-            )
-        ]
-    found = []
+        remedy = "leave it out, or use a layout without tp, pp, ep and offload of parameters"
+        return [Problem(field, True, rule, remedy)]
+
+    problems = []
     if layout.ep > 1:
-        found.append(
-            Problem(
-                field,
-                True,
-                "experts on different processes do not generate",
-                "leave it out, or use parallel.ep = 1",
-            )
-        )
-    if (args.generation_num_beams or 1) > 1:
-        found.append(
-            Problem(
-                "TrainingArguments.generation_num_beams",
-                args.generation_num_beams,
-                _BEAMS,
-                "use 1, or leave it out",
-            )
-        )
-    return found
+        rule = "experts on different processes do not generate"
+        problems.append(Problem(field, True, rule, "leave it out, or use parallel.ep = 1"))
+    beams = args.generation_num_beams
+    if (beams or 1) > 1:
+        name = "TrainingArguments.generation_num_beams"
+        problems.append(Problem(name, beams, _BEAMS, "use 1, or leave it out"))
+    return problems
 
 
 @contextmanager
@@ -98,14 +89,16 @@ def whole_parameters(engine: Engine) -> Iterator[None]:
         yield
         return
     name = engine.config.precision.compute
-    needed = gathered_bytes(engine.model, dtype_of(name) if name is not None else None)
+    dtype = dtype_of(name) if name is not None else None
+    required = gathered_bytes(engine.model, dtype)
     free = free_bytes(engine.device, engine.mesh.ranks_here)
-    if free is not None and needed > ROOM * free:
+    if free is not None and required > ROOM * free:
         raise InputError(
             "predict_with_generate: Transformers' generate needs all parameters of"
-            f" {type(engine.model).__name__} on every process, {format_bytes(needed)}, and"
+            f" {type(engine.model).__name__} on every process, {format_bytes(required)}, and"
             f" {format_bytes(free)} are free; leave it out, and generate from the saved model"
         )
+    # Without `kept_gathered` a forward of the model would reshard its parameters.
     with kept_gathered(engine.model):
         for module in sharded_modules(engine.model):
             module.unshard()
@@ -116,19 +109,27 @@ def whole_parameters(engine: Engine) -> Iterator[None]:
 
 
 def check_settings(model: Any) -> None:
-    """Raise InputError where the model's generation_config, or that of the arguments, has what
-    Plait does not generate with.
-    """
+    """Raise InputError if generation_config of the model has an unsupported setting."""
     settings_of(model, {})
 
 
 def generated(
     engine: Engine, inputs: Mapping[str, Any], given: Mapping[str, Any], *, first: int, seed: int
 ) -> torch.Tensor:
-    """Every row of `input_ids` [batch, seq] with what the model adds to it, filled up with padding;
-    int64 [batch, longest]. A row's padding, on either side, is not read. `given` are the arguments
-    that Transformers' `generate` would have. Row i draws from a generator of its own, by `seed` and
-    `first + i`. Collective.
+    """Return the rows of `input_ids` with the tokens that the model adds to them. Collective.
+
+    Padding of a row, on either side, is not read.
+
+    Args:
+        engine: The engine.
+        inputs: A batch with `input_ids`, [batch, seq].
+        given: Arguments of Transformers' `generate`.
+        first: Index of the first row. Row i draws from its own generator, which is seeded by `seed`
+            and `first + i`.
+        seed: Seed of the run.
+
+    Returns:
+        The rows, padded on the right: int64, [batch, longest].
     """
     ids = inputs.get("input_ids")
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
@@ -136,24 +137,30 @@ def generated(
             "predict_with_generate: a batch has no `input_ids` of shape [batch, seq], which Plait"
             " generates from"
         )
-    settings = _settings(engine.model, given, ids.shape[1])
+    settings = _generate_settings(engine.model, given, ids.shape[1])
     pad = settings_of(engine.model, settings).pad_token_id
-    kept = _mask(engine.model, inputs, ids).bool()
-    prompts = [row[here].tolist() for row, here in zip(ids, kept, strict=True)]
+    mask = _attention_mask(engine.model, inputs, ids).bool()
+    prompts = [row[row_mask].tolist() for row, row_mask in zip(ids, mask, strict=True)]
+    # No row has the generator of a row of a run with another seed.
     seeds = [(seed << 32) + first + index for index in range(len(prompts))]
-    answers = [one.token_ids for one in engine.generate(prompts, seed=seeds, **settings)]
+    generations = engine.generate(prompts, seed=seeds, **settings)
+    answers = [generation.token_ids for generation in generations]
+
+    # [batch, seq + longest answer]
     longest = ids.shape[1] + max(map(len, answers), default=0)
     rows = torch.full((len(ids), longest), pad, dtype=ids.dtype, device=ids.device)
     rows[:, : ids.shape[1]] = ids
-    for row, new in zip(rows, answers, strict=True):
-        row[ids.shape[1] : ids.shape[1] + len(new)] = torch.tensor(new, dtype=ids.dtype)
+    for row, answer in zip(rows, answers, strict=True):
+        row[ids.shape[1] : ids.shape[1] + len(answer)] = torch.tensor(answer, dtype=ids.dtype)
     return rows
 
 
 @contextmanager
 def answering(model: Any, tokens: torch.Tensor) -> Iterator[None]:
-    """`model.generate(...)` returns `tokens` inside: the Trainer's own code pads them, and computes
-    the loss beside them. What it writes into the model's generation_config is undone.
+    """Make `model.generate(...)` return the given tokens inside of the context.
+
+    The Trainer's own code then pads them, and computes the loss of the batch. Its changes of the
+    model's generation_config are undone.
     """
     config = model.generation_config
     model.generation_config = deepcopy(config)
@@ -165,44 +172,65 @@ def answering(model: Any, tokens: torch.Tensor) -> Iterator[None]:
         model.generation_config = config
 
 
-def _settings(model: Any, given: Mapping[str, Any], length: int) -> dict[str, Any]:
-    """The call's settings, with Transformers' rules for lengths (the padding of a prompt counts)
-    and for draws.
+def _generate_settings(model: Any, given: Mapping[str, Any], length: int) -> dict[str, Any]:
+    """Return settings for Plait's `generate` from arguments of Transformers' `generate`.
+
+    The number of new tokens and the sampling follow Transformers' rules. In particular,
+    `max_length` includes the prompt with its padding.
+
+    Args:
+        model: The model.
+        given: Arguments of Transformers' `generate`.
+        length: Length of the prompts with their padding.
     """
-    found = {
+    settings = {
         name: value for name, value in given.items() if value is not None and name != "synced_gpus"
     }
-    if found.pop("num_beams", 1) != 1:
+    if settings.pop("num_beams", 1) != 1:
         raise InputError(f"num_beams = {given['num_beams']}: {_BEAMS}; use 1, or leave it out")
-    if unknown := [name for name in found if name not in NAMES]:
+    unknown = [name for name in settings if name not in NAMES]
+    if unknown:
         raise InputError(
             f"predict_with_generate: plait's generate has no setting `{unknown[0]}`; it has"
             f" {', '.join(NAMES)}"
         )
+
     config = model.generation_config
-    found.setdefault("do_sample", bool(config.do_sample))
-    if "max_new_tokens" not in found:
-        most = found.pop("max_length", None)
-        new = None if most is not None else config.max_new_tokens
-        if new is None:
-            most = most if most is not None else config.max_length
-            new = DEFAULT_NEW_TOKENS if most is None else most - length
-        if new < 1:
-            raise InputError(
-                f"max_length = {most} leaves no token to add to prompts of {length}; set"
-                " generation_max_length, or max_new_tokens"
-            )
-        found["max_new_tokens"] = new
-    found.pop("max_length", None)
-    return found
+    settings.setdefault("do_sample", bool(config.do_sample))
+    max_length = settings.pop("max_length", None)
+    if "max_new_tokens" not in settings:
+        settings["max_new_tokens"] = _new_tokens(config, max_length, length)
+    return settings
 
 
-def _mask(model: Any, inputs: Mapping[str, Any], ids: torch.Tensor) -> torch.Tensor:
-    given = inputs.get("attention_mask")
-    if isinstance(given, torch.Tensor):
-        return given
+def _new_tokens(config: Any, max_length: int | None, length: int) -> int:
+    """Return the number of new tokens.
+
+    `max_length` of the call has priority over `max_new_tokens` of the model's configuration, which
+    has priority over its `max_length`.
+    """
+    if max_length is None:
+        if config.max_new_tokens is not None:
+            max_length = length + config.max_new_tokens
+        elif config.max_length is not None:
+            max_length = config.max_length
+        else:
+            return DEFAULT_NEW_TOKENS
+    if max_length - length < 1:
+        raise InputError(
+            f"max_length = {max_length} leaves no token to add to prompts of {length}; set"
+            " generation_max_length, or max_new_tokens"
+        )
+    return max_length - length
+
+
+def _attention_mask(model: Any, inputs: Mapping[str, Any], ids: torch.Tensor) -> torch.Tensor:
+    mask = inputs.get("attention_mask")
+    if isinstance(mask, torch.Tensor):
+        return mask
     settings = settings_of(model, {})
     pad = getattr(model.generation_config, "pad_token_id", None)
+    # A padding token that also ends a text may be a token of the prompt.
     if pad is None or pad in settings.eos_token_id:
         return torch.ones_like(ids)
     return ids != pad

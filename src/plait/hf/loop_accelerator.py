@@ -1,9 +1,8 @@
-"""Accelerate's Accelerator for your own training loop, over Plait's engine: `from plait.hf import
-Accelerator`.
+"""`plait.hf.Accelerator`: Accelerate's Accelerator for your own training loop, on Plait's engine.
 
 `prepare` shards the model in place, and it stays your own object. `accelerator.backward`, the
-optimizer's `step` and the schedule's do what they do under Accelerate. What cannot be done raises,
-and says what to use.
+optimizer's `step` and the scheduler's `step` do what they do under Accelerate. A call that is not
+supported raises an error with the alternative.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ from plait.cluster.topology import place
 from plait.data.split_rows import refuse_other_rows
 from plait.engine.build import initialize
 from plait.errors import InputError, warn
-from plait.hf.accelerator import FULL_WEIGHTS
-from plait.hf.accelerator import Accelerator as RanksAccelerator
+from plait.hf.accelerator import FULL_WEIGHTS, RanksAccelerator
 from plait.hf.batches import plan_of
 from plait.hf.checkpoints import has_adapters
 from plait.hf.loop_checkpoints import DrawnOrder, LoopCheckpoints
@@ -37,7 +35,7 @@ from plait.hf.loop_settings import (
     refuse_another_clipping,
     resolved_of,
 )
-from plait.hf.optimizer import EngineOptimizer
+from plait.hf.optimizer import EngineOptimizerProxy
 from plait.hf.settings import ConfigSource
 from plait.sharded.model import owner_of
 from plait.sharded.shards_as_weights import refuse_shards_as_weights
@@ -46,7 +44,19 @@ _PREPARE = "accelerator.prepare(model, optimizer, ...) does it"
 
 
 class Accelerator(LoopCheckpoints, RanksAccelerator):
-    """`accelerate.Accelerator` with Plait's layouts; processes are the data-parallel ranks."""
+    """`accelerate.Accelerator` with Plait's layouts. Its processes are the data-parallel ranks.
+
+    Args:
+        plait_config: A path to JSON or YAML, a mapping or a Config. A DeepSpeed file is valid as
+            it is. Without it the model is replicated.
+        mixed_precision: "no", "bf16" or "fp16".
+        deepspeed_plugin: A plugin whose `deepspeed_config` is used, without DeepSpeed.
+        arguments: Other arguments of Accelerate's class.
+
+    Raises:
+        ConfigError: The configuration contradicts the arguments, or does not support a loop.
+        InputError: An argument cannot be honoured.
+    """
 
     _begins = _PREPARE
 
@@ -58,11 +68,6 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
         deepspeed_plugin: Any = None,
         **arguments: Any,
     ) -> None:
-        """`plait_config`: a path to JSON or YAML, a mapping or a Config; a DeepSpeed file is valid
-        as it is. Without one the model is replicated. `deepspeed_plugin` gives its
-        `deepspeed_config`, and needs no DeepSpeed. `arguments` are Accelerate's. Raises ConfigError
-        or InputError for what cannot be honoured.
-        """
         refuse_arguments(arguments)
         if plait_config is not None and deepspeed_plugin is not None:
             raise InputError(
@@ -70,22 +75,30 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
                 " them out"
             )
         source = plait_config if deepspeed_plugin is None else deepspeed_plugin.deepspeed_config
-        here = place()
         self._precision = precision_of(mixed_precision)
-        self.own_rank = here.rank
+        self.own_rank = place().rank
         self.engine = None
         self.present = None
         self.references = []
-        self._alone = self._own_counts = False
-        self.evaluates = True  # a rank that has no batch of a stream must be known, in every loop
+        self._alone = False
+        self._own_counts = False
+        # Every loop must know which ranks have no batch of a stream.
+        self.evaluates = True
         self._holding = False
+        """Whether gradients are accumulated without a reduction."""
         self._orders: list[DrawnOrder] = []
-        steps = arguments.get("gradient_accumulation_steps", 1)
+        """Samplers of the shuffled loaders."""
+
         plugin = arguments.get("gradient_accumulation_plugin")
-        self._steps = int(plugin.num_steps if plugin is not None else steps)
+        if plugin is not None:
+            self._steps = int(plugin.num_steps)
+        else:
+            self._steps = int(arguments.get("gradient_accumulation_steps", 1))
         self._config = checked_config(source, precision=self._precision, accumulation=self._steps)
-        self.resolved = self._resolved(micro=1, hidden_size=None)
+        self.resolved = self._resolve(micro=1, hidden_size=None)
         self.layout = self.resolved.layout
+
+        # Precision is the engine's: no autocast, no second loss scale.
         super().__init__(mixed_precision="no", **arguments)
         if self.gradient_accumulation_steps != self._steps:
             raise InputError(
@@ -93,7 +106,7 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
                 f" the script has {self._steps}; write gradient_accumulation_steps= in Accelerator"
             )
 
-    def _resolved(self, *, micro: int, hidden_size: int | None) -> Any:
+    def _resolve(self, *, micro: int, hidden_size: int | None) -> Any:
         return resolved_of(
             self._config,
             world_size=place().world_size,
@@ -105,38 +118,51 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
 
     @property
     def mixed_precision(self) -> str:
-        """That of the argument; the engine computes in it, and there is no autocast."""
+        """Precision of the argument. The engine computes in it; there is no autocast."""
         return self._precision
 
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
-        """Loaders of this rank's part, the model sharded in place, its optimizer and schedules; in
-        the order of the arguments. The model that the optimizer holds is trained; another one
-        computes forwards alone. Collective. Raises ConfigError, ModelError, InputError.
+        """Prepare models, optimizers, schedulers and data loaders. Collective.
+
+        The model that the optimizer holds is trained. Other models run forwards only.
+
+        Returns:
+            The prepared objects in the order of the arguments: loaders of this rank's batches,
+            models that were sharded in place, their optimizer and schedulers.
+
+        Raises:
+            ConfigError: The configuration does not fit the model.
+            ModelError: The model cannot be trained, or cannot be split as the configuration says.
+            InputError: The arguments do not belong together.
         """
-        made: dict[int, Any] = {
-            id(one): self.prepare_data_loader(one) for one in args if isinstance(one, DataLoader)
+        loaders = [entry for entry in args if isinstance(entry, DataLoader)]
+        prepared: dict[int, Any] = {
+            id(loader): self.prepare_data_loader(loader) for loader in loaders
         }
-        optimizers = [
-            one
-            for one in args
-            if isinstance(one, torch.optim.Optimizer) and not isinstance(one, LoopOptimizer)
-        ]
-        models = [one for one in args if isinstance(one, nn.Module) and owner_of(one) is None]
-        trained = self._trained(models, optimizers)
+        optimizers = []
+        models = []
+        for entry in args:
+            is_optimizer = isinstance(entry, torch.optim.Optimizer)
+            if is_optimizer and not isinstance(entry, LoopOptimizer):
+                optimizers.append(entry)
+            if isinstance(entry, nn.Module) and owner_of(entry) is None:
+                models.append(entry)
+
+        trained = self._trained_model(models, optimizers)
         if trained is not None:
-            made[id(optimizers[0])] = self._begin(
-                trained, optimizers[0], [one for one in args if isinstance(one, DataLoader)]
-            )
+            optimizer = optimizers[0]
+            prepared[id(optimizer)] = self._begin(trained, optimizer, loaders)
         for model in models:
             if model is not trained:
                 self.prepare_model(model, evaluation_mode=True)
-        for one in args:
-            if isinstance(one, LRScheduler):
-                made[id(one)] = self.prepare_scheduler(one)
-        found = tuple(made.get(id(one), one) for one in args)
-        return found if len(found) > 1 else found[0]
+        # Schedulers need the prepared optimizer.
+        for entry in args:
+            if isinstance(entry, LRScheduler):
+                prepared[id(entry)] = self.prepare_scheduler(entry)
+        results = tuple(prepared.get(id(entry), entry) for entry in args)
+        return results if len(results) > 1 else results[0]
 
-    def _trained(
+    def _trained_model(
         self, models: list[nn.Module], optimizers: list[torch.optim.Optimizer]
     ) -> nn.Module | None:
         if not optimizers:
@@ -147,42 +173,49 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
                 " groups where they differ; for several models call plait.parallelize(model,"
                 " config) for each"
             )
-        held = {
-            id(parameter) for group in optimizers[0].param_groups for parameter in group["params"]
-        }
-        found = [
+        groups = optimizers[0].param_groups
+        updated = {id(parameter) for group in groups for parameter in group["params"]}
+        candidates = [
             model
             for model in models
-            if any(id(parameter) in held for parameter in model.parameters())
+            if any(id(parameter) in updated for parameter in model.parameters())
         ]
-        if len(found) != 1:
+        if len(candidates) != 1:
             raise InputError(
-                f"accelerator.prepare was given an optimizer over parameters of {len(found)} of the"
-                " models that were given beside it; build the optimizer over model.parameters(),"
-                " and prepare both in one call"
+                f"accelerator.prepare was given an optimizer over parameters of {len(candidates)}"
+                " of the models that were given with it; build the optimizer over"
+                " model.parameters(), and prepare both in one call"
             )
-        return found[0]
+        return candidates[0]
 
     def _begin(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, loaders: list[Any]
     ) -> LoopOptimizer:
-        sizes = {loader.batch_size for loader in loaders[:1] if loader.batch_size}
-        hidden = getattr(getattr(model, "config", None), "hidden_size", None)
-        self.resolved = self._resolved(micro=sizes.pop() if sizes else 1, hidden_size=hidden)
+        """Make the engine, and return the optimizer of the loop."""
+        micro = 1
+        if loaders and loaders[0].batch_size:
+            micro = loaders[0].batch_size
+        hidden_size = getattr(getattr(model, "config", None), "hidden_size", None)
+        self.resolved = self._resolve(micro=micro, hidden_size=hidden_size)
+        # Checkpoints of a model with adapters do not have its frozen weights.
         if has_adapters(model):
             keep_what_is_trained(model)
         self.engine = initialize(model, self.resolved, optimizer=optimizer)
         refuse_shards_as_weights(model, remedy=FULL_WEIGHTS)
-        made = LoopOptimizer(self)
+        loop_optimizer = LoopOptimizer(self)
         self._models.append(model)
-        self._optimizers.append(made)
-        self._say()
-        return made
+        self._optimizers.append(loop_optimizer)
+        self._announce_micro_batch()
+        return loop_optimizer
 
     def prepare_model(
         self, model: Any, device_placement: Any = None, evaluation_mode: bool = False
     ) -> Any:
-        """For forwards alone. A model that is trained: `prepare`."""
+        """Prepare a model that runs forwards only.
+
+        Raises:
+            InputError: The model is to be trained. `prepare` does that.
+        """
         if not evaluation_mode and owner_of(model) is None:
             raise InputError(
                 "accelerator.prepare_model: a model is trained with its optimizer; call"
@@ -191,39 +224,41 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
         return super().prepare_model(model, evaluation_mode=evaluation_mode)
 
     def prepare_optimizer(self, optimizer: Any, device_placement: Any = None) -> NoReturn:
-        """Refused: it is prepared with its model."""
+        """Raise InputError: an optimizer is prepared together with its model."""
         raise InputError(
             "accelerator.prepare_optimizer: call accelerator.prepare(model, optimizer), both in one"
             " call"
         )
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """A schedule that moves with the optimizer's steps, as many times as there are
-        data-parallel ranks, as under Accelerate.
+        """Return a scheduler that steps with the optimizer.
+
+        It takes one step per data-parallel rank, as under Accelerate.
         """
         if isinstance(scheduler, AcceleratedScheduler):
             return scheduler
-        made = LoopScheduler(
+        loop_scheduler = LoopScheduler(
             scheduler, self._optimizers, step_with_optimizer=self.step_scheduler_with_optimizer
         )
-        made.times = self.num_processes
-        self._schedulers.append(made)
-        return made
+        loop_scheduler.times = self.num_processes
+        self._schedulers.append(loop_scheduler)
+        return loop_scheduler
 
     def prepare_data_loader(
         self, data_loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
-        """A loader of this rank's part, in Accelerate's order. A rank that has no batch in the last
-        round computes on another's, which counts for nothing in `backward` and
-        `gather_for_metrics`.
+        """Return a data loader of this rank's batches, in Accelerate's order.
+
+        A rank without a batch in the last round repeats another rank's, which counts for nothing in
+        `backward` and `gather_for_metrics`. See Note [Rounds of batches] in `hf.batches`.
         """
         if getattr(data_loader, "_is_accelerate_prepared", False):
             return data_loader
         if isinstance(data_loader.dataset, IterableDataset):
             if data_loader.num_workers and self.num_processes > 1 and place().rank == 0:
                 warn(
-                    "an iterable data set is read without workers, which would not say whose rank"
-                    " has no batch left"
+                    "an iterable data set is read without workers, which would not report the rank"
+                    " that has no batch left"
                 )
         else:
             workers = data_loader.num_workers
@@ -233,18 +268,19 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
             )
             if not self.use_seedable_sampler:
                 self._share_order(data_loader)
-        made = super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
-        made._is_accelerate_prepared = True
-        return made
+        prepared = super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+        prepared._is_accelerate_prepared = True
+        return prepared
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """A loader of the rest of an epoch, in that epoch's order; `dataloader` itself goes on with
-        the next one.
+        """Return a loader of the rest of an epoch, in the order of that epoch.
+
+        `dataloader` itself continues with the next epoch.
         """
-        made = super().skip_first_batches(dataloader, num_batches)
-        made.iteration = dataloader.iteration
+        rest_of_epoch = super().skip_first_batches(dataloader, num_batches)
+        rest_of_epoch.iteration = dataloader.iteration
         dataloader.iteration += 1
-        return made
+        return rest_of_epoch
 
     def _order(self) -> dict[str, Any]:
         return {
@@ -253,9 +289,9 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
         }
 
     def _share_order(self, loader: Any) -> None:
-        """All ranks draw the first rank's order, which is Accelerate's."""
-        batches = loader.batch_sampler
-        sampler: Any = getattr(batches, "sampler", None)
+        """Make all ranks draw the order of the first rank, which is Accelerate's. Collective."""
+        batch_sampler = loader.batch_sampler
+        sampler: Any = getattr(batch_sampler, "sampler", None)
         if not hasattr(sampler, "generator"):
             return
         if sampler.generator is None:
@@ -264,46 +300,50 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
         state = [sampler.generator.get_state()]
         broadcast_object_list(state)
         sampler.generator.set_state(state[0])
-        batches.sampler = DrawnOrder(sampler)
-        self._orders.append(batches.sampler)
+        batch_sampler.sampler = DrawnOrder(sampler)
+        self._orders.append(batch_sampler.sampler)
 
     @contextmanager
     def accumulate(self, *models: Any) -> Iterator[None]:
-        """A micro-batch; every `gradient_accumulation_steps`-th, and the last of an epoch, ends a
-        step.
+        """Run one micro-batch inside of the context.
+
+        Every `gradient_accumulation_steps`-th micro-batch ends a step, and so does the last one of
+        an epoch.
         """
         self._do_sync()
-        with self._held(not self.sync_gradients):
+        with self._hold(not self.sync_gradients):
             yield
 
     @contextmanager
     def no_sync(self, model: Any) -> Iterator[None]:
-        """Gradients of backwards inside wait for one outside."""
-        with self._held(True):
+        """Accumulate the gradients of backwards inside of the context for one outside of it."""
+        with self._hold(True):
             yield
 
     @contextmanager
-    def _held(self, holding: bool) -> Iterator[None]:
+    def _hold(self, holding: bool) -> Iterator[None]:
         before = self._holding
         self._holding = holding
-        self._say()
+        self._announce_micro_batch()
         try:
             yield
         finally:
             self._holding = before
-            self._say()
+            self._announce_micro_batch()
 
-    def _say(self) -> None:
-        """Before the forward of a micro-batch: whether its gradients are reduced."""
+    def _announce_micro_batch(self) -> None:
+        """Tell the engine, before a forward, whether the gradients of it will be reduced."""
         if self.engine is not None:
             self.engine.set_gradient_accumulation_boundary(not self._holding)
             self.engine.sharded.before_microbatch(last=not self._holding)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Backward of a micro-batch's mean loss, divided by `gradient_accumulation_steps`;
-        gradients are means over the ranks that have a batch of their own.
+        """Run the backward of a micro-batch from its mean loss. Collective.
+
+        The loss is divided by `gradient_accumulation_steps`. Gradients are means over the ranks
+        that have a batch of their own.
         """
-        engine = self._prepared("backward")
+        engine = self._require_engine("backward")
         if kwargs:
             raise InputError(
                 f"accelerator.backward({', '.join(kwargs)}=): a micro-batch has one backward, and"
@@ -315,26 +355,41 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
                 " complete, and would be summed again; call optimizer.step(), or"
                 " optimizer.zero_grad(), first"
             )
-        ranks = engine.dp_size
-        present = self._present()
-        factor = ranks / present if self.process_index < present else 0.0
-        self._say()
+        # The engine divides by all ranks.
+        present = self._ranks_with_batch()
+        factor = 0.0
+        if self.process_index < present:
+            factor = engine.dp_size / present
+        self._announce_micro_batch()
+        # The engine divides by its own number of micro-batches. Accelerate's may be changed later.
         engine.backward(loss * (factor * self._steps / self.gradient_accumulation_steps))
 
-    def _present(self) -> int:
-        """How many data-parallel ranks, the first ones, have a batch of their own now."""
+    def _ranks_with_batch(self) -> int:
+        """Return how many data-parallel ranks, the first ones, have a batch of their own now."""
         loader = self.gradient_state.active_dataloader
-        plan = plan_of(loader) if loader is not None and loader.end_of_dataloader else None
-        return plan.present_last if plan is not None else self.num_processes
+        if loader is None or not loader.end_of_dataloader:
+            return self.num_processes
+        plan = plan_of(loader)
+        if plan is None:
+            return self.num_processes
+        return plan.present_last
 
     def clip_grad_norm_(
         self, parameters: Any, max_norm: float, norm_type: float = 2
     ) -> torch.Tensor:
-        """The norm of the gradients over all ranks, before clipping, each element counted once; the
-        optimizer's step clips by it. After a step's last backward. Collective. Raises InputError
-        for a part of the parameters, which would be clipped by itself.
+        """Return the global gradient norm, and make the optimizer's step clip by `max_norm`.
+
+        It is called after the last backward of a step. Each element counts once on every layout.
+        Collective.
+
+        Returns:
+            The norm before clipping: 0-dimensional, float64.
+
+        Raises:
+            InputError: Some of the trained parameters are not passed, the norm is not Euclidean, or
+                gradients are not complete.
         """
-        engine = self._prepared("clip_grad_norm_")
+        engine = self._require_engine("clip_grad_norm_")
         if norm_type != 2:
             raise InputError(
                 f"accelerator.clip_grad_norm_(norm_type={norm_type}): Plait clips by the Euclidean"
@@ -345,71 +400,79 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
                 "accelerator.clip_grad_norm_ before a step's last backward clips gradients that are"
                 " not complete; call it inside of `if accelerator.sync_gradients:`"
             )
-        given = {
-            id(one)
-            for one in ([parameters] if isinstance(parameters, torch.Tensor) else list(parameters))
-        }
-        left = [
+        if isinstance(parameters, torch.Tensor):
+            parameters = [parameters]
+        passed = {id(parameter) for parameter in parameters}
+        missing = [
             name
-            for name, one in engine.model.named_parameters()
-            if one.requires_grad and id(one) not in given
+            for name, parameter in engine.model.named_parameters()
+            if parameter.requires_grad and id(parameter) not in passed
         ]
-        if left:
+        if missing:
             raise InputError(
-                f"accelerator.clip_grad_norm_ was not given {left[0]} ({len(left)} trained"
+                f"accelerator.clip_grad_norm_ was not given {missing[0]} ({len(missing)} trained"
                 " parameters in all); pass model.parameters() of the prepared model: the step"
                 " clips all of them by one norm"
             )
         refuse_another_clipping(self._config, max_norm)
+
         engine.sharded.finish_reduction()
         norm = engine.sharded.grad_norm() / engine.sharded.loss_scale
         engine.stepper.clipping = 0.0 if math.isinf(max_norm) else float(max_norm)
         return norm
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> NoReturn:
-        """Refused."""
+        """Raise InputError: clipping by value is not supported."""
         raise InputError(
-            "accelerator.clip_grad_value_ is not there; use accelerator.clip_grad_norm_"
+            "accelerator.clip_grad_value_ is not supported; use accelerator.clip_grad_norm_"
         )
 
     def unscale_gradients(self, optimizer: Any = None) -> NoReturn:
-        """Refused: the step unscales."""
+        """Raise InputError: the step unscales gradients."""
         raise InputError(
             "accelerator.unscale_gradients: take it out; the step and accelerator.clip_grad_norm_"
             " unscale"
         )
 
     def maybe_context_parallel(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused."""
+        """Raise InputError: context parallelism needs the engine's loop."""
         raise InputError(
             "accelerator.maybe_context_parallel: use plait.initialize and engine.train_batch with"
             ' "parallel": {"cp": 2}'
         )
 
     def join_uneven_inputs(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused."""
+        """Raise InputError: it is not needed."""
         raise InputError(
             "accelerator.join_uneven_inputs: not needed, a rank without a batch counts for nothing;"
             " take it out"
         )
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Rows of all data-parallel ranks, each sample's once, also where their numbers differ;
-        objects in a list. Collective.
-        """
-        own = self.process_index < self._present()
-        if not use_gather_object and _is_of_tensors(input_data):
-            return recursively_apply(
-                lambda one: self._rows(one, own=own), input_data, error_on_other_type=True
-            )
-        return super().gather_for_metrics(input_data if own else [], use_gather_object=True)
+        """Gather the rows of all data-parallel ranks, each sample once. Collective.
 
-    def _rows(self, tensor: torch.Tensor, *, own: bool) -> Any:
-        tensor = tensor.detach() if tensor.ndim else tensor.detach()[None]
-        return self.gather_first(tensor, len(tensor) if own else 0)
+        Ranks may have different numbers of rows.
+
+        Returns:
+            Tensors, or a list of objects if `input_data` has other entries than tensors.
+        """
+        has_batch = self.process_index < self._ranks_with_batch()
+        if not use_gather_object and _has_only_tensors(input_data):
+            return recursively_apply(
+                lambda tensor: self._gather_own_rows(tensor, has_batch=has_batch),
+                input_data,
+                error_on_other_type=True,
+            )
+        return super().gather_for_metrics(input_data if has_batch else [], use_gather_object=True)
+
+    def _gather_own_rows(self, tensor: torch.Tensor, *, has_batch: bool) -> Any:
+        tensor = tensor.detach()
+        if tensor.ndim == 0:
+            tensor = tensor[None]
+        return self.gather_first(tensor, len(tensor) if has_batch else 0)
 
     def free_memory(self, *objects: Any) -> Any:
-        """Let go of the model too; another one may be prepared then."""
+        """Free the objects, and release the model. Another one may be prepared afterwards."""
         if self.engine is not None:
             self.engine.close()
         self.engine = None
@@ -419,47 +482,50 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
     clear = free_memory
 
 
-class LoopOptimizer(EngineOptimizer):
-    """The optimizer of an Accelerate loop: `step` and `zero_grad` act at the end of a step's
-    micro-batches.
+class LoopOptimizer(EngineOptimizerProxy):
+    """Optimizer of an Accelerate loop.
+
+    `step` and `zero_grad` have an effect at the end of the micro-batches of a step only.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
-        super().__init__(accelerator._prepared("prepare"))
+        super().__init__(accelerator._require_engine("prepare"))
         self._accelerator = accelerator
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Reduce, clip as `accelerator.clip_grad_norm_` was told, and update. Collective."""
+        """Reduce gradients, clip as `accelerator.clip_grad_norm_` says, and update. Collective."""
         if closure is not None:
             raise InputError(
-                "optimizer.step(closure): gradients are reduced once a step; call it without a"
+                "optimizer.step(closure): gradients are reduced once per step; call it without a"
                 " closure"
             )
         if not self._accelerator.sync_gradients:
             return
-        before = self.engine.config.gradient_clipping
+        configured = self.engine.config.gradient_clipping
         try:
             super().step()
         finally:
-            self.engine.stepper.clipping = before
-            self._accelerator._say()
+            # `clip_grad_norm_` is for one step.
+            self.engine.stepper.clipping = configured
+            self._accelerator._announce_micro_batch()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the step so far at its end, as Accelerate does; `step` has dropped
-        those that it used.
+        """Drop the gradients of the step so far if it is at its end, as Accelerate does.
+
+        `step` has dropped the gradients that it used.
         """
-        lost = self.engine.sharded.guard.backwards
-        if not lost or not self._accelerator.sync_gradients:
+        dropped = self.engine.sharded.guard.backwards
+        if not dropped or not self._accelerator.sync_gradients:
             return
-        if lost > 1 and place().rank == 0:
+        if dropped > 1 and place().rank == 0:
             warn(
-                f"optimizer.zero_grad() drops the gradients of {lost} micro-batches that no step"
+                f"optimizer.zero_grad() drops the gradients of {dropped} micro-batches that no step"
                 " has used; call it after optimizer.step()"
             )
         self.engine.zero_grad()
 
     def load_state_dict(self, state_dict: Any) -> NoReturn:
-        """Refused: states are parts, cut as the layout says."""
+        """Raise InputError: the states are shards of one layout."""
         raise InputError(
             "optimizer.load_state_dict(): call accelerator.load_state(folder), which loads every"
             " layout's states"
@@ -467,15 +533,16 @@ class LoopOptimizer(EngineOptimizer):
 
 
 class LoopScheduler(AcceleratedScheduler):
-    """Accelerate's, whose steps follow the data-parallel ranks and not the processes."""
+    """Accelerate's scheduler, which counts data-parallel ranks instead of processes.
+
+    Attributes:
+        times: Number of steps of the schedule per step of the optimizer.
+    """
 
     times = 1
-    """Steps of the schedule in one of the optimizer."""
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """One step of the schedule for every data-parallel rank, where the optimizer has
-        stepped.
-        """
+        """Step the schedule once per data-parallel rank, if the optimizer has stepped."""
         if not (self.step_with_optimizer and self.gradient_state.sync_gradients):
             super().step(*args, **kwargs)
             return
@@ -486,12 +553,15 @@ class LoopScheduler(AcceleratedScheduler):
                 self.scheduler.step(*args, **kwargs)
 
 
-def _is_of_tensors(data: Any) -> bool:
-    def leaves(one: Any) -> Iterable[Any]:
-        if isinstance(one, dict):
-            return (leaf for entry in one.values() for leaf in leaves(entry))
-        if isinstance(one, list | tuple):
-            return (leaf for entry in one for leaf in leaves(entry))
-        return (one,)
+def _has_only_tensors(data: Any) -> bool:
+    return all(isinstance(leaf, torch.Tensor) for leaf in _leaves(data))
 
-    return all(isinstance(leaf, torch.Tensor) for leaf in leaves(data))
+
+def _leaves(data: Any) -> Iterable[Any]:
+    if isinstance(data, dict):
+        entries: Iterable[Any] = data.values()
+    elif isinstance(data, list | tuple):
+        entries = data
+    else:
+        return (data,)
+    return (leaf for entry in entries for leaf in _leaves(entry))

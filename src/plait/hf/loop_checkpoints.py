@@ -1,5 +1,6 @@
-"""`save_state` and `load_state` of an Accelerate loop: the engine's checkpoint, the schedules and
-the objects that were registered.
+"""`save_state` and `load_state` of an Accelerate loop.
+
+A folder has the engine's checkpoint, the states of the schedulers, and the registered objects.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from plait.engine.engine import Engine
 from plait.errors import CheckpointError, InputError
 from plait.hf.checkpoints import TAG
 
+# Keys of the client state of the engine's checkpoint.
 _ORDERS = "orders"
 _EPOCHS = "epochs"
 _STEP = "accumulation step"
 
 
 class LoopCheckpoints:
-    """The part of `plait.hf.Accelerator` that saves and loads."""
+    """Methods of `plait.hf.Accelerator` that save and load."""
 
     engine: Engine | None
     is_main_process: bool
@@ -35,11 +37,16 @@ class LoopCheckpoints:
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any
     ) -> str:
-        """Model, optimizer, loss scale, random numbers and order of the data into
-        `output_dir/plait`, the schedules and what `register_for_checkpointing` was given beside it.
-        Loads on any layout. Collective. Returns the folder.
+        """Write the state of the training into a folder. Collective.
+
+        `output_dir/plait` has the model, optimizer, loss scale, random generators and the order of
+        the data. It loads on any layout. Next to it are the schedulers and the objects that were
+        registered with `register_for_checkpointing`.
+
+        Returns:
+            The folder.
         """
-        engine = self._prepared("save_state")
+        engine = self._require_engine("save_state")
         if output_dir is None:
             raise InputError("accelerator.save_state needs a folder")
         if kwargs:
@@ -49,16 +56,15 @@ class LoopCheckpoints:
             )
         Path(output_dir).mkdir(parents=True, exist_ok=True)
         reading = bool(self.gradient_state.in_dataloader)
-        orders = [order.state(reading=reading) for order in self._orders]
-        epochs = [loader.iteration for loader in self._dataloaders]
-        engine.save_checkpoint(
-            output_dir, tag=TAG, client_state={_ORDERS: orders, _EPOCHS: epochs, _STEP: self.step}
-        )
+        client = {
+            _ORDERS: [order.state(reading=reading) for order in self._orders],
+            _EPOCHS: [loader.iteration for loader in self._dataloaders],
+            _STEP: self.step,
+        }
+        engine.save_checkpoint(output_dir, tag=TAG, client_state=client)
         if self.is_main_process:
-            torch.save(
-                [scheduler.state_dict() for scheduler in self._schedulers],
-                Path(output_dir) / "schedulers.pt",
-            )
+            states = [scheduler.state_dict() for scheduler in self._schedulers]
+            torch.save(states, Path(output_dir) / "schedulers.pt")
             for index, entry in enumerate(self._custom_objects):
                 save_custom_state(entry, output_dir, index)
         self.wait_for_everyone()  # type: ignore[attr-defined]
@@ -67,39 +73,44 @@ class LoopCheckpoints:
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """Go on from a folder of `save_state`, also of another layout. The first pass over a loader
-        that was saved inside of an epoch reads that epoch: skip what was read with
-        `accelerator.skip_first_batches`. Collective. Raises CheckpointError.
+        """Continue from a folder of `save_state`, on any layout. Collective.
+
+        If it was saved inside of an epoch, the first pass over a loader reads that epoch. Skip the
+        batches that were read with `accelerator.skip_first_batches`.
+
+        Raises:
+            CheckpointError: The folder was not written by `save_state`, or with other objects.
         """
-        engine = self._prepared("load_state")
+        engine = self._require_engine("load_state")
         if input_dir is None or load_kwargs or kwargs:
             raise InputError(
                 "accelerator.load_state takes the folder of save_state, and no other argument"
             )
-        loaded = (
-            engine.load_checkpoint(input_dir, tag=TAG) if (Path(input_dir) / TAG).is_dir() else None
-        )
+        loaded = None
+        if (Path(input_dir) / TAG).is_dir():
+            loaded = engine.load_checkpoint(input_dir, tag=TAG)
         if loaded is None:
             raise CheckpointError(
                 f"{input_dir} has no folder `{TAG}`, which accelerator.save_state of"
                 " plait.hf.Accelerator writes"
             )
-        client = loaded[1]
+        _, client = loaded
         states = torch.load(Path(input_dir) / "schedulers.pt", weights_only=True)
-        for what, saved, here in (
+        for name, saved, prepared in (
             ("loaders", client[_EPOCHS], self._dataloaders),
             ("shuffled loaders", client[_ORDERS], self._orders),
             ("schedules", states, self._schedulers),
         ):
-            if len(saved) != len(here):
+            if len(saved) != len(prepared):
                 raise CheckpointError(
-                    f"{input_dir} was written with {len(saved)} {what}, and {len(here)} were given"
-                    " to accelerator.prepare; prepare the same before load_state"
+                    f"{input_dir} was written with {len(saved)} {name}, and {len(prepared)} were"
+                    " given to accelerator.prepare; prepare the same before load_state"
                 )
+
         for loader, epoch in zip(self._dataloaders, client[_EPOCHS], strict=True):
             loader.iteration = epoch
         for order, state in zip(self._orders, client[_ORDERS], strict=True):
-            order.go_on(state)
+            order.restore(state)
         for scheduler, state in zip(self._schedulers, states, strict=True):
             scheduler.load_state_dict(state)
         self.step = client[_STEP]
@@ -113,7 +124,7 @@ class LoopCheckpoints:
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """The model's weights in full into a folder, written by the first process. Collective."""
+        """Write the model's weights in full. The first process writes them. Collective."""
         weights = self.get_state_dict(model)  # type: ignore[attr-defined]
         if self.is_main_process:
             from huggingface_hub import save_torch_state_dict
@@ -127,8 +138,8 @@ class LoopCheckpoints:
             )
         self.wait_for_everyone()  # type: ignore[attr-defined]
 
-    def _prepared(self, call: str) -> Engine:
-        """The engine. Raises InputError where there is none yet."""
+    def _require_engine(self, call: str) -> Engine:
+        """Return the engine, or raise InputError if there is none yet."""
         if self.engine is None:
             raise InputError(
                 f"accelerator.{call}: no model is trained yet; call accelerator.prepare(model,"
@@ -138,26 +149,32 @@ class LoopCheckpoints:
 
 
 class DrawnOrder:
-    """A sampler that draws the order of the samples from its own generator, and knows where an
-    epoch's order began.
+    """Sampler that records the state of its generator at the start of each epoch.
+
+    Args:
+        sampler: A sampler that draws the order of the samples from its own generator.
     """
 
     def __init__(self, sampler: Any) -> None:
-        self.sampler, self._began = sampler, sampler.generator.get_state()
+        self.sampler = sampler
+        self._epoch_start = sampler.generator.get_state()
 
     def __len__(self) -> int:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        self._began = self.sampler.generator.get_state()
+        self._epoch_start = self.sampler.generator.get_state()
         yield from self.sampler
 
     def state(self, *, reading: bool) -> torch.Tensor:
-        """Of the generator: where this epoch's order began if it is being read, else where the next
-        one's does.
-        """
-        return self._began if reading else self.sampler.generator.get_state()
+        """Return the state from which a resumed run draws its first order.
 
-    def go_on(self, state: torch.Tensor) -> None:
-        """The next epoch is the one of `state`."""
+        Args:
+            reading: Whether an epoch is being read. If so, it is the state at the start of that
+                epoch, and otherwise that of the next one.
+        """
+        return self._epoch_start if reading else self.sampler.generator.get_state()
+
+    def restore(self, state: torch.Tensor) -> None:
+        """Draw the order of the next epoch from a state."""
         self.sampler.generator.set_state(state)

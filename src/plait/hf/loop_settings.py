@@ -1,4 +1,4 @@
-"""A configuration of Plait for an Accelerate loop, with what the Accelerator's arguments say."""
+"""Configuration of an Accelerate loop: the file, completed by the arguments of the Accelerator."""
 
 from __future__ import annotations
 
@@ -14,65 +14,73 @@ from plait.hf.settings import ConfigSource, tracker_problems
 PRECISIONS = ("no", "bf16", "fp16")
 
 
-def precision_of(asked: str | None) -> str:
-    """The argument `mixed_precision`, else what `accelerate launch` set. Raises InputError for one
-    that Plait does not have.
+def precision_of(argument: str | None) -> str:
+    """Return the precision of a loop.
+
+    Args:
+        argument: Argument `mixed_precision`. None: the setting of `accelerate launch`.
+
+    Raises:
+        InputError: Plait does not support the precision.
     """
-    found = (
-        str(asked).lower()
-        if asked is not None
-        else launchers_variable("ACCELERATE_MIXED_PRECISION", "no")
-    )
-    if found not in PRECISIONS:
+    if argument is not None:
+        precision = str(argument).lower()
+    else:
+        precision = launchers_variable("ACCELERATE_MIXED_PRECISION", "no")
+    if precision not in PRECISIONS:
         raise InputError(
-            f"plait.hf.Accelerator(mixed_precision={found!r}): Plait computes in"
+            f"plait.hf.Accelerator(mixed_precision={precision!r}): Plait computes in"
             f" {', '.join(PRECISIONS)}; use one of them"
         )
-    return found
+    return precision
 
 
 def checked_config(source: ConfigSource | None, *, precision: str, accumulation: int) -> Config:
-    """The file, where it says nothing as the arguments say. Raises ConfigError where they
-    contradict each other, and for what a loop with `accelerator.backward(loss)` cannot run.
+    """Return the configuration of a file, with defaults from the arguments.
+
+    Args:
+        source: The file, or None.
+        precision: Precision of the loop.
+        accumulation: Number of micro-batches per step.
+
+    Raises:
+        ConfigError: The file contradicts the arguments, or has an optimizer or a scheduler.
     """
     config = load(source if source is not None else {})
     update: dict[str, Any] = {}
     problems = []
+    if config.origin("gradient_clipping") == "default":
+        update["gradient_clipping"] = 0.0  # accelerator.clip_grad_norm_ sets it.
+
+    # `mixed_precision` is the default of the file, and must not contradict it.
     written = {
         name: getattr(config, name).enabled
         for name in ("bf16", "fp16")
         if config.origin(f"{name}.enabled") != "default"
     }
     if not written:
-        update = {
-            "bf16": Bf16Section(enabled=precision == "bf16"),
-            "fp16": Fp16Section(enabled=precision == "fp16"),
-        }
-    if config.origin("gradient_clipping") == "default":
-        update["gradient_clipping"] = 0.0  # accelerator.clip_grad_norm_ says
+        update["bf16"] = Bf16Section(enabled=precision == "bf16")
+        update["fp16"] = Fp16Section(enabled=precision == "fp16")
     for name, value in written.items():
         if precision != "no" and value not in ("auto", precision == name):
             problems.append(_contradiction(f"{name}.enabled", value, "mixed_precision", precision))
-    if config.gradient_accumulation_steps is None:
+
+    configured = config.gradient_accumulation_steps
+    if configured is None:
         update[ACCUMULATION] = accumulation
-    elif config.gradient_accumulation_steps not in ("auto", accumulation):
-        problems.append(
-            _contradiction(
-                ACCUMULATION,
-                config.gradient_accumulation_steps,
-                "gradient_accumulation_steps",
-                accumulation,
-            )
-        )
-    for name, given in (
+    elif configured not in ("auto", accumulation):
+        argument = "gradient_accumulation_steps"
+        problems.append(_contradiction(ACCUMULATION, configured, argument, accumulation))
+
+    for name, arguments in (
         ("optimizer", "optimizer, ..."),
         ("scheduler", "optimizer, scheduler, ..."),
     ):
-        if getattr(config, name) is not None:
-            rule = f"the loop gives its own, accelerator.prepare(model, {given})"
-            problems.append(
-                Problem(name, getattr(config, name).type, rule, "leave it out of the configuration")
-            )
+        section = getattr(config, name)
+        if section is not None:
+            rule = f"the loop passes its own, accelerator.prepare(model, {arguments})"
+            remedy = "leave it out of the configuration"
+            problems.append(Problem(name, section.type, rule, remedy))
     refuse(problems)
     return config.model_copy(update=update).with_provenance(config.provenance)
 
@@ -86,7 +94,19 @@ def resolved_of(
     micro: int,
     hidden_size: int | None,
 ) -> Resolved:
-    """`config` with nothing open. `micro`: samples of the loader's batches. Raises ConfigError."""
+    """Resolve the configuration of a loop.
+
+    Args:
+        config: The result of `checked_config`.
+        world_size: Number of processes.
+        precision: Precision of the loop.
+        accumulation: Number of micro-batches per step.
+        micro: Number of samples in a batch of the loader.
+        hidden_size: Hidden size of the model, if it is known.
+
+    Raises:
+        ConfigError: A setting does not support a loop with `accelerator.backward(loss)`.
+    """
     auto = {
         MICRO: micro,
         ACCUMULATION: accumulation,
@@ -98,79 +118,77 @@ def resolved_of(
     resolved = resolve(
         config, world_size=world_size, hidden_size=hidden_size, micro_batch_size=micro, auto=auto
     )
-    refuse(_unfit(resolved))
+    refuse(_unsupported(resolved))
     return resolved
 
 
-def _contradiction(path: str, here: Any, argument: str, there: Any) -> Problem:
-    return Problem(
-        path,
-        here,
-        f"Accelerator({argument}={there!r}) decides it too",
-        'write "auto" in the file, or the same in both',
-    )
+def _contradiction(path: str, value: Any, argument: str, argument_value: Any) -> Problem:
+    rule = f"Accelerator({argument}={argument_value!r}) decides it too"
+    return Problem(path, value, rule, 'write "auto" in the file, or the same in both')
 
 
-def _unfit(resolved: Resolved) -> list[Problem]:
+def _unsupported(resolved: Resolved) -> list[Problem]:
+    """Return a problem for each setting that does not support a loop."""
     layout = resolved.layout
-    found = []
-    rules = {
-        "pp": (
+    problems = []
+    rules = (
+        (
+            "pp",
             layout.pp,
             "a pipeline has no loss to call accelerator.backward on",
             "sharded.forward_backward of plait.parallelize",
         ),
-        "cp": (
+        (
+            "cp",
             layout.cp,
-            "the loop gives the model its batch as it is, and no process has all of a sequence",
+            "the loop passes its batch to the model unchanged, and no process has all of a"
+            " sequence",
             "engine.train_batch",
         ),
-        "ep": (
+        (
+            "ep",
             layout.ep,
             "your own training loop with experts on different processes is not proven",
             "engine.train_batch",
         ),
-    }
-    for axis, (degree, rule, instead) in rules.items():
+    )
+    for axis, degree, rule, alternative in rules:
         if degree > 1:
-            found.append(
-                Problem(f"parallel.{axis}", degree, rule, f"use 1, plait.hf.Trainer, or {instead}")
-            )
-    argument = 'write Accelerator(log_with="{name}")'
-    rule = "the loop records its own numbers with accelerator.log"
-    csv = "write the numbers of the loop to a file"
-    found += tracker_problems(resolved, rule, argument, csv=csv)
+            remedy = f"use 1, plait.hf.Trainer, or {alternative}"
+            problems.append(Problem(f"parallel.{axis}", degree, rule, remedy))
+
+    problems += tracker_problems(
+        resolved,
+        "the loop records its own numbers with accelerator.log",
+        'write Accelerator(log_with="{name}")',
+        csv="write the numbers of the loop to a file",
+    )
     if resolved.data_parallel.update_in_backward:
         rule = "the loop clips and steps between the backward and the update"
-        found.append(Problem("parallel.optimizer_in_backward", True, rule, "use false"))
-    if resolved.loss_chunk_tokens:
+        problems.append(Problem("parallel.optimizer_in_backward", True, rule, "use false"))
+
+    chunk_tokens = resolved.loss_chunk_tokens
+    if chunk_tokens:
         rule = (
             "only plait.causal_lm_loss is computed in chunks, and the loop computes its loss itself"
         )
-        found.append(
-            Problem(
-                "parallel.loss_chunk_tokens",
-                resolved.loss_chunk_tokens,
-                rule,
-                "use 0, or call plait.chunked_causal_lm_loss",
-            )
-        )
-    for name, value, none in (
+        remedy = "use 0, or call plait.chunked_causal_lm_loss"
+        problems.append(Problem("parallel.loss_chunk_tokens", chunk_tokens, rule, remedy))
+
+    for name, value, off in (
         ("z_loss", resolved.routing.z_loss, 0.0),
         ("balance", resolved.routing.balance, "micro_batch"),
     ):
-        if value != none:
+        if value != off:
             rule = "Plait adds it to plait.causal_lm_loss, and the loop computes its loss itself"
-            found.append(
-                Problem(f"experts.{name}", value, rule, f"use {none}, or engine.train_batch")
-            )
-    return found
+            remedy = f"use {off}, or engine.train_batch"
+            problems.append(Problem(f"experts.{name}", value, rule, remedy))
+    return problems
 
 
-def refuse_another_clipping(config: Config, asked: float) -> None:
-    """Refuse a norm that contradicts the file's. Raises ConfigError."""
-    if config.gradient_clipping not in ("auto", 0, asked):
-        rule = f"accelerator.clip_grad_norm_ was called with {asked}, and both decide it"
-        raise ConfigError(
-            Problem("gradient_clipping", config.gradient_clipping, rule, "leave one of them out")
-        )
+def refuse_another_clipping(config: Config, max_norm: float) -> None:
+    """Raise ConfigError if the norm of `clip_grad_norm_` contradicts the file's."""
+    configured = config.gradient_clipping
+    if configured not in ("auto", 0, max_norm):
+        rule = f"accelerator.clip_grad_norm_ was called with {max_norm}, and both decide it"
+        raise ConfigError(Problem("gradient_clipping", configured, rule, "leave one of them out"))

@@ -1,9 +1,14 @@
-"""`TrainerMixin`: a Trainer of Transformers, or a subclass, whose model, step, evaluation and
-checkpoints are Plait's.
+"""`TrainerMixin`: Plait's model, step, evaluation and checkpoints for a Trainer of Transformers.
 
-The Trainer keeps its loop, its data sets, its schedule, its logging and its callbacks. What it asks
-about processes it asks of `hf.accelerator`; a micro-batch and the end of a step are the engine's;
-nothing is wrapped, so `trainer.model` is the user's own object.
+The Trainer keeps its loop, its data sets, its schedule, its logging and its callbacks. For
+everything about processes it asks `hf.accelerator`. A micro-batch and the end of a step are the
+engine's. Nothing is wrapped, so `trainer.model` is the user's own object.
+
+Note [Life of a step]
+    `get_batch_samples` reads the micro-batches of a step, and `_get_num_items_in_batch` makes the
+    `TrainerStep` for them. Each call of `training_step` runs inside of `_micro_batch`, which
+    computes the factor of the loss. `_backward` multiplies by it. The Trainer then calls
+    `optimizer.step`, which is `EngineOptimizerProxy.step`.
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ from plait.data.split_rows import refuse_other_rows
 from plait.engine.build import initialize
 from plait.engine.engine import Engine
 from plait.errors import ConfigError, InputError, Problem, refuse, warn
-from plait.hf.accelerator import FULL_WEIGHTS, Accelerator
+from plait.hf.accelerator import FULL_WEIGHTS, RanksAccelerator
 from plait.hf.arguments import fsdp_config_of, reroute
 from plait.hf.batches import EpochOrder, Rounds, plan_of
 from plait.hf.checkpoints import CheckpointMixin, has_adapters
@@ -40,11 +45,18 @@ from plait.hf.generation import (
     problems_of,
     whole_parameters,
 )
-from plait.hf.optimizer import EngineOptimizer
+from plait.hf.optimizer import EngineOptimizerProxy
 from plait.hf.overridden import cautions_about_loss, reads
 from plait.hf.settings import ConfigSource, schedule_of, settings_of
 from plait.hf.smoothing import smoothing_of
-from plait.hf.steps import FilledStep, Step, counted, from_output_stage, run_pipeline, step_of
+from plait.hf.steps import (
+    FilledStep,
+    TrainerStep,
+    counted,
+    from_output_stage,
+    run_pipeline,
+    step_of,
+)
 from plait.hf.transformers_versions import (
     has_supported_trainer,
     layout_free_groups,
@@ -64,8 +76,19 @@ if has_supported_trainer():
 
 
 class TrainerMixin(CheckpointMixin):
-    """Stands before a Trainer: `class Mine(TrainerMixin, SomeTrainer)`, or
-    `plait.hf.wrap(SomeTrainer)`.
+    """Base class that makes a Trainer train with Plait.
+
+    It comes first: `class Mine(TrainerMixin, SomeTrainer)`, or `plait.hf.wrap(SomeTrainer)`.
+
+    Args:
+        args: Arguments of the Trainer.
+        plait_config: A path to JSON or YAML, a mapping or a Config. The default is the
+            configuration of the TrainingArguments, or else data parallelism over all processes.
+        kwargs: Keyword arguments of the Trainer.
+
+    Raises:
+        ConfigError: The configuration contradicts the arguments, or a setting is not supported.
+        InputError: The Trainer, or the release of Transformers, is not supported.
     """
 
     trains_with_plait = True
@@ -75,112 +98,123 @@ class TrainerMixin(CheckpointMixin):
     gather_function: Any
 
     def __init__(self, *args: Any, plait_config: ConfigSource | None = None, **kwargs: Any) -> None:
-        """As the Trainer's. `plait_config`: a path to JSON or YAML, a mapping or a Config; else
-        that of the arguments, else data parallelism over all processes. Raises ConfigError for
-        arguments and settings that cannot be right together.
-        """
         require_supported_trainer()
         _refuse_other_trainers(type(self))
         self._plait_source = plait_config
-        self._step: Step | None = None
+        self._step: TrainerStep | None = None
         self._plan: Any = None
-        self._position = self._epoch = 0
+        """Object that knows which batches of the current loader are this rank's own."""
+        self._position = 0
+        self._epoch = 0
         self._count: int | None = None
+        """Number of this rank's own samples in a micro-batch of an evaluation."""
         self._compared_data: deque[Any] = deque(maxlen=8)
-        self._seen = 0
-        self._rows_of_sample = 2 if "DPOTrainer" in _trl_classes(type(self)) else 1  # a pair
+        """Data sets whose rows were compared between ranks."""
+        self._evaluated_samples = 0
+        # A sample of DPO is a pair.
+        self._rows_of_sample = 2 if "DPOTrainer" in _trl_classes(type(self)) else 1
         self._body: Callable[[Any, Any], Any] | None = None
+        """Forward of the model while a call of the Trainer runs in the engine."""
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """The Trainer's accelerator, with the layout's ranks as its processes. What cannot be right
-        is refused here.
+        """Create the accelerator, with the data-parallel ranks of the layout as its processes.
+
+        Raises:
+            ConfigError: A setting is not supported, or settings contradict each other.
         """
-        given = {
+        source = self._config_source()
+        hidden_size = getattr(getattr(self.model, "config", None), "hidden_size", None)
+        process = place()
+        self.plait_config, self._resolved = settings_of(
+            source, self.args, world_size=process.world_size, hidden_size=hidden_size
+        )
+        problems, notes = examined(self.args, self._resolved.layout)
+        pp = self._resolved.layout.pp
+        if _trl_classes(type(self)) and pp > 1:
+            rule = (
+                "TRL computes losses and metrics from the head's weight, outside of the model's own"
+                " forward, which no stage can run"
+            )
+            remedy = "use 1, or plait.hf.Trainer on the prepared data"
+            problems.append(Problem("parallel.pp", pp, rule, remedy))
+        refuse([*problems, *problems_of(self.model, self.args, self._resolved)])
+        if process.rank == 0:
+            for note in notes:
+                warn(note)
+
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        self.accelerator = RanksAccelerator.adopt(
+            self.accelerator, self._resolved, rank=process.rank, seed=seed
+        )
+        self.accelerator.backward_of = self._backward
+        self.gather_function = self.accelerator.gather_for_metrics
+        # Otherwise the Trainer would load and save by DeepSpeed's or FSDP's rules.
+        self.is_deepspeed_enabled = False
+        self.is_fsdp_enabled = False
+
+    def _config_source(self) -> ConfigSource | None:
+        sources = {
             "the Trainer's plait_config=": self._plait_source,
             "TrainingArguments.plait_config": getattr(self.args, "plait_config", None),
             "TrainingArguments.deepspeed": self.args.deepspeed,
             "TrainingArguments.fsdp": fsdp_config_of(self.args),
         }
-        named = [name for name, source in given.items() if source]
-        if len(named) > 1:
-            raise ConfigError(
-                Problem(
-                    named[0],
-                    None,
-                    f"{named[1]} is given too, and both describe the run",
-                    "give one of them",
-                )
-            )
-        hidden = getattr(getattr(self.model, "config", None), "hidden_size", None)
-        here = place()
-        source = given[named[0]] if named else None
-        self.plait_config, self._resolved = settings_of(
-            source, self.args, world_size=here.world_size, hidden_size=hidden
-        )
-        problems, notes = examined(self.args, self._resolved.layout)
-        if _trl_classes(type(self)) and self._resolved.layout.pp > 1:
-            rule = (
-                "TRL computes losses and metrics from the head's weight, outside of the model's own"
-                " forward, which no stage can run"
-            )
-            problems.append(
-                Problem(
-                    "parallel.pp",
-                    self._resolved.layout.pp,
-                    rule,
-                    "use 1, or plait.hf.Trainer on the prepared data",
-                )
-            )
-        refuse([*problems, *problems_of(self.model, self.args, self._resolved)])
-        if here.rank == 0:
-            for note in notes:
-                warn(note)
-        super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        self.accelerator = Accelerator.adopt(
-            self.accelerator, self._resolved, rank=here.rank, seed=seed
-        )
-        self.accelerator.backward_of = self._backward
-        self.gather_function = self.accelerator.gather_for_metrics
-        self.is_deepspeed_enabled = self.is_fsdp_enabled = False
+        passed = [name for name, source in sources.items() if source]
+        if len(passed) > 1:
+            rule = f"{passed[1]} is given too, and both describe the run"
+            raise ConfigError(Problem(passed[0], None, rule, "give one of them"))
+        return sources[passed[0]] if passed else None
 
     plait_config: Config
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        built = super()._build_accelerator_args(**kwargs)  # type: ignore[misc]
+        arguments = super()._build_accelerator_args(**kwargs)  # type: ignore[misc]
         # Precision and compilation are the engine's: no autocast, no second loss scale.
-        return built | {"mixed_precision": "no", "deepspeed_plugin": None, "dynamo_plugin": None}
+        return arguments | {
+            "mixed_precision": "no",
+            "deepspeed_plugin": None,
+            "dynamo_plugin": None,
+        }
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
-        """The engine moves what this rank keeps."""
+        """Do nothing: the engine moves the shards of this rank."""
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's. Collective."""
+        """Train the model, as the Trainer does. Collective."""
+        # The engine recomputes and compiles. The Trainer would do it a second time.
         arguments = self.args
         names = (*recompute_fields(arguments), "torch_compile")
-        asked = {name: getattr(arguments, name) for name in names}
-        for name in names:  # the engine does these
+        values = {name: getattr(arguments, name) for name in names}
+        for name in names:
             setattr(arguments, name, False)
         try:
             return super().train(*args, **kwargs)  # type: ignore[misc]
         finally:
-            for name, value in asked.items():
+            for name, value in values.items():
                 setattr(arguments, name, value)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused."""
+        """Raise InputError: the search is not supported."""
         raise InputError(
             "hyperparameter_search trains one model after another in one process group, which Plait"
             " has not been run with"
         )
 
     def begin(self) -> Engine:
-        """The engine of `self.model`, made at the first call. Collective then. Raises ConfigError
-        or ModelError for a model that the configuration does not fit.
+        """Return the engine of `self.model`, and make it if there is none yet.
+
+        Collective if the engine is made.
+
+        Raises:
+            ConfigError: The configuration does not fit the model.
+            ModelError: The model cannot be trained, or cannot be split as the configuration says.
+            InputError: Arguments of the Trainer are not supported together.
         """
         if self.engine is not None and owner_of(self.model) is self.engine.sharded:
             return self.engine
+        # A script has assigned another model.
         if self.engine is not None:
             self.engine.close()
             self.engine = None
@@ -192,24 +226,16 @@ class TrainerMixin(CheckpointMixin):
             )
         if generates(self.args) and not has_encoder(self.model):
             check_settings(self.model)
-        parameters = sum(p.numel() for p in self.model.parameters())
-        self._flops_of_token = 6 * parameters
+        self._flops_per_token = 6 * sum(p.numel() for p in self.model.parameters())
+        # Checkpoints of a model with adapters do not have its frozen weights.
         if has_adapters(self.model):
             keep_what_is_trained(self.model)
         smoother: Any = self.label_smoother  # type: ignore[has-type]
         self.label_smoother = None if smoother is None else smoothing_of(smoother, self.model)
-        given = self.optimizer
-        describes = self.plait_config.optimizer is not None
-        if describes and given is not None:
-            raise InputError(
-                "the configuration has an `optimizer`, and the Trainer was given optimizers=; leave"
-                " one of them out"
-            )
-        optimizer: Any = None
-        if not describes:
-            optimizer = given if given is not None else lambda _: self.create_optimizer()
+
         # An evaluation inside `model.disable_adapter()`, which freezes the adapters, may come
         # before the training.
+        optimizer = self._optimizer_source()
         with with_adapters_enabled(self.model):
             self.engine = initialize(
                 self.model, self._resolved, optimizer=optimizer, forward=self._forward
@@ -217,14 +243,28 @@ class TrainerMixin(CheckpointMixin):
         remedy = f"trainer.save_model(folder), or trainer.{FULL_WEIGHTS}"
         refuse_shards_as_weights(self.model, remedy=remedy, is_partial=self._resolved.layout.pp > 1)
         self.accelerator.engine = self.engine
-        self.optimizer = EngineOptimizer(self.engine)
+        self.optimizer = EngineOptimizerProxy(self.engine)
         return self.engine
 
-    def _forward(self, model: Any, piece: Any) -> Any:
-        # Where no step of the Trainer's runs: `engine.generate`, `engine.predict`.
-        return (self._body or default_forward)(model, piece)
+    def _optimizer_source(self) -> Any:
+        """Return argument `optimizer` of `initialize`."""
+        passed = self.optimizer
+        if self.plait_config.optimizer is None:
+            return passed if passed is not None else lambda _: self.create_optimizer()
+        if passed is not None:
+            raise InputError(
+                "the configuration has an `optimizer`, and the Trainer was given optimizers=; leave"
+                " one of them out"
+            )
+        return None
 
-    def _running(self, body: Callable[[Any, Any], Any], call: Callable[[], Any]) -> Any:
+    def _forward(self, model: Any, micro_batch: Any) -> Any:
+        # `engine.generate` and `engine.predict` run outside of a call of the Trainer.
+        body = self._body or default_forward
+        return body(model, micro_batch)
+
+    def _run_with_forward(self, body: Callable[[Any, Any], Any], call: Callable[[], Any]) -> Any:
+        """Call a function while the model's forward is `body`."""
         self._body = body
         try:
             return call()
@@ -234,6 +274,7 @@ class TrainerMixin(CheckpointMixin):
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any
     ) -> tuple[Any, Any]:
+        # As in Transformers, an earlier call of train() leaves no schedule.
         if getattr(self, "_created_lr_scheduler", False):
             self.lr_scheduler = None
             self._created_lr_scheduler = False
@@ -262,7 +303,7 @@ class TrainerMixin(CheckpointMixin):
             return super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """The configuration's, else the Trainer's."""
+        """Create the schedule of the configuration, or the Trainer's if it has none."""
         spec = schedule_of(
             self.plait_config,
             self.args,
@@ -292,15 +333,14 @@ class TrainerMixin(CheckpointMixin):
         script may make a loader on one rank only.
         """
         data = getattr(loader, "dataset", None)
-        if isinstance(plan_of(loader), Rounds) and not any(
-            one is data for one in self._compared_data
-        ):
-            self._compared_data.append(data)
-            workers = loader.num_workers
-            context = loader.multiprocessing_context
-            refuse_other_rows(
-                data, device=self.accelerator.device, workers=workers, context=context
-            )
+        # By identity: a data set may define `==`.
+        is_compared = any(compared is data for compared in self._compared_data)
+        if is_compared or not isinstance(plan_of(loader), Rounds):
+            return
+        self._compared_data.append(data)
+        workers = loader.num_workers
+        context = loader.multiprocessing_context
+        refuse_other_rows(data, device=self.accelerator.device, workers=workers, context=context)
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         if has_length(self.train_dataset) and not len(self.train_dataset):  # type: ignore[attr-defined]
@@ -309,39 +349,39 @@ class TrainerMixin(CheckpointMixin):
                 " filter and the path that it came from"
             )
         sampler = super()._get_train_sampler(*args, **kwargs)  # type: ignore[misc]
-        if (
-            isinstance(sampler, torch.utils.data.RandomSampler)
-            or getattr(sampler, "generator", self) is not None
-        ):
-            return sampler  # Accelerate gives the first an order of its own, and another one has it
+        # Accelerate determines the order of a RandomSampler.
+        is_random = isinstance(sampler, torch.utils.data.RandomSampler)
+        has_own_order = getattr(sampler, "generator", self) is not None
+        if is_random or has_own_order:
+            return sampler
         return EpochOrder(sampler, self.accelerator.seed)
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """Samples of a step, over the data-parallel ranks."""
+        """Return the number of samples per step over the data-parallel ranks."""
         per_rank: int = self._train_batch_size  # type: ignore[attr-defined]
         return per_rank * args.gradient_accumulation_steps * self._resolved.layout.dp
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
-        resumes = (
+        is_resumed = (
             kwargs["resume_from_checkpoint"] is not None
             and kwargs["epoch"] == kwargs["epochs_trained"]
         )
-        skipped = (
-            kwargs["steps_trained_in_current_epoch"]
-            if resumes and not self.args.ignore_data_skip
-            else 0
-        )
+        skipped = 0
+        if is_resumed and not self.args.ignore_data_skip:
+            skipped = kwargs["steps_trained_in_current_epoch"]
         self._plan = plan_of(kwargs["train_dataloader"])
         self._position = skipped
         self._epoch = kwargs["epoch"]
         return super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
 
     def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
-        """The micro-batches of a step, and how many items all of them have. A stream that ends
-        inside of a step ends with it; Transformers would add those gradients to the next one's.
-        Collective.
+        """Return the micro-batches of a step, and the number of items in all of them. Collective.
+
+        A stream that ends inside of a step ends the step, too. Transformers would add the gradients
+        of the incomplete step to those of the next one. See Note [Life of a step].
         """
         self._batches = FilledStep(epoch_iterator)
+        # Data sets and collators may draw random numbers.
         with drawn_from(
             "training",
             self.accelerator.seed,
@@ -366,13 +406,12 @@ class TrainerMixin(CheckpointMixin):
                 return super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
         filled = self._batches.filled
         count = len(batch_samples) - filled
-        own = accelerator.process_index
         self._step = step_of(
             self._plan,
             position=self._position,
             count=count,
             ranks=layout.dp,
-            index=own,
+            index=accelerator.process_index,
             filled=filled,
         )
         self._position += count
@@ -399,10 +438,11 @@ class TrainerMixin(CheckpointMixin):
         return loss * self._factor
 
     @contextmanager
-    def _micro_batch(self, items: Any) -> Iterator[Step]:
+    def _micro_batch(self, items: Any) -> Iterator[TrainerStep]:
         """Run the forward and the backwards of a micro-batch in this context.
 
-        A nested call, as by `super().training_step`, belongs to the same micro-batch.
+        A nested call, as by `super().training_step`, belongs to the same micro-batch. See
+        Note [Life of a step].
         """
         engine = self.engine
         step = self._step
@@ -410,6 +450,7 @@ class TrainerMixin(CheckpointMixin):
         if step.inside:
             yield step
             return
+        # Only at the start of a step, because it drops the gradients of a failed one.
         if step.begun == 0:
             engine.sharded.guard.recover()
         step.begun += 1
@@ -432,21 +473,24 @@ class TrainerMixin(CheckpointMixin):
             step.inside = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Make a `training_step` that the script's class defines run as a micro-batch."""
+        """Make a `training_step` of the script's own class run as a micro-batch."""
         super().__init_subclass__(**kwargs)
         if "training_step" in vars(cls):
             cls.training_step = _as_micro_batch(vars(cls)["training_step"])  # type: ignore[method-assign]
 
     def _backward(self, loss: torch.Tensor) -> None:
         assert self.engine is not None
+        # The engine divides by the number of micro-batches, which the Trainer has already done.
         self.engine.backward(loss * (self._factor * self.engine.gradient_accumulation_steps()))
 
     def _pipeline_step(
-        self, engine: Engine, step: Step, inputs: Any, items: Any, *, scaled: bool
+        self, engine: Engine, step: TrainerStep, inputs: Any, items: Any, *, scaled: bool
     ) -> torch.Tensor:
+        # A pipeline runs all micro-batches at once, in the last call of the step.
         step.held.append(self._prepare_inputs(inputs))  # type: ignore[attr-defined]
         if not step.is_last:
             return torch.zeros((), device=engine.device)
+
         engine.train()
         factors = [
             step.factor(index, scaled=scaled, ranks=engine.dp_size)
@@ -454,63 +498,71 @@ class TrainerMixin(CheckpointMixin):
         ]
         if not scaled:
             factors = [factor / len(step.held) for factor in factors]
-        # a step without a target: 0, not 0 / 0
-        items = items.clamp(min=1) if isinstance(items, torch.Tensor) else items
+        # The loss of a step without a target is 0, not 0 / 0.
+        if isinstance(items, torch.Tensor):
+            items = items.clamp(min=1)
 
-        def loss_of(model: Any, piece: Any) -> torch.Tensor:
-            return self.compute_loss(model, dict(piece), num_items_in_batch=items)  # type: ignore[attr-defined]
+        def loss_of(model: Any, micro_batch: Any) -> torch.Tensor:
+            return self.compute_loss(model, dict(micro_batch), num_items_in_batch=items)  # type: ignore[attr-defined]
 
-        total = run_pipeline(engine, step.held, factors, loss_of, self._running)
+        total = run_pipeline(engine, step.held, factors, loss_of, self._run_with_forward)
         step.held = []
         return total.to(torch.float32)
 
     def _clip_grad_norm(self, model: Any) -> torch.Tensor:
-        """The norm, which the optimizer's step finds, clips by and writes here."""
+        """Return a tensor that the optimizer's step, which clips, fills with the norm."""
         return self.optimizer.new_norm()
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         return self.optimizer.new_norm() if grad_norm is None else grad_norm
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Of this process's share of a micro-batch's computation, so that the sum over all
-        processes is that of the step.
+        """Return the FLOPs of this process's share of a micro-batch.
+
+        The sum over all processes is that of the step.
         """
         layout = self._resolved.layout
         estimate = getattr(self.model, "estimate_tokens", None)
         tokens = estimate(inputs) if callable(estimate) else 0
-        return int(self._flops_of_token * tokens * layout.dp / layout.world_size)
+        return int(self._flops_per_token * tokens * layout.dp / layout.world_size)
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's, with each sample once: a rank's loss is its own batch's, as in one
-        process. Collective.
+        """Evaluate the model with each sample once. Collective.
+
+        The loss of a rank is that of its own batch, as in a single process.
         """
         engine = self.begin()
         self._refuse_split_rows(dataloader)
         plan = plan_of(dataloader)
-        before = (self._plan, self._position)
+        # An evaluation may run inside of a training.
+        training_plan = self._plan
+        training_position = self._position
         self._plan = plan
         self._position = 0
-        self._seen = 0
-        self.gather_function = (
-            self._gather_samples if plan is not None else self.accelerator.gather_for_metrics
-        )
+        self._evaluated_samples = 0
+        if plan is not None:
+            self.gather_function = self._gather_samples
+        else:
+            self.gather_function = self.accelerator.gather_for_metrics
         try:
             with (
                 engine.evaluating(),
                 drawn_from("evaluation", self.accelerator.seed, self.accelerator.process_index),
             ):
                 output = super().evaluation_loop(dataloader, *args, **kwargs)  # type: ignore[misc]
-            # as Transformers leaves it: trainers ask it what their next log is about
+            # Transformers leaves the model in evaluation mode, and trainers read it to name the
+            # metrics of their next log.
             self.model.eval()
         finally:
-            self._plan, self._position = before
+            self._plan = training_plan
+            self._position = training_position
             self._count = None
             self.gather_function = self.accelerator.gather_for_metrics
         if plan is None or hasattr(plan, "batch_sampler"):
             return output
-        return output._replace(
-            num_samples=int(self.accelerator.reduce(torch.tensor(self._seen, device=engine.device)))
-        )
+        # The length of a stream is known now.
+        samples = torch.tensor(self._evaluated_samples, device=engine.device)
+        return output._replace(num_samples=int(self.accelerator.reduce(samples)))
 
     def prediction_step(
         self,
@@ -520,54 +572,60 @@ class TrainerMixin(CheckpointMixin):
         ignore_keys: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """As the Trainer's; through a pipeline too, and then on all of its stages. Collective."""
+        """Evaluate a micro-batch. Collective.
+
+        With a pipeline the result is on all of its stages.
+        """
         engine = self.begin()
+        rank = self.accelerator.process_index
         rows = (find_batch_size(inputs) or 0) // self._rows_of_sample
-        present = None if self._plan is None else self._plan.present(self._position)
-        own = present is None or self.accelerator.process_index < present
-        first = (
-            self._position * self.accelerator.layout.dp + self.accelerator.process_index
-        ) * rows
-        samples = None if self._plan is None else self._plan.samples(self._position)
+        first = (self._position * self.accelerator.layout.dp + rank) * rows
+        present = None
+        samples = None
+        if self._plan is not None:
+            present = self._plan.present(self._position)
+            samples = self._plan.samples(self._position)
         if samples is None:
             samples = rows
+        own = present is None or rank < present
         self._count = samples if own else 0
         self._position = self._position + 1
-        self._seen += self._count
-        whole = partial(
+        self._evaluated_samples += self._count
+
+        evaluate = partial(
             super().prediction_step,  # type: ignore[misc]
             prediction_loss_only=prediction_loss_only,
             ignore_keys=ignore_keys,
             **kwargs,
         )
         with ExitStack() as stack:
-            if generates(self.args) and not prediction_loss_only and not has_encoder(self.model):
-                inputs = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
-                tokens = generated(
-                    engine,
-                    inputs,
-                    kwargs or getattr(self, "_gen_kwargs", {}),
-                    first=first,
-                    seed=self.args.seed,
-                )
-                stack.enter_context(answering(self.model, tokens))
-            elif generates(self.args) and not prediction_loss_only:
-                stack.enter_context(whole_parameters(engine))
+            if generates(self.args) and not prediction_loss_only:
+                if has_encoder(self.model):
+                    stack.enter_context(whole_parameters(engine))
+                else:
+                    inputs = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
+                    arguments = kwargs or getattr(self, "_gen_kwargs", {})
+                    seed = self.args.seed
+                    tokens = generated(engine, inputs, arguments, first=first, seed=seed)
+                    stack.enter_context(answering(self.model, tokens))
             stack.enter_context(self.accelerator.alone())
             stack.enter_context(self.accelerator.counting(present=present))
             if engine.sharded.pipeline is None:
                 with engine.sharded.guard.running("forward"):
-                    return whole(model, inputs)
-            piece = engine.sharded.prepared(self._prepare_inputs(inputs))  # type: ignore[attr-defined]
-            body = lambda staged, here: whole(staged, dict(here))  # noqa: E731
-            found = self._running(body, lambda: engine.sharded.output(piece))
-        return from_output_stage(engine, found)
+                    return evaluate(model, inputs)
+
+            def evaluate_stage(staged: Any, micro_batch: Any) -> Any:
+                return evaluate(staged, dict(micro_batch))
+
+            prepared = engine.sharded.prepared(self._prepare_inputs(inputs))  # type: ignore[attr-defined]
+            output = self._run_with_forward(evaluate_stage, lambda: engine.sharded.output(prepared))
+        return from_output_stage(engine, output)
 
     def _gather_samples(self, data: Any) -> Any:
         return self.accelerator.gather_first(data, self._count)
 
     def end(self) -> None:
-        """Let go of the model, and end the process group. Collective."""
+        """Release the models, and end the process group. Collective."""
         for reference in self.accelerator.references:
             reference.close()
         if self.engine is not None:
@@ -605,13 +663,11 @@ def _as_micro_batch(method: Callable[..., torch.Tensor]) -> Callable[..., torch.
 
 
 def _trl_classes(kind: type) -> list[str]:
-    return [one.__name__ for one in kind.__mro__ if one.__module__.partition(".")[0] == "trl"]
+    return [base.__name__ for base in kind.__mro__ if base.__module__.partition(".")[0] == "trl"]
 
 
 def _refuse_other_trainers(kind: type) -> None:
-    """Raise InputError for a trainer of TRL that generates between steps, or that has not been
-    run.
-    """
+    """Raise InputError for a trainer of TRL that has not been run with Plait."""
     names = _trl_classes(kind)
     # The first one decides: GKDTrainer and GOLDTrainer are subclasses of SFTTrainer.
     if not names or names[0] in ("SFTTrainer", "DPOTrainer"):
@@ -630,23 +686,21 @@ def _refuse_other_trainers(kind: type) -> None:
 
 
 _GENERATE = (
-    *(
-        "GRPOTrainer",
-        "RLOOTrainer",
-        "OnlineDPOTrainer",
-        "NashMDTrainer",
-        "XPOTrainer",
-        "PPOTrainer",
-        "GMPOTrainer",
-        "A2POTrainer",
-    ),
-    *(
-        "GKDTrainer",
-        "GOLDTrainer",
-        "MiniLLMTrainer",
-        "DistillationTrainer",
-        "ServerDistillationTrainer",
-    ),
-    *("SDFTTrainer", "SDPOTrainer", "IWOPDTrainer"),
+    "GRPOTrainer",
+    "RLOOTrainer",
+    "OnlineDPOTrainer",
+    "NashMDTrainer",
+    "XPOTrainer",
+    "PPOTrainer",
+    "GMPOTrainer",
+    "A2POTrainer",
+    "GKDTrainer",
+    "GOLDTrainer",
+    "MiniLLMTrainer",
+    "DistillationTrainer",
+    "ServerDistillationTrainer",
+    "SDFTTrainer",
+    "SDPOTrainer",
+    "IWOPDTrainer",
 )
 """Trainers of TRL that sample from the model while they train."""

@@ -1,6 +1,4 @@
-"""The optimizer as the Trainer, its schedules and its callbacks see it: the engine's, whose step
-ends the engine's.
-"""
+"""Optimizer for the Trainer, its schedules and its callbacks, which steps the engine."""
 
 from __future__ import annotations
 
@@ -11,19 +9,27 @@ import torch
 from plait.engine.engine import Engine
 
 
-class EngineOptimizer(torch.optim.Optimizer):
-    """Groups and states are the engine's optimizer's; `step` reduces, clips and updates."""
+class EngineOptimizerProxy(torch.optim.Optimizer):
+    """Proxy of an engine's optimizer.
+
+    Groups and states are those of the engine's optimizer. `step` reduces gradients, clips and
+    updates.
+
+    Attributes:
+        engine: The engine.
+        norm: Norm of the gradients of the coming step, which `step` writes.
+    """
 
     _is_accelerate_prepared = True
 
     def __init__(self, engine: Engine) -> None:
-        self.engine = engine  # and no more: everything else is the engine's optimizer's
+        # The base class is not initialised: all other attributes are the engine's optimizer's.
+        self.engine = engine
         self.norm = torch.zeros((), dtype=torch.float64)
-        """Of the step that comes, written by `step`."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The engine's."""
+        """Optimizer of the engine."""
         return self.engine.optimizer
 
     def __getattr__(self, name: str) -> Any:
@@ -33,26 +39,27 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> Any:  # type: ignore[override]
-        """Of the engine's optimizer."""
+        """Parameter groups of the engine's optimizer."""
         return self.engine.optimizer.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """Of the engine's optimizer: parts of it, on this rank."""
+        """States of the engine's optimizer on this rank."""
         return self.engine.optimizer.state
 
     @property
     def defaults(self) -> Any:  # type: ignore[override]
-        """Of the engine's optimizer."""
+        """Defaults of the engine's optimizer."""
         return self.engine.optimizer.defaults
 
     def state_dict(self) -> dict[str, Any]:
-        """Of the engine's optimizer: this rank's part. A checkpoint keeps all of it."""
+        """Return this rank's part of the state. A checkpoint stores all of it."""
         return self.engine.optimizer.state_dict()
 
     def new_norm(self) -> torch.Tensor:
-        """A tensor that `step` fills with the norm of the gradients before clipping;
-        0-dimensional.
+        """Return a tensor that `step` will fill with the gradient norm before clipping.
+
+        It is 0-dimensional, float64, on the CPU.
         """
         self.norm = torch.zeros((), dtype=torch.float64)
         return self.norm
@@ -64,9 +71,9 @@ class EngineOptimizer(torch.optim.Optimizer):
         self.norm.fill_(self.engine.get_global_grad_norm())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """The step has dropped the gradients."""
+        """Do nothing: the step has dropped the gradients."""
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step updated nothing, because its gradients were not finite."""
+        """True if the last step was skipped because its gradients were not finite."""
         return self.engine.global_steps > 0 and not self.engine.was_step_applied()

@@ -1,6 +1,7 @@
 """Inspection of the Trainer's methods that a script's own class overrides.
 
-The names that such a method reads show how its loss is scaled, and whether it calls the Trainer's.
+The names that such a method reads show how its loss is scaled, and whether it calls the method of
+the Trainer.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def own_method(kind: type, name: str) -> Callable[..., Any] | None:
 def reads(method: Callable[..., Any], name: str) -> bool:
     """Return whether a method's code has a variable, an attribute or a keyword argument `name`."""
     code = getattr(method, "__code__", None)
-    return code is None or name in _names(code)  # compiled methods get the benefit of the doubt
+    # Compiled methods have no code to inspect, and get the benefit of the doubt.
+    return code is None or name in _names(code)
 
 
 def _names(code: CodeType) -> set[Any]:
@@ -38,7 +40,8 @@ def _names(code: CodeType) -> set[Any]:
         value = instruction.argval
         if isinstance(value, CodeType):
             names |= _names(value)
-        elif isinstance(value, tuple):  # names of keyword arguments, or of two variables
+        # Names of keyword arguments, or of two variables.
+        elif isinstance(value, tuple):
             names.update(entry for entry in value if isinstance(entry, str))
         # MAKE_CELL names every parameter that an inner function captures, also unread ones.
         elif isinstance(value, str) and instruction.opname != "MAKE_CELL":
@@ -59,7 +62,8 @@ def cautions_about_loss(trainer: Any, *, ranks: int, accumulation: int) -> list[
         accumulation: Micro-batches per step.
     """
     method = own_method(type(trainer), "compute_loss")
-    if method is None or reads(method, "compute_loss"):  # it calls that of Transformers
+    # A method that reads its own name calls that of Transformers.
+    if method is None or reads(method, "compute_loss"):
         return []
     name = f"{type(trainer).__name__}.compute_loss"
     if reads(method, "num_items_in_batch") or _takes_any_keyword(method):

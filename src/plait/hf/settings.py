@@ -1,8 +1,7 @@
-"""The configuration of a Trainer's run: the file, with every "auto" and every size that it leaves
-out from `TrainingArguments`.
+"""Configuration of a Trainer's run: the file, completed by `TrainingArguments`.
 
-The rule is that of Transformers' DeepSpeed integration: "auto" is filled, and a value that
-contradicts the arguments is refused.
+The rule is that of Transformers' DeepSpeed integration: "auto", and every size that the file leaves
+out, is filled from the arguments. A value that contradicts the arguments is refused.
 """
 
 from __future__ import annotations
@@ -32,51 +31,77 @@ ConfigSource = str | Path | Mapping[str, Any] | Config
 def settings_of(
     source: ConfigSource | None, args: Any, *, world_size: int, hidden_size: int | None
 ) -> tuple[Config, Resolved]:
-    """(the file with the arguments' values, the same resolved). The second has no schedule; see
-    `schedule_of`. Raises ConfigError.
+    """Return the configuration of a run.
+
+    Args:
+        source: The file, or None.
+        args: Arguments of the Trainer.
+        world_size: Number of processes.
+        hidden_size: Hidden size of the model, if it is known.
+
+    Returns:
+        The configuration with the values of the arguments, and the same resolved. The second one
+        has no schedule; see `schedule_of`.
+
+    Raises:
+        ConfigError: The file contradicts the arguments, or has a setting that no Trainer supports.
     """
     config = load(source if source is not None else {})
     config = _with_arguments(config, args)
-    plain = config.model_copy(update={"scheduler": None})
-    resolved = resolve(plain, world_size=world_size, hidden_size=hidden_size, auto=_auto(args))
-    refuse([*_contradictions(config, resolved, args), *_unfit(resolved)])
+    # The schedule may need the number of steps, which the Trainer knows later.
+    unscheduled = config.model_copy(update={"scheduler": None})
+    resolved = resolve(
+        unscheduled, world_size=world_size, hidden_size=hidden_size, auto=_auto(args)
+    )
+    refuse([*_contradictions(config, resolved, args), *_unsupported(resolved)])
     return config, resolved
 
 
 def schedule_of(
     config: Config, args: Any, *, world_size: int, max_steps: int
 ) -> SchedulerSpec | None:
-    """The schedule that the file describes, for a run of `max_steps`; None where it describes none.
-    Raises ConfigError.
+    """Return the schedule of the file, or None if it has none.
+
+    Args:
+        config: The first result of `settings_of`.
+        args: Arguments of the Trainer.
+        world_size: Number of processes.
+        max_steps: Length of the run in optimizer steps.
+
+    Raises:
+        ConfigError: The schedule contradicts the arguments.
     """
     if config.scheduler is None:
         return None
-    warmup = args.get_warmup_steps(max_steps)
-    wanted = {
+    values = {
         "warmup_min_lr": 0.0,
         "warmup_max_lr": args.learning_rate,
-        "warmup_num_steps": max(1, warmup),
+        "warmup_num_steps": max(1, args.get_warmup_steps(max_steps)),
         "total_num_steps": max_steps,
     }
-    auto = {f"scheduler.params.{name}": value for name, value in wanted.items()}
-    spec = resolve(
+    auto = {f"scheduler.params.{name}": value for name, value in values.items()}
+    resolved = resolve(
         config, world_size=world_size, total_steps=max_steps, auto=_auto(args) | auto
-    ).scheduler
+    )
+    spec = resolved.scheduler
     assert spec is not None
-    arguments = {
+
+    argument_names = {
         "warmup_max_lr": "learning_rate",
         "warmup_num_steps": "warmup_steps",
         "total_num_steps": "max_steps",
     }
-    refuse(
-        _contradiction(f"scheduler.params.{name}", spec.params[name], wanted[name], arguments[name])
-        for name in arguments
-        if name in spec.params and not _equal(spec.params[name], wanted[name])
-    )
+    problems = []
+    for name, argument in argument_names.items():
+        if name in spec.params and not _are_equal(spec.params[name], values[name]):
+            path = f"scheduler.params.{name}"
+            problems.append(_contradiction(path, spec.params[name], values[name], argument))
+    refuse(problems)
     return spec
 
 
 def _auto(args: Any) -> dict[str, Any]:
+    """Return the values that "auto" stands for, keyed by setting."""
     return {
         MICRO: args.per_device_train_batch_size,
         ACCUMULATION: args.gradient_accumulation_steps,
@@ -92,7 +117,7 @@ def _auto(args: Any) -> dict[str, Any]:
 
 
 def _with_arguments(config: Config, args: Any) -> Config:
-    """Where the file says nothing, the arguments do."""
+    """Return the configuration with values of the arguments for settings that it leaves out."""
     update: dict[str, Any] = {}
     if config.train_batch_size is None and config.train_micro_batch_size_per_gpu is None:
         update[MICRO] = args.per_device_train_batch_size
@@ -107,10 +132,10 @@ def _with_arguments(config: Config, args: Any) -> Config:
         update["compile"] = CompileSection(
             enabled=True, backend=args.torch_compile_backend, mode=args.torch_compile_mode
         )
-    recomputing = recompute_arguments(args)
-    if recomputing is not None:
+    recompute_kwargs = recompute_arguments(args)
+    if recompute_kwargs is not None:
         _refuse_both(config, "parallel.recompute.mode", recompute_fields(args)[0])
-        recompute = RecomputeSection(mode="full", every=recomputing.get("every_n_layers", 1))
+        recompute = RecomputeSection(mode="full", every=recompute_kwargs.get("every_n_layers", 1))
         update["parallel"] = config.parallel.model_copy(update={"recompute": recompute})
     if config.run is None or config.origin("run.seed") == "default":
         update["run"] = (config.run or RunSection()).model_copy(update={"seed": args.seed})
@@ -119,28 +144,19 @@ def _with_arguments(config: Config, args: Any) -> Config:
 
 def _refuse_both(config: Config, path: str, argument: str) -> None:
     if config.origin(path) != "default":
-        rule = f"the file says `{path}` too, and the two may differ"
-        raise ConfigError(
-            Problem(
-                f"TrainingArguments.{argument}", True, rule, f"leave `{argument}` out, or `{path}`"
-            )
-        )
+        rule = f"the file sets `{path}` too, and the two may differ"
+        remedy = f"leave `{argument}` out, or `{path}`"
+        raise ConfigError(Problem(f"TrainingArguments.{argument}", True, rule, remedy))
 
 
 def _contradictions(config: Config, resolved: Resolved, args: Any) -> list[Problem]:
-    both: list[tuple[str, Any, Any, str]] = [
-        (
-            MICRO,
-            resolved.batch.micro_batch_size,
-            args.per_device_train_batch_size,
-            "per_device_train_batch_size",
-        ),
-        (
-            ACCUMULATION,
-            resolved.batch.accumulation,
-            args.gradient_accumulation_steps,
-            "gradient_accumulation_steps",
-        ),
+    batch = resolved.batch
+    samples = args.per_device_train_batch_size
+    accumulation = args.gradient_accumulation_steps
+    # (setting, its value, value of the argument, name of the argument)
+    pairs: list[tuple[str, Any, Any, str]] = [
+        (MICRO, batch.micro_batch_size, samples, "per_device_train_batch_size"),
+        (ACCUMULATION, batch.accumulation, accumulation, "gradient_accumulation_steps"),
         ("gradient_clipping", resolved.gradient_clipping, args.max_grad_norm, "max_grad_norm"),
         ("bf16.enabled", config.bf16.enabled, args.bf16, "bf16"),
         ("fp16.enabled", config.fp16.enabled, args.fp16, "fp16"),
@@ -148,40 +164,31 @@ def _contradictions(config: Config, resolved: Resolved, args: Any) -> list[Probl
     if config.optimizer is not None:
         params = resolved.optimizer.params
         names = {"lr": "learning_rate", "eps": "adam_epsilon", "weight_decay": "weight_decay"}
-        both += [
-            (f"optimizer.params.{key}", params[key], getattr(args, name), name)
-            for key, name in names.items()
-            if key in params
-        ]
+        for key, name in names.items():
+            if key in params:
+                path = f"optimizer.params.{key}"
+                pairs.append((path, params[key], getattr(args, name), name))
         if "betas" in params:
-            both.append(
-                (
-                    "optimizer.params.betas",
-                    list(params["betas"]),
-                    [args.adam_beta1, args.adam_beta2],
-                    "adam_beta1, adam_beta2",
-                )
-            )
+            betas = [args.adam_beta1, args.adam_beta2]
+            path = "optimizer.params.betas"
+            pairs.append((path, list(params["betas"]), betas, "adam_beta1, adam_beta2"))
     return [
-        _contradiction(path, here, there, name)
-        for path, here, there, name in both
-        if here != "auto" and not _equal(here, there)
+        _contradiction(path, value, argument_value, name)
+        for path, value, argument_value, name in pairs
+        if value != "auto" and not _are_equal(value, argument_value)
     ]
 
 
-def _contradiction(path: str, here: Any, there: Any, argument: str) -> Problem:
-    return Problem(
-        path,
-        here,
-        f"TrainingArguments.{argument} is {there}, and both decide it",
-        f'write "auto" in the file, or {here} in both',
-    )
+def _contradiction(path: str, value: Any, argument_value: Any, argument: str) -> Problem:
+    rule = f"TrainingArguments.{argument} is {argument_value}, and both decide it"
+    return Problem(path, value, rule, f'write "auto" in the file, or {value} in both')
 
 
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    return bool(one == other)
+def _are_equal(left: Any, right: Any) -> bool:
+    # A file has lists where arguments may have tuples.
+    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
+        return len(left) == len(right) and all(map(_are_equal, left, right))
+    return bool(left == right)
 
 
 def tracker_problems(resolved: Resolved, rule: str, argument: str, *, csv: str) -> list[Problem]:
@@ -202,57 +209,44 @@ def tracker_problems(resolved: Resolved, rule: str, argument: str, *, csv: str) 
     return problems
 
 
-def _unfit(resolved: Resolved) -> list[Problem]:
-    """What no Trainer can run."""
-    found = []
-    if resolved.layout.cp > 1:
+def _unsupported(resolved: Resolved) -> list[Problem]:
+    """Return a problem for each setting that no Trainer supports."""
+    layout = resolved.layout
+    problems = []
+    causal_lm = "use 1, or train_batch with plait.causal_lm_loss"
+    if layout.cp > 1:
         rule = (
             "the model computes its loss inside its forward, from labels that it shifts itself, and"
             " no process has all of a sequence"
         )
-        found.append(
-            Problem(
-                "parallel.cp",
-                resolved.layout.cp,
-                rule,
-                "use 1, or train_batch with plait.causal_lm_loss",
-            )
-        )
-    if resolved.layout.ep > 1 and resolved.layout.tp > 1:
-        rule = f"with parallel.tp = {resolved.layout.tp} the Trainer has not been run"
-        found.append(
-            Problem(
-                "parallel.ep",
-                resolved.layout.ep,
-                rule,
-                "use 1, or train_batch with plait.causal_lm_loss",
-            )
-        )
+        problems.append(Problem("parallel.cp", layout.cp, rule, causal_lm))
+    if layout.ep > 1 and layout.tp > 1:
+        rule = f"with parallel.tp = {layout.tp} the Trainer has not been run"
+        problems.append(Problem("parallel.ep", layout.ep, rule, causal_lm))
+
     for setting, value, off in resolved.routing.added:
         rule = (
             "the Trainer takes the loss from the model, not plait.causal_lm_loss, which adds those"
             " of routers"
         )
-        found.append(Problem(setting, value, rule, f"use {json.dumps(off)}, or train_batch"))
-    if resolved.loss_chunk_tokens:
+        problems.append(Problem(setting, value, rule, f"use {json.dumps(off)}, or train_batch"))
+    chunk_tokens = resolved.loss_chunk_tokens
+    if chunk_tokens:
         rule = "the Trainer takes the loss from the model, not plait.causal_lm_loss"
-        found.append(
-            Problem(
-                "parallel.loss_chunk_tokens",
-                resolved.loss_chunk_tokens,
-                rule,
-                "use 0, or train_batch",
-            )
-        )
-    argument = 'set TrainingArguments(report_to="{name}")'
-    csv = "read log_history in trainer_state.json"
-    found += tracker_problems(resolved, "the Trainer has trackers of its own", argument, csv=csv)
+        remedy = "use 0, or train_batch"
+        problems.append(Problem("parallel.loss_chunk_tokens", chunk_tokens, rule, remedy))
+
+    problems += tracker_problems(
+        resolved,
+        "the Trainer has trackers of its own",
+        'set TrainingArguments(report_to="{name}")',
+        csv="read log_history in trainer_state.json",
+    )
     if resolved.data_parallel.update_in_backward:
         rule = "the Trainer clips and calls callbacks between the backward and the update"
-        found.append(Problem("parallel.optimizer_in_backward", True, rule, "use false"))
-    given = [name for name in ("model", "data") if getattr(resolved, name) is not None]
-    found += [
-        Problem(name, None, "the Trainer is given it", "leave the section out, or use plait train")
-        for name in given
-    ]
-    return found
+        problems.append(Problem("parallel.optimizer_in_backward", True, rule, "use false"))
+    for name in ("model", "data"):
+        if getattr(resolved, name) is not None:
+            remedy = "leave the section out, or use plait train"
+            problems.append(Problem(name, None, "the script passes it to the Trainer", remedy))
+    return problems

@@ -1,6 +1,4 @@
-"""The micro-batches of a Trainer's step: which are this rank's own, what their losses count, and
-their way through the engine.
-"""
+"""Micro-batches of a Trainer's step: those of this rank, their weights, and pipeline steps."""
 
 from __future__ import annotations
 
@@ -20,34 +18,46 @@ _LABELS = ("labels", "shift_labels")
 
 
 @dataclass
-class Step:
-    """One optimizer step."""
+class TrainerStep:
+    """Optimizer step of a Trainer.
+
+    Attributes:
+        present: For every micro-batch, the number of data-parallel ranks with a batch of their own.
+        own: For every micro-batch, whether this rank has a batch of its own.
+        begun: Number of micro-batches that have started.
+        inside: Whether a micro-batch is running, so that a nested call belongs to it.
+        counted: Whether the loss of the micro-batch was multiplied by its factor.
+        held: Micro-batches so far, for a pipeline, which runs all of a step at once.
+    """
 
     present: list[int]
-    """For every micro-batch, how many data-parallel ranks have one of their own."""
     own: list[bool]
-    """Whether this rank has."""
     begun: int = 0
     inside: bool = False
-    """Whether a micro-batch is running, so that a nested call belongs to it."""
     counted: bool = False
-    """Whether the loss of the micro-batch was multiplied by its factor."""
     held: list[Any] = field(default_factory=list)
-    """Micro-batches of a pipeline, which runs them all at once."""
 
     @property
     def is_last(self) -> bool:
-        """Whether the micro-batch that has begun is the step's last."""
+        """True if the micro-batch that has started is the last of the step."""
         return self.begun == len(self.own)
 
     def factor(self, index: int, *, scaled: bool, ranks: int) -> float:
-        """What the loss of a micro-batch is multiplied by. A loss that is `scaled` was divided by
-        the items of the step; another one by the step's micro-batches of this rank, though all
-        ranks together may have fewer.
+        """Return the factor of the loss of a micro-batch.
+
+        Args:
+            index: Index of the micro-batch.
+            scaled: Whether the loss was divided by the items of the step. Otherwise it was divided
+                by the number of micro-batches of this rank, although all ranks together may have
+                fewer.
+            ranks: Number of data-parallel ranks.
         """
         if not self.own[index]:
             return 0.0
-        return 1.0 if scaled else len(self.own) * ranks / sum(self.present)
+        if scaled:
+            return 1.0
+        # The mean over this rank's micro-batches becomes that over all micro-batches with data.
+        return len(self.own) * ranks / sum(self.present)
 
 
 def step_of(
@@ -58,19 +68,29 @@ def step_of(
     ranks: int,
     index: int,
     filled: int = 0,
-) -> Step:
-    """The step of the `count` micro-batches of a loader from `position` on, and of `filled` more
-    that are nobody's own.
+) -> TrainerStep:
+    """Return the step of the next micro-batches of a loader.
+
+    Args:
+        plan: The object that knows which batches are this rank's own, or None if all are.
+        position: Number of micro-batches that were read of the epoch.
+        count: Number of micro-batches of the step.
+        ranks: Number of data-parallel ranks.
+        index: This rank's index among them.
+        filled: Number of additional micro-batches that no rank has.
     """
-    present = [plan.present(position + i) if plan is not None else ranks for i in range(count)] + [
-        0
-    ] * filled
-    return Step(present, [index < some for some in present])
+    present = [ranks] * count
+    if plan is not None:
+        present = [plan.present(position + offset) for offset in range(count)]
+    present += [0] * filled
+    return TrainerStep(present, [index < ranks_with_batch for ranks_with_batch in present])
 
 
 class FilledStep(Iterator[Any]):
-    """A step's micro-batches of an iterator: where that ends inside of the step, its last one again
-    for those that are missing.
+    """Iterator over the micro-batches of a step that repeats the last one if there are too few.
+
+    Attributes:
+        filled: Number of repetitions.
     """
 
     def __init__(self, batches: Iterator[Any]) -> None:
@@ -88,8 +108,11 @@ class FilledStep(Iterator[Any]):
         return self._last
 
 
-def counted(batches: list[Any], step: Step) -> list[Any]:
-    """The micro-batches with no label in those that are another rank's, which it counts."""
+def counted(batches: list[Any], step: TrainerStep) -> list[Any]:
+    """Return the micro-batches without labels in those that belong to another rank.
+
+    The other rank counts these labels.
+    """
     return [
         batch if own else _unlabelled(batch) for batch, own in zip(batches, step.own, strict=True)
     ]
@@ -108,94 +131,113 @@ def _unlabelled(batch: Any) -> Any:
 
 def run_pipeline(
     engine: Engine,
-    pieces: list[Any],
+    batches: list[Any],
     factors: list[float],
     loss_of: Callable[[Any, Any], torch.Tensor],
     run: Callable[..., Any],
 ) -> torch.Tensor:
-    """Forward and backward of a step through the pipeline. `run(body, call)` calls `call` while the
-    model's forward is `body`. Returns the sum of the losses times their factors, the same on every
-    stage; 0-dimensional. Collective.
+    """Run the forward and backward of a step through the pipeline. Collective.
+
+    Args:
+        engine: The engine.
+        batches: Micro-batches of the step. If there are too few for the pipeline, the last one is
+            repeated with factor 0.
+        factors: Factor of each loss.
+        loss_of: Forward of the model, which returns the loss of a micro-batch.
+        run: Function (body, call) that calls `call` while the model's forward is `body`.
+
+    Returns:
+        The sum of the losses times their factors, on every stage: 0-dimensional, float64.
     """
-    count = engine.config.batch.accumulation
-    pieces = [
-        engine.sharded.prepared(piece)
-        for piece in [*pieces, *(dict(pieces[-1]) for _ in range(count - len(pieces)))]
-    ]
-    factors = [*factors, *[0.0] * (count - len(factors))]
-    factor_of = {id(piece): factor for piece, factor in zip(pieces, factors, strict=True)}
+    missing = engine.config.batch.accumulation - len(batches)
+    # Copies, because a micro-batch is identified by its object below.
+    filled = [*batches, *(dict(batches[-1]) for _ in range(missing))]
+    prepared = [engine.sharded.prepared(batch) for batch in filled]
+    factors = [*factors, *[0.0] * missing]
+    factor_of = {id(batch): factor for batch, factor in zip(prepared, factors, strict=True)}
     total = torch.zeros((), dtype=torch.float64, device=engine.device)
     scale = engine.sharded.loss_scale / engine.dp_size
 
-    def begin(loss: torch.Tensor, piece: Any) -> torch.Tensor:
+    def scaled_loss(loss: torch.Tensor, batch: Any) -> torch.Tensor:
         nonlocal total
-        counted_loss = loss * factor_of[id(piece)]
-        total = total + counted_loss.detach().double()
-        return counted_loss * scale
+        weighted = loss * factor_of[id(batch)]
+        total = total + weighted.detach().double()
+        return weighted * scale
 
+    def train() -> None:
+        engine.sharded.train_microbatches(prepared, scaled_loss, loss_fn=_with_unit_weight)
+
+    # A failure loses the gradients of all micro-batches.
     with engine.sharded.guard.running("step"):
-        run(loss_of, lambda: engine.sharded.train_microbatches(pieces, begin, loss_fn=_as_it_is))
+        run(loss_of, train)
+    # Only the last stage has added to `total`.
     group = engine.mesh.group("pp")
     if group is not None:
         dist.all_reduce(total, group=group)
     return total
 
 
-def _as_it_is(loss: Any, piece: Any) -> tuple[torch.Tensor, int]:
+def _with_unit_weight(loss: Any, batch: Any) -> tuple[torch.Tensor, int]:
     return loss, 1
 
 
 def from_output_stage(engine: Engine, value: Any) -> Any:
-    """Nested tuples, lists and mappings of tensors of the stage that has the output, on all stages.
-    Collective over the pipeline.
+    """Return the nested tensors of the last pipeline stage on all stages. Collective.
+
+    Args:
+        engine: The engine.
+        value: Nested tuples, lists and mappings of tensors on the stage that has the output. Other
+            stages may pass anything.
     """
     group = engine.mesh.group("pp")
     if group is None or engine.sharded.pipeline is None:
         return value
+    # The structure is pickled, and the tensors are sent one by one.
     tensors: list[torch.Tensor] = []
-    structure, facts = engine.from_output_stage(
-        _taken_apart(value, tensors) if engine.sharded.holds_output else None
-    )
+    description = None
+    if engine.sharded.holds_output:
+        structure = _extract_tensors(value, tensors)
+        description = (structure, [(tuple(tensor.shape), tensor.dtype) for tensor in tensors])
+    structure, facts = engine.from_output_stage(description)
+
     received = []
     for index, (shape, dtype) in enumerate(facts):
-        tensor = (
-            tensors[index].contiguous()
-            if tensors
-            else torch.empty(shape, dtype=dtype, device=engine.device)
-        )
+        if tensors:
+            tensor = tensors[index].contiguous()
+        else:
+            tensor = torch.empty(shape, dtype=dtype, device=engine.device)
         dist.broadcast(tensor, group=group, group_src=engine.sharded.pipeline.output_rank)
         received.append(tensor)
-    return _put_together(structure, received)
+    return _insert_tensors(structure, received)
 
 
 @dataclass(frozen=True)
-class _Place:
+class _TensorIndex:
+    """Placeholder of a tensor in a structure."""
+
     index: int
 
 
-def _taken_apart(value: Any, tensors: list[torch.Tensor]) -> tuple[Any, list[Any]]:
-    def apart(one: Any) -> Any:
-        if isinstance(one, torch.Tensor):
-            tensors.append(one.detach())
-            return _Place(len(tensors) - 1)
-        if isinstance(one, tuple | list):
-            return (
-                type(one)(apart(entry) for entry in one)
-                if not hasattr(one, "_fields")
-                else tuple(apart(entry) for entry in one)
-            )
-        if isinstance(one, Mapping):
-            return {key: apart(entry) for key, entry in one.items()}
-        return one
-
-    return apart(value), [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
-
-
-def _put_together(value: Any, tensors: list[Any]) -> Any:
-    if isinstance(value, _Place):
-        return tensors[value.index]
+def _extract_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """Return a structure with placeholders, and append its tensors to the list."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value.detach())
+        return _TensorIndex(len(tensors) - 1)
     if isinstance(value, tuple | list):
-        return type(value)(_put_together(entry, tensors) for entry in value)
+        entries = [_extract_tensors(entry, tensors) for entry in value]
+        # The constructor of a named tuple takes its fields one by one.
+        return tuple(entries) if hasattr(value, "_fields") else type(value)(entries)
     if isinstance(value, Mapping):
-        return {key: _put_together(entry, tensors) for key, entry in value.items()}
+        return {key: _extract_tensors(entry, tensors) for key, entry in value.items()}
     return value
+
+
+def _insert_tensors(structure: Any, tensors: list[Any]) -> Any:
+    """Return a structure of `_extract_tensors` with tensors in place of the placeholders."""
+    if isinstance(structure, _TensorIndex):
+        return tensors[structure.index]
+    if isinstance(structure, tuple | list):
+        return type(structure)(_insert_tensors(entry, tensors) for entry in structure)
+    if isinstance(structure, Mapping):
+        return {key: _insert_tensors(entry, tensors) for key, entry in structure.items()}
+    return structure

@@ -1,4 +1,4 @@
-"""Transformers' own Trainers on Plait, and `wrap` for any other."""
+"""Transformers' own Trainers on Plait, and `wrap` for subclasses of them."""
 
 from __future__ import annotations
 
@@ -19,15 +19,18 @@ class Seq2SeqTrainer(TrainerMixin, transformers.Seq2SeqTrainer):
 
 
 def wrap(trainer: type[Any]) -> type[Any]:
-    """A class like `trainer`, a subclass of `transformers.Trainer`, on Plait. Raises InputError for
-    any other.
+    """Return a class like `trainer` that trains with Plait.
+
+    Args:
+        trainer: A subclass of `transformers.Trainer`, such as a trainer of TRL.
+
+    Raises:
+        InputError: `trainer` is something else.
     """
     if not (isinstance(trainer, type) and issubclass(trainer, transformers.Trainer)):
         raise InputError(f"plait.hf.wrap takes a subclass of transformers.Trainer, not {trainer!r}")
     if issubclass(trainer, TrainerMixin):
         return trainer
-    return type(
-        trainer.__name__,
-        (TrainerMixin, trainer),
-        {"__doc__": trainer.__doc__, "__module__": trainer.__module__},
-    )
+    # The name, module and documentation of the class that the script knows.
+    members = {"__doc__": trainer.__doc__, "__module__": trainer.__module__}
+    return type(trainer.__name__, (TrainerMixin, trainer), members)

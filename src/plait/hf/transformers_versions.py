@@ -1,8 +1,8 @@
-"""What the releases of Transformers name differently in the Trainer, asked from the one that is
-installed.
+"""Differences of the Trainer between releases of Transformers.
 
 The Trainer of Plait runs on Transformers 5.17 and newer. Everything that depends on the release is
-decided here, by what exists, and falls back to what Transformers itself did in that release.
+decided here. The decision depends on the attributes that exist, and falls back to the behaviour of
+Transformers itself in that release.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from plait.errors import InputError
 OLDEST_TRAINER = "5.17.0"
 """Oldest release of Transformers whose Trainer was run on Plait."""
 RECOMPUTE_FIELDS = ("activation_checkpointing", "gradient_checkpointing")
-"""Fields of `TrainingArguments` that ask for recomputation. The first exists since Transformers
-5.23.
+"""Fields of `TrainingArguments` that enable recomputation.
+
+The first exists since Transformers 5.23.
 """
 
 
 def has_supported_trainer() -> bool:
-    """Return whether the installed Trainer is one that Plait was run with."""
+    """Return True if the installed Trainer is one that Plait was run with."""
     return Version(version("transformers")).release >= Version(OLDEST_TRAINER).release
 
 
@@ -52,12 +53,15 @@ def recompute_fields(args: Any) -> tuple[str, ...]:
 
 
 def recompute_arguments(args: Any) -> Mapping[str, Any] | None:
-    """Return the keyword arguments of recomputation; None where the arguments do not ask for it."""
+    """Return the keyword arguments of recomputation, or None if it is not enabled."""
     names = recompute_fields(args)
     if not any(getattr(args, name) for name in names):
         return None
-    given = (getattr(args, f"{name}_kwargs") for name in names)
-    return next((kwargs for kwargs in given if kwargs), {})
+    for name in names:
+        arguments = getattr(args, f"{name}_kwargs")
+        if arguments:
+            return arguments
+    return {}
 
 
 @contextmanager
@@ -89,10 +93,10 @@ def declared_scaling(trainer: Any) -> bool | None:
 
 
 def loss_is_scaled(trainer: Any, items: Any) -> bool:
-    """Return whether `compute_loss` divides by the items of a step. If not, `training_step` does.
+    """Return True if `compute_loss` divides by the items of a step. If not, `training_step` does.
 
     Transformers before 5.19 does not read `loss_is_scaled_for_ga`, and decides as later releases do
-    where it is None.
+    if it is None.
     """
     declared = declared_scaling(trainer)
     if declared is not None:

@@ -1,9 +1,9 @@
-"""A folder with an adapter (PEFT's LoRA) beside a model for inference: its modules in the model,
-and its tensors.
+"""Adapter folders (PEFT's LoRA) in models for inference.
 
-Nothing is merged: layers compute base(x) + s B A x with PEFT's own modules, so numbers are PEFT's,
-with weights in memory or streamed. The adapter's tensors stay in memory. What it has trained in
-full (`modules_to_save`, biases) takes the place of the base's.
+Nothing is merged. Layers compute base(x) + s B A x with PEFT's own modules, so results are equal to
+PEFT's, whether weights are in memory or streamed. The tensors of the adapter stay in memory.
+Tensors that the adapter has trained in full (`modules_to_save`, biases) replace those of the base
+model.
 """
 
 from __future__ import annotations
@@ -20,158 +20,159 @@ from torch import nn
 
 from plait.errors import CheckpointError, InputError
 from plait.importing import require_extra
-from plait.inference.stored import Stored, stored_tensors
+from plait.inference.stored import StoredTensor, stored_tensors
 from plait.model.tied import tied_names
 from plait.sharded.load_weights import opened, read_tensor
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
-_NAME = "default"
-_START = "base_model.model."
-"""Of the names in the file."""
-_OWN = re.compile(rf"(^|\.)lora_\w+\.{_NAME}(\.|$)")
-_OWN_IN_FILE = re.compile(r"(^|\.)lora_\w+(\.|$)")
-_MAGNITUDE = f"lora_magnitude_vector.{_NAME}.weight"
+_ADAPTER_NAME = "default"
+_FILE_PREFIX = "base_model.model."
+"""Prefix of all names in the file of weights."""
+_LORA_TENSOR = re.compile(rf"(^|\.)lora_\w+\.{_ADAPTER_NAME}(\.|$)")
+_LORA_TENSOR_IN_FILE = re.compile(r"(^|\.)lora_\w+(\.|$)")
+_MAGNITUDE = f"lora_magnitude_vector.{_ADAPTER_NAME}.weight"
 
-_HONOURED = {
-    *(
-        "r",
-        "target_modules",
-        "exclude_modules",
-        "lora_alpha",
-        "lora_dropout",
-        "fan_in_fan_out",
-        "bias",
-        "use_rslora",
-    ),
-    *(
-        "layers_to_transform",
-        "layers_pattern",
-        "rank_pattern",
-        "alpha_pattern",
-        "use_dora",
-        "lora_bias",
-    ),
+_USED_FIELDS = {
+    *("r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "fan_in_fan_out"),
+    *("bias", "use_rslora", "layers_to_transform", "layers_pattern", "rank_pattern"),
+    *("alpha_pattern", "use_dora", "lora_bias"),
 }
-"""Fields of LoraConfig that PEFT's modules are made from."""
-_OTHERS = {
-    *(
-        "base_model_name_or_path",
-        "revision",
-        "peft_type",
-        "task_type",
-        "inference_mode",
-        "auto_mapping",
-        "peft_version",
-        "megatron_core",
-    ),
-    *(
-        "runtime_config",
-        "loftq_config",
-        "eva_config",
-        "corda_config",
-        "lora_ga_config",
-        "qalora_group_size",
-    ),
-    *("modules_to_save", "init_lora_weights"),
+"""Fields of LoraConfig from which PEFT builds its modules."""
+_IGNORED_FIELDS = {
+    *("base_model_name_or_path", "revision", "peft_type", "task_type", "inference_mode"),
+    *("auto_mapping", "peft_version", "megatron_core", "runtime_config", "loftq_config"),
+    *("eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "modules_to_save"),
+    *("init_lora_weights",),
 }
-"""Fields that change no number, or are read from the file's tensors, or are looked at here."""
-_PLAIN_BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal")
-"""Of `init_lora_weights`: others change the base model's weights, too."""
+"""Fields that change no result, that follow from the file's tensors, or that are checked here."""
+_INITIALISATIONS = (None, True, False, "gaussian", "eva", "orthogonal")
+"""Values of `init_lora_weights` that do not change the weights of the base model."""
 
 
 def is_adapters(name: str) -> bool:
-    """Whether a tensor of a model for inference is an adapter's."""
-    return _OWN.search(name) is not None
+    """Return True if a tensor of a model belongs to an adapter."""
+    return _LORA_TENSOR.search(name) is not None
 
 
 def base_tensor(name: str) -> str:
-    """What another tensor is called in the model without adapters."""
+    """Translate the name of another tensor to the model without adapters."""
     return name.replace(".base_layer.", ".")
 
 
 def is_adapter_folder(folder: Path) -> bool:
-    """Whether PEFT wrote an adapter there."""
+    """Return True if a folder contains an adapter that PEFT has saved."""
     return (folder / CONFIG).is_file()
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """LoRA that is not loaded yet."""
+    """LoRA adapter that is not loaded yet."""
 
     folder: Path
     config: Mapping[str, Any]
     """Fields of PEFT's LoraConfig."""
-    stored: Mapping[str, Stored]
-    """Of the file, by its names without their common beginning."""
+    stored: Mapping[str, StoredTensor]
+    """Tensors of the file, by their names without the common prefix."""
 
     @property
-    def replaced(self) -> dict[str, Stored]:
-        """Tensors of the base that the adapter has in full, by the base's names."""
+    def replaced(self) -> dict[str, StoredTensor]:
+        """Tensors of the base model that the adapter has trained in full, by the base's names."""
         return {
-            base_tensor(name): one
-            for name, one in self.stored.items()
-            if not _OWN_IN_FILE.search(name)
+            base_tensor(name): tensor
+            for name, tensor in self.stored.items()
+            if not _LORA_TENSOR_IN_FILE.search(name)
         }
 
     def put_on(self, model: nn.Module) -> None:
-        """Wrap the layers of `model`, on meta, in place. Raises InputError where the folder is of
-        another model.
+        """Wrap the layers of a model in place.
+
+        Args:
+            model: The base model, on the meta device.
+
+        Raises:
+            InputError: The adapter belongs to another model, or has trained a tied tensor.
         """
         from peft import LoraConfig, inject_adapter_in_model
 
         base = model.state_dict()
         tied = {name for group in tied_names(model) for name in group}
-        fields = {name: value for name, value in self.config.items() if name in _HONOURED}
+        fields = {name: value for name, value in self.config.items() if name in _USED_FIELDS}
         try:
-            inject_adapter_in_model(LoraConfig(**fields), model, _NAME, low_cpu_mem_usage=True)
+            # With `low_cpu_mem_usage` the adapter is created on the meta device as well.
+            inject_adapter_in_model(
+                LoraConfig(**fields), model, _ADAPTER_NAME, low_cpu_mem_usage=True
+            )
         except (ValueError, TypeError) as error:
             raise InputError(
                 f"--adapter {self.folder}: PEFT cannot put it on the model:"
                 f" {str(error).splitlines()[0]}"
             ) from error
+
         for name, parameter in model.named_parameters():
             if is_adapters(name) and parameter.dtype in (torch.float16, torch.bfloat16):
-                # PEFT computes adapters of such models in float32
+                # PEFT computes the adapters of such models in float32.
                 parameter.data = parameter.data.float()
-        own = {
-            _in_file(name): tensor
-            for name, tensor in model.state_dict().items()
-            if is_adapters(name)
-        }
-        if lacking := sorted(own.keys() - self.stored.keys()):
+
+        adapter_tensors = {}
+        for name, tensor in model.state_dict().items():
+            if is_adapters(name):
+                adapter_tensors[_name_in_file(name)] = tensor
+        self._check_tensors(adapter_tensors, base, tied)
+
+    def _check_tensors(
+        self,
+        adapter_tensors: Mapping[str, torch.Tensor],
+        base: Mapping[str, torch.Tensor],
+        tied: set[str],
+    ) -> None:
+        """Raise InputError unless the file has the tensors of the model.
+
+        Args:
+            adapter_tensors: The adapter's tensors in the model, by their names in the file.
+            base: All tensors of the base model.
+            tied: Names of tied parameters of the base model.
+        """
+        if missing := sorted(adapter_tensors.keys() - self.stored.keys()):
             raise InputError(
-                f"--adapter {self.folder}: {WEIGHTS} lacks {len(lacking)} of its tensors, first"
-                f" {lacking[0]}"
+                f"--adapter {self.folder}: {WEIGHTS} lacks {len(missing)} of its tensors, first"
+                f" {missing[0]}"
             )
-        for name, one in self.stored.items():
-            found = own.get(name, base.get(base_tensor(name)))
-            if found is None or tuple(found.shape) != one.shape:
-                what = (
-                    "which the model does not have"
-                    if found is None
-                    else f"and the model's is {list(found.shape)}"
-                )
+        for name, stored in self.stored.items():
+            tensor = adapter_tensors.get(name, base.get(base_tensor(name)))
+            difference = None
+            if tensor is None:
+                difference = "which the model does not have"
+            elif tuple(tensor.shape) != stored.shape:
+                difference = f"and the model's is {list(tensor.shape)}"
+            if difference is not None:
                 raise InputError(
-                    f"--adapter {self.folder}: has {name} {list(one.shape)}, {what}; is it another"
-                    " model's?"
+                    f"--adapter {self.folder}: has {name} {list(stored.shape)}, {difference}; is it"
+                    " another model's?"
                 )
-            if name not in own and base_tensor(name) in tied:
+            if name not in adapter_tensors and base_tensor(name) in tied:
                 raise InputError(
                     f"--adapter {self.folder}: has trained {name} in full, and the model ties it to"
                     " another tensor; merge it with PEFT's merge_and_unload, and save that"
                 )
 
     def fill(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Give tensors of a model, or of a rank's part of it, their values where the adapter has
-        them, in the dtype that they have. Returns the others, by the base's names.
+        """Read the values of the adapter's tensors into a model.
+
+        Args:
+            tensors: Tensors of the model, or of a rank's part of it, by name. Values are converted
+                to their dtypes.
+
+        Returns:
+            The tensors that the adapter does not have, by the base model's names.
         """
         replaced = self.replaced
         others = {}
         with opened(self.folder / WEIGHTS) as file, torch.no_grad():
-            names = {base_tensor(name.removeprefix(_START)): name for name in file.keys()}  # noqa: SIM118 (no mapping)
+            # Full names by the names that `replaced` and `_name_in_file` use.
+            names = {base_tensor(name.removeprefix(_FILE_PREFIX)): name for name in file.keys()}  # noqa: SIM118 (no mapping)
             for name, tensor in tensors.items():
-                stored = _in_file(name) if is_adapters(name) else base_tensor(name)
+                stored = _name_in_file(name) if is_adapters(name) else base_tensor(name)
                 if is_adapters(name) or stored in replaced:
                     read_tensor(file.get_slice(names[stored]), tensor, name, self.folder / WEIGHTS)
                 else:
@@ -180,8 +181,12 @@ class Adapter:
 
 
 def open_adapter(folder: Path) -> Adapter:
-    """Raises InputError for an adapter of another kind than LoRA, and for one with something that
-    is not supported, by its name.
+    """Open an adapter that PEFT's `save_pretrained` has written.
+
+    Raises:
+        InputError: The folder has no adapter, it is not LoRA, or it uses a field that is not
+            supported.
+        CheckpointError: The files of the folder cannot be read.
     """
     require_extra(f"--adapter {folder}", "peft", peft="PEFT")
     if not is_adapter_folder(folder):
@@ -196,52 +201,61 @@ def open_adapter(folder: Path) -> Adapter:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         kind = config["peft_type"]
     except (ValueError, TypeError, KeyError) as error:
-        raise CheckpointError(f"{folder / CONFIG} is no configuration of PEFT: {error}") from None
+        raise CheckpointError(
+            f"{folder / CONFIG} is not a configuration of PEFT: {error}"
+        ) from None
     if kind != "LORA":
         raise InputError(
             f"--adapter {folder}: is of the kind {kind}, and LORA is supported; merge it into the"
             " model with PEFT, and save that"
         )
+
     remedy = "merge it into the model with PEFT (merge_and_unload), and save that"
     for name, value in config.items():
-        if value and name not in _HONOURED | _OTHERS:
+        if value and name not in _USED_FIELDS | _IGNORED_FIELDS:
             raise InputError(f"--adapter {folder}: {name} = {value!r} is not supported; {remedy}")
-    if (beginning := config.get("init_lora_weights")) not in _PLAIN_BEGINNINGS:
+    initialisation = config.get("init_lora_weights")
+    if initialisation not in _INITIALISATIONS:
         raise InputError(
-            f"--adapter {folder}: init_lora_weights = {beginning!r} has changed the base model's"
-            f" weights, too; {remedy}"
+            f"--adapter {folder}: init_lora_weights = {initialisation!r} has also changed the base"
+            f" model's weights; {remedy}"
         )
-    return Adapter(
-        folder,
-        config,
-        {name.removeprefix(_START): one for name, one in stored_tensors(folder / WEIGHTS).items()},
-    )
+
+    stored = {}
+    for name, tensor in stored_tensors(folder / WEIGHTS).items():
+        stored[name.removeprefix(_FILE_PREFIX)] = tensor
+    return Adapter(folder, config, stored)
 
 
 def base_folder(folder: Path) -> Path:
-    """The model that an adapter's folder names as its base. Raises InputError where it is no folder
-    here.
+    """Return the folder of the base model that an adapter names.
+
+    Raises:
+        InputError: It is not a folder on this machine.
+        CheckpointError: The configuration of the adapter cannot be read.
     """
     try:
-        named = json.loads((folder / CONFIG).read_text(encoding="utf-8")).get(
-            "base_model_name_or_path"
-        )
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        base = config.get("base_model_name_or_path")
     except (ValueError, AttributeError) as error:
-        raise CheckpointError(f"{folder / CONFIG} is no configuration of PEFT: {error}") from None
-    if not named or not Path(named).is_dir():
+        raise CheckpointError(
+            f"{folder / CONFIG} is not a configuration of PEFT: {error}"
+        ) from None
+    if not base or not Path(base).is_dir():
         raise InputError(
-            f"--model {folder}: is an adapter, and {named!r}, which it names as its base, is no"
-            f" folder here; give --model BASE --adapter {folder}"
+            f"--model {folder}: is an adapter, and {base!r}, which it names as its base, is not"
+            f" a folder here; give --model BASE --adapter {folder}"
         )
-    return Path(named)
+    return Path(base)
 
 
-def _in_file(name: str) -> str:
-    """What an adapter's tensor is called in the file."""
+def _name_in_file(name: str) -> str:
+    """Translate the name of an adapter's tensor to the file, without the common prefix.
+
+    PEFT leaves the name of the adapter out of the file.
+    """
     if name.endswith(_MAGNITUDE):
-        return name.removesuffix(f".{_NAME}.weight")
-    return (
-        name.removesuffix(f".{_NAME}")
-        if name.endswith(f".{_NAME}")
-        else name.replace(f".{_NAME}.", ".")
-    )
+        return name.removesuffix(f".{_ADAPTER_NAME}.weight")
+    if name.endswith(f".{_ADAPTER_NAME}"):
+        return name.removesuffix(f".{_ADAPTER_NAME}")
+    return name.replace(f".{_ADAPTER_NAME}.", ".")

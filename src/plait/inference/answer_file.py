@@ -1,9 +1,12 @@
-"""The answers to a file of prompts: finished ones are kept where a command ends early, and the same
-command goes on after them.
+"""File of answers to a file of prompts, which an interrupted command can continue.
 
-answers.jsonl                    has its name when all are in it, and on the disk
-answers.jsonl.partial            those that are finished, one a line
-answers.jsonl.partial.json       of which command they are
+Note [Files of answers]
+    answers.jsonl               Exists when all answers have been written to disk.
+    answers.jsonl.partial       Finished answers, one per line. The command that writes it locks it.
+    answers.jsonl.partial.json  Options of that command and a hash of its prompts.
+
+    A command that ends early keeps the partial files. The same command, with the same prompts and
+    options, continues after the finished answers. Any other command is refused.
 """
 
 from __future__ import annotations
@@ -23,69 +26,89 @@ from plait.inference.requests import Generation
 
 
 class AnswerFile:
-    """Of one command. `answer_file` makes it."""
+    """Answers of one command. See Note [Files of answers].
+
+    `answer_file` creates it.
+
+    Args:
+        path: Path of the complete file.
+        lines: Lines of the prompts.
+        command: Everything besides the prompts that the answers depend on, by the names of the
+            command's options.
+
+    Raises:
+        InputError: The file cannot be written, or belongs to another command.
+    """
 
     def __init__(self, path: Path, lines: Sequence[Line], command: Mapping[str, Any]) -> None:
-        """`command`: what tokens follow from besides the prompts, by the names that its user
-        knows.
-        """
-        self.path, self.partial, self._lines = path, path.with_name(f"{path.name}.partial"), lines
-        self._command = {**json.loads(json.dumps(command)), "--prompts": _hash_of(lines)}
-        self._described = path.with_name(f"{path.name}.partial.json")
-        self._file = self._opened()
+        self.path = path
+        self.partial = path.with_name(f"{path.name}.partial")
+        self._command_file = path.with_name(f"{path.name}.partial.json")
+        self._lines = lines
+        # In the form that it has after it was written and read again.
+        self._command = {**json.loads(json.dumps(command)), "--prompts": _hash(lines)}
+        self._file = self._open()
         self._end = 0
         self.done = 0
-        """Lines that are finished."""
+        """Number of finished lines."""
         try:
-            self._go_on()
+            self._continue()
         except BaseException:
             self._file.close()
             raise
 
-    def add(self, made: Sequence[Generation]) -> None:
-        """The answers to the next lines. Raises InputError where they cannot be written."""
-        some = self._lines[self.done : self.done + len(made)]
-        rows = [
-            json.dumps(_row(line, one), ensure_ascii=False) + "\n"
-            for line, one in zip(some, made, strict=True)
-        ]
-        with self._told():
-            left = memoryview("".join(rows).encode())
-            size = len(left)
-            while left:
-                left = left[self._file.write(left) :]
+    def add(self, generations: Sequence[Generation]) -> None:
+        """Write the answers to the next lines.
+
+        Raises:
+            InputError: They cannot be written.
+        """
+        lines = self._lines[self.done : self.done + len(generations)]
+        rows = []
+        for line, generation in zip(lines, generations, strict=True):
+            rows.append(json.dumps(_row(line, generation), ensure_ascii=False) + "\n")
+
+        with self._input_errors():
+            remaining = memoryview("".join(rows).encode())
+            size = len(remaining)
+            while remaining:
+                remaining = remaining[self._file.write(remaining) :]
         self._end += size
-        self.done += len(made)
+        self.done += len(generations)
 
     def finish(self) -> None:
-        """Give the file its name. Raises InputError where it cannot get it, and where another
-        program has made a file of that name meanwhile: that is left as it is.
+        """Rename the file of finished answers to its final name.
+
+        Raises:
+            InputError: The file cannot be renamed, or another program has created a file of that
+                name, which is not replaced.
         """
-        with self._told():
-            os.fsync(self._file.fileno())  # some disks are full only here
+        with self._input_errors():
+            # Some file systems report a full disk only here.
+            os.fsync(self._file.fileno())
         if self.path.exists():
             raise InputError(
                 f"--out {self.path}: another program has made it meanwhile; the answers are in"
                 f" {self.partial}: rename that file"
             )
-        with self._told():
+        with self._input_errors():
             self.partial.rename(self.path)
-        self._remove(self._described)
+        self._remove(self._command_file)
 
     def leave(self) -> None:
-        """Keep what is finished, and nothing else."""
+        """Keep the finished answers for the next command, and remove empty files."""
         with suppress(OSError):
             self._file.truncate(self._end)
         if not self.done:
-            self._remove(self.partial, self._described)
+            self._remove(self.partial, self._command_file)
 
     def close(self) -> None:
-        """Another command may write it from now on."""
+        """Close the file, so that another command may write it."""
         self._file.close()
 
-    def _opened(self) -> BinaryIO:
-        """Without a buffer: of an error or a signal, nothing is written later."""
+    def _open(self) -> BinaryIO:
         try:
+            # Without a buffer, nothing is written after an error or a signal.
             file = os.fdopen(
                 os.open(self.partial, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666),
                 "r+b",
@@ -96,6 +119,7 @@ class AnswerFile:
                 f"--out {self.path}: {error.strerror}; give a file in a folder that can be"
                 " written to"
             ) from None
+        # The file may have been renamed between open and lock, so it is compared with its path.
         if not is_only_writer(file) or not is_at(self.partial, file):
             file.close()
             raise InputError(
@@ -104,59 +128,65 @@ class AnswerFile:
             )
         if self.path.exists():
             with suppress(OSError):
+                # Created just now, and not by an earlier command.
                 if not os.fstat(file.fileno()).st_size:
                     self.partial.unlink()
             file.close()
             raise InputError(f"--out {self.path}: exists; give another name, or remove it first")
         return file
 
-    def _go_on(self) -> None:
-        """Find what a command before has finished. Raises InputError for what another one has."""
-        with self._told():
-            kept = self._file.readall()  # type: ignore[attr-defined]
-            # what is behind the last end of a line was not written to its end
-            rows = kept.split(b"\n")[:-1]
+    def _continue(self) -> None:
+        """Count the answers that an earlier run of the same command has finished.
+
+        Raises:
+            InputError: The answers belong to another command.
+        """
+        with self._input_errors():
+            content = self._file.readall()  # type: ignore[attr-defined]
+            # An incomplete last line is dropped.
+            rows = content.split(b"\n")[:-1]
             if rows:
-                self._refuse_others()
+                self._check_command()
             else:
-                write_whole(
-                    self._described, json.dumps(self._command, indent=1, ensure_ascii=False) + "\n"
-                )
+                text = json.dumps(self._command, indent=1, ensure_ascii=False) + "\n"
+                write_whole(self._command_file, text)
+
         for number, (row, line) in enumerate(zip(rows, self._lines, strict=False), 1):
             if not _is_answer(row, line):
                 raise InputError(
-                    f"{self.partial}, line {number}: is no answer to {line.name}; remove the file,"
-                    " or give another --out"
+                    f"{self.partial}, line {number}: is not an answer to {line.name}; remove the"
+                    " file, or give another --out"
                 )
-        self.done, self._end = len(rows), sum(len(row) + 1 for row in rows)
-        with self._told():
+        self.done = len(rows)
+        self._end = sum(len(row) + 1 for row in rows)
+        with self._input_errors():
             self._file.truncate(self._end)
             self._file.seek(self._end)
 
-    def _refuse_others(self) -> None:
+    def _check_command(self) -> None:
+        """Raise InputError if the finished answers belong to another command."""
         remedy = f"give another --out, or remove {self.partial}"
         try:
-            was = json.loads(self._described.read_text(encoding="utf-8"))
+            earlier = json.loads(self._command_file.read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            was = None
-        if not isinstance(was, dict):
+            earlier = None
+        if not isinstance(earlier, dict):
             raise InputError(
-                f"--out {self.path}: {self.partial} has answers, and {self._described.name} does"
+                f"--out {self.path}: {self.partial} has answers, and {self._command_file.name} does"
                 f" not say of what; {remedy}"
             )
-        for name in sorted(was.keys() | self._command.keys()):
-            before = was.get(name)
+        for name in sorted(earlier.keys() | self._command.keys()):
+            before = earlier.get(name)
             now = self._command.get(name)
-            if before != now:
-                said = (
-                    f"{name} was {_shown(before)} and is {_shown(now)}"
-                    if name != "--prompts"
-                    else "its --prompts are others"
-                )
-                raise InputError(
-                    f"--out {self.path}: {self.partial} has finished answers of another command"
-                    f" ({said}); {remedy}"
-                )
+            if before == now:
+                continue
+            difference = f"{name} was {_shortened(before)} and is {_shortened(now)}"
+            if name == "--prompts":
+                difference = "its --prompts are others"
+            raise InputError(
+                f"--out {self.path}: {self.partial} has finished answers of another command"
+                f" ({difference}); {remedy}"
+            )
 
     def _remove(self, *paths: Path) -> None:
         for path in paths:
@@ -164,7 +194,8 @@ class AnswerFile:
                 path.unlink(missing_ok=True)
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _input_errors(self) -> Iterator[None]:
+        """Raise errors of the file system as InputError."""
         try:
             yield
         except OSError as error:
@@ -175,8 +206,19 @@ class AnswerFile:
 def answer_file(
     path: Path, lines: Sequence[Line], command: Mapping[str, Any]
 ) -> Iterator[AnswerFile]:
-    """The file that the answers to `lines` go to; it has its name at the end. Raises InputError
-    where it cannot be, where another command writes it, and where there are answers of another one.
+    """Write the answers to `lines`, inside of the context. See Note [Files of answers].
+
+    At the end of the context the file gets its name. After an exception it keeps the finished
+    answers.
+
+    Args:
+        path: Path of the complete file.
+        lines: Lines of the prompts.
+        command: See `AnswerFile`.
+
+    Raises:
+        InputError: The file exists or cannot be written, another command is writing it, or it has
+            answers of another command.
     """
     answers = AnswerFile(path, lines, command)
     try:
@@ -189,38 +231,39 @@ def answer_file(
         answers.close()
 
 
-def _row(line: Line, one: Generation) -> dict[str, Any]:
-    text = {} if one.text is None else {"text": one.text}
-    return {
-        **_passed_on(line),
-        **text,
-        "token_ids": one.token_ids,
-        "finish_reason": one.finish_reason,
-    }
+def _row(line: Line, generation: Generation) -> dict[str, Any]:
+    row = _copied_fields(line)
+    if generation.text is not None:
+        row["text"] = generation.text
+    row["token_ids"] = generation.token_ids
+    row["finish_reason"] = generation.finish_reason
+    return row
 
 
-def _passed_on(line: Line) -> dict[str, Any]:
+def _copied_fields(line: Line) -> dict[str, Any]:
+    """Return the fields of a prompt that its answer repeats."""
     return {key: value for key, value in line.fields.items() if key != "token_ids"}
 
 
 def _is_answer(row: bytes, line: Line) -> bool:
     try:
-        found = json.loads(row)
+        answer = json.loads(row)
     except ValueError:
         return False
-    if not isinstance(found, dict) or not {"token_ids", "finish_reason"} <= found.keys():
+    if not isinstance(answer, dict) or not {"token_ids", "finish_reason"} <= answer.keys():
         return False
-    rest = {key: value for key, value in found.items() if key not in ("token_ids", *ADDED)}
-    return json.dumps(rest) == json.dumps(_passed_on(line))  # as text: NaN is not equal to itself
+    fields = {key: value for key, value in answer.items() if key not in ("token_ids", *ADDED)}
+    # Compared as text, because NaN is not equal to itself.
+    return json.dumps(fields) == json.dumps(_copied_fields(line))
 
 
-def _hash_of(lines: Sequence[Line]) -> str:
+def _hash(lines: Sequence[Line]) -> str:
     digest = hashlib.sha256()
     for line in lines:
         digest.update(json.dumps(line.fields).encode() + b"\n")
     return digest.hexdigest()
 
 
-def _shown(value: Any) -> str:
+def _shortened(value: Any) -> str:
     text = "not given" if value is None else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 100 else f"{text[:97]}..."

@@ -16,8 +16,8 @@ class BandwidthBound:
     """Lower bound of the time per token. A real decoder is slower.
 
     Attributes:
-        token_seconds: Largest of the times that the tiers need.
-        limit: The tier that needs it.
+        token_seconds: Time of the slowest tier.
+        limit: Name of that tier.
     """
 
     token_seconds: float
@@ -25,7 +25,7 @@ class BandwidthBound:
 
 
 def bandwidth_bound(account: Account, gpu: Device) -> BandwidthBound:
-    """Return max over the tiers of (bytes that a token reads) / (bandwidth of the tier).
+    """Return the maximum over all tiers of the bytes per token divided by the tier's bandwidth.
 
     Every token reads all weights, and the keys and values of all requests at their full length.
     Files are left out, because no datasheet says how fast they are read.
@@ -45,8 +45,11 @@ def bandwidth_bound(account: Account, gpu: Device) -> BandwidthBound:
 
 
 def devices_of(gpu: Device, count: int | None) -> Devices:
-    """Return a machine with `count` such devices, or as many as it usually has, that are all
-    free.
+    """Return a machine with idle devices of one kind.
+
+    Args:
+        gpu: The kind of device, from the planner's catalogue.
+        count: Number of devices. None stands for the usual number of devices per machine.
     """
     count = count or int(only(gpu.devices_per_node))
     return Devices(

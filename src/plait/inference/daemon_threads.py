@@ -1,4 +1,4 @@
-"""Threads that a process does not wait for when it ends."""
+"""Threads that a process does not wait for when it exits."""
 
 from __future__ import annotations
 
@@ -11,28 +11,36 @@ from typing import Any
 
 
 class DaemonThreads(Executor):
-    """Runs calls on `count` threads. Those of a ThreadPoolExecutor are waited for at the end of the
-    process, also one in a read of a disk that does not answer.
+    """Executor whose threads do not keep the process alive.
+
+    At exit, Python waits for the threads of a ThreadPoolExecutor, even if one of them is in a read
+    of a disk that does not answer.
+
+    Args:
+        count: Number of threads.
+        name: Prefix of their names.
     """
 
     def __init__(self, count: int, name: str) -> None:
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        self._threads = [
-            Thread(target=self._run, name=f"{name}-{number}", daemon=True)
-            for number in range(count)
-        ]
-        for thread in self._threads:
+        self._threads = []
+        for number in range(count):
+            thread = Thread(target=self._run, name=f"{name}-{number}", daemon=True)
             thread.start()
+            self._threads.append(thread)
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
-        """Run it as soon as a thread is free."""
+        """Call a function as soon as a thread is idle, and return the future of its result."""
         future: Future[Any] = Future()
         self._calls.put((future, partial(function, *args, **options)))
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """End the threads when they have done what was submitted, or, with `cancel_futures`, what
-        they are at.
+        """End the threads after the submitted calls.
+
+        Args:
+            wait: Whether to wait for the threads.
+            cancel_futures: Whether to cancel the calls that have not started.
         """
         while cancel_futures:
             try:
@@ -41,10 +49,12 @@ class DaemonThreads(Executor):
                 break
             if call is not None:
                 call[0].cancel()
+        # Each thread takes one of these and ends.
         for _ in self._threads:
             self._calls.put(None)
-        for thread in self._threads if wait else ():
-            thread.join()
+        if wait:
+            for thread in self._threads:
+                thread.join()
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
@@ -53,8 +63,9 @@ class DaemonThreads(Executor):
                 continue
             try:
                 result = work()
-            except BaseException as error:  # it is whoever waits for the result that has to know
+            except BaseException as error:  # raised where the result is read
                 future.set_exception(error)
             else:
                 future.set_result(result)
-            del call, future, work  # what they hold is not kept until the next call
+            # Otherwise the arguments would stay alive until the next call.
+            del call, future, work

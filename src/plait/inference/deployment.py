@@ -1,8 +1,8 @@
-"""How a model is put on the devices of this machine: a layout of several that hold it, or one that
-its weights are streamed to.
+"""Deployment of a model on the devices of one machine.
 
-`plait generate` runs what is decided here, and `plait plan infer` prints it: there is no other
-rule.
+A model gets a layout of several devices that hold it, or one device to which its weights are
+streamed. `plait generate` runs the deployment that is chosen here, and `plait plan infer` prints
+it.
 """
 
 from __future__ import annotations
@@ -16,71 +16,81 @@ from plait.cluster import accelerator
 from plait.cluster.host_memory import free_host_bytes
 from plait.cluster.topology import default_processes, device_count
 from plait.errors import InputError
+from plait.inference.cache_layout import (
+    CacheDemand,
+    CacheLayout,
+    cache_bytes,
+    growing_bytes,
+    offloaded_cache,
+)
 from plait.inference.capacity import ROOM, activation_bytes, compute_dtype, free_bytes
-from plait.inference.dry_cache import kept_of
-from plait.inference.kept import Asked, Kept, cache_bytes, growing_bytes, offloaded_cache
+from plait.inference.dry_cache import cache_layout_of
 from plait.inference.load import needs_of
 from plait.inference.placement import WORKSPACE, DoesNotFit, place_model
 from plait.inference.source import Source
-from plait.inference.streamed import BudgetTooSmall, plan, tensors_to_stream
+from plait.inference.streamed import (
+    BudgetTooSmall,
+    StreamingPlan,
+    plan_streaming,
+    tensors_to_stream,
+)
 from plait.units import format_bytes
 
 UNKNOWN = 1 << 62
-"""Bytes, where nothing says how many are free."""
+"""Number of free bytes if it is unknown."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What decides the layout."""
+    """Model and requests that a deployment is chosen for."""
 
     source: Source | None
-    """None for a model without weights, of which a plan is made."""
+    """Source of the weights; None for a model without weights, for which a plan is made."""
     model: nn.Module
-    """On meta."""
+    """The model, on the meta device."""
     tokens: int
-    """Of the longest request, its new ones included."""
+    """Length of the longest request, new tokens included."""
     requests: int
-    """At once."""
+    """Number of requests at the same time."""
     offload_cache: bool = False
-    """Keys and values wait in host memory."""
+    """True if keys and values are kept in host memory."""
 
 
 @dataclass(frozen=True)
 class Devices:
-    """Of one machine."""
+    """Devices of one machine."""
 
     on_gpu: bool
     count: int
-    """GPUs; on the CPU, processes."""
+    """Number of GPUs, or of processes on the CPU."""
     memory_bytes: int
-    """That tensors may take on each GPU; on the CPU, in all processes together."""
+    """Memory for tensors of each GPU, or of all processes on the CPU together."""
     host_bytes: int
-    """Of host memory that may be pinned for a GPU."""
+    """Host memory that may be pinned for GPUs."""
 
 
 @dataclass(frozen=True)
 class Account:
-    """Bytes of one device, and what is kept elsewhere for it."""
+    """Bytes on one device, and bytes that are kept elsewhere for it."""
 
     memory: int
-    """That may be used: of what is free, or the budget."""
+    """Memory that may be used: a share of the free memory, or the budget."""
     weights: int
-    """That stay on it."""
+    """Weights that stay on the device."""
     cache: int
-    """Keys and values of all requests at once."""
+    """Keys and values of all requests."""
     activations: int = 0
-    """0 where they have the part of the memory that a placement leaves free
-    (`placement.WORKSPACE`).
-    """
+    """Activations; 0 if they use the share that a placement leaves free (`placement.WORKSPACE`)."""
     slots: int = 0
-    """Of the places that streamed layers compute in."""
+    """Memory in which streamed layers compute."""
     on_host: int = 0
     """Weights in pinned host memory."""
     cache_on_host: int = 0
-    """Pinned host memory for keys and values, of which `cache` has the layers that compute."""
+    """Pinned host memory for keys and values. `cache` then counts only layers on the device."""
     cache_copied: int = 0
-    """Keys and values that a token brings from there, and takes back, at the end of the longest
-    request.
+    """Keys and values that are copied from the host and back for every token.
+
+    The value holds at the end of the longest request.
     """
     in_files: int = 0
     """Weights that are read from files."""
@@ -89,54 +99,69 @@ class Account:
 
     @property
     def streamed(self) -> int:
-        """Weights that are brought for every token, or for every piece of the prompts."""
+        """Weights that are streamed for every token, and for every part of the prompts."""
         return self.on_host + self.in_files
 
 
 @dataclass(frozen=True)
 class Deployment:
-    """What the processes get."""
+    """Layout of processes, or budgets for streaming."""
 
     why: str
-    """For a person."""
+    """Explanation for the user."""
     tp: int = 1
     pp: int = 1
     budget_bytes: int | None = None
-    """Of the device's memory, where weights are streamed."""
+    """Budget of the device's memory; None if no weights are streamed."""
     other_bytes: int = 0
-    """Of it, for keys, values and activations."""
+    """Part of the budget for keys, values and activations."""
     host_bytes: int = 0
-    """Of host memory that may be pinned."""
+    """Host memory that may be pinned for weights."""
     written: bool = False
-    """Whether layers that are streamed are written to new files first."""
+    """True if streamed layers are written to new files first."""
     account: Account = field(default_factory=lambda: Account(0, 0, 0))
 
 
 def devices_here() -> Devices:
-    """Those of this machine, as they are now."""
+    """Return the devices of this machine and their memory that is free now."""
     on_gpu = bool(device_count())
-    free = free_host_bytes()
+    free = free_bytes(torch.device(accelerator.NAME if on_gpu else "cpu"), 1)
+    free_on_host = free_host_bytes()
     return Devices(
-        on_gpu, default_processes(), _free(on_gpu), UNKNOWN if free is None else int(ROOM * free)
+        on_gpu,
+        default_processes(),
+        UNKNOWN if free is None else free,
+        UNKNOWN if free_on_host is None else int(ROOM * free_on_host),
     )
 
 
 def deploy(
     work: Work, *, tp: int | None, pp: int | None, devices: int | None, on: Devices | None = None
 ) -> Deployment:
-    """On as few devices as hold the model, at most `devices` (all); streamed to one where all of
-    them do not, and nothing was chosen (`tp`, `pp`, `devices`). `on`: other devices than this
-    machine's. Raises InputError, with the numbers, where it cannot be.
+    """Choose the deployment on the fewest devices that hold the model.
+
+    If all of them together do not hold it, and the user chose none of the numbers, its weights are
+    streamed to one device.
+
+    Args:
+        work: Model and requests.
+        tp: Degree of tensor parallelism, if the user chose it.
+        pp: Number of pipeline stages, if the user chose it.
+        devices: Largest number of devices, if the user chose it.
+        on: Other devices than those of this machine.
+
+    Raises:
+        InputError: The model does not fit, or the choices are not possible.
     """
     on = on or devices_here()
-    _check_offloaded(work, on)
+    _check_offloaded_cache(work, on)
     try:
-        return _placed(work, on, tp=tp, pp=pp, devices=devices)
+        return _deploy_placed(work, on, tp=tp, pp=pp, devices=devices)
     except DoesNotFit:
         if tp is not None or pp is not None or devices is not None:
             raise
-        found = deploy_streamed(work, on=on)
-        return replace(found, why=f"no layout of the devices here holds it: {found.why}")
+        streamed = deploy_streamed(work, on=on)
+        return replace(streamed, why=f"no layout of the devices here holds it: {streamed.why}")
 
 
 def deploy_streamed(
@@ -146,73 +171,81 @@ def deploy_streamed(
     cpu_budget: int | None = None,
     on: Devices | None = None,
 ) -> Deployment:
-    """On one device, within budgets in bytes; None is what is free. Raises InputError, with the
-    numbers, where they are too small.
+    """Deploy a model on one device, to which its weights are streamed as needed.
+
+    Args:
+        work: Model and requests.
+        gpu_budget: Memory of the GPU in bytes. None stands for the free memory.
+        cpu_budget: Host memory in bytes. None stands for the free memory.
+        on: Other devices than those of this machine.
+
+    Raises:
+        InputError: A budget is too small.
     """
     on = on or devices_here()
-    _check_offloaded(work, on)
+    _check_offloaded_cache(work, on)
     if gpu_budget is not None and not on.on_gpu:
         raise InputError(
             "--gpu-budget: no GPU is visible here; give --cpu-budget, to compute on the CPU"
             " within it"
         )
-    itemsize = compute_dtype(work.model).itemsize
-    tokens = work.tokens * work.requests
-    config = getattr(work.model, "config", None)
-    keeps = kept_of(work.model)
-    asked = Asked(work.requests, work.tokens, itemsize)
-    cache = cache_bytes(keeps, asked)
-    activations = activation_bytes(config, tokens=tokens, requests=work.requests, itemsize=itemsize)
-    activations += growing_bytes(keeps, asked)
+    budget = gpu_budget if on.on_gpu else cpu_budget
+    if budget is None:
+        # The allocator needs the rest, as in a placement.
+        budget = int((1 - WORKSPACE) * on.memory_bytes)
     host = 0
     if on.on_gpu:
         host = cpu_budget if cpu_budget is not None else on.host_bytes
-    kept = copied = 0
+
+    itemsize = compute_dtype(work.model).itemsize
+    layout = cache_layout_of(work.model)
+    demand = CacheDemand(work.requests, work.tokens, itemsize)
+    cache = cache_bytes(layout, demand)
+    activations = activation_bytes(
+        getattr(work.model, "config", None),
+        tokens=work.tokens * work.requests,
+        requests=work.requests,
+        itemsize=itemsize,
+    )
+    activations += growing_bytes(layout, demand)
+    cache_on_host = 0
+    cache_copied = 0
     if work.offload_cache:
-        waiting = offloaded_cache(keeps, asked)
-        cache = waiting.device
-        kept = waiting.pinned
-        copied = waiting.copied
-        host = _left(host, kept)
-    budget = gpu_budget if on.on_gpu else cpu_budget
-    if budget is None:
-        budget = int((1 - WORKSPACE) * on.memory_bytes)
+        offloaded = offloaded_cache(layout, demand)
+        cache = offloaded.device
+        cache_on_host = offloaded.pinned
+        cache_copied = offloaded.copied
+        host = _remaining_host_bytes(host, cache_on_host)
+
     stored, written = tensors_to_stream(work.source, work.model)
-    found = plan(
+    planned = plan_streaming(
         work.model, stored, budget_bytes=budget, other_bytes=cache + activations, host_bytes=host
     )
-    way = f"{len(found.streamed)} layers ({format_bytes(found.streamed_bytes)}) are "
-    if not found.streamed:
-        way = "all of them fit"
-    elif on.on_gpu:
-        way += f"copied to it for every token, {format_bytes(found.read_bytes)} of them from files"
-    else:
-        way += "read for every token"
-    if written and found.streamed:
-        way += f" (written to new files first: {written})"
+    place = "on the GPU" if on.on_gpu else "in memory"
     why = (
-        f"{format_bytes(found.resident_bytes)} of weights stay"
-        f" {'on the GPU' if on.on_gpu else 'in memory'}, {way}; {format_bytes(cache + activations)}"
-        f" for keys, values and activations{_on_host(kept)}{_guessed(keeps)}"
+        f"{format_bytes(planned.resident_bytes)} of weights stay {place},"
+        f" {_streaming_text(planned, written, on_gpu=on.on_gpu)};"
+        f" {format_bytes(cache + activations)} for keys, values and activations"
+        f"{_host_text(cache_on_host)}{_guess_text(layout)}"
     )
     account = Account(
         memory=budget,
-        weights=found.resident_bytes,
+        weights=planned.resident_bytes,
         cache=cache,
         activations=activations,
-        slots=found.slot_bytes,
-        on_host=found.streamed_bytes - found.read_bytes if on.on_gpu else 0,
-        cache_on_host=kept,
-        cache_copied=copied,
-        in_files=found.read_bytes,
-        streamed_layers=len(found.streamed),
+        slots=planned.slot_bytes,
+        on_host=planned.streamed_bytes - planned.read_bytes if on.on_gpu else 0,
+        cache_on_host=cache_on_host,
+        cache_copied=cache_copied,
+        in_files=planned.read_bytes,
+        streamed_layers=len(planned.streamed),
     )
     return Deployment(
         why,
         budget_bytes=budget,
         other_bytes=cache + activations,
         host_bytes=host,
-        written=bool(written and found.streamed),
+        written=bool(written and planned.streamed),
         account=account,
     )
 
@@ -223,107 +256,123 @@ def deploy_in_budget(
     """Choose how many requests are answered at once within a budget, at most `work.requests`.
 
     Args:
-        work: What is to be answered.
+        work: Model and requests.
         gpu_budget: See `deploy_streamed`.
         cpu_budget: See `deploy_streamed`.
 
     Returns:
-        The deployment, and the requests at once that it is for.
+        The deployment, and the number of requests at once that it is for.
 
     Raises:
         InputError: The budget is too small for a single request.
     """
+    # An attempt only computes sizes; nothing is loaded.
     requests = work.requests
     while True:
         try:
-            return (
-                deploy_streamed(
-                    replace(work, requests=requests), gpu_budget=gpu_budget, cpu_budget=cpu_budget
-                ),
-                requests,
+            deployment = deploy_streamed(
+                replace(work, requests=requests), gpu_budget=gpu_budget, cpu_budget=cpu_budget
             )
+            return deployment, requests
         except BudgetTooSmall:
             if requests == 1:
                 raise
             requests //= 2
 
 
-def _placed(
+def _deploy_placed(
     work: Work, on: Devices, *, tp: int | None, pp: int | None, devices: int | None
 ) -> Deployment:
-    here = devices or on.count
-    # processes of one machine share its memory, so more of them hold no more
+    """Deploy a model on devices that hold all of its weights."""
+    count = devices or on.count
+    # Processes of one machine share its memory, so more of them hold no more.
     if not on.on_gpu and devices is None:
-        here = (tp or 1) * (pp or 1)
-    memory = on.memory_bytes if on.on_gpu else on.memory_bytes // here
+        count = (tp or 1) * (pp or 1)
+    memory = on.memory_bytes if on.on_gpu else on.memory_bytes // count
+
     needs = needs_of(work.model, requests=work.requests, tokens=work.tokens)
-    kept = 0
-    copied = 0
-    asked = Asked(work.requests, work.tokens, compute_dtype(work.model).itemsize)
-    keeps = kept_of(work.model)
+    layout = cache_layout_of(work.model)
+    demand = CacheDemand(work.requests, work.tokens, compute_dtype(work.model).itemsize)
     if work.offload_cache:
-        needs = replace(needs, cache=lambda tp, pp: offloaded_cache(keeps, asked, tp=tp).device)
-    placed = place_model(needs, machines=1, per_machine=here, device_bytes=memory, tp=tp, pp=pp)
-    if placed.pp > 1 and work.offload_cache:
-        raise InputError(
-            f"--offload-cache: the model takes {placed.pp} pipeline stages, which cannot bring next"
-            " layers; leave it out"
-        )
+        # Host memory has the rest of the cache.
+        needs = replace(needs, cache=lambda tp, pp: offloaded_cache(layout, demand, tp=tp).device)
+    placed = place_model(needs, machines=1, per_machine=count, device_bytes=memory, tp=tp, pp=pp)
+
+    cache_on_host = 0
+    cache_copied = 0
     if work.offload_cache:
-        waiting = offloaded_cache(keeps, asked, tp=placed.tp)
-        kept = placed.tp * waiting.pinned
-        copied = waiting.copied
-        _left(on.host_bytes, kept)
+        if placed.pp > 1:
+            raise InputError(
+                f"--offload-cache: the model takes {placed.pp} pipeline stages, which cannot bring"
+                " next layers; leave it out"
+            )
+        offloaded = offloaded_cache(layout, demand, tp=placed.tp)
+        cache_on_host = placed.tp * offloaded.pinned
+        cache_copied = offloaded.copied
+        _remaining_host_bytes(on.host_bytes, cache_on_host)
+
     each = " on each" if placed.devices > 1 else ""
     why = (
         f"tp {placed.tp}, pp {placed.pp}: {format_bytes(placed.weight_bytes)} of weights{each};"
-        f" {placed.why}"
+        f" {placed.why}{_host_text(cache_on_host)}{_guess_text(layout)}"
     )
-    why += f"{_on_host(kept)}{_guessed(keeps)}"
     account = Account(
         int(memory * (1 - WORKSPACE)),
         placed.weight_bytes,
         placed.cache_bytes,
-        cache_on_host=kept,
-        cache_copied=copied,
+        cache_on_host=cache_on_host,
+        cache_copied=cache_copied,
     )
     return Deployment(why, placed.tp, placed.pp, account=account)
 
 
-def _check_offloaded(work: Work, on: Devices) -> None:
+def _check_offloaded_cache(work: Work, on: Devices) -> None:
     if work.offload_cache and not on.on_gpu:
         raise InputError(
             "--offload-cache: on the CPU keys and values are in host memory already; leave it out"
         )
 
 
-def _left(host_bytes: int, kept: int) -> int:
-    """Of host memory, beside keys and values. Raises InputError where they do not fit."""
-    if kept > host_bytes:
+def _remaining_host_bytes(host_bytes: int, cache: int) -> int:
+    """Return the host memory that keys and values leave.
+
+    Raises:
+        InputError: They do not fit.
+    """
+    if cache > host_bytes:
         raise InputError(
-            f"--offload-cache: keys and values take {format_bytes(kept)} of pinned host memory, and"
-            f" {format_bytes(host_bytes)} may be used; ask for fewer tokens or requests at once, or"
-            " give a larger --cpu-budget"
+            f"--offload-cache: keys and values take {format_bytes(cache)} of pinned host memory,"
+            f" and {format_bytes(host_bytes)} may be used; ask for fewer tokens or requests at"
+            " once, or give a larger --cpu-budget"
         )
-    return host_bytes - kept
+    return host_bytes - cache
 
 
-def _on_host(kept: int) -> str:
-    return f"; {format_bytes(kept)} of keys and values in host memory" if kept else ""
+def _streaming_text(planned: StreamingPlan, written: str, *, on_gpu: bool) -> str:
+    if not planned.streamed:
+        return "all of them fit"
+    text = f"{len(planned.streamed)} layers ({format_bytes(planned.streamed_bytes)}) are "
+    if on_gpu:
+        text += f"copied to it for every token, {format_bytes(planned.read_bytes)} of them from"
+        text += " files"
+    else:
+        text += "read for every token"
+    if written:
+        text += f" (written to new files first: {written})"
+    return text
 
 
-def _guessed(keeps: Kept) -> str:
-    if not keeps.guessed:
+def _host_text(cache: int) -> str:
+    return f"; {format_bytes(cache)} of keys and values in host memory" if cache else ""
+
+
+def _guess_text(layout: CacheLayout) -> str:
+    if not layout.guessed:
         return ""
     counted = "by the heads of the configuration, and may take more"
-    if not keeps.layers:
+    if not layout.layers:
         counted = "not at all, as the configuration says no heads"
     return (
         f"; keys and values are counted {counted}: the model could not be run without weights"
-        f" ({keeps.guessed})"
+        f" ({layout.guessed})"
     )
-
-
-def _free(on_gpu: bool) -> int:
-    free = free_bytes(torch.device(accelerator.NAME if on_gpu else "cpu"), 1)
-    return UNKNOWN if free is None else free

@@ -1,9 +1,14 @@
-"""What a model keeps of the tokens that it has seen, found by running it: on meta, without weights
-or data, over two and then one token.
+"""Measurement of a model's KV cache by a run on the meta device.
 
-Nothing is read from names or configurations of families: the tensors are those that the model's own
-code puts into the cache that generation gives it, a window is that of the cache's layer, and which
-heads a rank has is what its tensor parallel plan says.
+Note [Dry runs]
+    A copy of the model without weights processes two tokens, and then one token more, with
+    Transformers' own cache. The sizes of the cache's tensors after both forwards give the fixed
+    size and the size per token.
+
+    Nothing is read from names or configurations of families: the tensors are those that the model's
+    own code writes to its cache, a window is that of the cache's layer, and the heads of a rank
+    follow from the tensor-parallel plan. If a model cannot run without values, its number of heads
+    is read from its configuration instead.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from plait._torch.operators import TorchFunctionMode
 from plait.errors import PlaitError, first_line
-from plait.inference.kept import Kept, Layer, Tensor
+from plait.inference.cache_layout import CacheLayer, CacheLayout, CacheTensor
 from plait.model.blocks import find_blocks
 from plait.model.facts import model_facts
 from plait.model.layer_sizes import sizes_of_layers
@@ -29,180 +34,205 @@ from plait.model.plans import make_plan
 from plait.parallel.pipeline.balance import cut, forward_costs
 from plait.sharded.cache import arguments_of, cache_argument, takes_cache
 
-_DTYPE = torch.bfloat16
-"""That the model is run in: what is of this dtype then is of the dtype that it computes in."""
-_BY_TOKEN = (2, 1)
-"""Tokens of the forwards. States have their full size from the first token on."""
-_BY_MANY = (1023, 1024)
-"""The same where a layer is of a kind that a family brings itself: it may add to what it keeps only
-once in many tokens.
+_COMPUTE_DTYPE = torch.bfloat16
+"""Dtype of the run. Tensors of this dtype then have the dtype that the model computes in."""
+_LENGTHS = (2, 1)
+"""Tokens of the two forwards. States have their full size after the first token."""
+_LONG_LENGTHS = (1023, 1024)
+"""Tokens of the two forwards of a model with layers of its own in its cache.
+
+Such a layer may grow only once in many tokens.
 """
 
 
-def kept_of(model: nn.Module, *, plan: Mapping[str, str] | None = None) -> Kept:
-    """What `model` keeps, on any device and layout: a bare copy is run. Nothing of a model that is
-    given no cache. Where its class cannot be built of its configuration alone, or its code looks at
-    values, what the configuration says of heads. `plan`: the user's own of tensor parallelism
-    (`parallel.plan`).
+def cache_layout_of(model: nn.Module, *, plan: Mapping[str, str] | None = None) -> CacheLayout:
+    """Measure the KV cache of a model. See Note [Dry runs].
+
+    Args:
+        model: The model, on any device and layout. It is not changed.
+        plan: The user's tensor-parallel plan (`parallel.plan`).
+
+    Returns:
+        The layers of its cache; none for a model that takes no cache.
     """
-    base = _base(model)
+    base = _without_peft(model)
     if not takes_cache(base):
-        return Kept()
+        return CacheLayout()
     config: Any = base.config
-    kind: Any = next(one for one in type(base).__mro__ if not issubclass(one, FSDPModule))
+    # `fully_shard` replaces the class by a subclass, which cannot be built from a configuration.
+    model_class: Any = next(c for c in type(base).__mro__ if not issubclass(c, FSDPModule))
     rules = None if plan is None else tuple(plan.items())
-    return _kept(
-        _Described(kind, json.dumps(config.to_dict(), sort_keys=True, default=str), rules, config)
-    )
+    fields = json.dumps(config.to_dict(), sort_keys=True, default=str)
+    return _measure(_ModelDescription(model_class, fields, rules, config))
 
 
-def _base(model: nn.Module) -> nn.Module:
-    """Without what PEFT puts around it."""
-    find: Any = getattr(model, "get_base_model", None) if hasattr(model, "peft_config") else None
-    found: nn.Module = find() if callable(find) else model
-    return found
+def _without_peft(model: nn.Module) -> nn.Module:
+    get_base_model: Any = None
+    if hasattr(model, "peft_config"):
+        get_base_model = getattr(model, "get_base_model", None)
+    base: nn.Module = get_base_model() if callable(get_base_model) else model
+    return base
 
 
 @dataclass(frozen=True)
-class _Described:
-    """A model, as its class and configuration make it."""
+class _ModelDescription:
+    """Class and configuration of a model, as key of the cache of measurements."""
 
-    kind: type[nn.Module]
-    text: str
+    model_class: type[nn.Module]
+    fields: str
+    """Fields of the configuration as JSON. They represent `config`, which is not hashable."""
     plan: tuple[tuple[str, str], ...] | None
     config: Any = field(compare=False)
 
 
 @lru_cache(maxsize=16)
-def _kept(described: _Described) -> Kept:
+def _measure(description: _ModelDescription) -> CacheLayout:
     try:
-        twin = _bare(described)
-    except Exception as error:  # whatever a class raises that is not Transformers' own
-        return Kept(tuple(_by_configuration(described.config)), guessed=_named(error))
+        twin = _build_twin(description)
+    except Exception as error:  # a class that is not Transformers' own may raise anything
+        layers = _layers_of_config(description.config)
+        return CacheLayout(tuple(layers), guessed=_error_text(error))
     guessed = ""
-    user = None if described.plan is None else dict(described.plan)
     try:
-        layers = _layers(twin)
-    except Exception as error:  # whatever a model's code raises that looks at values
-        layers = _by_configuration(twin.config)
-        guessed = _named(error)
+        layers = _run_twin(twin)
+    except Exception as error:  # the model's code may raise anything without values
+        layers = _layers_of_config(twin.config)
+        guessed = _error_text(error)
+
     blocks = find_blocks(twin)
-    written = [_written(twin.get_submodule(name)) for name in blocks]
-    if not any(written) and len(blocks) == len(layers):
-        written = [(index,) for index in range(len(blocks))]
-    written = [tuple(index for index in own if index < len(layers)) for own in written]
+    layers_of_blocks = _layers_of_blocks(twin, blocks, len(layers))
+    user = None if description.plan is None else dict(description.plan)
 
     @lru_cache(maxsize=16)
     def divided(tp: int) -> frozenset[int]:
         try:
             plan = make_plan(twin, tp=tp, user=user, blocks=blocks)
-        except PlaitError:  # the layout is refused, in its own words
+        except PlaitError:  # whoever uses this layout gets the error
             return frozenset()
-        names = tuple(f"{name}." for name in blocks)
-        found = {
-            next((at for at, prefix in enumerate(names) if name.startswith(prefix)), -1)
-            for name in plan.heads
-        }
-        return frozenset(layer for block in found if block >= 0 for layer in written[block])
+        prefixes = tuple(f"{name}." for name in blocks)
+        indices: set[int] = set()
+        for attention in plan.heads:
+            for index, prefix in enumerate(prefixes):
+                if attention.startswith(prefix):
+                    indices.update(layers_of_blocks[index])
+                    break
+        return frozenset(indices)
 
     @lru_cache(maxsize=16)
     def stages(pp: int) -> tuple[int, ...]:
         try:
             costs = forward_costs(model_facts(twin, blocks))
             return cut(costs.blocks, pp, first=costs.first, last=costs.last)
-        except PlaitError:
-            return ()  # it cannot be cut
+        except PlaitError:  # it cannot be cut
+            return ()
 
-    return Kept(tuple(layers), dict(zip(blocks, written, strict=True)), divided, stages, guessed)
+    named_layers = dict(zip(blocks, layers_of_blocks, strict=True))
+    return CacheLayout(tuple(layers), named_layers, divided, stages, guessed)
 
 
-def _named(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line(error)}"[:200]
 
 
-def _bare(described: _Described) -> nn.Module:
-    """On meta. Products that are made expert by expert look at which of them tokens go to."""
-    make: Any = described.kind
+def _build_twin(description: _ModelDescription) -> nn.Module:
+    """Build a copy of the model from its configuration, on the meta device."""
+    model_class: Any = description.model_class
     with torch.device("meta"):
-        twin: Any = make._from_config(
-            copy.deepcopy(described.config), dtype=_DTYPE, attn_implementation="eager"
+        twin: Any = model_class._from_config(
+            copy.deepcopy(description.config), dtype=_COMPUTE_DTYPE, attn_implementation="eager"
         )
     if hasattr(twin, "set_experts_implementation"):
+        # The default implementation reads from values which experts the tokens go to.
         twin.set_experts_implementation("batched_mm")
-    found: nn.Module = twin.eval()
-    return found
+    evaluated: nn.Module = twin.eval()
+    return evaluated
 
 
-def _layers(twin: nn.Module) -> list[Layer]:
+def _layers_of_blocks(
+    twin: nn.Module, blocks: tuple[str, ...], layers: int
+) -> list[tuple[int, ...]]:
+    """Return the layers of the cache that each block writes to."""
+    indices = [_layer_indices(twin.get_submodule(name)) for name in blocks]
+    if not any(indices) and len(blocks) == layers:
+        # Without indices on the modules, each block is taken to write to its own layer.
+        return [(index,) for index in range(len(blocks))]
+    return [tuple(index for index in block if index < layers) for block in indices]
+
+
+def _layer_indices(block: nn.Module) -> tuple[int, ...]:
+    indices = set()
+    for module in block.modules():
+        index = getattr(module, "layer_idx", None)
+        if isinstance(index, int):
+            indices.add(index)
+    return tuple(sorted(indices))
+
+
+def _run_twin(twin: nn.Module) -> list[CacheLayer]:
+    """Run the copy of a model, and return the layers of its cache. See Note [Dry runs]."""
     from transformers import DynamicCache
 
     config: Any = twin.config
     cache = DynamicCache(config=config)
     argument = cache_argument(twin)
     assert argument is not None
-    usual = all(type(layer).__module__ == DynamicCache.__module__ for layer in cache.layers)
-    windows = [_without_window(layer) for layer in cache.layers]
-    counted: list[list[dict[str, int]]] = []
-    lengths = _BY_TOKEN if usual else _BY_MANY
-    with torch.no_grad(), torch.device("meta"), _WithoutValues():
+    lengths = _LENGTHS
+    if any(type(layer).__module__ != DynamicCache.__module__ for layer in cache.layers):
+        lengths = _LONG_LENGTHS
+    windows = [_open_window(layer) for layer in cache.layers]
+
+    sizes: list[list[dict[str, int]]] = []
+    with torch.no_grad(), torch.device("meta"), _AnswersWithoutValues():
         for length in lengths:
-            given: dict[str, Any] = {
+            inputs: dict[str, Any] = {
                 "input_ids": torch.zeros(1, length, dtype=torch.long),
                 argument: cache,
             }
             if "use_cache" in arguments_of(twin):
-                given["use_cache"] = True
-            twin(**given)
-            counted.append(
-                [
-                    {name: tensor.numel() for name, tensor in _tensors(layer)}
-                    for layer in cache.layers
-                ]
-            )
-    return [
-        Layer(
-            tuple(
-                _tensor(
-                    name,
-                    tensor,
-                    before.get(name, 0),
-                    after[name],
-                    lengths,
-                    window if name in ("keys", "values") else None,
-                )
-                for name, tensor in _tensors(layer)
-            ),
-            stays=cache.is_linear[index],
-        )
-        for index, (layer, window, before, after) in enumerate(
-            zip(cache.layers, windows, *counted, strict=True)
-        )
-    ]
+                inputs["use_cache"] = True
+            twin(**inputs)
+            sizes.append([_sizes_of_tensors(layer) for layer in cache.layers])
+
+    before, after = sizes
+    layers = []
+    for index, layer in enumerate(cache.layers):
+        tensors = []
+        for name, tensor in _named_tensors(layer):
+            window = windows[index] if name in ("keys", "values") else None
+            size_before = before[index].get(name, 0)
+            size_after = after[index][name]
+            tensors.append(_cache_tensor(name, tensor, size_before, size_after, lengths, window))
+        layers.append(CacheLayer(tuple(tensors), stays=cache.is_linear[index]))
+    return layers
 
 
-def _tensor(
+def _sizes_of_tensors(layer: Any) -> dict[str, int]:
+    return {name: tensor.numel() for name, tensor in _named_tensors(layer)}
+
+
+def _cache_tensor(
     name: str,
     tensor: torch.Tensor,
     before: int,
     after: int,
     lengths: tuple[int, int],
     window: int | None,
-) -> Tensor:
+) -> CacheTensor:
+    """Return the size of a tensor from its numbers of elements after both forwards."""
+    # The size is a linear function of the number of tokens, known at two points.
     token = (after - before) / lengths[1]
     fixed = max(before - token * lengths[0], after - token * sum(lengths), 0)
-    itemsize = None if tensor.dtype == _DTYPE else tensor.element_size()
-    return Tensor(
-        fixed,
-        token,
-        itemsize,
-        window,
-        tensor.shape[1] if name in ("keys", "values") and tensor.ndim == 4 else 1,
-    )
+    itemsize = None if tensor.dtype == _COMPUTE_DTYPE else tensor.element_size()
+    heads = 1
+    if name in ("keys", "values") and tensor.ndim == 4:
+        heads = tensor.shape[1]  # [batch, heads, tokens, head_dim]
+    return CacheTensor(fixed, token, itemsize, window, heads)
 
 
-def _without_window(layer: Any) -> int | None:
-    """The most tokens that a layer keeps for the next one; None: all. Its window is opened, so that
-    a short one does not hide what a token adds.
+def _open_window(layer: Any) -> int | None:
+    """Return how many tokens a layer keeps for the next one, or None if it keeps all.
+
+    The window is removed, so that a short one does not hide the size per token.
     """
     if not getattr(layer, "is_sliding", False):
         return None
@@ -211,45 +241,40 @@ def _without_window(layer: Any) -> int | None:
     return window - 1 if window > 1 else None
 
 
-def _tensors(layer: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """What a layer keeps, each once; those of several states by their places."""
+def _named_tensors(layer: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each tensor of a layer once. Several states of one attribute are numbered."""
     seen: set[int] = set()
     for name, value in vars(layer).items():
-        entries = (
-            value.items()
-            if isinstance(value, dict)
-            else enumerate(value)
-            if isinstance(value, list | tuple)
-            else [("", value)]
-        )
-        for at, tensor in entries:
+        entries: Any = [("", value)]
+        if isinstance(value, dict):
+            entries = value.items()
+        elif isinstance(value, list | tuple):
+            entries = enumerate(value)
+        for key, tensor in entries:
             if isinstance(tensor, torch.Tensor) and tensor.ndim and id(tensor) not in seen:
                 seen.add(id(tensor))
-                yield f"{name}{at}", tensor
+                yield f"{name}{key}", tensor
 
 
-def _written(block: nn.Module) -> tuple[int, ...]:
-    """The layers of a cache that a block writes to."""
-    found = (getattr(module, "layer_idx", None) for module in block.modules())
-    return tuple(sorted({index for index in found if isinstance(index, int)}))
-
-
-def _by_configuration(config: Any) -> list[Layer]:
-    """Keys and values of every head; nothing where it does not say how many there are."""
+def _layers_of_config(config: Any) -> list[CacheLayer]:
+    """Return keys and values of the heads that a configuration defines; no layers without heads."""
     config = config.get_text_config(decoder=True)
     queries = sizes_of_layers(config, "num_attention_heads")
-    count = getattr(config, "num_hidden_layers", None) or 0
     heads = sizes_of_layers(config, "num_key_value_heads") or queries
-    widths = sizes_of_layers(config, "head_dim") or [config.hidden_size // one for one in queries]
+    widths = sizes_of_layers(config, "head_dim")
+    if not widths:
+        widths = [config.hidden_size // count for count in queries]
     if not heads or not widths:
         return []
 
-    def each(sizes: list[int]) -> list[int]:
-        return sizes if len(sizes) == count else sizes[:1] * count
-
+    layers = getattr(config, "num_hidden_layers", None) or 0
+    if len(heads) != layers:
+        heads = heads[:1] * layers
+    if len(widths) != layers:
+        widths = widths[:1] * layers
     return [
-        Layer((Tensor(0, own * width, heads=own), Tensor(0, own * width, heads=own)))
-        for own, width in zip(each(heads), each(widths), strict=True)
+        CacheLayer((CacheTensor(0, count * width, heads=count),) * 2)
+        for count, width in zip(heads, widths, strict=True)
     ]
 
 
@@ -260,13 +285,16 @@ _ANSWERS = {
     torch.Tensor.__float__: 1.0,
     torch.Tensor.__contains__: False,
 }
-_CHOOSE = (torch.nonzero, torch.Tensor.nonzero)
+"""Results of functions that read values of a tensor on the meta device."""
+_SELECTIONS = (torch.nonzero, torch.Tensor.nonzero)
 
 
-class _WithoutValues(TorchFunctionMode):
-    """Answers where code asks a tensor on meta for values: yes, as a mask over tokens of which none
-    is padding says; no token is one of padding; and nothing is chosen, as experts add nothing to
-    what is kept.
+class _AnswersWithoutValues(TorchFunctionMode):
+    """Function mode that answers reads of values on the meta device.
+
+    Booleans are True, as in a mask over tokens without padding. No token is a padding token,
+    because nothing is contained in a tensor. Selections are empty; they occur in experts, which add
+    nothing to the cache.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -274,6 +302,6 @@ class _WithoutValues(TorchFunctionMode):
         if args and isinstance(args[0], torch.Tensor) and args[0].is_meta:
             if func in _ANSWERS:
                 return _ANSWERS[func]
-            if func in _CHOOSE and not kwargs.get("as_tuple", False):
+            if func in _SELECTIONS and not kwargs.get("as_tuple", False):
                 return torch.empty((0, args[0].ndim), dtype=torch.long, device="meta")
         return func(*args, **kwargs)

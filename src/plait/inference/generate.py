@@ -1,5 +1,10 @@
-"""`generate`: text from a model on any layout, with nothing exported and training left as it
-was.
+"""`generate`: text from a model on any layout, without an export and without effects on training.
+
+Note [Together on all ranks]
+    Ranks that gather parameters together must run the same number of forwards, although their
+    requests differ. `Predictor.run` therefore runs idle forwards on ranks that have finished. For
+    the same reason all ranks first check their arguments, and any error is raised on all of them
+    before the first forward.
 """
 
 from __future__ import annotations
@@ -7,14 +12,18 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import nn
 
 from plait._torch.units import kept_gathered
 from plait.checkpoint.agreement import together
 from plait.cluster.host_memory import free_host_bytes
 from plait.errors import InputError
+from plait.inference.cache_layout import CacheDemand, cache_bytes, growing_bytes, offloaded_cache
 from plait.inference.capacity import (
     ROOM,
     check_cache,
@@ -24,21 +33,19 @@ from plait.inference.capacity import (
     is_sharded,
 )
 from plait.inference.decode import Decoder, OnToken
-from plait.inference.dry_cache import kept_of
-from plait.inference.kept import Asked, cache_bytes, growing_bytes, offloaded_cache
-from plait.inference.peft_models import refuse_other_adapters
+from plait.inference.dry_cache import cache_layout_of
 from plait.inference.predictor import Predictor
 from plait.inference.requests import (
     Answer,
     Generation,
-    Request,
+    GenerationRequest,
     check_count,
     check_room,
     checked_ids,
     token_ids,
 )
-from plait.inference.rope_by_length import groups, refuse_past, rope_by_length
-from plait.inference.settings import Settings, settings_of
+from plait.inference.rope_by_length import group_requests, refuse_past, rope_by_length
+from plait.inference.settings import GenerationSettings, settings_of
 from plait.inference.text_stream import text_after
 from plait.inference.untouched import untouched
 from plait.sharded.cache import arguments_of, counts_tokens, reads_prompts_whole, takes_cache
@@ -60,107 +67,143 @@ def generate(
     on_token: OnToken | None = None,
     **settings: Any,
 ) -> list[Generation]:
-    """What the model adds to each of `prompts`, in their order.
+    """Generate a continuation of each prompt. Collective over all ranks.
 
-    `prompts` are this data-parallel rank's own, and may be none: texts or conversations (with
-    `tokenizer`), or token ids. Of the ranks that hold parts of one model (tp, pp), the first one's
-    are taken. `settings` are Transformers' (`max_new_tokens`, `temperature`, `top_k`,
-    `eos_token_id`, `stop_strings` ...), see `inference.settings`. A request draws from a generator
-    of its own: the first of seed `seed`, the next of `seed + 1`; or `seed` has one for each; None
-    takes new ones. `batch_size` requests are decoded at once (all), and prompts are read in pieces
-    of `prefill_tokens` (whole, as those of a model with a recurrent state always are, and of one
-    that attends in both directions). Requests that a rotary embedding gives other frequencies by
-    their length are decoded in batches of their own. `offload_cache` keeps keys and values in
-    pinned host memory; each layer's come to the GPU while the layer before computes.
-    `on_token(request, token)` is called on the ranks that have the request.
+    Each data-parallel rank passes its own prompts, which may be none. Of the ranks that hold parts
+    of one model (tp, pp), the prompts of the first one are used, and all of them get the results.
+    Sharded parameters are gathered once if they fit into memory, and otherwise in every forward.
+    Training continues as if nothing had happened.
 
-    Parameters that are sharded are gathered once where they fit, and in every forward elsewhere.
-    Training goes on as if nothing had happened. Collective over all ranks. Raises InputError, on
-    all of them, for what one of them cannot do.
+    Args:
+        sharded: The model.
+        prompts: One prompt or several: texts or conversations, which require a tokenizer, or token
+            ids.
+        tokenizer: A tokenizer of Transformers. With it, results have a text.
+        generation_config: Settings that `settings` override. They override the model's own.
+        seed: Seed of the first request; the next one has `seed + 1`, and so on. A list has a seed
+            for each request. None chooses new seeds.
+        batch_size: Number of requests that are decoded at the same time. None decodes all of them.
+            Requests whose rotary frequencies depend on their length have batches of their own.
+        prefill_tokens: Largest number of tokens of each prompt in one forward. None reads prompts
+            in a single forward, as is always done for models with a recurrent state and for models
+            that attend in both directions.
+        offload_cache: Whether to keep keys and values in pinned host memory. Those of a layer are
+            copied to the GPU while the previous layer computes.
+        on_token: Function that is called as `on_token(request, token)` on the ranks that have the
+            request.
+        settings: Transformers' settings (`max_new_tokens`, `temperature`, `top_k`, `eos_token_id`,
+            `stop_strings`, ...), see `inference.settings`.
+
+    Returns:
+        The results, in the order of the prompts.
+
+    Raises:
+        InputError: A rank cannot do what is asked for. The error is raised on all ranks.
     """
     model = sharded.model
     mesh = sharded.mesh
     sharded.refuse_within("generate")
 
-    def prepared() -> tuple[list[Request], Settings, bytes]:
+    def prepare() -> _PreparedCall:
         check_model(sharded)
-        found = settings_of(
-            model, settings, generation_config, pad=getattr(tokenizer, "pad_token_id", None)
-        )
-        if found.stop_strings and tokenizer is None:
-            raise InputError("stop_strings needs tokenizer=, to see what tokens say")
+        pad = getattr(tokenizer, "pad_token_id", None)
+        checked = settings_of(model, settings, generation_config, pad=pad)
+        if checked.stop_strings and tokenizer is None:
+            raise InputError("stop_strings requires tokenizer= to decode the output")
         check_count("batch_size", batch_size)
         check_count("prefill_tokens", prefill_tokens)
         if on_token is not None and not callable(on_token):
             raise InputError(f"on_token = {on_token!r} must be a function of (request, token)")
         if offload_cache:
-            _check_offloaded(sharded, use_cache=found.use_cache)
-        requests = _requests(checked_ids(model, token_ids(prompts, tokenizer)), found, seed)
-        _check_rope(sharded, requests, use_cache=found.use_cache)
-        holds = _fits(
-            sharded, requests, batch_size, use_cache=found.use_cache, offload_cache=offload_cache
+            _check_offloaded_cache(sharded, use_cache=checked.use_cache)
+        requests = _requests(checked_ids(model, token_ids(prompts, tokenizer)), checked, seed)
+        _check_rope(sharded, requests, use_cache=checked.use_cache)
+        fits = _gathered_model_fits(
+            sharded,
+            requests,
+            batch_size,
+            use_cache=checked.use_cache,
+            offload_cache=offload_cache,
         )
-        return requests, found, bytes([holds, on_token is not None])
+        return _PreparedCall(requests, checked, bytes([fits, on_token is not None]))
 
-    (requests, found, _), brought = together(
-        prepared, lambda result: result[2], device=mesh.device, doing="generate", raising=InputError
+    # See Note [Together on all ranks].
+    prepared, flags = together(
+        prepare, _flags, device=mesh.device, doing="generate", raising=InputError
     )
     gathers = is_sharded(model)
-    holds = gathers and all(row[0] for row in brought)
-    requests = of_first_rank(sharded, requests)
-    use_cache = found.use_cache and _keeps(sharded, requests)
+    # Gathering is collective, so all ranks keep gathered parameters or none does.
+    gathers_once = gathers and all(rank_flags[0] for rank_flags in flags)
+    requests = of_first_rank(sharded, prepared.requests)
     predictor = Predictor(sharded)
+    # A recurrent state would begin anew with each forward over a part of a prompt.
+    prefill_limit = None if reads_prompts_whole(model) else prefill_tokens
     decoder = Decoder(
         sharded,
         predictor,
-        found,
+        prepared.settings,
         tokenizer=tokenizer,
-        use_cache=use_cache,
+        use_cache=prepared.settings.use_cache and _can_cache(sharded, requests),
         offload_cache=offload_cache,
-        prefill_tokens=None if reads_prompts_whole(model) else prefill_tokens,
+        prefill_tokens=prefill_limit,
         on_token=on_token,
-        tells=any(row[1] for row in brought),
+        any_callback=any(rank_flags[1] for rank_flags in flags),
     )
     answers = [Answer() for _ in requests]
 
-    def work() -> Iterator[None]:
+    def forwards() -> Iterator[None]:
         size = batch_size or len(requests) or 1
-        for group in groups(
-            rope_by_length(model),
-            [(len(request.token_ids), request.most_seen) for request in requests],
-        ):
+        lengths = [(len(request.token_ids), request.most_seen) for request in requests]
+        for group in group_requests(rope_by_length(model), lengths):
             for first in range(0, len(group), size):
-                some = group[first : first + size]
+                batch = group[first : first + size]
                 yield from decoder.forwards(
-                    [requests[at] for at in some], some, [answers[at] for at in some]
+                    [requests[index] for index in batch],
+                    batch,
+                    [answers[index] for index in batch],
                 )
 
     with sharded.evaluating(), untouched(model, mesh.device), ExitStack() as stack:
-        if holds:
+        if gathers_once:
             stack.enter_context(kept_gathered(model))
-        predictor.run(work(), apart=not gathers)
-    return [
-        _generation(request, answer, tokenizer)
-        for request, answer in zip(requests, answers, strict=True)
-    ]
+        predictor.run(forwards(), independent=not gathers)
+
+    generations = []
+    for request, answer in zip(requests, answers, strict=True):
+        generations.append(_generation(request, answer, tokenizer))
+    return generations
+
+
+@dataclass(frozen=True)
+class _PreparedCall:
+    """Checked arguments of a call on this rank."""
+
+    requests: list[GenerationRequest]
+    settings: GenerationSettings
+    flags: bytes
+    """Flags for the other ranks: all parameters may stay gathered; this rank has a callback."""
+
+
+def _flags(prepared: _PreparedCall) -> bytes:
+    return prepared.flags
 
 
 def check_model(sharded: ShardedModel) -> None:
-    """Raise InputError for a model or a layout that does not go on from texts."""
+    """Raise InputError if a model or its layout cannot continue texts."""
     model = sharded.model
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
         raise InputError(
-            f"{type(model).__name__} has an encoder and a decoder; generate is for models that go"
-            " on from a text"
+            f"{type(model).__name__} has an encoder and a decoder; generate is for models that"
+            " continue a text"
         )
-    can = getattr(model, "can_generate", None)
-    if callable(can) and not can():
+    can_generate = getattr(model, "can_generate", None)
+    if callable(can_generate) and not can_generate():
         raise InputError(
             f"{type(model).__name__} has no head for the next token; load its ...ForCausalLM class"
         )
     refuse_split_experts(sharded.parts, "generate")
-    refuse_other_adapters(model)
+    _refuse_other_adapters(model)
     if sharded.parts.hooks.transform:
         raise InputError(
             "generate: a technique of this layout changes every micro-batch (its part of the"
@@ -168,60 +211,88 @@ def check_model(sharded: ShardedModel) -> None:
         )
 
 
-def _requests(
-    prompts: list[tuple[int, ...]], settings: Settings, seed: int | Sequence[int] | None
-) -> list[Request]:
-    for one in seed if isinstance(seed, Sequence) else [seed]:
-        if one is not None and (
-            isinstance(one, bool) or not isinstance(one, int) or not 0 <= one < 1 << 63
-        ):
+def _refuse_other_adapters(model: nn.Module) -> None:
+    """Raise InputError if an active adapter of PEFT gives wrong results in generation.
+
+    Such an adapter computes something else for a token than in a full pass over the text. Other
+    adapters are computed by PEFT's own modules.
+    """
+    configs: dict[str, Any] = getattr(model, "peft_config", None) or {}
+    if not configs:
+        return
+    active: Any = model.active_adapters
+    # In Transformers' own classes it is a method, which does not know all active adapters.
+    for name in configs if callable(active) else active:
+        config = configs[name]
+        kind = getattr(config.peft_type, "value", config.peft_type)
+        if getattr(config, "is_prompt_learning", False):
             raise InputError(
-                f"seed = {one!r} must be a whole number from 0 to 2**63 - 1, or a list of them"
+                f"generate: the adapter {name!r} of the kind {kind} puts"
+                f" {config.num_virtual_tokens} virtual tokens before the prompt, which is not"
+                " supported; use PEFT's own generate, or an adapter of the kind LORA"
+            )
+        if getattr(config, "alora_invocation_tokens", None):
+            raise InputError(
+                f"generate: the adapter {name!r} begins at some tokens of the text"
+                " (alora_invocation_tokens), which is not supported; use PEFT's own generate, or"
+                " an adapter without them"
+            )
+
+
+def _requests(
+    prompts: list[tuple[int, ...]], settings: GenerationSettings, seed: int | Sequence[int] | None
+) -> list[GenerationRequest]:
+    seeds = seed if isinstance(seed, Sequence) else [seed]
+    for value in seeds:
+        if value is not None and not _is_seed(value):
+            raise InputError(
+                f"seed = {value!r} must be a whole number from 0 to 2**63 - 1, or a list of them"
             )
     if isinstance(seed, Sequence) and len(seed) != len(prompts):
         raise InputError(
             f"seed has {len(seed)} entries for {len(prompts)} prompts; give one for each, or one"
             " number"
         )
-    found = []
+
+    requests = []
     for index, ids in enumerate(prompts):
-        new = check_room(len(ids), f"prompt {index}", settings)
-        own = None
-        if settings.do_sample:
-            own = (
-                secrets.randbits(62)
-                if seed is None
-                else seed[index]
-                if isinstance(seed, Sequence)
-                else seed + index
-            )
-        found.append(Request(ids, new, own))
-    return found
+        new_tokens = check_room(len(ids), f"prompt {index}", settings)
+        request_seed = _request_seed(seed, index) if settings.do_sample else None
+        requests.append(GenerationRequest(ids, new_tokens, request_seed))
+    return requests
 
 
-def _check_rope(sharded: ShardedModel, requests: Sequence[Request], *, use_cache: bool) -> None:
-    """Raise InputError where a request gets other frequencies of a rotary embedding than
-    Transformers gives it.
-    """
+def _is_seed(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
+
+
+def _request_seed(seed: int | Sequence[int] | None, index: int) -> int:
+    if seed is None:
+        return secrets.randbits(62)
+    if isinstance(seed, Sequence):
+        return seed[index]
+    return seed + index
+
+
+def _check_rope(
+    sharded: ShardedModel, requests: Sequence[GenerationRequest], *, use_cache: bool
+) -> None:
+    """Raise InputError if the rotary frequencies of a request would not be Transformers'."""
     rope = rope_by_length(sharded.model)
     if rope is None:
         return
     longest = max((request.most_seen for request in requests), default=0)
     remedy = "ask for fewer new tokens, or shorten the prompt"
-    if not rope.is_one:
-        refuse_past(
-            rope,
-            longest,
-            "generate: layers of several RoPE types are not known to be right",
-            remedy,
-        )
-    if not rope.reads_anew and use_cache and not _keeps(sharded, requests):
+    if not rope.is_uniform:
+        what = "generate: layers of several RoPE types are not known to be right"
+        refuse_past(rope, longest, what, remedy)
+    if not rope.reads_anew and use_cache and not _can_cache(sharded, requests):
         what = "generate: the model keeps no keys and values here, and computes them anew"
         refuse_past(rope, longest, what, f"{remedy}; or use_cache=False")
 
 
-def _check_offloaded(sharded: ShardedModel, *, use_cache: bool) -> None:
-    """Raise InputError where keys and values cannot be kept on the host."""
+def _check_offloaded_cache(sharded: ShardedModel, *, use_cache: bool) -> None:
+    """Raise InputError if keys and values cannot be kept in host memory."""
     if sharded.mesh.device.type == "cpu":
         raise InputError(
             "offload_cache: this model computes on the CPU, where keys and values are in host"
@@ -239,76 +310,98 @@ def _check_offloaded(sharded: ShardedModel, *, use_cache: bool) -> None:
         )
 
 
-def _fits(
+def _gathered_model_fits(
     sharded: ShardedModel,
-    requests: Sequence[Request],
+    requests: Sequence[GenerationRequest],
     batch_size: int | None,
     *,
     use_cache: bool,
     offload_cache: bool,
 ) -> bool:
-    """Whether all parameters may stay gathered. Raises InputError where keys and values do not
-    fit.
+    """Return True if all parameters of a sharded model fit into memory beside the KV cache.
+
+    Raises:
+        InputError: The KV cache does not fit, or a request exceeds the model's positions.
     """
-    config = getattr(sharded.model, "config", None)
     mesh = sharded.mesh
-    lengths = [len(request.token_ids) + request.new_tokens for request in requests]
-    longest = max(lengths, default=0)
-    check_positions(config, longest)
+    longest = max((len(request.token_ids) + request.new_tokens for request in requests), default=0)
+    check_positions(getattr(sharded.model, "config", None), longest)
     free = free_bytes(mesh.device, mesh.ranks_here)
     at_once = min(batch_size or len(requests), len(requests))
-    compute = (
-        dtype_of(sharded.config.precision.compute) if sharded.config.precision.compute else None
-    )
-    dtype = compute or next(sharded.model.parameters()).dtype
-    keys = 0
-    tp = mesh.layout.tp
+    compute: torch.dtype | None = None
+    if sharded.config.precision.compute:
+        compute = dtype_of(sharded.config.precision.compute)
+
+    cache = 0
     if use_cache:
-        kept = kept_of(sharded.model, plan=sharded.config.tensor_parallel.plan)
-        asked = Asked(
-            at_once, max((request.most_seen for request in requests), default=0), dtype.itemsize
-        )
-        keys = cache_bytes(
-            kept, asked, tp=tp, blocks=None if sharded.pipeline is None else sharded.parts.blocks
-        )
+        dtype = compute or next(sharded.model.parameters()).dtype
+        most_seen = max((request.most_seen for request in requests), default=0)
+        demand = CacheDemand(at_once, most_seen, dtype.itemsize)
         if offload_cache:
-            waiting = offloaded_cache(kept, asked, tp=tp)
-            free_on_host = free_host_bytes()
-            on_host = None if free_on_host is None else free_on_host // mesh.ranks_here
-            check_cache(waiting.pinned, on_host, at_once, longest, where="in host memory")
-            keys = waiting.device
+            cache = _offloaded_cache_bytes(sharded, demand, longest)
         else:
-            keys += growing_bytes(kept, asked, tp=tp)
-    check_cache(keys, free, at_once, longest)
+            cache = _cache_bytes(sharded, demand)
+    check_cache(cache, free, at_once, longest)
+
+    # Offloaded parameters do not stay on the device.
     if not is_sharded(sharded.model) or sharded.config.parameter_offload.device != "none":
         return False
-    return free is None or gathered_bytes(sharded.model, compute) + keys <= ROOM * free
+    return free is None or gathered_bytes(sharded.model, compute) + cache <= ROOM * free
 
 
-def _keeps(sharded: ShardedModel, requests: Sequence[Request]) -> bool:
-    """Whether the model takes a cache, and requests of several lengths with one."""
+def _cache_bytes(sharded: ShardedModel, demand: CacheDemand) -> int:
+    layout = cache_layout_of(sharded.model, plan=sharded.config.tensor_parallel.plan)
+    tp = sharded.mesh.layout.tp
+    blocks = None if sharded.pipeline is None else sharded.parts.blocks
+    return cache_bytes(layout, demand, tp=tp, blocks=blocks) + growing_bytes(layout, demand, tp=tp)
+
+
+def _offloaded_cache_bytes(sharded: ShardedModel, demand: CacheDemand, longest: int) -> int:
+    """Return the part of an offloaded cache on the device.
+
+    Raises:
+        InputError: The other part does not fit into host memory.
+    """
+    layout = cache_layout_of(sharded.model, plan=sharded.config.tensor_parallel.plan)
+    mesh = sharded.mesh
+    offloaded = offloaded_cache(layout, demand, tp=mesh.layout.tp)
+    free = free_host_bytes()
+    if free is not None:
+        free //= mesh.ranks_here
+    check_cache(offloaded.pinned, free, demand.requests, longest, where="in host memory")
+    return offloaded.device
+
+
+def _can_cache(sharded: ShardedModel, requests: Sequence[GenerationRequest]) -> bool:
+    """Return True if the model takes a cache, and these requests can share one."""
     model = sharded.model
-    if not takes_cache(model) or (sharded.pipeline is not None and not counts_tokens(model)):
+    if not takes_cache(model):
         return False
-    return (
-        "attention_mask" in arguments_of(model)
-        or len({len(request.token_ids) for request in requests}) == 1
-    )
+    if sharded.pipeline is not None and not counts_tokens(model):
+        return False
+    # Prompts of several lengths are padded, and padding needs a mask.
+    lengths = {len(request.token_ids) for request in requests}
+    return "attention_mask" in arguments_of(model) or len(lengths) == 1
 
 
-def of_first_rank(sharded: ShardedModel, requests: list[Request]) -> list[Request]:
-    """The requests of the first of the ranks that hold parts of one model. Collective over them."""
+def of_first_rank(
+    sharded: ShardedModel, requests: list[GenerationRequest]
+) -> list[GenerationRequest]:
+    """Return the requests of the first of the ranks that hold parts of one model.
+
+    Collective over these ranks.
+    """
     box = [requests]
     mesh = sharded.mesh
+    # First over the tensor-parallel ranks of the first stage, then from there to the other stages.
     for axis in ("tp", "pp"):
-        if (group := mesh.group(axis)) is not None and (
-            axis == "pp" or mesh.coordinates["pp"] == 0
-        ):
+        group = mesh.group(axis)
+        if group is not None and (axis == "pp" or mesh.coordinates["pp"] == 0):
             dist.broadcast_object_list(box, group=group, group_src=0)
     return box[0]
 
 
-def _generation(request: Request, answer: Answer, tokenizer: Any) -> Generation:
+def _generation(request: GenerationRequest, answer: Answer, tokenizer: Any) -> Generation:
     text = None
     if tokenizer is not None:
         text = text_after(tokenizer, request.token_ids, answer.token_ids, skip_special_tokens=True)

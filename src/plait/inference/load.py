@@ -1,6 +1,4 @@
-"""A model for inference on the processes that there are: its layout, its weights, and no
-optimizer.
-"""
+"""Loading of a model for inference on several processes, without an optimizer."""
 
 from __future__ import annotations
 
@@ -14,9 +12,9 @@ from plait.cluster.huge_pages import move_parameters
 from plait.cluster.topology import place
 from plait.config.resolving.resolve import load, resolve
 from plait.errors import InputError
+from plait.inference.cache_layout import CacheDemand, cache_bytes
 from plait.inference.capacity import compute_dtype
-from plait.inference.dry_cache import kept_of
-from plait.inference.kept import Asked, cache_bytes
+from plait.inference.dry_cache import cache_layout_of
 from plait.inference.placement import Needs
 from plait.inference.source import Source
 from plait.model.layer_sizes import largest_of_layers, sizes_of_layers
@@ -27,15 +25,27 @@ from plait.sharded.model import ShardedModel
 
 
 class Weights(Protocol):
-    """Where weights come from: `Source.fill`."""
+    """Source of weights, e.g. `Source`."""
 
     def fill(self, tensors: Mapping[str, torch.Tensor], *, whole: nn.Module) -> None:
-        """Give some of a model's tensors their values."""
+        """Read the values of some of a model's tensors.
+
+        Args:
+            tensors: The tensors by name.
+            whole: The complete model, on the meta device.
+        """
 
 
 def needs_of(model: nn.Module, *, requests: int, tokens: int) -> Needs:
-    """What a model of Transformers, on meta, needs for `requests` requests of `tokens` tokens.
-    Raises InputError for a configuration that does not say its heads and layers.
+    """Return what a model of Transformers needs for requests.
+
+    Args:
+        model: The model, on the meta device.
+        requests: Number of requests.
+        tokens: Number of tokens of each.
+
+    Raises:
+        InputError: The configuration does not define the numbers of heads and layers.
     """
     full: Any = model.config
     config = full.get_text_config(decoder=True)
@@ -46,17 +56,25 @@ def needs_of(model: nn.Module, *, requests: int, tokens: int) -> Needs:
             f"{type(model).__name__}: its configuration does not say num_attention_heads and"
             " num_hidden_layers"
         )
-    shared = min(sizes_of_layers(config, "num_key_value_heads"), default=heads)
-    sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
-    split = sum(size for name, size in sizes.items() if model.get_parameter(name).ndim > 1)
-    kept = kept_of(model)
-    asked = Asked(requests, tokens, compute_dtype(model).itemsize)
+    key_value_heads = min(sizes_of_layers(config, "num_key_value_heads"), default=heads)
+
+    weight_bytes = 0
+    split_bytes = 0
+    for parameter in model.parameters():
+        size = parameter.numel() * parameter.element_size()
+        weight_bytes += size
+        # Matrices are split. Norms and biases are small, and counted as replicated.
+        if parameter.ndim > 1:
+            split_bytes += size
+
+    layout = cache_layout_of(model)
+    demand = CacheDemand(requests, tokens, compute_dtype(model).itemsize)
     return Needs(
-        sum(sizes.values()),
-        split,
-        lambda tp, pp: cache_bytes(kept, asked, tp=tp, pp=pp),
+        weight_bytes,
+        split_bytes,
+        lambda tp, pp: cache_bytes(layout, demand, tp=tp, pp=pp),
         heads,
-        shared,
+        key_value_heads,
         layers,
     )
 
@@ -65,16 +83,28 @@ def needs_of(model: nn.Module, *, requests: int, tokens: int) -> Needs:
 def load_model(
     source: Source, *, tp: int = 1, pp: int = 1, dtype: torch.dtype | None = None
 ) -> ShardedModel:
-    """Load the model on tp x pp processes, each with its own slices of the weights, for `generate`.
-    Collective.
+    """Load a model for `generate`. Collective.
+
+    Each process reads its own slices of the weights.
+
+    Args:
+        source: Source of the model.
+        tp: Degree of tensor parallelism.
+        pp: Number of pipeline stages.
+        dtype: Dtype of the model. None stands for the dtype that it was saved in.
+
+    Raises:
+        InputError: The number of processes is not tp x pp, or the model cannot be loaded.
     """
     model = source.model(dtype)
-    here = place()
-    if here.world_size != tp * pp:
+    world_size = place().world_size
+    if world_size != tp * pp:
         raise InputError(
-            f"tp = {tp} x pp = {pp} are {tp * pp} processes, and {here.world_size} were started"
+            f"tp = {tp} x pp = {pp} are {tp * pp} processes, and {world_size} were started"
         )
-    parallel = {"tp": tp, "pp": pp, **({"sequence_parallel": False} if tp > 1 else {})}
+    parallel: dict[str, Any] = {"tp": tp, "pp": pp}
+    if tp > 1:
+        parallel["sequence_parallel"] = False
     settings = load(
         {
             "train_micro_batch_size_per_gpu": 1,
@@ -82,9 +112,8 @@ def load_model(
             "parallel": parallel,
         }
     )
-    resolved = resolve(
-        settings, world_size=here.world_size, hidden_size=getattr(model.config, "hidden_size", None)
-    )
+    hidden_size = getattr(model.config, "hidden_size", None)
+    resolved = resolve(settings, world_size=world_size, hidden_size=hidden_size)
     checked = checked_model(model, resolved)
     mesh, parts, _ = shard(checked, weights=on_huge_pages(source.filler()))
     model.requires_grad_(False)
@@ -92,7 +121,10 @@ def load_model(
 
 
 def on_huge_pages(fill: Filler) -> Filler:
-    """The same, into memory that a token's products read faster."""
+    """Wrap a filler of weights so that it writes to huge pages.
+
+    The matrix products of a token read such memory faster.
+    """
 
     def filler(
         model: nn.Module, *, whole: nn.Module, filled: Callable[[torch.Tensor], None]

@@ -1,40 +1,45 @@
-"""How many devices a model for inference is put on, from what it needs and what there is:
-arithmetic alone.
+"""Choice of a layout for inference from the needs of a model and the memory of devices.
 
-One device where the model fits. Else tensor parallelism inside a machine, of the smallest degree
-that fits: every device then works on every token, over fast links. Machines are joined by pipeline
-stages, which exchange little. Where the devices of a machine have no fast links (`fast_links`
-False), stages are taken inside of it, too.
+Note [Choice of a placement]
+    If the model fits on one device, one is used. Otherwise tensor parallelism is used inside of a
+    machine, with the smallest degree that fits: all devices then work on each token, over fast
+    links. Machines are joined by pipeline stages, which exchange little. If the devices of a
+    machine have no fast links, pipeline stages are used inside of it as well.
+
+This module only computes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 
 from plait.errors import InputError
 from plait.units import format_bytes
 
 WORKSPACE = 0.08
-"""The part of a device's memory that weights and the cache leave free, for activations and the
-allocator.
+"""Share of a device's memory that weights and cache leave free.
+
+Activations and the allocator need it.
 """
 
 
 class DoesNotFit(InputError):
-    """No placement on these devices holds the model."""
+    """Error of a model that no placement on the devices holds."""
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Of a model and what is asked of it."""
+    """Needs of a model for some requests."""
 
     weight_bytes: int
     split_bytes: int
-    """Of those, what tensor parallelism splits; the rest is on each of its ranks."""
+    """Part of the weights that tensor parallelism splits. Every rank has the rest."""
     cache: Callable[[int, int], int]
-    """Degrees (tp, pp) to the bytes of keys and values, of all requests at once, on the device that
-    keeps most.
+    """Return the bytes of keys and values of all requests for degrees (tp, pp).
+
+    They are those on the device with the largest part.
     """
     heads: int
     key_value_heads: int
@@ -43,17 +48,18 @@ class Needs:
 
 @dataclass(frozen=True)
 class Placement:
-    """Degrees, and what a device holds then."""
+    """Layout of a model, and the bytes on each device."""
 
     tp: int
     pp: int
     weight_bytes: int
     cache_bytes: int
     why: str
+    """Explanation for the user."""
 
     @property
     def devices(self) -> int:
-        """How many it takes."""
+        """Number of devices."""
         return self.tp * self.pp
 
 
@@ -67,70 +73,87 @@ def place_model(
     tp: int | None = None,
     pp: int | None = None,
 ) -> Placement:
-    """The placement on the fewest devices. `tp`, `pp`: chosen by the user. Raises DoesNotFit, with
-    the numbers, where nothing fits, and InputError where a choice cannot be.
+    """Return the placement on the fewest devices. See Note [Choice of a placement].
+
+    Args:
+        needs: Needs of the model.
+        machines: Number of machines.
+        per_machine: Number of devices per machine.
+        device_bytes: Memory of each device.
+        fast_links: Whether the devices of a machine have fast links.
+        tp: Degree of tensor parallelism, if the user chose it.
+        pp: Number of pipeline stages, if the user chose it.
+
+    Raises:
+        DoesNotFit: No placement holds the model. The error has the numbers of the closest one.
+        InputError: A choice of the user is not possible.
     """
-    _check(needs, machines=machines, per_machine=per_machine, tp=tp, pp=pp)
-    room = int(device_bytes * (1 - WORKSPACE))
+    _check_choices(needs, machines=machines, per_machine=per_machine, tp=tp, pp=pp)
+    available = int(device_bytes * (1 - WORKSPACE))
     closest: Placement | None = None
-    for one, stages in _degrees(needs, machines, per_machine, fast_links):
-        if (tp is not None and one != tp) or (pp is not None and stages != pp):
+    for degree, stages in _candidates(needs, machines, per_machine, fast_links):
+        if (tp is not None and degree != tp) or (pp is not None and stages != pp):
             continue
-        weights = -(
-            -(needs.split_bytes // one + (needs.weight_bytes - needs.split_bytes)) // stages
-        )
-        cache = needs.cache(one, stages)
-        why = "as asked for" if tp is not None or pp is not None else _why(one, stages, fast_links)
-        found = Placement(one, stages, weights, cache, why)
-        if weights + cache <= room:
-            return found
+        replicated = needs.weight_bytes - needs.split_bytes
+        # Stages are assumed to have equal parts.
+        weights = -(-(needs.split_bytes // degree + replicated) // stages)
+        cache = needs.cache(degree, stages)
+        why = "as asked for"
+        if tp is None and pp is None:
+            why = _explanation(degree, stages, fast_links)
+        placement = Placement(degree, stages, weights, cache, why)
+        if weights + cache <= available:
+            return placement
         if closest is None or weights + cache < closest.weight_bytes + closest.cache_bytes:
-            closest = found
+            closest = placement
+
     assert closest is not None
     raise DoesNotFit(
         f"the model does not fit: at tp = {closest.tp}, pp = {closest.pp} a device would hold"
         f" {format_bytes(closest.weight_bytes)} of weights and {format_bytes(closest.cache_bytes)}"
-        f" of keys and values, and {format_bytes(room)} of its {format_bytes(device_bytes)} may be"
-        f" used ({machines} x {per_machine} devices); use more devices, fewer tokens or requests at"
-        " once, or a smaller dtype"
+        f" of keys and values, and {format_bytes(available)} of its {format_bytes(device_bytes)}"
+        f" may be used ({machines} x {per_machine} devices); use more devices, fewer tokens or"
+        " requests at once, or a smaller dtype"
     )
 
 
-def _degrees(
+def _candidates(
     needs: Needs, machines: int, per_machine: int, fast_links: bool
 ) -> Iterator[tuple[int, int]]:
-    """(tp, pp) in the order in which they are tried; those that only a user's choice asks for come
-    last.
+    """Yield the degrees (tp, pp) in the order in which they are tried.
+
+    Degrees that are only used if the user chose them are last.
     """
-    inside = [
+    degrees = [
         degree
         for degree in range(1, per_machine + 1)
-        if needs.heads % degree == 0 and _divides(degree, needs.key_value_heads)
+        if needs.heads % degree == 0 and _can_split(degree, needs.key_value_heads)
     ]
-    most = min(needs.layers, machines * per_machine)
+    most_stages = min(needs.layers, machines * per_machine)
     if fast_links:
-        yield from ((degree, 1) for degree in inside)
-        yield from ((inside[-1], count) for count in range(2, min(machines, needs.layers) + 1))
+        for degree in degrees:
+            yield degree, 1
+        for stages in range(2, min(machines, needs.layers) + 1):
+            yield degrees[-1], stages
     else:
-        yield from ((1, count) for count in range(1, most + 1))
-    others = [
-        (degree, count)
-        for degree in inside
-        for count in range(1, most + 1)
-        if degree * count <= machines * per_machine
-    ]
-    yield from sorted(others, key=lambda at: (at[0] * at[1], -at[0]))
+        for stages in range(1, most_stages + 1):
+            yield 1, stages
+
+    pairs = product(degrees, range(1, most_stages + 1))
+    others = [pair for pair in pairs if pair[0] * pair[1] <= machines * per_machine]
+    # Fewest devices first, and of these the largest degree of tensor parallelism.
+    yield from sorted(others, key=lambda pair: (pair[0] * pair[1], -pair[0]))
 
 
-def _divides(degree: int, key_value_heads: int) -> bool:
-    """Whether each rank has whole key and value heads, or all of several ranks have one."""
+def _can_split(degree: int, key_value_heads: int) -> bool:
+    """Return True if every rank has complete key-value heads, or several ranks share one."""
     return key_value_heads % degree == 0 or degree % key_value_heads == 0
 
 
-def _check(
+def _check_choices(
     needs: Needs, *, machines: int, per_machine: int, tp: int | None, pp: int | None
 ) -> None:
-    if tp is not None and (tp < 1 or needs.heads % tp or not _divides(tp, needs.key_value_heads)):
+    if tp is not None and (tp < 1 or needs.heads % tp or not _can_split(tp, needs.key_value_heads)):
         raise InputError(
             f"--tp {tp}: must divide the model's {needs.heads} attention heads, and divide or be a"
             f" multiple of its {needs.key_value_heads} key and value heads"
@@ -138,18 +161,19 @@ def _check(
     if tp is not None and tp > per_machine:
         raise InputError(
             f"--tp {tp}: a machine has {per_machine} devices, and tensor parallelism stays inside"
-            " of one; use --pp, too"
+            " of one; use --pp as well"
         )
     if pp is not None and not 1 <= pp <= needs.layers:
         raise InputError(f"--pp {pp}: must be between 1 and the model's {needs.layers} layers")
-    if (tp or 1) * (pp or 1) > machines * per_machine:
+    devices = (tp or 1) * (pp or 1)
+    if devices > machines * per_machine:
         raise InputError(
-            f"--tp {tp or 1} x --pp {pp or 1}: {(tp or 1) * (pp or 1)} devices, and there are"
+            f"--tp {tp or 1} x --pp {pp or 1}: {devices} devices, and there are"
             f" {machines * per_machine}"
         )
 
 
-def _why(tp: int, pp: int, fast_links: bool) -> str:
+def _explanation(tp: int, pp: int, fast_links: bool) -> str:
     if tp == pp == 1:
         return "it fits on one device"
     if pp == 1:

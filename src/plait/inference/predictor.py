@@ -1,4 +1,11 @@
-"""Forwards without gradients on a layout, of which ranks take part in the same number."""
+"""Forwards without gradients on a layout.
+
+Note [Errors of a forward]
+    The ranks that hold parts of one model (tp, pp) wait for each other in collectives. If one of
+    them raised an error and left, the others would wait forever. An error of a pipeline stage is
+    therefore stored and raised by the next `compute_on_first`, which all of these ranks call. The
+    failed rank raises its own error, and the others raise an InputError with the same message.
+"""
 
 from __future__ import annotations
 
@@ -14,223 +21,288 @@ from plait.parallel.pipeline.boundary import EarlierStageFailed
 from plait.sharded.cache import arguments_of
 from plait.sharded.model import ShardedModel
 
-Read = Callable[[], torch.Tensor]
-"""The logits of a forward that has run. Only the rank that reads them calls it. Raises InputError
-where there are none.
+LogitsReader = Callable[[], torch.Tensor]
+"""Function that returns the logits of a forward that has run.
+
+Only the rank that reads the logits calls it. It raises InputError if there are none.
 """
 T = TypeVar("T")
-_MESSAGE = 1000
-"""Bytes of what a rank that failed says."""
-_NOTHING = torch.zeros(0)
+_MESSAGE_BYTES = 1000
+"""Largest size of an error message that a rank sends to others."""
+_NO_TENSOR = torch.zeros(0)
+# States of a rank, ordered so that the maximum over ranks is what all of them must do.
 _IDLE, _BUSY, _BROKEN = range(3)
 
 
 class Predictor:
-    """Of one rank. All ranks of a model's parts (tp, pp) are given the same."""
+    """Runs forwards of a model on one rank.
+
+    All ranks that hold parts of one model (tp, pp) run the same forwards.
+
+    Args:
+        sharded: The model.
+    """
 
     def __init__(self, sharded: ShardedModel) -> None:
         self._sharded = sharded
         self.device = sharded.device
         self.takes = arguments_of(sharded.model)
-        """Names of the arguments of the model."""
-        self._by_name = "input_ids" in self.takes
-        # Under sequence parallelism the head reads a part of the positions, and the last one is
-        # another rank's.
-        self._last_only = "logits_to_keep" in self.takes and not (
+        """Names of the model's arguments."""
+        # A model without `input_ids` gets the token ids as its only argument.
+        self._takes_names = "input_ids" in self.takes
+        # Under sequence parallelism the head reads a part of the positions, and the last one is on
+        # another rank.
+        self._keeps_last_logits = "logits_to_keep" in self.takes and not (
             sharded.region is not None and sharded.region.sequence_parallel
         )
-        at = sharded.mesh.coordinates
-        self._stage = sharded.pipeline.output_rank if sharded.pipeline is not None else 0
-        self.is_first = at["pp"] == self._stage and at["tp"] == 0
-        """Whether this is the rank, of those that hold parts of one model, that reads the logits.
-        """
+
+        coordinates = sharded.mesh.coordinates
+        self._output_stage = 0
+        if sharded.pipeline is not None:
+            self._output_stage = sharded.pipeline.output_rank
+        self.is_first = coordinates["pp"] == self._output_stage and coordinates["tp"] == 0
+        """True on the rank that reads the logits, of the ranks that hold parts of one model."""
         self._tp = sharded.mesh.layout.tp
         self._parts = sharded.mesh.layout.tp * sharded.mesh.layout.pp
-        self._part = at["pp"] * self._tp + at["tp"]
-        self._chooses = self._stage * self._tp
-        """Which of those ranks this is, and which reads the logits."""
-        self._failed: Exception | None = None
-        """What this rank's stages failed with since all ranks met last."""
+        self._part = coordinates["pp"] * self._tp + coordinates["tp"]
+        """Number of this rank among those that hold parts of one model."""
+        self._first_part = self._output_stage * self._tp
+        self._failure: Exception | None = None
+        """Error of this rank since the last `compute_on_first`. See Note [Errors of a forward]."""
 
-    def logits(self, inputs: dict[str, Any], cache: Any = None) -> Read:
-        """Run the model. Gives logits [requests, positions, vocabulary]."""
-        return partial(_logits, self._predict(inputs, cache))
+    def logits(self, inputs: dict[str, Any], cache: Any = None) -> LogitsReader:
+        """Run the model.
 
-    def last(self, inputs: dict[str, Any], cache: Any, rows: torch.Tensor | None = None) -> Read:
-        """Run the model. Gives logits [requests, vocabulary] of one position of every request:
-        `rows`, or the last.
+        Args:
+            inputs: Arguments of the model. Those that it does not take are dropped.
+            cache: KV cache, or None.
+
+        Returns:
+            A reader of the logits [requests, positions, vocabulary].
         """
-        if rows is None and self._last_only:
+        return partial(_logits_of, self._predict(inputs, cache))
+
+    def last_logits(
+        self, inputs: dict[str, Any], cache: Any, rows: torch.Tensor | None = None
+    ) -> LogitsReader:
+        """Run the model and select one position of every request.
+
+        Args:
+            inputs: Arguments of the model. Those that it does not take are dropped.
+            cache: KV cache, or None.
+            rows: Positions [requests]. None stands for the last position.
+
+        Returns:
+            A reader of the logits [requests, vocabulary].
+        """
+        if rows is None and self._keeps_last_logits:
             inputs = {**inputs, "logits_to_keep": 1}
-        return partial(_of_position, self.logits(inputs, cache), rows)
+        return partial(_logits_at, self.logits(inputs, cache), rows)
 
     def idle(self) -> None:
-        """A forward on a single token of no meaning, whose result nobody reads."""
+        """Run a forward on a single token whose result is not used."""
         ids = torch.zeros((1, 1), dtype=torch.long)
         inputs = {
             "input_ids": ids,
             "attention_mask": torch.ones_like(ids),
             "position_ids": torch.zeros_like(ids),
         }
-        self.on_all(lambda: self._predict(inputs, None))
+        self.run_on_all(lambda: self._predict(inputs, None))
 
-    def shared(self, box: torch.Tensor) -> torch.Tensor:
-        """`box` of the rank that reads the logits, on the CPU of all ranks of the model's parts;
-        the others give one of the same form.
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of the rank that reads the logits. Collective over the model's parts.
+
+        Args:
+            tensor: The tensor, or on the other ranks one of the same shape and dtype.
+
+        Returns:
+            The tensor, on the CPU.
         """
         mesh = self._sharded.mesh
-        box = box.to(self._sharded.device)
-        if (group := mesh.group("tp")) is not None and mesh.coordinates["pp"] == self._stage:
-            dist.broadcast(box, group=group, group_src=0)
+        tensor = tensor.to(self._sharded.device)
+        # First inside of the output stage, then from there to the other stages.
+        if (group := mesh.group("tp")) is not None and mesh.coordinates["pp"] == self._output_stage:
+            dist.broadcast(tensor, group=group, group_src=0)
         if (group := mesh.group("pp")) is not None:
-            dist.broadcast(box, group=group, group_src=self._stage)
-        return box.cpu()
+            dist.broadcast(tensor, group=group, group_src=self._output_stage)
+        return tensor.cpu()
 
-    def of_first(self, work: Callable[[], torch.Tensor], box: torch.Tensor) -> torch.Tensor:
-        """What `work` computes on the rank that reads the logits, in the form of `box`, on the CPU
-        of all ranks of the model's parts. Where it fails, or a forward before it on a stage of a
-        pipeline, all raise: that rank its own error, the others an InputError of the same words.
+    def compute_on_first(
+        self, work: Callable[[], torch.Tensor], template: torch.Tensor
+    ) -> torch.Tensor:
+        """Compute a tensor on the rank that reads the logits. Collective over the model's parts.
+
+        Args:
+            work: Function that computes the tensor.
+            template: Tensor of the same shape and dtype.
+
+        Returns:
+            The tensor, on the CPU of all of these ranks.
+
+        Raises:
+            Exception: See Note [Errors of a forward].
         """
-        failed = self._failed
-        self._failed = None
-        box = torch.zeros_like(box)
-        if self.is_first and failed is None:
+        failure = self._failure
+        self._failure = None
+        result = torch.zeros_like(template)
+        if self.is_first and failure is None:
             try:
-                box = work()
-            except Exception as error:  # whatever it is, the others wait for this rank
-                failed = error
-        flags = torch.zeros(self._parts, dtype=box.dtype)
-        if failed is not None and not isinstance(failed, EarlierStageFailed):
-            flags[self._part] = 1
-        found = self._summed(torch.cat([box.flatten().to(flags.device), flags]))
-        if bool(found[-self._parts :].any()):
-            self._raise_failed(failed, int(found[-self._parts :].nonzero()[0]))
-        return found[: -self._parts].view_as(box)
+                result = work()
+            except Exception as error:  # the other ranks wait for this one, whatever the error is
+                failure = error
 
-    def on_all(self, work: Callable[[], T]) -> T:
-        """What `work` makes on this rank. Where it fails on a rank of the model's parts, all raise,
-        as in `of_first`.
+        # The result is zero on all other ranks, so one sum distributes it together with the flags.
+        flags = torch.zeros(self._parts, dtype=result.dtype)
+        # A stage that has no inputs because an earlier stage failed does not report an error.
+        if failure is not None and not isinstance(failure, EarlierStageFailed):
+            flags[self._part] = 1
+        total = self._sum(torch.cat([result.flatten().to(flags.device), flags]))
+        if bool(total[-self._parts :].any()):
+            self._raise_failure(failure, int(total[-self._parts :].nonzero()[0]))
+        return total[: -self._parts].view_as(result)
+
+    def run_on_all(self, work: Callable[[], T]) -> T:
+        """Call a function on every rank. Collective over the model's parts.
+
+        Raises:
+            Exception: It has failed on one of them, see Note [Errors of a forward].
         """
-        made: list[T] = []
+        results: list[T] = []
         try:
-            made.append(work())
-        except Exception as error:  # whatever it is, the others wait for this rank
-            self._failed = error
-        self.of_first(lambda: _NOTHING, _NOTHING)
-        return made[0]
+            results.append(work())
+        except Exception as error:  # the other ranks wait for this one, whatever the error is
+            self._failure = error
+        self.compute_on_first(lambda: _NO_TENSOR, _NO_TENSOR)
+        return results[0]
 
     def fail(self, error: Exception) -> None:
-        """Raise `error`; in a pipeline, where other stages go on, with the next `of_first`."""
+        """Raise an error, in a pipeline with the next `compute_on_first`.
+
+        See Note [Errors of a forward].
+        """
         if self._sharded.pipeline is None:
             raise error
-        self._failed = self._failed or error
+        self._failure = self._failure or error
 
-    def _summed(self, box: torch.Tensor) -> torch.Tensor:
-        box = box.to(self._sharded.device)
+    def _sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.to(self._sharded.device)
         for axis in ("tp", "pp"):
             if (group := self._sharded.mesh.group(axis)) is not None:
-                dist.all_reduce(box, group=group)
-        return box.cpu()
+                dist.all_reduce(tensor, group=group)
+        return tensor.cpu()
 
-    def _raise_failed(self, failed: Exception | None, first: int) -> NoReturn:
-        """`first`: the first of the ranks that failed."""
-        said = (
-            (str(failed) or type(failed).__name__).encode(errors="replace")[:_MESSAGE]
-            if first == self._part
-            else b""
-        )
-        words = self._summed(
-            torch.frombuffer(bytearray(said.ljust(_MESSAGE, b"\0")), dtype=torch.uint8)
-        )
-        if failed is not None and not isinstance(failed, EarlierStageFailed):
-            raise failed
-        who = (
-            "the rank that chooses tokens"
-            if first == self._chooses
-            else f"parallel.pp, rank {first // self._tp} of the pipeline"
-        )
-        raise InputError(f"{who}: {bytes(words.numpy()).rstrip(bytes(1)).decode(errors='replace')}")
+    def _raise_failure(self, failure: Exception | None, part: int) -> NoReturn:
+        """Raise the error of the first failed rank on all ranks. Collective.
 
-    def raise_together(self, failed: Exception | None) -> None:
-        """Raise on all ranks of the model's parts where one has failed."""
-        flag = torch.tensor(int(failed is not None), dtype=torch.int32, device=self._sharded.device)
+        Args:
+            failure: Error of this rank, if it has failed.
+            part: Number of the first failed rank.
+        """
+        # The message is empty on all other ranks, so a sum distributes it.
+        message = b""
+        if part == self._part:
+            text = str(failure) or type(failure).__name__
+            message = text.encode(errors="replace")[:_MESSAGE_BYTES]
+        padded = bytearray(message.ljust(_MESSAGE_BYTES, b"\0"))
+        total = self._sum(torch.frombuffer(padded, dtype=torch.uint8))
+        if failure is not None and not isinstance(failure, EarlierStageFailed):
+            raise failure
+
+        rank = f"parallel.pp, rank {part // self._tp} of the pipeline"
+        if part == self._first_part:
+            rank = "the rank that chooses tokens"
+        text = bytes(total.numpy()).rstrip(bytes(1)).decode(errors="replace")
+        raise InputError(f"{rank}: {text}")
+
+    def raise_together(self, failure: Exception | None) -> None:
+        """Raise an error if `on_token` has failed on any rank. Collective over the model's parts.
+
+        Args:
+            failure: Error of this rank, or None.
+        """
+        flag = torch.tensor(
+            int(failure is not None), dtype=torch.int32, device=self._sharded.device
+        )
         for axis in ("tp", "pp"):
             if (group := self._sharded.mesh.group(axis)) is not None:
                 dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
-        if failed is not None:
-            raise failed
+        if failure is not None:
+            raise failure
         if flag:
             raise InputError(
-                "on_token failed on another rank, which tells its error; correct the function"
+                "on_token failed on another rank, which reports its error; correct the function"
             )
 
-    def run(self, work: Iterator[None], *, apart: bool) -> None:
-        """All forwards of this rank, and idle ones while others have some. `work` yields before
-        each. `apart`: ranks with other requests do not wait for each other in a forward. Where
-        `work` fails on one of those that do, all raise.
+    def run(self, work: Iterator[None], *, independent: bool) -> None:
+        """Run all forwards of this rank, and idle ones while other ranks have some.
+
+        Args:
+            work: Iterator that yields before each forward.
+            independent: Whether ranks with other requests do not wait for each other in a forward.
+                They do if parameters are gathered.
+
+        Raises:
+            Exception: `work` has failed on this rank, or on a rank that waits for it.
         """
-        failed: Exception | None = None
+        failure: Exception | None = None
         while True:
             try:
+                # `work` yields None before each forward. The default means that it has ended.
                 state = _BUSY if next(work, _IDLE) is None else _IDLE
             except Exception as error:
-                failed = error
+                failure = error
                 state = _BROKEN
-            while (most := self._most(state, apart=apart)) == _BUSY and state == _IDLE:
+            while (highest := self._highest(state, independent)) == _BUSY and state == _IDLE:
                 try:
                     self.idle()
                 except Exception as error:
-                    failed = error
+                    failure = error
                     state = _BROKEN
-            if failed is not None:
-                raise failed
-            if most == _BROKEN:
-                raise InputError("another rank failed, which tells its error")
-            if most == _IDLE:
+            if failure is not None:
+                raise failure
+            if highest == _BROKEN:
+                raise InputError("another rank failed, which reports its error")
+            if highest == _IDLE:
                 return
 
-    def _most(self, state: int, *, apart: bool) -> int:
-        """The highest state of the ranks that gather parameters together."""
+    def _highest(self, state: int, independent: bool) -> int:
+        """Return the highest state of the ranks that gather parameters together. Collective."""
         group = self._sharded.mesh.group("dp_shard")
-        if apart or group is None:
+        if independent or group is None:
             return state
         flag = torch.tensor(state, dtype=torch.int32, device=self._sharded.device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
         return int(flag)
 
     def _predict(self, inputs: dict[str, Any], cache: Any) -> Any:
-        """The model's output. In a pipeline a failure is raised by the next `of_first`, where all
-        stages hear of it.
-        """
+        """Return the model's output. In a pipeline, an error is stored and not raised."""
         try:
-            if not self._by_name:
+            if not self._takes_names:
                 return self._sharded.predict(inputs["input_ids"], passes_on=True)
-            taken = {name: value for name, value in inputs.items() if name in self.takes}
-            return self._sharded.predict(taken, cache=cache, passes_on=True)
+            accepted = {name: value for name, value in inputs.items() if name in self.takes}
+            return self._sharded.predict(accepted, cache=cache, passes_on=True)
         except Exception as error:
             self.fail(error)
 
 
-def _of_position(read: Read, rows: torch.Tensor | None) -> torch.Tensor:
-    logits = read()
-    return (
-        logits[:, -1]
-        if rows is None
-        else logits[torch.arange(len(rows), device=logits.device), rows.to(logits.device)]
-    )
+def _logits_at(read: LogitsReader, rows: torch.Tensor | None) -> torch.Tensor:
+    logits = read()  # [requests, positions, vocabulary]
+    if rows is None:
+        return logits[:, -1]
+    return logits[torch.arange(len(rows), device=logits.device), rows.to(logits.device)]
 
 
-def _logits(output: Any) -> torch.Tensor:
-    found = output
+def _logits_of(output: Any) -> torch.Tensor:
+    logits = output
     if hasattr(output, "logits"):
-        found = output.logits
+        logits = output.logits
     elif isinstance(output, dict):
-        found = output.get("logits")
+        logits = output.get("logits")
     elif isinstance(output, tuple | list) and output:
-        found = output[0]
-    if not isinstance(found, torch.Tensor) or found.ndim != 3:
+        logits = output[0]
+    if not isinstance(logits, torch.Tensor) or logits.ndim != 3:
         raise InputError(
             "generate needs logits [batch, sequence, vocabulary] and the model's output is a"
             f" {type(output).__name__} without them; return a tensor, or an object with `logits`"
         )
-    return found
+    return logits

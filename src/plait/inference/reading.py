@@ -1,18 +1,21 @@
-"""Reads of weights from files: several at a time, from the kernel's cache where it has them, and
-past it where it does not keep them.
+"""Reads of weights from files: several at a time, through the kernel's cache or past it.
 
-What is read through the kernel's cache takes its pages and a copy, also when they are dropped
-before they are read again, as those of a model that is larger than memory are. So what is not in
-the cache when it is read again is read directly (O_DIRECT): straight to where it computes, where it
-may lie there as it does in the file (`Image`), else into a small buffer and copied from there.
-Disks read whole sectors to addresses that are multiples of one, and copies take a third of the rate
-of a disk of 3 GB/s where two cores do everything. What the kernel does keep is read from its cache.
+Note [Cached and direct reads]
+    A read through the kernel's cache takes pages of the cache and a copy. It does so even if the
+    pages are dropped before they are read again, as happens with a model that is larger than
+    memory. Bytes that are not in the cache when they are read again are therefore read directly
+    (O_DIRECT). They are read to the memory in which they compute, if tensors can lie there as in
+    the file (`FileImage`), and otherwise to a small buffer from which they are copied. Direct reads
+    transfer complete sectors to addresses that are multiples of a sector. The copies cost a third
+    of the rate of a disk of 3 GB/s if two cores do everything. Bytes that the kernel keeps are read
+    from its cache.
 
-Weights are copied from the cache, and not computed with in a mapping of the file. That saved a
-third of the processor time (1.5 to 1.0 s of the benchmark's), but between nothing and a third of
-the time that passed, by the size of the pages that the cache happened to have. And a product of one
-row has other last bits where its weight does not begin at a multiple of 16 bytes, as in half of all
-safetensors files.
+Note [No computation in mappings]
+    Weights are copied from the cache. Computing with them in a mapping of the file saved a third of
+    the processor time (1.5 to 1.0 s of the benchmark's), but only between nothing and a third of
+    the elapsed time, depending on the size of the pages that the cache happened to have. And a
+    product of one row has other last bits if its weight does not begin at a multiple of 16 bytes,
+    as in half of all safetensors files.
 """
 
 from __future__ import annotations
@@ -34,185 +37,208 @@ import torch
 from plait.cluster import huge_pages
 from plait.errors import CheckpointError
 from plait.inference.daemon_threads import DaemonThreads
-from plait.inference.stored import Stored, read_into
+from plait.inference.stored import StoredTensor, read_into
 
-BLOCK = 4 << 20
-"""Bytes of one read through a buffer, at most."""
-STRETCH = 12 << 20
-"""Bytes of one straight to where they belong, at most: disks give a tenth more than in reads of 4
-MiB, and no buffer has to be as large.
+MAX_BUFFERED_READ_BYTES = 4 << 20
+"""Largest size of a read to a buffer."""
+MAX_IMAGE_READ_BYTES = 12 << 20
+"""Largest size of a read to an image.
+
+Disks are a tenth faster than in reads of 4 MiB, and no buffer has to be as large.
 """
-IN_FLIGHT = 2
-"""Reads at a time."""
-LEAST = 4 * BLOCK
-"""Bytes of a layer below which it is always read through the kernel's cache, and takes no buffers.
-"""
+CONCURRENT_READS = 2
+"""Number of reads at a time."""
+MIN_DIRECT_LAYER_BYTES = 4 * MAX_BUFFERED_READ_BYTES
+"""Size of a layer below which it is always read through the kernel's cache, without buffers."""
 PATIENCE_SECONDS = 8.0
-"""A read of a block that takes longer is an error."""
-_GAP = 64 << 10
-"""Bytes between two tensors that are read with them."""
+"""Duration after which the read of a block is an error."""
+_MAX_GAP_BYTES = 64 << 10
+"""Largest gap between two tensors that is read with them."""
 PAGE = mmap.PAGESIZE
 _LIBC = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True)
-class Part:
-    """Bytes of a stored tensor."""
+class TensorPart:
+    """Bytes of a stored tensor, and the memory that they are read to."""
 
-    stored: Stored
+    stored: StoredTensor
     first: int
-    """Byte of the tensor."""
+    """First byte of the tensor."""
     memory: torch.Tensor
-    """Where they go: uint8, on the CPU."""
+    """Destination: uint8, on the CPU. Its size is the number of bytes."""
 
     @property
     def offset(self) -> int:
-        """Byte of the file."""
+        """First byte in the file."""
         return self.stored.offset + self.first
 
     @property
     def end(self) -> int:
-        """Byte of the file behind them."""
+        """Byte of the file after the last one."""
         return self.offset + self.memory.numel()
 
 
 @dataclass(frozen=True)
-class Image:
-    """Memory in which a stretch of a file lies as it does in the file, so that tensors are views of
-    it.
-    """
+class FileImage:
+    """Memory with the same layout as a section of a file, so that tensors are views of it."""
 
     low: int
-    """Byte of the file where it begins: a multiple of a page, as its address is."""
+    """First byte in the file: a multiple of a page, like the address of the memory."""
     memory: torch.Tensor
-    """uint8, on the CPU; whole pages. What lies between tensors is overwritten."""
+    """Complete pages: uint8, on the CPU. Bytes between tensors are overwritten."""
 
 
 @dataclass
-class Block:
-    """What one read brings: bytes of one file from `low` on, a multiple of a page; at most BLOCK of
-    them, or STRETCH into an image.
-    """
+class FileBlock:
+    """Section of one file that a single read transfers."""
 
     low: int
-    image: Image | None = None
-    """That all its parts are views of."""
-    parts: list[Part] = field(default_factory=list)
+    """First byte in the file, a multiple of a page."""
+    image: FileImage | None = None
+    """Image that all parts are views of; None if the block is read to a buffer."""
+    parts: list[TensorPart] = field(default_factory=list)
 
     @property
     def path(self) -> Path:
-        """Of the file."""
+        """Path of the file."""
         return self.parts[0].stored.path
 
     @property
     def size(self) -> int:
-        """Bytes from `low` to the end of its parts."""
+        """Number of bytes from `low` to the end of the parts."""
         return max(part.end for part in self.parts) - self.low
 
 
 def buffer_bytes(largest: int) -> int:
-    """Of the buffers of reads of layers that have `largest` bytes at most."""
-    return IN_FLIGHT * BLOCK if largest >= LEAST else 0
+    """Return the size of all buffers of a reader whose largest layer has `largest` bytes."""
+    if largest < MIN_DIRECT_LAYER_BYTES:
+        return 0
+    return CONCURRENT_READS * MAX_BUFFERED_READ_BYTES
 
 
-def blocks_of(parts: Sequence[Part], image: Image | None = None) -> Iterator[Block]:
-    """The reads of all parts, in the files' order; of one file where they are views of an
-    `image`.
+def blocks_of(parts: Sequence[TensorPart], image: FileImage | None = None) -> Iterator[FileBlock]:
+    """Yield the reads of parts of tensors, in the order of the files.
+
+    Args:
+        parts: The parts. With an image they are all in one file.
+        image: Image that they are views of.
     """
     block = None
-    most = BLOCK if image is None else _even(max(part.end for part in parts) - image.low)
+    limit = MAX_BUFFERED_READ_BYTES
+    if image is not None:
+        limit = _even_read_bytes(max(part.end for part in parts) - image.low)
     for part in sorted(parts, key=lambda part: (str(part.stored.path), part.offset)):
-        at = part.offset
-        while at < part.end:
-            if (
-                block is None
-                or block.path != part.stored.path
-                or at >= block.low + most
-                or at - block.low - block.size > _GAP
-            ):
-                if block is not None:
-                    yield block
-                block = Block(at // PAGE * PAGE, image)
-            end = min(part.end, block.low + most)
-            block.parts.append(
-                Part(
-                    part.stored,
-                    at - part.stored.offset,
-                    part.memory[at - part.offset : end - part.offset],
-                )
-            )
-            at = end
+        position = part.offset
+        while position < part.end:
+            if block is not None and not _continues(block, part, position, limit):
+                yield block
+                block = None
+            if block is None:
+                block = FileBlock(position // PAGE * PAGE, image)
+            end = min(part.end, block.low + limit)
+            memory = part.memory[position - part.offset : end - part.offset]
+            block.parts.append(TensorPart(part.stored, position - part.stored.offset, memory))
+            position = end
     if block is not None:
         yield block
 
 
-def _even(size: int) -> int:
-    """Whole pages of a read of at most STRETCH bytes, where as few as can be bring `size` bytes:
-    small ones take longer for each byte.
+def _continues(block: FileBlock, part: TensorPart, position: int, limit: int) -> bool:
+    """Return True if byte `position` of a file belongs to a block of at most `limit` bytes."""
+    if block.path != part.stored.path or position >= block.low + limit:
+        return False
+    return position - block.low - block.size <= _MAX_GAP_BYTES
+
+
+def _even_read_bytes(size: int) -> int:
+    """Return the size of reads of about equal size that transfer `size` bytes.
+
+    They are as few as possible, and complete pages. A small last read would take longer per byte.
     """
-    return -(-size // max(1, -(-size // STRETCH)) // PAGE) * PAGE
+    reads = max(1, -(-size // MAX_IMAGE_READ_BYTES))
+    return -(-size // reads // PAGE) * PAGE
 
 
 class FileReader:
-    """Of some files. Owns threads and buffers; `close` ends them."""
+    """Reads parts of tensors from some files. It owns threads and buffers, which `close` ends.
+
+    Args:
+        paths: The files.
+        largest: Size of the largest layer in bytes.
+        keeps: Whether bytes are read through the kernel's cache at first.
+    """
 
     def __init__(self, paths: Collection[Path], *, largest: int, keeps: bool) -> None:
-        """`largest`: bytes of a layer at most. `keeps`: whether the kernel may keep what is read
-        for the first time.
-        """
-        self._files = {path: _File(path, direct=largest >= LEAST) for path in paths}
+        is_direct = largest >= MIN_DIRECT_LAYER_BYTES
+        self._files = {path: _OpenFile(path, direct=is_direct) for path in paths}
         self._keeps = keeps
         self._seen: set[tuple[Path, int]] = set()
+        """Blocks that have been read before."""
         self._buffers: SimpleQueue[np.ndarray] = SimpleQueue()
-        for _ in range(buffer_bytes(largest) // BLOCK):
+        for _ in range(buffer_bytes(largest) // MAX_BUFFERED_READ_BYTES):
             # These begin at a page, which reads past the kernel's cache (O_DIRECT) require.
-            self._buffers.put(huge_pages.empty((BLOCK,), torch.uint8).numpy())
+            buffer = huge_pages.empty((MAX_BUFFERED_READ_BYTES,), torch.uint8)
+            self._buffers.put(buffer.numpy())
         self._ended = threading.Event()
-        self._began: dict[int, tuple[float, Block]] = {}
-        """When the reads that are on their way began, by thread, and what they bring."""
-        self._threads = DaemonThreads(IN_FLIGHT, "plait-reads")
+        self._running: dict[int, tuple[float, FileBlock]] = {}
+        """Start and block of the current read of each thread."""
+        self._threads = DaemonThreads(CONCURRENT_READS, "plait-reads")
 
-    def read(self, parts: Sequence[Part], image: Image | None = None) -> None:
-        """Returns when everything is in its memory, or nothing writes there any more. Raises
-        CheckpointError where it cannot be read.
+    def read(self, parts: Sequence[TensorPart], image: FileImage | None = None) -> None:
+        """Read parts of tensors. At the end nothing writes to their memory, also after an error.
+
+        Args:
+            parts: The parts.
+            image: Image that they are views of.
+
+        Raises:
+            CheckpointError: A file cannot be read.
         """
         reads = [self._threads.submit(self.read_block, block) for block in blocks_of(parts, image)]
+        # All of them, before the first error is raised.
         wait(reads)
         for read in reads:
             read.result()
 
     @property
-    def oldest(self) -> tuple[float, Block] | None:
-        """Seconds since the oldest read that is on its way began, and what it brings."""
-        began = min(self._began.copy().values(), key=lambda one: one[0], default=None)
-        return (time.monotonic() - began[0], began[1]) if began is not None else None
+    def oldest(self) -> tuple[float, FileBlock] | None:
+        """Seconds since the start of the oldest current read, and its block."""
+        # Threads change the dictionary meanwhile.
+        running = self._running.copy().values()
+        if not running:
+            return None
+        start, block = min(running, key=lambda read: read[0])
+        return time.monotonic() - start, block
 
     @property
     def is_stuck(self) -> bool:
-        """Whether a read takes longer than it may."""
+        """True if a read takes longer than `PATIENCE_SECONDS`."""
         oldest = self.oldest
         return oldest is not None and oldest[0] > PATIENCE_SECONDS
 
-    def read_block(self, block: Block) -> None:
-        """In a thread."""
+    def read_block(self, block: FileBlock) -> None:
+        """Read a block. Called in a thread."""
         if self._ended.is_set():
             return
-        self._began[threading.get_ident()] = time.monotonic(), block
+        self._running[threading.get_ident()] = time.monotonic(), block
         try:
             self._read_block(block)
             self._files[block.path].refuse_other_bytes(block.path)
         finally:
-            del self._began[threading.get_ident()]
+            del self._running[threading.get_ident()]
 
-    def _read_block(self, block: Block) -> None:
+    def _read_block(self, block: FileBlock) -> None:
+        # See Note [Cached and direct reads].
         file = self._files[block.path]
         is_new = (block.path, block.low) not in self._seen
         self._seen.add((block.path, block.low))
+        may_be_cached = is_new and self._keeps
         if (
             file.direct is not None
-            and not (is_new and self._keeps)
+            and not may_be_cached
             and not file.has_in_cache(block)
-            and self._read_directly(file, block)
+            and self._read_directly(file.direct, block)
         ):
             return
         for part in block.parts:
@@ -224,20 +250,17 @@ class FileReader:
                 first=part.first,
             )
 
-    def _read_directly(self, file: _File, block: Block) -> bool:
-        """False where the system does not."""
-        assert file.direct is not None
+    def _read_directly(self, file: int, block: FileBlock) -> bool:
+        """Read a block past the kernel's cache. Return False if the system does not support it."""
         size = -(-block.size // PAGE) * PAGE
         if block.image is not None:
             start = block.low - block.image.low
-            return _filled(
-                file.direct,
-                block,
-                memoryview(block.image.memory.numpy().data)[start : start + size],
-            )
+            view = memoryview(block.image.memory.numpy().data)[start : start + size]
+            return _read_pages(file, block, view)
+
         buffer = self._buffers.get()
         try:
-            if not _filled(file.direct, block, memoryview(buffer.data)[:size]):
+            if not _read_pages(file, block, memoryview(buffer.data)[:size]):
                 return False
             for part in block.parts:
                 start = part.offset - block.low
@@ -247,12 +270,13 @@ class FileReader:
         return True
 
     def end(self) -> None:
-        """Let reads end where they are."""
+        """Let current reads end where they are."""
         self._ended.set()
 
     def close(self) -> None:
-        """End the threads, and close the files; nobody reads any more. Files that a disk does not
-        answer for stay open.
+        """End the threads and close the files. Nothing may be read afterwards.
+
+        Files on a disk that does not answer stay open.
         """
         self.end()
         stuck = self.is_stuck
@@ -264,59 +288,68 @@ class FileReader:
         self._files.clear()
 
 
-def _filled(file: int, block: Block, view: memoryview) -> bool:
-    """Read a block from its first byte on into whole pages. False where the system does not, or the
-    file ends before.
+def _read_pages(file: int, block: FileBlock, view: memoryview) -> bool:
+    """Read a block to complete pages of memory, with a descriptor for direct reads.
+
+    Returns:
+        False if the system does not support it, or the file ends before the block.
     """
     done = 0
     while done < block.size:
         try:
             count = os.preadv(file, [view[done:]], block.low + done)
         except OSError:
-            return False  # read through the cache, it says what is wrong
+            return False  # the read through the cache then raises the error
         done += count
         if done < block.size and (not count or done % PAGE):
             return False  # the file ends here
     return True
 
 
-class _File:
-    """Open in two ways, and mapped to see which of its pages the kernel has; nothing is read
-    through the mapping.
+class _OpenFile:
+    """File that is open for cached and for direct reads.
+
+    It is mapped as well, to see which of its pages are in the kernel's cache. Nothing is read
+    through the mapping, see Note [No computation in mappings].
     """
 
     def __init__(self, path: Path, *, direct: bool) -> None:
         self.cached = os.open(path, os.O_RDONLY)
         self._written = self._last_write()
         self.direct: int | None = None
-        """None where the file is read through the cache only."""
+        """Descriptor for direct reads; None if the file is only read through the cache."""
         if not direct or not hasattr(os, "O_DIRECT"):
             return
         try:
             self.direct = os.open(path, os.O_RDONLY | os.O_DIRECT)
-        except OSError:  # a file system that does not
+        except OSError:  # the file system does not support it
             return
         self._map = mmap.mmap(self.cached, 0, prot=mmap.PROT_READ)
         self._pages = np.frombuffer(self._map, dtype=np.uint8)
 
-    def has_in_cache(self, block: Block) -> bool:
-        """Whether all of a block is in the kernel's cache. It says so of every page of a file that
-        this user may not write to.
+    def has_in_cache(self, block: FileBlock) -> bool:
+        """Return True if a complete block is in the kernel's cache.
+
+        The kernel reports this for every page of a file that this user may not write to.
         """
         size = min(block.size, len(self._pages) - block.low)
-        # one page tells mostly, and costs nothing
-        return self._has(block.low, min(size, PAGE)) and self._has(block.low, size)
+        # The first page usually decides, and costs nothing.
+        return self._is_cached(block.low, min(size, PAGE)) and self._is_cached(block.low, size)
 
-    def _has(self, low: int, size: int) -> bool:
-        found = np.empty(-(-size // PAGE), dtype=np.uint8)
+    def _is_cached(self, low: int, size: int) -> bool:
+        pages = np.empty(-(-size // PAGE), dtype=np.uint8)
         start = ctypes.c_void_p(self._pages.ctypes.data + low)
-        into = ctypes.c_void_p(found.ctypes.data)
-        return bool(_LIBC.mincore(start, ctypes.c_size_t(size), into) == 0 and (found & 1).all())
+        destination = ctypes.c_void_p(pages.ctypes.data)
+        if _LIBC.mincore(start, ctypes.c_size_t(size), destination) != 0:
+            return False
+        # The lowest bit of a page is set if the page is in memory.
+        return bool((pages & 1).all())
 
     def refuse_other_bytes(self, path: Path) -> None:
-        """Raise CheckpointError where somebody has written to the file since it was opened: layers
-        of one model and of another would compute together. A file that another one has replaced is
-        still the one that was opened.
+        """Raise CheckpointError if the file has been written to since it was opened.
+
+        Layers of two models would compute together. If the file was replaced, the one that was
+        opened is still read.
         """
         if self._last_write() != self._written:
             raise CheckpointError(
@@ -325,11 +358,11 @@ class _File:
             )
 
     def _last_write(self) -> tuple[int, int]:
-        found = os.fstat(self.cached)
-        return found.st_size, found.st_mtime_ns
+        status = os.fstat(self.cached)
+        return status.st_size, status.st_mtime_ns
 
     def close(self) -> None:
-        """For good."""
+        """Close both descriptors."""
         os.close(self.cached)
         if self.direct is not None:
             os.close(self.direct)

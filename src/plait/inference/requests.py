@@ -1,4 +1,4 @@
-"""Prompts as a caller gives them, as token ids."""
+"""Requests, their prompts as token ids, and their results."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ import torch
 from torch import nn
 
 from plait.errors import InputError, first_line, half_of_a_character
-from plait.inference.settings import Settings
+from plait.inference.settings import GenerationSettings
 from plait.inference.vocabulary import tokens_of_model
 from plait.model.chat_template import ChatTemplate
 
 
 @dataclass(frozen=True)
-class Request:
-    """One prompt."""
+class GenerationRequest:
+    """Prompt and limits of one request."""
 
     token_ids: tuple[int, ...]
     new_tokens: int
-    """At most."""
+    """Largest number of new tokens."""
     seed: int | None
-    """Of its draws; None without sampling."""
+    """Seed of its draws; None without sampling."""
 
     @property
     def most_seen(self) -> int:
-        """Tokens of it that a model is given at most: the last new one is not."""
+        """Largest number of tokens that the model reads. It never reads the last new token."""
         return len(self.token_ids) + max(self.new_tokens - 1, 0)
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation with what its chat template is given besides the messages."""
+    """Conversation with further arguments of its chat template."""
 
     messages: list[dict[str, Any]]
     tools: list[Any]
@@ -45,47 +45,53 @@ class Conversation:
 
 @dataclass
 class Answer:
-    """What has been added to one prompt so far."""
+    """New tokens of one request while it is decoded."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str = ""
-    """See `Generation`; "" while the request goes on."""
+    """See `Generation`. It is empty while the request is unfinished."""
 
 
 @dataclass(frozen=True)
 class Generation:
-    """What the model adds to one prompt."""
+    """Continuation of one prompt."""
 
     prompt_ids: list[int]
     token_ids: list[int]
     """New tokens, with the one that ended the request."""
     logprobs: list[float]
-    """Of every new token, the logarithm of its probability in the model's own distribution: before
-    temperature, penalties and limits.
+    """Log probability of every new token in the model's own distribution.
+
+    Temperature, penalties and limits do not change it.
     """
     finish_reason: str
-    """`stop`: an end-of-text token or a stop string; `length`: as many tokens as were asked for."""
+    """`stop` after an end-of-text token or a stop string; `length` at the limit of new tokens."""
     text: str | None
-    """What the new tokens add to the prompt's text, without special tokens; None without a
-    tokenizer.
+    """Text that the new tokens add to the prompt's text, without special tokens.
+
+    It is None without a tokenizer.
     """
 
 
 def token_ids(prompts: Any, tokenizer: Any) -> list[tuple[int, ...]]:
-    """Of a text, a conversation, or token ids, or of several of them. Raises InputError for
-    anything else, and for an empty prompt.
+    """Return the token ids of prompts.
+
+    Args:
+        prompts: One prompt or several: texts, conversations, or token ids.
+        tokenizer: A tokenizer, which texts and conversations require, or None.
+
+    Raises:
+        InputError: A prompt is none of these, or has no tokens.
     """
     if isinstance(prompts, str | Conversation) or _is_conversation(prompts):
         prompts = [prompts]
     elif isinstance(prompts, torch.Tensor):
-        prompts = (
-            prompts.tolist()
-            if prompts.ndim == 2
-            else [prompts.tolist()]
-            if prompts.ndim == 1
-            else prompts
-        )
+        # [prompts, tokens] or [tokens]
+        if prompts.ndim == 2:
+            prompts = prompts.tolist()
+        elif prompts.ndim == 1:
+            prompts = [prompts.tolist()]
     elif isinstance(prompts, Sequence) and prompts and all(map(_is_id, prompts)):
         prompts = [prompts]
     if not isinstance(prompts, Iterable) or isinstance(prompts, dict | torch.Tensor):
@@ -97,8 +103,12 @@ def token_ids(prompts: Any, tokenizer: Any) -> list[tuple[int, ...]]:
 
 
 def checked_ids(model: nn.Module, prompts: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """The same, for a model that has all of these tokens. Raises InputError: ranks that split the
-    vocabulary would take a token that none of them has for zeros.
+    """Return prompts after a check that the model has all of their tokens.
+
+    If the vocabulary is split, ranks would compute zeros for a token that none of them has.
+
+    Raises:
+        InputError: The model does not have a token.
     """
     size = tokens_of_model(model)
     for index, prompt in enumerate(prompts):
@@ -107,9 +117,15 @@ def checked_ids(model: nn.Module, prompts: list[tuple[int, ...]]) -> list[tuple[
 
 
 def check_ids(prompt: tuple[int, ...], name: str, size: int | None, *, of: str = "model") -> None:
-    """Raise InputError for a token that a model, or another one of `size` tokens (`of`), lacks.
-    `name`: of the prompt.
+    """Raise InputError if a vocabulary does not have all tokens of a prompt.
+
+    Args:
+        prompt: Token ids.
+        name: Name of the prompt, for the message.
+        size: Size of the vocabulary, or None if it is unknown.
+        of: Owner of the vocabulary, for the message.
     """
+    # The smallest and the largest token represent all others.
     for token in (min(prompt), max(prompt)):
         if token < 0 or (size is not None and token >= size):
             last = "" if size is None else f" to {size - 1}"
@@ -119,80 +135,89 @@ def check_ids(prompt: tuple[int, ...], name: str, size: int | None, *, of: str =
             )
 
 
-def check_room(tokens: int, name: str, settings: Settings) -> int:
-    """How many tokens may be added to a prompt of so many. Raises InputError for none."""
-    new = settings.new_tokens(tokens)
-    if new < 1:
+def check_room(tokens: int, name: str, settings: GenerationSettings) -> int:
+    """Return how many tokens may be added to a prompt.
+
+    Args:
+        tokens: Number of tokens of the prompt.
+        name: Name of the prompt, for the message.
+        settings: Settings of the call.
+
+    Raises:
+        InputError: No token may be added.
+    """
+    new_tokens = settings.new_tokens(tokens)
+    if new_tokens < 1:
         raise InputError(
             f"{name} has {tokens} tokens, and max_length = {settings.max_length} leaves none to"
             " add; raise it, or shorten it"
         )
-    return new
+    return new_tokens
 
 
 def ids_of(prompt: Any, name: str, tokenizer: Any) -> tuple[int, ...]:
-    """Of one prompt, of this name in messages."""
+    """Return the token ids of one prompt.
+
+    Args:
+        prompt: A text, a conversation, or token ids.
+        name: Name of the prompt, for messages.
+        tokenizer: A tokenizer, or None.
+
+    Raises:
+        InputError: The prompt is none of these, or has no tokens.
+    """
     if isinstance(prompt, str | Conversation) or _is_conversation(prompt):
-        if tokenizer is None:
-            raise InputError(
-                f"{name} is a text, and generate was given no tokenizer; pass tokenizer=, or"
-                " token ids"
-            )
-        messages = prompt.messages if isinstance(prompt, Conversation) else prompt
-        written = (
-            prompt
-            if isinstance(prompt, str)
-            else json.dumps(messages, ensure_ascii=False, default=str)
-        )
-        if (half := half_of_a_character(written)) is not None:
-            raise InputError(
-                f"{name} holds {half}, half of a character (a lone surrogate), which no tokenizer"
-                " knows; correct it"
-            )
-        if isinstance(prompt, str):
-            found = tokenizer(prompt)["input_ids"]
-        elif getattr(tokenizer, "chat_template", None) is None:
-            raise InputError(
-                f"{name} is a conversation, and the tokenizer has no chat template; pass a text, or"
-                " token ids"
-            )
-        else:
-            found = _of_conversation(prompt, name, tokenizer)
+        ids = _tokenize(prompt, name, tokenizer)
     elif (
         isinstance(prompt, torch.Tensor) and prompt.ndim == 1 and all(map(_is_id, prompt.tolist()))
     ):
-        found = prompt.tolist()
+        ids = prompt.tolist()
     elif isinstance(prompt, Sequence) and all(map(_is_id, prompt)):
-        found = prompt
+        ids = prompt
     else:
         raise InputError(
             f"{name} is a {type(prompt).__name__}, and not a text, a conversation (role and"
             " content) or token ids"
         )
-    if not found:
+    if not ids:
         raise InputError(
-            f"{name} has no token; a model needs one to go on from (its beginning-of-text token)"
+            f"{name} has no token; a model needs at least one (its beginning-of-text token)"
         )
-    return tuple(int(token) for token in found)
+    return tuple(int(token) for token in ids)
 
 
-def _is_id(token: Any) -> bool:
-    """A mask of True and False is a list of whole numbers for Python."""
-    return isinstance(token, int) and not isinstance(token, bool)
+def _tokenize(prompt: Any, name: str, tokenizer: Any) -> Any:
+    """Return the token ids of a text or a conversation."""
+    if tokenizer is None:
+        raise InputError(
+            f"{name} is a text, and generate was given no tokenizer; pass tokenizer=, or token ids"
+        )
+    messages = prompt.messages if isinstance(prompt, Conversation) else prompt
+    text = prompt
+    if not isinstance(prompt, str):
+        text = json.dumps(messages, ensure_ascii=False, default=str)
+    if (half := half_of_a_character(text)) is not None:
+        raise InputError(
+            f"{name} holds {half}, half of a character (a lone surrogate), which no tokenizer"
+            " knows; correct it"
+        )
+    if isinstance(prompt, str):
+        return tokenizer(prompt)["input_ids"]
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise InputError(
+            f"{name} is a conversation, and the tokenizer has no chat template; pass a text, or"
+            " token ids"
+        )
+    return _apply_chat_template(prompt, name, tokenizer)
 
 
-def check_count(name: str, value: Any) -> None:
-    """Raise InputError for an argument that is neither None nor at least 1."""
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise InputError(f"{name} = {value!r} must be at least 1, a whole number")
-
-
-def _of_conversation(prompt: Any, name: str, tokenizer: Any) -> Any:
+def _apply_chat_template(prompt: Any, name: str, tokenizer: Any) -> Any:
     arguments: dict[str, Any] = {}
     messages = prompt
     if isinstance(prompt, Conversation):
         messages = prompt.messages
         try:
+            # Only for its checks: Transformers ignores arguments that a template does not read.
             ChatTemplate(tokenizer, tools=prompt.tools, settings=prompt.settings)
         except InputError as error:
             raise InputError(f"{name}: {error}") from error
@@ -201,20 +226,28 @@ def _of_conversation(prompt: Any, name: str, tokenizer: Any) -> Any:
         return tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_dict=False, **arguments
         )
-    except (
-        Exception
-    ) as error:  # a chat template raises what it likes for turns that it does not take
+    except Exception as error:  # a template is a program, and may raise any error
         raise InputError(
             f"{name}: the model's chat template does not take this conversation"
             f" ({first_line(error)}); correct it"
         ) from error
 
 
+def _is_id(token: Any) -> bool:
+    # bool is a subclass of int, but a mask is not a prompt.
+    return isinstance(token, int) and not isinstance(token, bool)
+
+
+def check_count(name: str, value: Any) -> None:
+    """Raise InputError for an argument that is neither None nor an integer of at least 1."""
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise InputError(f"{name} = {value!r} must be at least 1, a whole number")
+
+
 def _is_conversation(prompt: Any) -> bool:
-    """[{"role": ..., "content": ...}, ...]."""
     return isinstance(prompt, list) and bool(prompt) and all(map(is_turn, prompt))
 
 
 def is_turn(turn: Any) -> bool:
-    """Whether it is a turn of a conversation: somebody's text, or calls of tools."""
+    """Return True for a turn of a conversation, which has a role and a text or calls of tools."""
     return isinstance(turn, dict) and "role" in turn and ("content" in turn or "tool_calls" in turn)

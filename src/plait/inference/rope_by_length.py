@@ -1,11 +1,17 @@
-"""Rotary embeddings whose frequencies follow the length of the input (RoPE types `dynamic` and
-`longrope`), and batches of their requests.
+"""Rotary embeddings whose frequencies depend on the length of the input.
 
-Transformers takes one set of frequencies for all of a forward, by its longest row. Up to the
-original length they are the same for every input. Past it `longrope` has a second set, and
-generation reads a request anew when it gets there, since keys of both do not go together. `dynamic`
-has other ones for every length; keys that are kept stay as they are, and a module remembers the
-longest input it has seen.
+Note [Rotary frequencies by length]
+    These are the RoPE types `dynamic` and `longrope`. Transformers uses one set of frequencies for
+    a forward, chosen by its longest row. Up to the original length, the frequencies are the same
+    for every input. Beyond it:
+
+    - `longrope` has a second set. When a request exceeds the original length, the model reads all
+      of its tokens again, because keys of both sets cannot be combined.
+    - `dynamic` has other frequencies for every length. Cached keys are not changed, and a module
+      remembers the longest input that it has seen.
+
+    Requests are therefore decoded in batches in which each of them has the frequencies that it has
+    alone.
 """
 
 from __future__ import annotations
@@ -24,79 +30,104 @@ DYNAMIC = "dynamic"
 
 @dataclass(frozen=True)
 class RopeByLength:
-    """Of a model."""
+    """Rotary embedding of a model. See Note [Rotary frequencies by length]."""
 
     kind: str
-    """LONGROPE, DYNAMIC, or `several (...)`."""
+    """RoPE type: LONGROPE, DYNAMIC, or `several (...)`."""
     original: int
-    """Tokens up to which the frequencies are those of every shorter input."""
+    """Original length: the number of tokens up to which frequencies do not change."""
 
     @property
-    def is_one(self) -> bool:
-        """Whether all layers have the same."""
+    def is_uniform(self) -> bool:
+        """True if all layers have the same RoPE type and original length."""
         return self.kind in (LONGROPE, DYNAMIC)
 
     @property
     def reads_anew(self) -> bool:
-        """Whether a request that gets past the original length is read again."""
+        """True if a request that exceeds the original length is read again."""
         return self.kind == LONGROPE
 
     def remembers(self, longest: int) -> bool:
-        """Whether a forward of so many tokens may use frequencies that an earlier, longer one left;
-        one of a single token clears them.
+        """Return True if a forward may use the frequencies of an earlier, longer forward.
+
+        A forward over a single token resets them.
+
+        Args:
+            longest: Number of tokens of the forward.
         """
         return self.kind != LONGROPE and longest >= self.original
 
 
 def rope_by_length(model: nn.Module) -> RopeByLength | None:
-    """None for a model whose frequencies are always the same."""
+    """Return the rotary embedding of a model, or None if its frequencies do not change."""
     return rope_of_config(getattr(model, "config", None))
 
 
 def rope_of_config(config: Any) -> RopeByLength | None:
-    """The same. Some have parameters for each type of layer."""
-    find = getattr(config, "get_text_config", None)
-    config = find(decoder=True) if callable(find) else config
-    given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
-    if not isinstance(given, dict):
+    """Return the rotary embedding of a configuration, or None if its frequencies do not change."""
+    get_text_config = getattr(config, "get_text_config", None)
+    if callable(get_text_config):
+        config = get_text_config(decoder=True)
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+    if not isinstance(parameters, dict):
         return None
-    found = set()
-    for one in (given, *given.values()):
-        name = str(one.get("rope_type") or one.get("type")) if isinstance(one, dict) else ""
-        kind = LONGROPE if name == LONGROPE else DYNAMIC if DYNAMIC in name else None
-        if kind is not None:
-            own = one.get("original_max_position_embeddings") if kind == LONGROPE else None
-            found.add((kind, own or config.max_position_embeddings))
-    if not found:
+
+    ropes = set()
+    # Some configurations have parameters for each type of layer.
+    for entry in (parameters, *parameters.values()):
+        if not isinstance(entry, dict):
+            continue
+        name = str(entry.get("rope_type") or entry.get("type"))
+        if name == LONGROPE:
+            original = entry.get("original_max_position_embeddings")
+            ropes.add((LONGROPE, original or config.max_position_embeddings))
+        elif DYNAMIC in name:
+            ropes.add((DYNAMIC, config.max_position_embeddings))
+    if not ropes:
         return None
-    kinds = sorted({kind for kind, _ in found})
-    several = len(found) > 1
-    return RopeByLength(
-        f"several ({' and '.join(kinds)})" if several else kinds[0],
-        min(original for _, original in found),
-    )
+
+    kinds = sorted({kind for kind, _ in ropes})
+    kind = kinds[0]
+    if len(ropes) > 1:
+        kind = f"several ({' and '.join(kinds)})"
+    return RopeByLength(kind, min(original for _, original in ropes))
 
 
-def groups(rope: RopeByLength | None, lengths: Iterable[tuple[int, int]]) -> list[list[int]]:
-    """Indices of requests that may be in one batch, so that each has the frequencies that it has
-    alone. `lengths`: of each the tokens of its prompt, and the tokens that the model sees of it at
-    most.
+def group_requests(
+    rope: RopeByLength | None, lengths: Iterable[tuple[int, int]]
+) -> list[list[int]]:
+    """Group requests whose rotary frequencies are the same in a common batch as alone.
+
+    Args:
+        rope: Rotary embedding of the model.
+        lengths: Number of tokens of each prompt, and the largest number of tokens that the model
+            reads of the request.
+
+    Returns:
+        Indices of the requests of each group.
     """
-    found: dict[int, list[int]] = {}
+    requests: dict[int, list[int]] = {}
     for index, (prompt, most) in enumerate(lengths):
         if rope is None or most <= rope.original:
-            key = 0
+            group = 0
         elif rope.reads_anew and prompt > rope.original:
-            key = -1
+            # They have the second set from the start, with or without padding.
+            group = -1
         else:
-            key = prompt  # those get past the original length together, and have no padding
-        found.setdefault(key, []).append(index)
-    return list(found.values())
+            # Prompts of one length have no padding, and exceed the original length together.
+            group = prompt
+        requests.setdefault(group, []).append(index)
+    return list(requests.values())
 
 
 def refuse_past(rope: RopeByLength | None, tokens: int, what: str, remedy: str) -> None:
-    """Raise InputError where so many tokens are past the original length. `what`: which cannot do
-    that.
+    """Raise InputError if a request may exceed the original length.
+
+    Args:
+        rope: Rotary embedding of the model.
+        tokens: Number of tokens of the longest request.
+        what: What is not supported beyond that length, for the message.
+        remedy: Remedy, for the message.
     """
     if rope is not None and tokens > rope.original:
         raise InputError(

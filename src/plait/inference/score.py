@@ -1,5 +1,6 @@
-"""`score`: what a model on any layout gives to the tokens of whole sequences, as its trainer
-computes it: in full passes, with no cache.
+"""`score`: log probabilities of the tokens of complete sequences, by a model on any layout.
+
+They are computed as in training: in full forwards, without a cache.
 """
 
 from __future__ import annotations
@@ -12,11 +13,22 @@ import torch
 from plait.checkpoint.agreement import together
 from plait.errors import InputError
 from plait.inference.capacity import check_positions, is_sharded
-from plait.inference.choose import log_softmax
 from plait.inference.generate import check_model, of_first_rank
-from plait.inference.predictor import Predictor, Read
-from plait.inference.requests import Request, check_count, check_ids, checked_ids, token_ids
-from plait.inference.rope_by_length import RopeByLength, groups, refuse_past, rope_by_length
+from plait.inference.predictor import LogitsReader, Predictor
+from plait.inference.requests import (
+    GenerationRequest,
+    check_count,
+    check_ids,
+    checked_ids,
+    token_ids,
+)
+from plait.inference.rope_by_length import (
+    RopeByLength,
+    group_requests,
+    refuse_past,
+    rope_by_length,
+)
+from plait.inference.sampling import log_softmax
 from plait.inference.untouched import untouched
 from plait.inference.vocabulary import tokens_of_tokenizer
 from plait.sharded.model import ShardedModel
@@ -30,114 +42,135 @@ def score(
     batch_size: int | None = None,
     vocabulary: bool = False,
 ) -> list[torch.Tensor]:
-    """The log-probability of every token but the first of each of `sequences`, [tokens - 1], or
-    with `vocabulary` of every token of the vocabulary in its place, [tokens - 1, vocabulary];
-    float32 on the CPU.
+    """Return the log probabilities of the tokens of sequences. Collective over all ranks.
 
-    `sequences` are this data-parallel rank's own, and may be none: token ids, or texts or
-    conversations (with `tokenizer`). Of the ranks that hold parts of one model (tp, pp) the first
-    one's are taken, and all get the results. `batch_size` sequences go through the model at once
-    (all), in the layout and the dtypes that it is trained in. Training goes on as if nothing had
-    happened. Collective over all ranks. Raises InputError, on all of them, for what one of them
-    cannot do.
+    Each data-parallel rank passes its own sequences, which may be none. Of the ranks that hold
+    parts of one model (tp, pp), the sequences of the first one are used, and all of them get the
+    results. The model computes in the layout and the dtypes that it is trained in. Training
+    continues as if nothing had happened.
+
+    Args:
+        sharded: The model.
+        sequences: One sequence or several: token ids, or texts or conversations, which require a
+            tokenizer.
+        tokenizer: A tokenizer of Transformers.
+        batch_size: Number of sequences per forward. None computes all of them in one forward.
+        vocabulary: Whether to return the log probabilities of all tokens of the vocabulary at every
+            position.
+
+    Returns:
+        A float32 tensor on the CPU for each sequence: the log probability of every token but the
+        first [tokens - 1], or with `vocabulary` [tokens - 1, vocabulary].
+
+    Raises:
+        InputError: A rank cannot do what is asked for. The error is raised on all ranks.
     """
     sharded.refuse_within("score")
 
-    def prepared() -> list[Request]:
+    def prepare() -> list[GenerationRequest]:
         check_model(sharded)
         check_count("batch_size", batch_size)
-        found = [
-            Request(ids, 0, None)
-            for ids in checked_ids(sharded.model, token_ids(sequences, tokenizer))
-        ]
-        words = tokens_of_tokenizer(tokenizer)
-        for index, request in enumerate(found):
-            check_ids(request.token_ids, f"sequence {index}", words, of="tokenizer")
-        longest = max((len(request.token_ids) for request in found), default=0)
-        check_positions(
-            getattr(sharded.model, "config", None), longest, of="its length", remedy="shorten it"
-        )
+        prompts = checked_ids(sharded.model, token_ids(sequences, tokenizer))
+        known_tokens = tokens_of_tokenizer(tokenizer)
+        for index, ids in enumerate(prompts):
+            check_ids(ids, f"sequence {index}", known_tokens, of="tokenizer")
+
+        longest = max(map(len, prompts), default=0)
+        config = getattr(sharded.model, "config", None)
+        check_positions(config, longest, of="its length", remedy="shorten it")
         rope = rope_by_length(sharded.model)
-        if rope is not None and not rope.is_one:
-            refuse_past(
-                rope,
-                longest,
-                "score: layers of several RoPE types are not known to be right",
-                "shorten it",
-            )
-        return found
+        if rope is not None and not rope.is_uniform:
+            what = "score: layers of several RoPE types are not known to be right"
+            refuse_past(rope, longest, what, "shorten it")
+        return [GenerationRequest(ids, 0, None) for ids in prompts]
 
     mesh = sharded.mesh
-    requests, _ = together(prepared, device=mesh.device, doing="score", raising=InputError)
+    requests, _ = together(prepare, device=mesh.device, doing="score", raising=InputError)
     requests = of_first_rank(sharded, requests)
     gathers = is_sharded(sharded.model)
     scorer = _Scorer(Predictor(sharded), tokenizer, vocabulary=vocabulary)
     with sharded.evaluating(), untouched(sharded.model, mesh.device):
         sequences = [request.token_ids for request in requests]
-        scorer.predictor.run(
-            scorer.forwards(sequences, batch_size, rope_by_length(sharded.model)), apart=not gathers
-        )
-    return scorer.found
+        forwards = scorer.forwards(sequences, batch_size, rope_by_length(sharded.model))
+        scorer.predictor.run(forwards, independent=not gathers)
+    return scorer.results
 
 
 class _Scorer:
+    """Computes the log probabilities of sequences, batch by batch."""
+
     def __init__(self, predictor: Predictor, tokenizer: Any, *, vocabulary: bool) -> None:
-        self.predictor, self._tokens = predictor, tokens_of_tokenizer(tokenizer)
+        self.predictor = predictor
+        self._tokens = tokens_of_tokenizer(tokenizer)
         self._vocabulary = vocabulary
-        self.found: list[torch.Tensor] = []
+        self.results: list[torch.Tensor] = []
+        """Results in the order of the sequences, after all forwards."""
 
     def forwards(
         self, sequences: list[tuple[int, ...]], batch_size: int | None, rope: RopeByLength | None
     ) -> Iterator[None]:
-        """Yields before every forward. Sequences are padded on the right, where a causal model does
-        not look.
+        """Run all forwards. Yields before every forward.
+
+        Args:
+            sequences: Token ids.
+            batch_size: See `score`.
+            rope: Rotary embedding of the model.
         """
         size = batch_size or len(sequences) or 1
-        found: dict[int, torch.Tensor] = {}
-        batches = [
-            group[first : first + size]
-            for group in groups(rope, [(len(one), len(one)) for one in sequences])
-            for first in range(0, len(group), size)
-        ]
+        batches: list[list[int]] = []
+        for group in group_requests(rope, [(len(ids), len(ids)) for ids in sequences]):
+            batches += [group[first : first + size] for first in range(0, len(group), size)]
+
+        results: dict[int, torch.Tensor] = {}
         for indices in batches:
             batch = [sequences[index] for index in indices]
             if rope is not None and rope.remembers(max(map(len, batch))):
                 yield
                 self.predictor.idle()
             yield
-            longest = max(map(len, batch))
-            ids = torch.tensor([[*one, *[0] * (longest - len(one))] for one in batch])
-            mask = torch.tensor([[1] * len(one) + [0] * (longest - len(one)) for one in batch])
-            inputs: dict[str, Any] = {
-                "input_ids": ids,
-                "attention_mask": mask,
-                "position_ids": torch.arange(longest).expand_as(ids),
-            }
-            if "use_cache" in self.predictor.takes:
-                inputs["use_cache"] = False
-            read = self.predictor.logits(inputs)
+            read = self.predictor.logits(self._inputs(batch))
             for row, index in enumerate(indices):
-                found[index] = self._of_sequence(read, row, sequences[index])
-        self.found = [found[index] for index in range(len(sequences))]
+                results[index] = self._logprobs(read, row, sequences[index])
+        self.results = [results[index] for index in range(len(sequences))]
 
-    def _of_sequence(self, read: Read, row: int, sequence: tuple[int, ...]) -> torch.Tensor:
-        """From the logits [requests, positions, vocabulary] that one rank reads."""
-        found: torch.Tensor | None = None
+    def _inputs(self, batch: list[tuple[int, ...]]) -> dict[str, Any]:
+        # Padded on the right, where a causal model does not attend.
+        longest = max(map(len, batch))
+        ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in batch])
+        mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in batch])
+        inputs: dict[str, Any] = {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "position_ids": torch.arange(longest).expand_as(ids),
+        }
+        if "use_cache" in self.predictor.takes:
+            inputs["use_cache"] = False
+        return inputs
 
-        def form() -> torch.Tensor:
-            nonlocal found
-            found = log_softmax(read()[row, : len(sequence) - 1, : self._tokens])
+    def _logprobs(self, read: LogitsReader, row: int, sequence: tuple[int, ...]) -> torch.Tensor:
+        """Return the result of one sequence. Collective over the model's parts.
+
+        Args:
+            read: Reader of the logits [sequences, positions, vocabulary].
+            row: Row of the sequence.
+            sequence: Its token ids.
+        """
+        logprobs: torch.Tensor | None = None
+
+        def compute() -> torch.Tensor:
+            """Compute the result on the rank that reads the logits, and return its form."""
+            nonlocal logprobs
+            # The logits of a position are those of the next token.
+            logprobs = log_softmax(read()[row, : len(sequence) - 1, : self._tokens])
             if not self._vocabulary:
-                found = found.gather(
-                    1, torch.tensor(sequence[1:], device=found.device).unsqueeze(1)
-                )[:, 0]
-            return torch.tensor([found.shape[-1], int(found.dtype == torch.float64)])
+                next_tokens = torch.tensor(sequence[1:], device=logprobs.device)
+                logprobs = logprobs.gather(1, next_tokens.unsqueeze(1))[:, 0]  # [tokens - 1]
+            return torch.tensor([logprobs.shape[-1], int(logprobs.dtype == torch.float64)])
 
-        width, is_double = self.predictor.of_first(form, torch.zeros(2, dtype=torch.int64)).tolist()
-        shape = (len(sequence) - 1, width) if self._vocabulary else (len(sequence) - 1,)
-        box = (
-            found
-            if found is not None
-            else torch.empty(shape, dtype=torch.float64 if is_double else torch.float32)
-        )
-        return self.predictor.shared(box.contiguous())
+        # The other ranks need its width and dtype for the broadcast.
+        form = self.predictor.compute_on_first(compute, torch.zeros(2, dtype=torch.int64))
+        width, is_double = form.tolist()
+        if logprobs is None:
+            shape = (len(sequence) - 1, width) if self._vocabulary else (len(sequence) - 1,)
+            logprobs = torch.empty(shape, dtype=torch.float64 if is_double else torch.float32)
+        return self.predictor.broadcast(logprobs.contiguous())

@@ -1,5 +1,7 @@
-"""Where a model for inference comes from: a folder of `save_pretrained` (or `plait export`), or a
-run or checkpoint of `plait train`.
+"""Sources of models for inference.
+
+A source is a folder of `save_pretrained` (or `plait export`), or a run or checkpoint of
+`plait train`.
 """
 
 from __future__ import annotations
@@ -30,204 +32,246 @@ from plait.sharded.assemble import Filler
 from plait.sharded.load_weights import INDEX, SINGLE, load_weights, opened, weight_files
 from plait.sharded.pretrained import generation_settings, quantisation_of
 
-_FILES = (".safetensors", ".json", ".jinja", ".model", ".txt")
-"""Of a model and its tokenizer."""
+_SUFFIXES = (".safetensors", ".json", ".jinja", ".model", ".txt")
+"""Suffixes of the files of a model and its tokenizer."""
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 
 
 @dataclass(frozen=True)
 class Source:
-    """A model that is not loaded yet."""
+    """Model that is not loaded yet."""
 
     folder: Path
     checkpoint: Found | None
-    """None for a folder of Transformers."""
+    """Checkpoint of `plait train`; None for a folder of Transformers."""
     tokenizer_folder: Path | None
     adapter: Adapter | None = None
-    """On the model."""
+    """Adapter on the model."""
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Path of the model, for messages."""
         return str(self.checkpoint.path if self.checkpoint is not None else self.folder)
 
     def stamp(self) -> str:
-        """Another one when a file of the model, its tokenizer or its adapter is replaced."""
-        model = self.folder if self.checkpoint is None else Path(str(self.checkpoint.path))
-        folders = [
-            model,
-            self.tokenizer_folder,
-            None if self.adapter is None else self.adapter.folder,
-        ]
+        """Return a hash that changes if a file of the model, tokenizer or adapter is replaced."""
+        folders = [self.folder if self.checkpoint is None else Path(str(self.checkpoint.path))]
+        if self.tokenizer_folder is not None:
+            folders.append(self.tokenizer_folder)
+        if self.adapter is not None:
+            folders.append(self.adapter.folder)
+
         digest = hashlib.sha256()
-        for path in (
-            path for folder in folders if folder is not None for path in sorted(folder.iterdir())
-        ):
-            if path.suffix in _FILES and not path.name.endswith(".partial.json") and path.is_file():
-                found = path.stat()
-                digest.update(f"{path.name} {found.st_size} {found.st_mtime_ns}\n".encode())
+        for folder in folders:
+            for path in sorted(folder.iterdir()):
+                # `plait generate` may be writing its answers to the same folder.
+                if path.suffix not in _SUFFIXES or path.name.endswith(".partial.json"):
+                    continue
+                if path.is_file():
+                    status = path.stat()
+                    entry = f"{path.name} {status.st_size} {status.st_mtime_ns}\n"
+                    digest.update(entry.encode())
         return digest.hexdigest()
 
     def model(self, dtype: torch.dtype | None = None) -> nn.Module:
-        """The model on meta, with its generation settings and its adapter. `dtype` None is the one
-        that it was saved in. Raises InputError for an adapter of another model.
-        """
-        found = self._without_adapter(dtype)
-        if self.adapter is not None:
-            self.adapter.put_on(found)
-        return found
+        """Build the model on the meta device, with its generation settings and its adapter.
 
-    def _without_adapter(self, dtype: torch.dtype | None = None) -> nn.Module:
+        Args:
+            dtype: Dtype of the model. None stands for the dtype that it was saved in.
+
+        Raises:
+            InputError: The model cannot be built, or the adapter belongs to another model.
+        """
+        model = self._base_model(dtype)
+        if self.adapter is not None:
+            self.adapter.put_on(model)
+        return model
+
+    def _base_model(self, dtype: torch.dtype | None = None) -> nn.Module:
+        """Build the model without its adapter, on the meta device."""
         settings: Path | None = self.folder
-        if self.checkpoint is not None:
-            found = described_model(self.checkpoint, dtype=dtype)
-            run = None if self.tokenizer_folder is None else self.tokenizer_folder.parent
-            settings = (
-                run if run is not None and (run / "generation_config.json").is_file() else None
-            )
+        if self.checkpoint is None:
+            model = described(self.folder, dtype=dtype)
         else:
-            found = described(self.folder, dtype=dtype)
+            model = described_model(self.checkpoint, dtype=dtype)
+            settings = self._settings_of_run()
         try:
             if settings is not None:
-                found.generation_config = generation_settings(settings)
-        except Exception as error:  # of a file that is no JSON, and of values, each in its own way
+                model.generation_config = generation_settings(settings)
+        except Exception as error:  # invalid JSON and invalid values raise different errors
             raise InputError(
                 f"--model {self.name}: the generation settings of generation_config.json, or of"
                 f" config.json where there is none, cannot be read ({first_line(error)}); correct"
                 " or remove them"
             ) from error
-        return found
+        return model
+
+    def _settings_of_run(self) -> Path | None:
+        """Return the folder of a run if it has generation settings, or None."""
+        if self.tokenizer_folder is None:
+            return None
+        run = self.tokenizer_folder.parent
+        return run if (run / "generation_config.json").is_file() else None
 
     def filler(self) -> Filler:
-        """What gives a model its weights; each rank reads its own slices."""
+        """Return a function that reads a model's weights. Each rank reads its own slices."""
         if self.adapter is not None:
-
-            def fill_all(model: nn.Module, *, whole: nn.Module, filled: Any) -> None:
-                tensors = model.state_dict(keep_vars=True)
-                self.fill(tensors, whole=whole)
-                for tensor in tensors.values():
-                    filled(tensor)
-
-            return fill_all
+            return self._fill_with_adapter
         if self.checkpoint is None:
             return partial(load_weights, folder=self.folder)
-        reader = self._reader
+        # The reader is created now, so that errors of the checkpoint are raised early.
+        return partial(_fill_from_checkpoint, self._reader)
 
-        def fill(model: nn.Module, *, whole: nn.Module, filled: Any) -> None:
-            tensors, _ = content(model)
-            lacking = [name for name in tensors if name not in reader.tensors]
-            if lacking:
-                raise CheckpointError(
-                    f"{reader.path} lacks {len(lacking)} tensors of its model, first {lacking[0]}"
-                )
-            reader.fill(tensors)
-            for tensor in tensors.values():
-                filled(tensor)
-
-        return fill
+    def _fill_with_adapter(self, model: nn.Module, *, whole: nn.Module, filled: Any) -> None:
+        tensors = model.state_dict(keep_vars=True)
+        self.fill(tensors, whole=whole)
+        for tensor in tensors.values():
+            filled(tensor)
 
     def fill(self, tensors: Mapping[str, torch.Tensor], *, whole: nn.Module) -> None:
-        """Give some of the model's tensors, sharded or not, their values; `whole` is the uncut
-        model on meta.
+        """Read the values of some of a model's tensors.
+
+        Args:
+            tensors: The tensors by name, sharded or not.
+            whole: The complete model, on the meta device.
+
+        Raises:
+            CheckpointError: A tensor is missing, or a file cannot be read.
         """
         if self.adapter is not None:
             tensors = self.adapter.fill(tensors)
             whole = self._base
         if self.checkpoint is None:
-            load_weights(_Some(tensors), self.folder, whole=whole)
+            load_weights(_StateDict(tensors), self.folder, whole=whole)
             return
+
         reader = self._reader
-        ties = {name: group for group in tied_names(whole) for name in group}
-        wanted = {}
+        ties: dict[str, tuple[str, ...]] = {}
+        for group in tied_names(whole):
+            ties.update(dict.fromkeys(group, group))
+        destinations = {}
         for name, tensor in tensors.items():
-            stored = next(
-                (one for one in (name, *ties.get(name, ())) if f"{START}{one}" in reader.tensors),
-                None,
-            )
-            if stored is None:
+            # A tied tensor may be stored under any of its names.
+            stored_names = [f"{START}{alias}" for alias in (name, *ties.get(name, ()))]
+            stored_name = next((alias for alias in stored_names if alias in reader.tensors), None)
+            if stored_name is None:
                 raise CheckpointError(f"{reader.path} lacks {name}, a tensor of its model")
-            wanted[f"{START}{stored}"] = tensor
-        reader.fill(wanted)
+            destinations[stored_name] = tensor
+        reader.fill(destinations)
 
     @cached_property
     def _reader(self) -> Reader:
-        """Of the checkpoint."""
+        """Reader of the checkpoint."""
         assert self.checkpoint is not None
         return Reader(self.checkpoint)
 
     @cached_property
     def _base(self) -> nn.Module:
-        """The uncut model without adapter, on meta."""
-        return self._without_adapter()
+        """Complete model without adapter, on the meta device."""
+        return self._base_model()
 
     def tokenizer(self) -> Any:
-        """Transformers' tokenizer of the folder; None where there is none."""
+        """Load Transformers' tokenizer of the model, or return None if it has none.
+
+        Raises:
+            InputError: The tokenizer cannot be loaded.
+        """
         if self.tokenizer_folder is None:
             return None
         from transformers import AutoTokenizer
 
         try:
             return AutoTokenizer.from_pretrained(self.tokenizer_folder, trust_remote_code=False)
-        except (
-            Exception
-        ) as error:  # tokenizers raises plain Exception for a file that it cannot read
+        except Exception as error:  # tokenizers raises it for a file that it cannot read
             raise InputError(
                 f"--model {self.name}: its tokenizer cannot be loaded ({first_line(error)}); save"
                 " it anew with save_pretrained"
             ) from error
 
 
-class _Some(nn.Module):
-    """Some of a model's tensors, under their names in it."""
+def _fill_from_checkpoint(
+    reader: Reader, model: nn.Module, *, whole: nn.Module, filled: Any
+) -> None:
+    tensors, _ = content(model)
+    missing = [name for name in tensors if name not in reader.tensors]
+    if missing:
+        raise CheckpointError(
+            f"{reader.path} lacks {len(missing)} tensors of its model, first {missing[0]}"
+        )
+    reader.fill(tensors)
+    for tensor in tensors.values():
+        filled(tensor)
+
+
+class _StateDict(nn.Module):
+    """Module whose state dict consists of some of a model's tensors."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
-        object.__setattr__(self, "_some", dict(tensors))
+        object.__setattr__(self, "_tensors", dict(tensors))
 
     def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:  # type: ignore[override]
-        found: dict[str, Any] = self._some  # type: ignore[assignment]
-        return found
+        tensors: dict[str, Any] = self._tensors  # type: ignore[assignment]
+        return tensors
 
 
 def described(config: Path | Mapping[str, Any], *, dtype: torch.dtype | None) -> nn.Module:
-    """The model of a configuration (its fields, a config.json, or a folder with one) on meta.
-    `dtype` None is the configuration's, or that of the folder's weights where it says none. Raises
-    InputError where Transformers cannot build it, or has quantised its weights.
+    """Build the model of a configuration on the meta device.
+
+    Args:
+        config: Fields of the configuration, a config.json, or a folder with one.
+        dtype: Dtype of the model. None stands for that of the configuration, or for that of the
+            folder's weights if the configuration has none.
+
+    Raises:
+        InputError: Transformers cannot build the model, or its weights are quantised.
+        CheckpointError: The class of the model cannot be built without memory.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        found = (
-            AutoConfig.for_model(**config)
-            if isinstance(config, Mapping)
-            else AutoConfig.from_pretrained(config, trust_remote_code=False)
-        )
-        _refuse_other_heads(found, config)
-        refuse_quantised_folder(found, config)
-        if dtype is None and found.dtype is None and isinstance(config, Path):
+        if isinstance(config, Mapping):
+            loaded = AutoConfig.for_model(**config)
+        else:
+            loaded = AutoConfig.from_pretrained(config, trust_remote_code=False)
+        _refuse_other_heads(loaded, config)
+        refuse_quantised_folder(loaded, config)
+        # The configurations of some folders have no dtype.
+        if dtype is None and loaded.dtype is None and isinstance(config, Path):
             dtype = _dtype_of_weights(config)
         with torch.device("meta"):
             model: nn.Module = AutoModelForCausalLM.from_config(
-                found, dtype=dtype or found.dtype or torch.float32, trust_remote_code=False
+                loaded, dtype=dtype or loaded.dtype or torch.float32, trust_remote_code=False
             )
-        if real := [name for name, tensor in model.named_parameters() if not tensor.is_meta]:
-            raise CheckpointError(
-                f"--model {config}: {type(model).__name__} makes {real[0]} with values, wherever it"
-                " is built, so that no folder of it can be read without memory for all of it; load"
-                " it with Transformers in Python, and use plait.parallelize and plait.generate"
-            )
-        keep_in_float32(model, dtype or found.dtype)
+        _refuse_values(model, config)
+        keep_in_float32(model, dtype or loaded.dtype)
         return model
     except (CheckpointError, InputError):
         raise
     except Exception as error:  # each configuration class validates in its own way
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        first = lines[-1 if len(lines) == 2 else 0] if lines else type(error).__name__
+        reason = type(error).__name__
+        if lines:
+            # An error of two lines has its reason in the second.
+            reason = lines[1] if len(lines) == 2 else lines[0]
         name = config["model_type"] if isinstance(config, Mapping) else config
-        raise InputError(f"--model {name}: Transformers cannot build it: {first}") from error
+        raise InputError(f"--model {name}: Transformers cannot build it: {reason}") from error
+
+
+def _refuse_values(model: nn.Module, name: object) -> None:
+    """Raise CheckpointError if a model has parameters with values on the meta device."""
+    for parameter_name, parameter in model.named_parameters():
+        if not parameter.is_meta:
+            raise CheckpointError(
+                f"--model {name}: {type(model).__name__} makes {parameter_name} with values,"
+                " wherever it is built, so that no folder of it can be read without memory for all"
+                " of it; load it with Transformers in Python, and use plait.parallelize and"
+                " plait.generate"
+            )
 
 
 def _refuse_other_heads(config: Any, name: object) -> None:
-    """Raise InputError for a configuration that Transformers has no causal language model of."""
+    """Raise InputError if Transformers has no causal language model of a configuration."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -236,7 +280,7 @@ def _refuse_other_heads(config: Any, name: object) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise InputError(
             f"--model {shown}: {config.model_type} has an encoder and a decoder; generate is for"
-            " models that go on from a text"
+            " models that continue a text"
         )
     raise InputError(
         f"--model {shown}: Transformers has no causal language model of the type"
@@ -245,13 +289,18 @@ def _refuse_other_heads(config: Any, name: object) -> None:
 
 
 def refuse_quantised_folder(config: Any, name: object) -> None:
-    """Raise InputError if the weights of a model of Transformers are stored quantised (its
-    config.json has quantization_config).
+    """Raise InputError if the weights of a Transformers model are stored quantised.
 
-    The names, shapes and dtypes of such files are those of another library, so they cannot be
-    counted, split or streamed by the names of the model's parameters.
+    Its config.json then has `quantization_config`. The names, shapes and dtypes of such files are
+    those of another library, so they cannot be counted, split or streamed by the names of the
+    model's parameters.
+
+    Args:
+        config: Configuration of the model.
+        name: Name of the model, for the message.
     """
-    if (method := quantisation_of(config)) is not None:
+    method = quantisation_of(config)
+    if method is not None:
         raise InputError(
             f"--model {name}: its weights are quantised ({method}), and this command reads weights"
             " that are not. In Python, on one "
@@ -262,20 +311,29 @@ def refuse_quantised_folder(config: Any, name: object) -> None:
 
 
 def _dtype_of_weights(folder: Path) -> torch.dtype | None:
-    """Of the first tensor in the first file that has one to compute in, as Transformers chooses it;
-    None where there are no weights.
+    """Return the dtype of the first floating-point tensor in the first file of weights.
+
+    Transformers chooses the same. The result is None if there are no weights.
     """
     if not (folder / INDEX).is_file() and not (folder / SINGLE).is_file():
         return None
     path = min(weight_files(folder).values())
     tensors = stored_tensors(path)
-    with opened(path) as file:  # for the order of names
-        found = [tensors[name].dtype for name in file.keys()]  # noqa: SIM118 - it is no dict
-    return next((one for one in found if one is not None and one.is_floating_point), None)
+    with opened(path) as file:
+        # In the order of safetensors, which Transformers uses as well.
+        names = list(file.keys())
+    for name in names:
+        dtype = tensors[name].dtype
+        if dtype is not None and dtype.is_floating_point:
+            return dtype
+    return None
 
 
 def is_of_transformers(folder: Path) -> bool:
-    """Whether its config.json is a model's: a run of `plait train` has one of the run."""
+    """Return True if the config.json of a folder is that of a model.
+
+    A run of `plait train` has a config.json of the run.
+    """
     try:
         return "model_type" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError):
@@ -283,14 +341,21 @@ def is_of_transformers(folder: Path) -> bool:
 
 
 def open_source(folder: Path, adapter: Path | None = None) -> Source:
-    """A model, with an adapter of PEFT; `folder` may be an adapter's, which names its base. Raises
-    InputError where they are none, CheckpointError where they are incomplete.
+    """Open the source of a model.
+
+    Args:
+        folder: Folder of the model, or of an adapter that names its base model.
+        adapter: Folder of an adapter of PEFT for the model.
+
+    Raises:
+        InputError: The folders contain no model or no adapter.
+        CheckpointError: They are incomplete.
     """
     require_transformers("plait generate")
     if not folder.is_dir():
         raise InputError(
-            f"--model {folder}: is no folder; give one of save_pretrained, a run's folder, or one"
-            " of its checkpoints"
+            f"--model {folder}: is not a folder; give one of save_pretrained, a run's folder, or"
+            " one of its checkpoints"
         )
     if is_adapter_folder(folder) and not is_of_transformers(folder):
         if adapter is not None:
@@ -298,32 +363,30 @@ def open_source(folder: Path, adapter: Path | None = None) -> Source:
                 f"--model {folder}: is an adapter itself, so --adapter {adapter} would be a second"
                 " one; give the base as --model"
             )
-        folder, adapter = base_folder(folder), folder
-    found = _open_base(folder)
+        adapter = folder
+        folder = base_folder(folder)
+
+    base = _open_base(folder)
     if adapter is None:
-        return found
-    words = adapter if _has_tokenizer(adapter) else found.tokenizer_folder
-    return replace(found, tokenizer_folder=words, adapter=open_adapter(adapter))
+        return base
+    tokenizer_folder = adapter if _has_tokenizer(adapter) else base.tokenizer_folder
+    return replace(base, tokenizer_folder=tokenizer_folder, adapter=open_adapter(adapter))
 
 
 def _open_base(folder: Path) -> Source:
     if is_of_transformers(folder):
-        weight_files(folder)
+        weight_files(folder)  # raises an error if they are incomplete
         return Source(folder, None, folder if _has_tokenizer(folder) else None)
-    found = open_one(folder)
-    words = next(
-        (
-            parent / "tokenizer"
-            for parent in (folder, *folder.parents)
-            if (parent / "tokenizer").is_dir()
-        ),
-        None,
-    )
-    return Source(folder, found, words)
+
+    checkpoint = open_one(folder)
+    tokenizer_folder = None
+    # A checkpoint is below the folder of its run, which has the tokenizer.
+    for parent in (folder, *folder.parents):
+        if (parent / "tokenizer").is_dir():
+            tokenizer_folder = parent / "tokenizer"
+            break
+    return Source(folder, checkpoint, tokenizer_folder)
 
 
 def _has_tokenizer(folder: Path) -> bool:
-    return any(
-        (folder / name).is_file()
-        for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
-    )
+    return any((folder / name).is_file() for name in _TOKENIZER_FILES)

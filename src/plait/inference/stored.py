@@ -1,4 +1,4 @@
-"""Where tensors lie in safetensors files, and their bytes."""
+"""Locations of tensors in safetensors files, and reads of their bytes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch
 
 from plait.errors import CheckpointError
 
-CHUNK = 16 << 20
-"""Bytes of one read."""
+READ_BYTES = 16 << 20
+"""Largest size of one read. Between reads a thread can be ended."""
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -27,32 +27,35 @@ _DTYPES = {
 
 
 @dataclass(frozen=True)
-class Stored:
-    """Where a tensor lies."""
+class StoredTensor:
+    """Location of a tensor in a file."""
 
     path: Path
     offset: int
-    """Bytes from the beginning of the file."""
+    """First byte in the file."""
     size: int
-    """Bytes."""
+    """Number of bytes."""
     dtype: torch.dtype | None
-    """None for one that no model computes in."""
+    """Dtype; None for those that no model computes in."""
     shape: tuple[int, ...]
 
 
-def stored_tensors(path: Path) -> dict[str, Stored]:
-    """What is in a safetensors file, from its header. Raises CheckpointError where it is not
-    one.
+def stored_tensors(path: Path) -> dict[str, StoredTensor]:
+    """Return the locations of all tensors of a safetensors file, from its header.
+
+    Raises:
+        CheckpointError: The file cannot be read, is not a safetensors file, or is incomplete.
     """
     try:
         with path.open("rb") as file:
+            # The file begins with the size of its header as a 64-bit integer.
             begin = 8 + int.from_bytes(file.read(8), "little")
             size = path.stat().st_size
             if begin > size:
                 raise ValueError(f"its header would end at byte {begin:,} of {size:,}")
             header: dict[str, Any] = json.loads(file.read(begin - 8))
         return {
-            name: _entry(path, name, entry, begin, size)
+            name: _location(path, name, entry, begin, size)
             for name, entry in header.items()
             if name != "__metadata__"
         }
@@ -62,7 +65,8 @@ def stored_tensors(path: Path) -> dict[str, Stored]:
         ) from None
 
 
-def _entry(path: Path, name: str, entry: dict[str, Any], begin: int, size: int) -> Stored:
+def _location(path: Path, name: str, entry: dict[str, Any], begin: int, size: int) -> StoredTensor:
+    # Offsets count from the end of the header.
     low, high = entry["data_offsets"]
     if begin + high > size:
         raise CheckpointError(
@@ -70,33 +74,39 @@ def _entry(path: Path, name: str, entry: dict[str, Any], begin: int, size: int) 
         )
     dtype = _DTYPES.get(entry["dtype"])
     shape = tuple(entry["shape"])
-    if (
-        low < 0
-        or high < low
-        or (dtype is not None and math.prod(shape) * dtype.itemsize != high - low)
-    ):
+    has_wrong_size = dtype is not None and math.prod(shape) * dtype.itemsize != high - low
+    if low < 0 or high < low or has_wrong_size:
         raise ValueError(f"{name} is {entry['dtype']} {list(shape)} in bytes {low:,} to {high:,}")
-    return Stored(path, begin + low, high - low, dtype, shape)
+    return StoredTensor(path, begin + low, high - low, dtype, shape)
 
 
 def read_into(
-    file: int, view: memoryview, stored: Stored, ended: threading.Event, *, first: int = 0
+    file: int, view: memoryview, stored: StoredTensor, ended: threading.Event, *, first: int = 0
 ) -> None:
-    """Bytes of a tensor from `first` on, as many as `view` has. Raises CheckpointError where they
-    cannot be read.
+    """Read bytes of a tensor into memory, until it is full or the event is set.
+
+    Args:
+        file: Descriptor of the tensor's file.
+        view: The memory.
+        stored: Location of the tensor.
+        ended: Event after which nothing more is read.
+        first: First byte of the tensor.
+
+    Raises:
+        CheckpointError: The bytes cannot be read.
     """
     begin = stored.offset + first
     done = 0
     while done < len(view) and not ended.is_set():
         try:
-            count = os.preadv(file, [view[done : done + CHUNK]], begin + done)
+            count = os.preadv(file, [view[done : done + READ_BYTES]], begin + done)
         except OSError as error:
             raise CheckpointError(
                 f"{stored.path} cannot be read at byte {begin + done:,}: {error.strerror}"
             ) from error
         if not count:
             raise CheckpointError(
-                f"{stored.path} ends at byte {begin + done:,}, and a tensor goes on: the file was"
-                " cut off"
+                f"{stored.path} ends at byte {begin + done:,}, before the end of a tensor: the file"
+                " was cut off"
             )
         done += count

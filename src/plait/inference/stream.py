@@ -1,17 +1,20 @@
-"""Blocks of a model whose weights do not stay where they compute: each is brought there just before
-it runs.
+"""Streaming of weights: each block's weights are brought to where it computes just before it runs.
 
-There are `SLOTS` places for the weights of a block where the model computes; when a block has run,
-its place is filled for the next block that has none, in the order in which blocks run and from the
-last one to the first of the next token. The parameters of a block are views into its place while it
-runs, and empty otherwise. Numbers are those of the model in memory, bit for bit: only where weights
-lie differs.
+Note [Slots of streamed weights]
+    There are `SLOTS` slots: memory for the weights of a block on the device where the model
+    computes. When a block has run, its slot is filled for the next block that has none, in the
+    order in which blocks run. The last block of a token is followed by the first block of the next
+    token. The parameters of a block are views of its slot while it runs, and empty otherwise.
+    Results are those of the model in memory, bit for bit, because only the place of the weights
+    differs.
 
-Threads fill places. On the CPU they read a block's weights from the model's safetensors files into
-its place. On another device they are copied there from pinned host memory, on a stream of their
-own: the stream waits until the block that had the place before has computed, and the computation
-waits for the copy. Where all blocks fit into host memory they are read once; of the others each
-place has a staging buffer, which a file is read into while the device works.
+Note [Order of copies]
+    Threads fill slots. On the CPU they read a block's weights from the model's files to its slot.
+    On another device the weights are copied there from pinned host memory, on a separate stream.
+    That stream waits (event `used`) until the block that had the slot before has computed, and the
+    computation waits (event `copied`) for the copy. If all blocks fit into host memory, they are
+    read once. For the others, each slot has a staging buffer that is filled from files while the
+    device computes. It is filled again only after the last copy from it.
 """
 
 from __future__ import annotations
@@ -19,11 +22,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as Late
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from plait._torch.modules import own_parameters
 from plait.cluster import accelerator, huge_pages
@@ -32,61 +37,67 @@ from plait.errors import CheckpointError
 from plait.inference import reading
 from plait.inference.adapters import is_adapters
 from plait.inference.daemon_threads import DaemonThreads
-from plait.inference.reading import LEAST, PAGE, FileReader, Image, Part
-from plait.inference.stored import Stored
+from plait.inference.reading import (
+    MIN_DIRECT_LAYER_BYTES,
+    PAGE,
+    FileImage,
+    FileReader,
+    TensorPart,
+)
+from plait.inference.stored import StoredTensor
 
 SLOTS = 2
-"""The weights that a block computes with, and those that are brought meanwhile."""
-_ALIGNED = 64
-SAME_BITS = 16
-"""Bytes: a product of one row has the bits that it has in memory where its weight begins at a
-multiple of these.
-"""
-_BETWEEN = 1 << 20
-"""Bytes of a place at most that lie between tensors and hold none."""
-_UNIT = 1 << 20
-"""Bytes of the smallest stretch of pinned memory."""
+"""Number of slots: one with which a block computes, and one that is filled meanwhile."""
+WEIGHT_ALIGNMENT = 16
+"""Alignment of weights in bytes at which a product of one row has the same bits as in memory."""
+_SLOT_ALIGNMENT = 64
+"""Alignment of parameters in a slot, in bytes."""
+_MAX_UNUSED_BYTES = 1 << 20
+"""Largest number of bytes between the tensors of a slot with the layout of a file."""
+_MIN_CHUNK_BYTES = 1 << 20
+"""Size of the smallest chunk of pinned memory."""
 
 
 @dataclass
-class _Streamed:
-    """A parameter of a block."""
+class _StreamedParameter:
+    """Parameter of a block, and its place in the block's slot."""
 
     owner: nn.Module = field(repr=False)
     leaf: str
-    stored: Stored
+    stored: StoredTensor
     start: int
-    """Bytes from the beginning of its place."""
+    """First byte in the slot."""
 
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Bytes of host memory, in one stretch or several."""
+    """Host memory that consists of one or several chunks."""
 
     chunks: Sequence[torch.Tensor]
-    """uint8."""
+    """Chunks: uint8, on the CPU."""
 
     @classmethod
     def pinned(cls, size: int) -> HostMemory:
-        """At least `size` bytes. torch rounds each pinned tensor up to a power of two, so several
-        of such sizes take the place of one.
+        """Allocate at least `size` bytes of pinned memory.
+
+        torch rounds each pinned tensor up to a power of two, so several tensors of such sizes are
+        used instead of one.
         """
-        units = -(-size // _UNIT)
-        return cls(
-            [
-                torch.empty(_UNIT << bit, dtype=torch.uint8, pin_memory=True)
-                for bit in range(units.bit_length())
-                if units >> bit & 1
-            ]
-        )
+        units = -(-size // _MIN_CHUNK_BYTES)
+        chunks = []
+        for bit in range(units.bit_length()):
+            if units >> bit & 1:
+                chunk_bytes = _MIN_CHUNK_BYTES << bit
+                chunks.append(torch.empty(chunk_bytes, dtype=torch.uint8, pin_memory=True))
+        return cls(chunks)
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Number of bytes."""
         return sum(chunk.numel() for chunk in self.chunks)
 
     def pieces(self, start: int, size: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """The bytes from `start` on, as (first byte, uint8 tensor) of each stretch."""
+        """Yield a range of bytes as (first byte, uint8 tensor) for each chunk that it overlaps."""
         begin = 0
         for chunk in self.chunks:
             low = max(start, begin)
@@ -98,138 +109,164 @@ class HostMemory:
 
 @dataclass
 class _Slot:
-    """A place for the weights of a block, where it computes."""
+    """Memory for the weights of a block, where it computes."""
 
     place: torch.Tensor
-    """uint8."""
+    """Memory of the slot: uint8."""
     staging: HostMemory | None
-    """What files are read into: `place` itself on the CPU. None where no file is read after the
-    start.
+    """Memory that files are read to: `place` itself on the CPU.
+
+    It is None if no file is read after the start.
     """
+    # The events are None on the CPU. See Note [Order of copies].
     copied: torch.Event | None = None
-    """After the last copy into the place. These are None on the CPU, and before there was one."""
+    """Event after the last copy to the slot, or None if there was none."""
     used: torch.Event | None = None
-    """After the last computation with it."""
+    """Event after the last computation with the slot."""
 
 
 class WeightStream:
-    """Of one process. Owns threads, the files and the places; `close` ends them."""
+    """Streams the weights of some blocks of a model in one process.
+
+    See Note [Slots of streamed weights] and Note [Order of copies]. The object owns threads, files
+    and slots, which `close` ends.
+
+    Args:
+        model: The model.
+        blocks: Names of the streamed blocks, in the order in which they run.
+        stored: Locations of their parameters, by full name.
+        device: Device on which they compute. None stands for the CPU.
+        on_host: Names of the blocks that are kept in pinned host memory.
+    """
 
     def __init__(
         self,
         model: nn.Module,
         blocks: Sequence[str],
-        stored: Mapping[str, Stored],
+        stored: Mapping[str, StoredTensor],
         *,
         device: torch.device | None = None,
         on_host: Collection[str] = (),
     ) -> None:
-        """`blocks` are streamed, in the order in which they run; the parameters of each are in
-        `stored` by their names. They compute on `device` (the CPU). Those `on_host` are kept in
-        pinned host memory, for a device besides the CPU.
-        """
         self.blocks = tuple(blocks)
         self._device = device or torch.device("cpu")
-        self._copies = (
-            accelerator.new_stream(self._device) if accelerator.is_one(self._device) else None
-        )
-        self._parts = [
-            _parts(model, block, stored, on_cpu=self._copies is None) for block in self.blocks
+        # None on the CPU, where files are read to the slots.
+        self._copies: torch.Stream | None = None
+        if accelerator.is_one(self._device):
+            self._copies = accelerator.new_stream(self._device)
+
+        on_cpu = self._copies is None
+        self._parameters = [
+            _place_parameters(model, block, stored, on_cpu=on_cpu) for block in self.blocks
         ]
-        self._sizes = [_place_bytes(parts) for parts in self._parts]
+        self._sizes = [_slot_size(parameters) for parameters in self._parameters]
         self.slot_bytes = max(self._sizes)
-        paths = {one.stored.path for parts in self._parts for one in parts}
-        size = sum(
-            size for name, size in zip(self.blocks, self._sizes, strict=True) if name not in on_host
-        )
-        self._files = FileReader(paths, largest=self.slot_bytes, keeps=not comes_from_disk(size))
-        self._counting = threading.Lock()
+        """Size of a slot."""
+        self._files = self._open_files(on_host)
+        self._count_lock = threading.Lock()
         self.bytes_read = 0
-        self._kept = {
-            index: HostMemory.pinned(self._sizes[index])
-            for index, name in enumerate(self.blocks)
-            if name in on_host
-        }
-        for index, memory in self._kept.items():
-            self._read(index, memory)
-        reads = len(self._kept) < len(self.blocks)
-        self._slots = [self._slot(reads=reads) for _ in range(min(SLOTS, len(self.blocks)))]
-        self._free = list(range(len(self._slots)))
-        self._reader = DaemonThreads(SLOTS, "plait-weights")
-        self._coming: dict[int, tuple[Future[None], int]] = {}
-        self.handles = []
+        """Number of bytes that have been read from files."""
+        self._pinned_blocks: dict[int, HostMemory] = {}
         for index, name in enumerate(self.blocks):
-            block = model.get_submodule(name)
+            if name in on_host:
+                self._pinned_blocks[index] = HostMemory.pinned(self._sizes[index])
+                self._read(index, self._pinned_blocks[index])
+
+        reads_later = len(self._pinned_blocks) < len(self.blocks)
+        slot_count = min(SLOTS, len(self.blocks))
+        self._slots = [self._new_slot(reads_later=reads_later) for _ in range(slot_count)]
+        self._free = list(range(slot_count))
+        self._threads = DaemonThreads(SLOTS, "plait-weights")
+        self._coming: dict[int, tuple[Future[None], int]] = {}
+        """Read or copy, and slot, of every block that has a slot."""
+        self.handles: list[RemovableHandle] = []
+        for index, name in enumerate(self.blocks):
             self._unbind(index)
-            self.handles.append(
-                block.register_forward_pre_hook(lambda *_, index=index: self._before(index))
-            )
-            self.handles.append(
-                block.register_forward_hook(
-                    lambda *_, index=index: self._after(index), always_call=True
-                )
-            )
-        self._ahead(0)
+            self._register_hooks(index, model.get_submodule(name))
+        self._prefetch(0)
+
+    def _open_files(self, on_host: Collection[str]) -> FileReader:
+        paths: set[Path] = set()
+        for parameters in self._parameters:
+            paths.update(parameter.stored.path for parameter in parameters)
+        # Blocks on the host are read once, so only the others compete for the kernel's cache.
+        reread = 0
+        for name, size in zip(self.blocks, self._sizes, strict=True):
+            if name not in on_host:
+                reread += size
+        return FileReader(paths, largest=self.slot_bytes, keeps=not comes_from_disk(reread))
+
+    def _register_hooks(self, index: int, block: nn.Module) -> None:
+        self.handles.append(block.register_forward_pre_hook(lambda *_: self._before(index)))
+        # Also after an error in the block, so that its slot becomes free.
+        self.handles.append(
+            block.register_forward_hook(lambda *_: self._after(index), always_call=True)
+        )
 
     @property
     def memory_bytes(self) -> int:
-        """Of the places for weights, where blocks compute."""
+        """Size of all slots."""
         return len(self._slots) * self.slot_bytes
 
     @property
     def host_bytes(self) -> int:
-        """Of pinned host memory."""
+        """Size of all pinned host memory."""
         if self._copies is None:
             return 0
-        staged = [slot.staging for slot in self._slots if slot.staging is not None]
-        return sum(memory.size for memory in (*staged, *self._kept.values()))
+        memories = list(self._pinned_blocks.values())
+        memories += [slot.staging for slot in self._slots if slot.staging is not None]
+        return sum(memory.size for memory in memories)
 
     def close(self) -> None:
-        """End the threads; the model cannot run afterwards."""
+        """End the threads. The model cannot run afterwards."""
         self._files.end()
-        self._reader.shutdown(wait=not self._files.is_stuck, cancel_futures=True)
+        self._threads.shutdown(wait=not self._files.is_stuck, cancel_futures=True)
         self._files.close()
         if self._copies is not None:
-            # before the memory that it copies from and to is anybody else's
+            # Before its source and destination memory can be used for something else.
             self._copies.synchronize()
         for handle in self.handles:
             handle.remove()
 
-    def _slot(self, *, reads: bool) -> _Slot:
+    def _new_slot(self, *, reads_later: bool) -> _Slot:
         if self._copies is None:
             place = huge_pages.empty((self.slot_bytes,), torch.uint8)
             return _Slot(place, HostMemory([place]))
         place = torch.empty(self.slot_bytes, dtype=torch.uint8, device=self._device)
-        # The copies have a stream of their own, which knows nothing of what this memory was used
-        # for before.
+        # The stream of copies does not know what this memory was used for before.
         before = accelerator.current_stream(self._device).record_event()
-        return _Slot(place, HostMemory.pinned(self.slot_bytes) if reads else None, used=before)
+        staging = HostMemory.pinned(self.slot_bytes) if reads_later else None
+        return _Slot(place, staging, used=before)
 
     def _before(self, index: int) -> None:
-        if index not in self._coming:  # another order than the one that was brought ahead
+        """Bind the weights of a block that is about to run."""
+        if index not in self._coming:
+            # The blocks run in another order than they were prefetched in.
             for other in list(self._coming):
                 self._wait(other)
                 self._release(other)
-            self._ahead(index)
+            self._prefetch(index)
         slot = self._slots[self._wait(index)]
         if slot.copied is not None:
             accelerator.current_stream(self._device).wait_event(slot.copied)
         self._bind(index, slot.place)
 
     def _after(self, index: int) -> None:
+        """Release the slot of a block that has run, and fill it for the next one."""
         self._unbind(index)
-        if index not in self._coming:  # it could not be brought
+        if index not in self._coming:  # its weights could not be read
             return
         if self._copies is not None:
-            self._slots[self._coming[index][1]].used = accelerator.current_stream(
-                self._device
-            ).record_event()
+            used = accelerator.current_stream(self._device).record_event()
+            self._slots[self._coming[index][1]].used = used
         if self._release(index):
-            self._ahead(index + 1)
+            self._prefetch(index + 1)
 
     def _release(self, index: int) -> bool:
-        """Give the place of a block free, also of one that could not be read; not while it is being
-        written to.
+        """Release the slot of a block, unless it is being written to.
+
+        Returns:
+            True if the weights had been read without an error.
         """
         future, slot = self._coming[index]
         if not future.done():
@@ -239,23 +276,31 @@ class WeightStream:
         return future.exception() is None
 
     def _wait(self, index: int) -> int:
-        """The place that a block's weights are in, or are being copied to."""
+        """Wait until the weights of a block are in its slot, or are being copied to it.
+
+        Returns:
+            The slot.
+
+        Raises:
+            CheckpointError: The weights cannot be read, or the disk does not answer.
+        """
         future, slot = self._coming[index]
         while True:
             try:
+                # A layer may take longer than any of its reads may, so the reads are looked at.
                 future.result(timeout=reading.PATIENCE_SECONDS / 8)
                 return slot
-            except Late:
+            except FutureTimeout:
                 oldest = self._files.oldest
                 if oldest is not None and oldest[0] > reading.PATIENCE_SECONDS:
                     raise CheckpointError(
-                        f"{oldest[1].path}: the weights of {self.blocks[index]} are waited for, and"
-                        f" no bytes have come for {reading.PATIENCE_SECONDS:.0f} s from byte"
-                        f" {oldest[1].low:,} on; look at the disk"
+                        f"{oldest[1].path}: the weights of {self.blocks[index]} have not arrived,"
+                        f" and no bytes were read for {reading.PATIENCE_SECONDS:.0f} s from byte"
+                        f" {oldest[1].low:,} on; check the disk"
                     ) from None
 
-    def _ahead(self, first: int) -> None:
-        """Bring the blocks from `first` on, as many as there are places for."""
+    def _prefetch(self, first: int) -> None:
+        """Fill the free slots for the next blocks, from block `first` on."""
         for step in range(len(self.blocks)):
             if not self._free:
                 return
@@ -263,41 +308,45 @@ class WeightStream:
             if index in self._coming:
                 continue
             slot = self._free.pop()
-            if index in self._kept:
+            if index in self._pinned_blocks:
                 # No file is read, so this only enqueues copies. A thread would have to wait for
                 # Python's lock first, and the link would be idle meanwhile.
-                self._bring(index, self._slots[slot])
-                copied: Future[None] = Future()
-                copied.set_result(None)
+                self._fill(index, self._slots[slot])
+                filled: Future[None] = Future()
+                filled.set_result(None)
             else:
-                copied = self._reader.submit(self._bring, index, self._slots[slot])
-            self._coming[index] = copied, slot
+                filled = self._threads.submit(self._fill, index, self._slots[slot])
+            self._coming[index] = filled, slot
 
     def _bind(self, index: int, place: torch.Tensor) -> None:
-        for one in self._parts[index]:
-            stored = one.stored
+        """Make the parameters of a block views of its slot."""
+        for entry in self._parameters[index]:
+            stored = entry.stored
             assert stored.dtype is not None
-            parameter = own_parameters(one.owner)[one.leaf]
+            parameter = own_parameters(entry.owner)[entry.leaf]
             assert parameter is not None
-            parameter.data = (
-                place[one.start : one.start + stored.size].view(stored.dtype).view(stored.shape)
-            )
+            content = place[entry.start : entry.start + stored.size]
+            parameter.data = content.view(stored.dtype).view(stored.shape)
 
     def _unbind(self, index: int) -> None:
-        for one in self._parts[index]:
-            parameter = own_parameters(one.owner)[one.leaf]
+        """Make the parameters of a block empty."""
+        for entry in self._parameters[index]:
+            parameter = own_parameters(entry.owner)[entry.leaf]
             assert parameter is not None
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=self._device)
 
-    def _bring(self, index: int, slot: _Slot) -> None:
-        kept = self._kept.get(index)
-        if kept is None:
-            assert slot.staging is not None
+    def _fill(self, index: int, slot: _Slot) -> None:
+        """Read the weights of a block to a slot, or enqueue their copy to it."""
+        # See Note [Order of copies].
+        source = self._pinned_blocks.get(index)
+        if source is None:
+            source = slot.staging
+            assert source is not None
             if slot.copied is not None:
-                slot.copied.synchronize()  # the copy of the block that was read there before
-            self._read(index, slot.staging)
-        source = slot.staging if kept is None else kept
-        if self._copies is None or source is None:
+                # The staging buffer is the source of the last copy to this slot.
+                slot.copied.synchronize()
+            self._read(index, source)
+        if self._copies is None:
             return
         if slot.used is not None:
             self._copies.wait_event(slot.used)
@@ -307,90 +356,109 @@ class WeightStream:
         slot.copied = self._copies.record_event()
 
     def _read(self, index: int, memory: HostMemory) -> None:
-        parts = self._parts[index]
+        """Read the weights of a block from files to host memory."""
+        parameters = self._parameters[index]
         image = None
-        if (
-            self._copies is None
-            and (low := _low(parts)) is not None
-            and not memory.chunks[0].data_ptr() % PAGE
-        ):
-            image = Image(low, *memory.chunks)
-        self._files.read(
-            [
-                Part(one.stored, start - one.start, piece)
-                for one in parts
-                for start, piece in memory.pieces(one.start, one.stored.size)
-            ],
-            image,
-        )
-        with self._counting:
-            self.bytes_read += sum(one.stored.size for one in parts)
+        low = _image_start(parameters)
+        if self._copies is None and low is not None and not memory.chunks[0].data_ptr() % PAGE:
+            image = FileImage(low, *memory.chunks)
+
+        parts = []
+        size = 0
+        for parameter in parameters:
+            size += parameter.stored.size
+            for start, chunk in memory.pieces(parameter.start, parameter.stored.size):
+                parts.append(TensorPart(parameter.stored, start - parameter.start, chunk))
+        self._files.read(parts, image)
+        # Several threads read.
+        with self._count_lock:
+            self.bytes_read += size
 
 
 def comes_from_disk(total: int) -> bool:
-    """Whether the kernel cannot keep `total` bytes of files in its cache."""
+    """Return True if the kernel cannot keep `total` bytes of files in its cache."""
+    # The cache can use the memory that is free.
     free = free_host_bytes()
     return free is not None and total > free
 
 
-def brought(model: nn.Module, block: str) -> dict[str, nn.Parameter]:
-    """Of the parameters of a block, those that are streamed with it, by their names in it: an
-    adapter's stay.
+def streamed_parameters(model: nn.Module, block: str) -> dict[str, nn.Parameter]:
+    """Return the parameters of a block that are streamed, by their names in the block.
+
+    Those of adapters stay in memory.
     """
     return {
-        name: one
-        for name, one in model.get_submodule(block).named_parameters()
+        name: parameter
+        for name, parameter in model.get_submodule(block).named_parameters()
         if not is_adapters(f"{block}.{name}")
     }
 
 
 def pinned_bytes(size: int) -> int:
-    """What `size` bytes take in pinned memory."""
-    return -(-size // _UNIT) * _UNIT
+    """Return the bytes of pinned memory that `HostMemory.pinned` allocates."""
+    return -(-size // _MIN_CHUNK_BYTES) * _MIN_CHUNK_BYTES
 
 
-def block_bytes(model: nn.Module, block: str, stored: Mapping[str, Stored], *, on_cpu: bool) -> int:
-    """What the place of a block takes where it computes."""
-    return _place_bytes(_parts(model, block, stored, on_cpu=on_cpu))
+def block_bytes(
+    model: nn.Module, block: str, stored: Mapping[str, StoredTensor], *, on_cpu: bool
+) -> int:
+    """Return the size of a slot for a block.
 
-
-def _place_bytes(parts: Sequence[_Streamed]) -> int:
-    """Whole pages where files are read so."""
-    size = max((one.start + one.stored.size for one in parts), default=0)
-    return size if size < LEAST else -(-size // PAGE) * PAGE
-
-
-def _parts(
-    model: nn.Module, block: str, stored: Mapping[str, Stored], *, on_cpu: bool
-) -> list[_Streamed]:
-    """The parameters of a block and where they lie in its place: on the CPU as in the file, where
-    that gives the same numbers, else close together.
+    Args:
+        model: The model.
+        block: Name of the block.
+        stored: Locations of its parameters, by full name.
+        on_cpu: Whether it computes on the CPU.
     """
-    found = []
+    return _slot_size(_place_parameters(model, block, stored, on_cpu=on_cpu))
+
+
+def _slot_size(parameters: Sequence[_StreamedParameter]) -> int:
+    size = max((entry.start + entry.stored.size for entry in parameters), default=0)
+    if size < MIN_DIRECT_LAYER_BYTES:
+        return size
+    # Direct reads transfer complete pages.
+    return -(-size // PAGE) * PAGE
+
+
+def _place_parameters(
+    model: nn.Module, block: str, stored: Mapping[str, StoredTensor], *, on_cpu: bool
+) -> list[_StreamedParameter]:
+    """Return the parameters of a block with their places in its slot.
+
+    On the CPU they have the layout of the file if this gives the same results. Otherwise they are
+    adjacent.
+    """
+    parameters = []
     start = 0
-    for name in brought(model, block):
+    for name in streamed_parameters(model, block):
         owner, _, leaf = f"{block}.{name}".rpartition(".")
-        one = stored[f"{block}.{name}"]
-        found.append(_Streamed(model.get_submodule(owner), leaf, one, start))
-        start += -(-one.size // _ALIGNED) * _ALIGNED
-    if not on_cpu or start < LEAST:
-        return found
-    if len({one.stored.path for one in found}) > 1 or any(
-        one.stored.offset % SAME_BITS for one in found
-    ):
-        return found
-    low = min(one.stored.offset for one in found) // PAGE * PAGE
-    ends = max(one.stored.offset + one.stored.size for one in found) - low
-    # they overlap, as where there is no file yet, or lie apart
-    if not sum(one.stored.size for one in found) <= ends <= start + _BETWEEN:
-        return found
-    return [replace(one, start=one.stored.offset - low) for one in found]
+        tensor = stored[f"{block}.{name}"]
+        parameters.append(_StreamedParameter(model.get_submodule(owner), leaf, tensor, start))
+        start += -(-tensor.size // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
+    if not on_cpu or start < MIN_DIRECT_LAYER_BYTES:
+        return parameters
+
+    tensors = [entry.stored for entry in parameters]
+    if len({tensor.path for tensor in tensors}) > 1:
+        return parameters
+    if any(tensor.offset % WEIGHT_ALIGNMENT for tensor in tensors):
+        return parameters
+    low = min(tensor.offset for tensor in tensors) // PAGE * PAGE
+    size = max(tensor.offset + tensor.size for tensor in tensors) - low
+    # Tensors overlap if there is no file yet, and may lie far apart in a file.
+    if not sum(tensor.size for tensor in tensors) <= size <= start + _MAX_UNUSED_BYTES:
+        return parameters
+    return [replace(entry, start=entry.stored.offset - low) for entry in parameters]
 
 
-def _low(parts: Sequence[_Streamed]) -> int | None:
-    """The byte of the file that their place begins with; None where they lie otherwise than in the
-    file.
+def _image_start(parameters: Sequence[_StreamedParameter]) -> int | None:
+    """Return the byte of the file at which a slot begins.
+
+    It is None if the slot does not have the layout of the file.
     """
-    lows = {(one.stored.path, one.stored.offset - one.start) for one in parts}
-    low = next(iter(lows), (None, 1))[1]
-    return low if len(lows) == 1 and low % PAGE == 0 else None
+    starts = {(entry.stored.path, entry.stored.offset - entry.start) for entry in parameters}
+    if len(starts) != 1:
+        return None
+    _, low = starts.pop()
+    return low if low % PAGE == 0 else None

@@ -1,5 +1,9 @@
-"""A model that is larger than the memory where it computes: which of its blocks are streamed, from
-where, and the model with them.
+"""Models that are larger than memory: choice of the streamed blocks, and loading.
+
+Note [Choice of streamed blocks]
+    As few blocks as possible are streamed. They are distributed evenly over the model, so that a
+    block can be brought while the blocks in between compute. Blocks that share a weight with
+    another module stay in memory.
 """
 
 from __future__ import annotations
@@ -23,8 +27,14 @@ from plait.inference.layer_files import scratch_folder, write_layers
 from plait.inference.load import on_huge_pages
 from plait.inference.reading import buffer_bytes
 from plait.inference.source import Source
-from plait.inference.stored import Stored, read_into, stored_tensors
-from plait.inference.stream import SLOTS, WeightStream, block_bytes, brought, pinned_bytes
+from plait.inference.stored import StoredTensor, read_into, stored_tensors
+from plait.inference.stream import (
+    SLOTS,
+    WeightStream,
+    block_bytes,
+    pinned_bytes,
+    streamed_parameters,
+)
 from plait.model.blocks import find_blocks
 from plait.model.tied import tied_names
 from plait.parallel.hooks import Hooks, StepHook
@@ -37,129 +47,167 @@ from plait.units import format_bytes, format_enough_bytes
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Of one process. Bytes of weights."""
+class StreamingPlan:
+    """Streamed blocks of a model in one process, and bytes of weights."""
 
     streamed: tuple[str, ...]
-    """Blocks, in the order in which they run; those that stay lie between them, so that streaming
-    has their time, too.
-    """
+    """Names of the streamed blocks, in the order in which they run."""
     resident_bytes: int
-    """That stay."""
+    """Weights that stay in memory."""
     slot_bytes: int
-    """Of the places that streamed blocks compute in."""
+    """Slots in which streamed blocks compute."""
     streamed_bytes: int
-    """That are brought for every token, or for every piece of the prompts."""
+    """Weights that are brought for every token, and for every part of the prompts."""
     on_host: tuple[str, ...] = ()
-    """Those of `streamed` that are kept in pinned host memory. The others are read from files."""
+    """Streamed blocks that are kept in pinned host memory. The others are read from files."""
     read_bytes: int = 0
-    """Those of `streamed_bytes` that are read from files."""
+    """Part of `streamed_bytes` that is read from files."""
 
 
 class BudgetTooSmall(InputError):
-    """A budget that does not hold the layers that are streamed beside what every token needs."""
+    """Error of a budget that does not hold the streamed layers besides everything else."""
 
 
-class Streaming(StepHook):
-    """Ends the stream with the model."""
+class WeightStreamHook(StepHook):
+    """Hook that closes a stream of weights together with its model."""
 
     def __init__(self, stream: WeightStream) -> None:
         self.stream = stream
 
     def close(self) -> None:
-        """The thread and the files."""
+        """End the threads and close the files."""
         self.stream.close()
 
 
-def tensors_of(source: Source, model: nn.Module) -> dict[str, Stored]:
-    """Where the weights of `model`, of a folder of Transformers, lie; without its adapter's."""
-    files = weight_files(source.folder)
-    found: dict[str, Stored] = {}
-    for path in dict.fromkeys(files.values()):
-        found |= stored_tensors(path)
-    if source.adapter is None:
-        stored_as = stored_names(model, files)
-        renamed = {name: stored_as(name) for name in model.state_dict() if stored_as(name) != name}
-        return found | {name: found[stored] for name, stored in renamed.items() if stored in found}
-    found |= source.adapter.replaced
-    names = [
-        name for name in model.state_dict() if not is_adapters(name) and base_tensor(name) in found
-    ]
-    return {name: found[base_tensor(name)] for name in names}
+def tensors_of(source: Source, model: nn.Module) -> dict[str, StoredTensor]:
+    """Return the locations of a model's weights in the files of a Transformers folder.
 
+    Tensors of an adapter are left out, except for those that replace tensors of the base model.
 
-def tensors_in_files(source: Source, model: nn.Module) -> dict[str, Stored]:
-    """Where tensors lie in the files of a folder of Transformers, or in those of a checkpoint, in
-    parts.
+    Args:
+        source: The folder.
+        model: Its model, on the meta device.
+
+    Returns:
+        Locations by the names of the model.
     """
-    if source.checkpoint is None:
-        return tensors_of(source, model)
-    files = sorted(Path(str(source.checkpoint.path)).glob("*.safetensors"))
+    files = weight_files(source.folder)
+    tensors: dict[str, StoredTensor] = {}
+    for path in dict.fromkeys(files.values()):
+        tensors |= stored_tensors(path)
+
+    if source.adapter is None:
+        # A base model that was saved alone has names without its prefix.
+        stored_as = stored_names(model, files)
+        renamed = {}
+        for name in model.state_dict():
+            stored_name = stored_as(name)
+            if stored_name != name and stored_name in tensors:
+                renamed[name] = tensors[stored_name]
+        return tensors | renamed
+
+    tensors |= source.adapter.replaced
     return {
-        f"{path.name} {name}": one for path in files for name, one in stored_tensors(path).items()
+        name: tensors[base_tensor(name)]
+        for name in model.state_dict()
+        if not is_adapters(name) and base_tensor(name) in tensors
     }
 
 
-def tensors_to_stream(source: Source | None, model: nn.Module) -> tuple[dict[str, Stored], str]:
-    """Where the weights of `model`, on meta, lie when they are streamed, and why its layers are
-    written to new files first: "" where they are read where they lie. Raises InputError for files
-    of another model.
+def tensors_in_files(source: Source, model: nn.Module) -> dict[str, StoredTensor]:
+    """Return the locations of all stored tensors of a source.
+
+    For a Transformers folder they are those of `tensors_of`. For a checkpoint they are parts of
+    tensors, by file and name.
+    """
+    if source.checkpoint is None:
+        return tensors_of(source, model)
+    tensors = {}
+    for path in sorted(Path(str(source.checkpoint.path)).glob("*.safetensors")):
+        for name, tensor in stored_tensors(path).items():
+            tensors[f"{path.name} {name}"] = tensor
+    return tensors
+
+
+def tensors_to_stream(
+    source: Source | None, model: nn.Module
+) -> tuple[dict[str, StoredTensor], str]:
+    """Return the locations from which a model's weights are streamed.
+
+    Args:
+        source: Source of the weights, or None for a model without weights.
+        model: The model, on the meta device.
+
+    Returns:
+        Locations by name, and the reason why streamed layers are first written to new files. The
+        reason is empty if they are read from the source's files.
+
+    Raises:
+        InputError: The files belong to another model.
     """
     if source is None:
         return expected_tensors(model), ""
     if source.checkpoint is not None:
         return expected_tensors(model), "the tensors of a checkpoint lie in parts"
+
     stored = tensors_of(source, model)
     if source.adapter is None:
+        # Only for its checks: missing and unknown tensors are errors.
         sources_of(
             model, model.state_dict(keep_vars=True), weight_files(source.folder), source.folder
         )
-    for block in _movable(model):
-        for leaf, parameter in brought(model, block).items():
+    for block in _movable_blocks(model):
+        for leaf, parameter in streamed_parameters(model, block).items():
             name = f"{block}.{leaf}"
-            if (one := stored.get(name)) is None:
+            tensor = stored.get(name)
+            if tensor is None:
                 raise InputError(
                     f"{name} is not in the folder's files under that name, so its layer cannot be"
                     " streamed"
                 )
-            if one.shape != tuple(parameter.shape):
+            if tensor.shape != tuple(parameter.shape):
                 raise InputError(
-                    f"{one.path}: {name} is {list(one.shape)}, and the model's is"
+                    f"{tensor.path}: {name} is {list(tensor.shape)}, and the model's is"
                     f" {list(parameter.shape)}; is it another model's?"
                 )
-            if one.dtype != parameter.dtype:
-                kinds = [
-                    str(dtype).removeprefix("torch.") for dtype in (parameter.dtype, one.dtype)
-                ]
-                return (
-                    expected_tensors(model),
-                    f"they compute in {kinds[0]}, and are stored in {kinds[1]}",
-                )
+            if tensor.dtype != parameter.dtype:
+                computed = str(parameter.dtype).removeprefix("torch.")
+                saved = str(tensor.dtype).removeprefix("torch.")
+                reason = f"they compute in {computed}, and are stored in {saved}"
+                return expected_tensors(model), reason
     return stored, ""
 
 
-def plan(
+def plan_streaming(
     model: nn.Module,
-    stored: dict[str, Stored],
+    stored: dict[str, StoredTensor],
     *,
     budget_bytes: int,
     other_bytes: int,
     host_bytes: int = 0,
-) -> Plan:
-    """`model` is on meta. The budget is of the memory where it computes; `other_bytes` of it are
-    for other things than weights: keys and values, activations. `host_bytes` of host memory may be
-    pinned, where it computes elsewhere than on the CPU. Raises InputError, with the numbers, where
-    one of them is too small.
+) -> StreamingPlan:
+    """Choose the streamed blocks of a model. See Note [Choice of streamed blocks].
+
+    Args:
+        model: The model, on the meta device.
+        stored: Locations of its weights.
+        budget_bytes: Budget of the memory in which it computes.
+        other_bytes: Part of the budget that is not for weights: keys, values and activations.
+        host_bytes: Host memory that may be pinned. 0 for a model that computes on the CPU.
+
+    Raises:
+        InputError: The budget or the host memory is too small.
     """
-    sizes = _movable(model)
+    sizes = _movable_blocks(model)
     movable = list(sizes)
     total = sum(p.numel() * p.element_size() for p in model.parameters())
     if total + other_bytes <= budget_bytes:
-        return Plan((), total, 0, 0)
+        return StreamingPlan((), total, 0, 0)
+
     slots = _slot_bytes(model, stored, movable, on_cpu=not host_bytes)
     outside = total - sum(sizes.values())
-    room = budget_bytes - outside - other_bytes - slots
-    if room < 0 or not movable:
+    available = budget_bytes - outside - other_bytes - slots
+    if available < 0 or not movable:
         raise BudgetTooSmall(
             f"a budget of {format_bytes(budget_bytes)} is too small: weights outside of the"
             f" repeated layers and adapters take {format_bytes(outside)}, {SLOTS} layers"
@@ -167,76 +215,86 @@ def plan(
             f" give at least {format_enough_bytes(outside + slots + other_bytes)}, or ask for fewer"
             " tokens or prompts at once"
         )
-    count = min(len(movable), max(1, -(-(sum(sizes.values()) - room) // max(sizes.values()))))
-    chosen = tuple(movable[(2 * index + 1) * len(movable) // (2 * count)] for index in range(count))
-    streamed = sum(sizes[name] for name in chosen)
-    on_host = _kept_on_host(model, stored, chosen, host_bytes)
-    return Plan(
+
+    # Bytes of movable blocks that do not fit, in blocks of the largest size.
+    excess = sum(sizes.values()) - available
+    count = min(len(movable), max(1, -(-excess // max(sizes.values()))))
+    chosen = _spread_evenly(movable, count)
+    streamed_bytes = sum(sizes[name] for name in chosen)
+    on_host = _blocks_on_host(model, stored, chosen, host_bytes)
+    return StreamingPlan(
         chosen,
-        total - streamed,
+        total - streamed_bytes,
         slots,
-        streamed,
+        streamed_bytes,
         on_host,
-        streamed - sum(sizes[name] for name in on_host),
+        streamed_bytes - sum(sizes[name] for name in on_host),
     )
 
 
-def least_budget(model: nn.Module, stored: dict[str, Stored], *, other_bytes: int) -> int:
-    """Bytes with which every block is streamed that can be."""
-    sizes = _movable(model)
+def _spread_evenly(names: Sequence[str], count: int) -> tuple[str, ...]:
+    return tuple(names[(2 * index + 1) * len(names) // (2 * count)] for index in range(count))
+
+
+def least_budget(model: nn.Module, stored: dict[str, StoredTensor], *, other_bytes: int) -> int:
+    """Return the budget in bytes with which all blocks are streamed that can be, on the CPU."""
+    sizes = _movable_blocks(model)
     total = sum(p.numel() * p.element_size() for p in model.parameters())
-    return (
-        total
-        - sum(sizes.values())
-        + _slot_bytes(model, stored, list(sizes), on_cpu=True)
-        + other_bytes
-    )
+    slots = _slot_bytes(model, stored, list(sizes), on_cpu=True)
+    return total - sum(sizes.values()) + slots + other_bytes
 
 
-def _movable(model: nn.Module) -> dict[str, int]:
-    """Blocks that share no weight with another module, and their bytes."""
+def _movable_blocks(model: nn.Module) -> dict[str, int]:
+    """Return the blocks that share no weight with another module, and their bytes."""
     tied = {name for group in tied_names(model) for name in group}
-    found = {}
+    sizes = {}
     for name in find_blocks(model):
-        parameters = brought(model, name)
+        parameters = streamed_parameters(model, name)
         if not any(f"{name}.{leaf}" in tied for leaf in parameters):
-            found[name] = sum(p.numel() * p.element_size() for p in parameters.values())
-    return found
+            sizes[name] = sum(p.numel() * p.element_size() for p in parameters.values())
+    return sizes
 
 
 def _slot_bytes(
-    model: nn.Module, stored: dict[str, Stored], blocks: Sequence[str], *, on_cpu: bool
+    model: nn.Module, stored: dict[str, StoredTensor], blocks: Sequence[str], *, on_cpu: bool
 ) -> int:
-    """Of the places for weights, and on the CPU of what files are read into before."""
+    """Return the size of all slots, and on the CPU of the buffers that files are read to."""
     largest = max((block_bytes(model, name, stored, on_cpu=on_cpu) for name in blocks), default=0)
-    return min(SLOTS, len(blocks)) * largest + (buffer_bytes(largest) if on_cpu else 0)
+    buffers = buffer_bytes(largest) if on_cpu else 0
+    return min(SLOTS, len(blocks)) * largest + buffers
 
 
-def _kept_on_host(
-    model: nn.Module, stored: dict[str, Stored], streamed: tuple[str, ...], host_bytes: int
+def _blocks_on_host(
+    model: nn.Module, stored: dict[str, StoredTensor], streamed: tuple[str, ...], host_bytes: int
 ) -> tuple[str, ...]:
-    """All of `streamed` where they fit into `host_bytes`, else some, evenly, beside the staging
-    buffers of the others. Raises InputError where not even those fit.
+    """Return the streamed blocks that are kept in pinned host memory.
+
+    They are all streamed blocks if they fit. Otherwise they are some, distributed evenly, and the
+    staging buffers of the others take the rest of the memory.
+
+    Raises:
+        InputError: Not even the staging buffers fit.
     """
     if not host_bytes:
         return ()
-    each = [pinned_bytes(block_bytes(model, name, stored, on_cpu=False)) for name in streamed]
-    if sum(each) <= host_bytes:
+    sizes = [pinned_bytes(block_bytes(model, name, stored, on_cpu=False)) for name in streamed]
+    if sum(sizes) <= host_bytes:
         return streamed
-    staging = min(SLOTS, len(each)) * max(each)
+    largest = max(sizes)
+    # Each slot has a staging buffer of the size of the largest block.
+    staging = min(SLOTS, len(sizes)) * largest
     if staging > host_bytes:
         raise InputError(
             f"{format_bytes(host_bytes)} of host memory are too little: {min(SLOTS, len(streamed))}"
             f" layers that are read from files take {format_bytes(staging)}"
         )
-    count = (host_bytes - staging) // max(each)
-    return tuple(streamed[(2 * index + 1) * len(streamed) // (2 * count)] for index in range(count))
+    return _spread_evenly(streamed, (host_bytes - staging) // largest)
 
 
-def expected_tensors(model: nn.Module) -> dict[str, Stored]:
-    """The same, of files that a model on meta would be written to."""
+def expected_tensors(model: nn.Module) -> dict[str, StoredTensor]:
+    """Return the tensors of files that a model on the meta device would be written to."""
     return {
-        name: Stored(Path(), 0, p.numel() * p.element_size(), p.dtype, tuple(p.shape))
+        name: StoredTensor(Path(), 0, p.numel() * p.element_size(), p.dtype, tuple(p.shape))
         for name, p in model.named_parameters()
         if not is_adapters(name)
     }
@@ -251,16 +309,26 @@ def load_streamed(
     host_bytes: int = 0,
     dtype: torch.dtype | None = None,
     scratch: Path | None = None,
-) -> tuple[ShardedModel, Plan]:
-    """Load the model in one process, on its device, within the budget (see `plan`).
+) -> tuple[ShardedModel, StreamingPlan]:
+    """Load a model in one process, with streamed blocks if it does not fit into the budget.
 
-    Streamed layers that no files hold as they compute (see `tensors_to_stream`) are first written
-    to files without a name in the folder `scratch` (the system's for temporary files). Raises
-    InputError if the model cannot be loaded.
+    Streamed layers that no files contain in the form in which they compute (see
+    `tensors_to_stream`) are first written to temporary files.
+
+    Args:
+        source: Source of the model.
+        budget_bytes: See `plan_streaming`.
+        other_bytes: See `plan_streaming`.
+        host_bytes: See `plan_streaming`.
+        dtype: Dtype of the model. None stands for the dtype that it was saved in.
+        scratch: Folder of temporary files. None stands for the system's.
+
+    Raises:
+        InputError: The model cannot be loaded.
     """
     model = source.model(dtype)
     stored, written = tensors_to_stream(source, model)
-    planned = plan(
+    planned = plan_streaming(
         model, stored, budget_bytes=budget_bytes, other_bytes=other_bytes, host_bytes=host_bytes
     )
     resolved = resolve(
@@ -273,35 +341,36 @@ def load_streamed(
             if planned.streamed:
                 folder = stack.enter_context(scratch_folder(scratch, planned.streamed_bytes))
                 stored = write_layers(source, model, planned.streamed, folder)
+        # Before `shard`, which would allocate memory for parameters with elements.
+        streamed_names = _make_empty(model, planned.streamed)
         mesh, parts, _ = shard(
-            checked, weights=on_huge_pages(_filler(source, stored, _empty(model, planned.streamed)))
+            checked, weights=on_huge_pages(_resident_filler(source, stored, streamed_names))
         )
         model.requires_grad_(False)
+        # The stream opens the temporary files before the folder is removed.
         if planned.streamed:
-            streaming = Streaming(
-                WeightStream(
-                    model, planned.streamed, stored, device=mesh.device, on_host=planned.on_host
-                )
+            stream = WeightStream(
+                model, planned.streamed, stored, device=mesh.device, on_host=planned.on_host
             )
-            parts = parts.with_(hooks=Hooks((*parts.hooks.all, streaming)))
-    return (
-        ShardedModel(parts, mesh, resolved, forward=default_forward, handle="plait generate"),
-        planned,
-    )
+            parts = parts.with_(hooks=Hooks((*parts.hooks.all, WeightStreamHook(stream))))
+    sharded = ShardedModel(parts, mesh, resolved, forward=default_forward, handle="plait generate")
+    return sharded, planned
 
 
-def _filler(source: Source, stored: dict[str, Stored], streamed: frozenset[str]) -> Filler:
-    """What gives a model the weights that stay."""
+def _resident_filler(
+    source: Source, stored: dict[str, StoredTensor], streamed: frozenset[str]
+) -> Filler:
+    """Return a function that reads the weights that stay in memory."""
 
     def fill(model: nn.Module, *, whole: nn.Module, filled: Callable[[torch.Tensor], None]) -> None:
-        leaving = streamed | _read_resident(model, stored, streamed)
+        done = streamed | _read_in_place(model, stored, streamed)
         others = {
             name: tensor
             for name, tensor in model.state_dict(keep_vars=True).items()
-            if name not in leaving
+            if name not in done
         }
-        for some in _by_layer(others, find_blocks(whole)):
-            source.fill(some, whole=whole)
+        for layer in _by_layer(others, find_blocks(whole)):
+            source.fill(layer, whole=whole)
             trim_heap()
         for tensor in others.values():
             filled(tensor)
@@ -312,61 +381,57 @@ def _filler(source: Source, stored: dict[str, Stored], streamed: frozenset[str])
 def _by_layer(
     tensors: dict[str, torch.Tensor], blocks: Sequence[str]
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Those of a layer together, since the parts of files that are read together are in memory at
-    once, and others one by one.
+    """Yield the tensors of each layer together, and all others one by one.
+
+    Parts of files that are read together are in memory together.
     """
-    of = {
-        name: next((block for block in blocks if name.startswith(f"{block}.")), name)
-        for name in tensors
-    }
-    for key in dict.fromkeys(of.values()):
-        yield {name: tensor for name, tensor in tensors.items() if of[name] == key}
+    groups: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        layer = next((block for block in blocks if name.startswith(f"{block}.")), name)
+        groups.setdefault(layer, {})[name] = tensor
+    yield from groups.values()
 
 
-def _read_resident(
-    model: nn.Module, stored: dict[str, Stored], streamed: frozenset[str]
+def _read_in_place(
+    model: nn.Module, stored: dict[str, StoredTensor], streamed: frozenset[str]
 ) -> frozenset[str]:
-    """Read what stays straight into its place, and return its names: a file that is mapped would
-    take the memory twice. What is stored in another dtype, or stays on another device, is left out.
+    """Read tensors that stay in memory directly to their memory, and return their names.
+
+    A mapping of the file would take the memory twice. Tensors on another device, and tensors that
+    are stored in another dtype, are left out.
     """
     done = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
-        one = stored.get(name)
-        if (
-            tensor.device.type != "cpu"
-            or one is None
-            or name in streamed
-            or one.dtype != tensor.dtype
-            or one.shape != tuple(tensor.shape)
-        ):
+        location = stored.get(name)
+        if location is None or name in streamed or tensor.device.type != "cpu":
             continue
-        if not one.size or not tensor.is_contiguous():
+        if location.dtype != tensor.dtype or location.shape != tuple(tensor.shape):
             continue
-        file = os.open(one.path, os.O_RDONLY)
+        if not location.size or not tensor.is_contiguous():
+            continue
+        memory = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+        file = os.open(location.path, os.O_RDONLY)
         try:
-            read_into(
-                file,
-                memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy().data),
-                one,
-                threading.Event(),
-            )
+            read_into(file, memoryview(memory.data), location, threading.Event())
         finally:
             os.close(file)
         done.add(name)
     return frozenset(done)
 
 
-def _empty(model: nn.Module, blocks: Sequence[str]) -> frozenset[str]:
-    """Replace the parameters of streamed blocks, on meta, by ones without elements; returns their
-    names.
+def _make_empty(model: nn.Module, blocks: Sequence[str]) -> frozenset[str]:
+    """Replace the parameters of streamed blocks by parameters without elements.
+
+    Returns:
+        The full names of the parameters.
     """
-    names = [f"{block}.{leaf}" for block in blocks for leaf in brought(model, block)]
-    for name in names:
-        owner, _, leaf = name.rpartition(".")
-        own = own_parameters(model.get_submodule(owner))
-        held = own[leaf]
-        assert held is not None
-        own[leaf] = nn.Parameter(
-            torch.empty(0, dtype=held.dtype, device="meta"), requires_grad=False
-        )
+    names = []
+    for block in blocks:
+        for leaf, parameter in streamed_parameters(model, block).items():
+            name = f"{block}.{leaf}"
+            owner, _, attribute = name.rpartition(".")
+            empty = torch.empty(0, dtype=parameter.dtype, device="meta")
+            parameters = own_parameters(model.get_submodule(owner))
+            parameters[attribute] = nn.Parameter(empty, requires_grad=False)
+            names.append(name)
     return frozenset(names)

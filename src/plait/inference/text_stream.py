@@ -1,4 +1,4 @@
-"""Tokens of one request as text, at once and as they come."""
+"""Text of the new tokens of one request, at once and as a stream."""
 
 from __future__ import annotations
 
@@ -6,22 +6,34 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-_UNKNOWN = "\ufffd"
-"""What a tokenizer makes of bytes that are no whole character yet."""
+_REPLACEMENT = "\ufffd"
+"""Character that a tokenizer writes for bytes that are not a complete character yet."""
 _MAY_LOSE_SPACES = re.compile(r"(?: +(?:n *'?|'[vr]?)?|'+)$")
-"""The end of a text in which Transformers' clean_up_tokenization takes spaces away, or no longer
-the one before "'", once more follows: "do n '" becomes "don't" with the next token.
+"""End of a text that Transformers' `clean_up_tokenization` may change after the next token.
+
+It removes spaces: "do n '" becomes "don't" with the next token. It may also restore a space before
+an apostrophe.
 """
-_WAIT = 8
-"""Tokens for which it is hoped that a text that no longer begins with what was given does so again.
+_MAX_WAIT_TOKENS = 8
+"""Number of tokens for which a changed text is held back, because it may change back."""
+_MAX_COMPARED_CHARACTERS = 256
+_PROMPT_TOKENS = 8
+"""Number of the prompt's last tokens that are decoded with new ones.
+
+They are enough for a character of 4 bytes.
 """
-_LOOK_BACK = 256
-"""Characters."""
 
 
 def text_of(tokenizer: Any, token_ids: Sequence[int], **options: Any) -> str:
-    """What `tokenizer.decode` makes of tokens. Numbers that the vocabulary leaves out have no text:
-    fast tokenizers pass over them, others fail at them.
+    """Decode tokens.
+
+    Numbers that the vocabulary leaves out have no text. Fast tokenizers skip them, others raise an
+    error.
+
+    Args:
+        tokenizer: A tokenizer of Transformers.
+        token_ids: The tokens.
+        options: Options of its `decode`.
     """
     try:
         return str(tokenizer.decode(token_ids, **options))
@@ -32,10 +44,6 @@ def text_of(tokenizer: Any, token_ids: Sequence[int], **options: Any) -> str:
         return str(tokenizer.decode([token for token in token_ids if token in known], **options))
 
 
-_TAIL = 8
-"""Last tokens of a prompt that are decoded with the new ones, enough for a character of 4 bytes."""
-
-
 def text_after(
     tokenizer: Any, prompt: Sequence[int], token_ids: Sequence[int], **options: Any
 ) -> str:
@@ -43,77 +51,102 @@ def text_after(
 
     Tokenizers that mark spaces (Llama, Mistral, Phi 3) drop the space before the first token that
     they decode. Some tokens of the prompt are therefore decoded too, and their text is removed.
+
+    Args:
+        tokenizer: A tokenizer of Transformers.
+        prompt: Tokens of the prompt.
+        token_ids: The new tokens.
+        options: Options of the tokenizer's `decode`.
     """
-    tail = list(prompt[-_TAIL:])
+    tail = list(prompt[-_PROMPT_TOKENS:])
     if not tail:
         return text_of(tokenizer, token_ids, **options)
-    # the new tokens may end the prompt's last character
-    before = text_of(tokenizer, tail, **options).rstrip(_UNKNOWN)
+    # The new tokens may complete the prompt's last character.
+    before = text_of(tokenizer, tail, **options).rstrip(_REPLACEMENT)
     text = text_of(tokenizer, [*tail, *token_ids], **options)
-    return text[len(before) if text.startswith(before) else _most_like(before, text) :]
+    return _text_behind(before, text)
 
 
 class TextStream:
-    """Gives the text of a token when no later token changes it: all bytes of its characters are
-    there, and spaces that a clean-up may still remove are not at its end. Pieces add up to
-    `text()`.
+    """Yields the text of tokens as soon as no later token changes it.
+
+    Incomplete characters are held back, and spaces at the end that a clean-up may still remove. The
+    returned texts add up to `text()`.
+
+    Args:
+        tokenizer: A tokenizer of Transformers.
+        prompt: Tokens of the prompt.
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int] = ()) -> None:
-        """Start after the tokens of `prompt`."""
-        self._tokenizer, self._prompt = tokenizer, tuple(prompt[-_TAIL:])
+        self._tokenizer = tokenizer
+        self._prompt = tuple(prompt[-_PROMPT_TOKENS:])
         self._tokens: list[int] = []
         self._cleans = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
-        self._given = ""
+        self._returned = ""
+        """Text that has been returned so far."""
         self._waited = 0
+        """Number of tokens since the text stopped to begin with `_returned`."""
 
     def add(self, token: int) -> str:
-        """The new text, "" while a later token may change it."""
+        """Add a token, and return the new text. It is empty while a later token may change it."""
         self._tokens.append(token)
         text = self.text()
-        if text.endswith(_UNKNOWN):
+        # The last character is not complete.
+        if text.endswith(_REPLACEMENT):
             return ""
         if self._cleans:
             text = _MAY_LOSE_SPACES.sub("", text)
-        if self._given.startswith(text):
+        if self._returned.startswith(text):
             return ""
-        if not text.startswith(self._given):
+        # A text that was returned has changed, and may change back.
+        if not text.startswith(self._returned):
             self._waited += 1
-            if self._waited < _WAIT:
+            if self._waited < _MAX_WAIT_TOKENS:
                 return ""
-        return self._new(text)
+        return self._advance(text)
 
     def rest(self) -> str:
-        """What is left at the end."""
-        return self._new(self.text())
+        """Return the text that is left at the end."""
+        return self._advance(self.text())
 
     def text(self) -> str:
-        """Of all tokens."""
+        """Return the text of all tokens."""
         return text_after(self._tokenizer, self._prompt, self._tokens, skip_special_tokens=True)
 
-    def _new(self, text: str) -> str:
-        given = self._given
-        self._given = text
+    def _advance(self, text: str) -> str:
+        new = _text_behind(self._returned, text)
+        self._returned = text
         self._waited = 0
-        return text[len(given) if text.startswith(given) else _most_like(given, text) :]
+        return new
 
 
-def _most_like(given: str, text: str) -> int:
-    """How many characters of `text` are as `given` with the fewest edits, so that the others after
-    `given` leave the fewest wrong ones.
+def _text_behind(before: str, text: str) -> str:
+    """Return what `text` adds to `before`, which may differ from its beginning."""
+    if text.startswith(before):
+        return text[len(before) :]
+    return text[_closest_prefix(before, text) :]
+
+
+def _closest_prefix(before: str, text: str) -> int:
+    """Return the length of the prefix of `text` with the smallest edit distance to `before`.
+
+    The text behind it then leaves the fewest wrong characters after `before`.
     """
-    same = next(
-        (at for at, (one, other) in enumerate(zip(given, text, strict=False)) if one != other),
-        min(len(given), len(text)),
-    )
-    given = given[same:]
-    rest = text[same:]
-    if max(len(given), len(rest)) > _LOOK_BACK:
-        return min(same + len(given), len(text))
-    edits = list(range(len(rest) + 1))
-    for char in given:
-        before = edits
-        edits = [edits[0] + 1]
-        for at, other in enumerate(rest):
-            edits.append(min(before[at] + (char != other), before[at + 1] + 1, edits[at] + 1))
+    shorter = min(len(before), len(text))
+    same = next((index for index in range(shorter) if before[index] != text[index]), shorter)
+    before = before[same:]
+    text = text[same:]
+    # The time is the product of both lengths.
+    if max(len(before), len(text)) > _MAX_COMPARED_CHARACTERS:
+        return same + min(len(before), len(text))
+
+    # Row of the Levenshtein matrix: edits from the characters of `before` so far to each prefix.
+    edits = list(range(len(text) + 1))
+    for character in before:
+        previous = edits
+        edits = [previous[0] + 1]
+        for index, other in enumerate(text):
+            substituted = previous[index] + (character != other)
+            edits.append(min(substituted, previous[index + 1] + 1, edits[index] + 1))
     return same + edits.index(min(edits))

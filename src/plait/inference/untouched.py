@@ -1,4 +1,4 @@
-"""A model in training that generates, and goes on as if it had not."""
+"""Protection of a model in training from changes by a generation."""
 
 from __future__ import annotations
 
@@ -12,45 +12,54 @@ from torch import nn
 from plait._torch.storage import version_of
 from plait.cluster import accelerator
 
-_PLAIN = (bool, int, float, str, type(None))
+_PLAIN_TYPES = (bool, int, float, str, type(None))
 
 
 @contextmanager
 def untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """At the end, buffers, plain attributes of modules and torch's generators are as they were. A
-    forward over a longer input changes some of them: frequencies of rotary embeddings that follow
-    the length, and the length that they were made for.
+    """Restore buffers, plain attributes of modules and torch's generators at the end.
+
+    A forward over a longer input changes some of them: rotary frequencies that depend on the length
+    of the input, and the length that they were computed for.
+
+    Args:
+        model: The model.
+        device: Its device, whose generator is restored as well.
     """
-    buffers = [
-        (module, name, buffer, buffer.detach().clone(), version_of(buffer))
-        for module in model.modules()
-        for name, buffer in module.named_buffers(recurse=False)
-    ]
-    plain = [(module, _attributes(module)) for module in model.modules()]
-    with torch.random.fork_rng(
-        devices=[device] if device.type != "cpu" else [], device_type=_generator_of(device)
-    ):
+    buffers = []
+    attributes = []
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            buffers.append((module, name, buffer, buffer.detach().clone(), version_of(buffer)))
+        attributes.append((module, _plain_attributes(module)))
+
+    device_type = accelerator.NAME if device.type == "cpu" else device.type
+    devices = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices=devices, device_type=device_type):
         try:
             yield
         finally:
             for module, name, buffer, before, version in buffers:
+                # Without a write there is nothing to copy, and no version counter to increase.
                 if version_of(buffer) != version:
                     buffer.detach().copy_(before)
                 if getattr(module, name, None) is not buffer:
                     setattr(module, name, buffer)
-            for module, attributes in plain:
-                for name, value in attributes.items():
-                    if name != "training" and module.__dict__.get(name, attributes) is not value:
-                        module.__dict__[name] = value
+            for module, values in attributes:
+                _restore_attributes(module, values)
 
 
-def _attributes(module: nn.Module) -> dict[str, Any]:
+def _plain_attributes(module: nn.Module) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(module).items()
-        if isinstance(value, _PLAIN) or type(value) is torch.Tensor
+        if isinstance(value, _PLAIN_TYPES) or type(value) is torch.Tensor
     }
 
 
-def _generator_of(device: torch.device) -> str:
-    return accelerator.NAME if device.type == "cpu" else device.type
+def _restore_attributes(module: nn.Module, values: dict[str, Any]) -> None:
+    missing = object()
+    for name, value in values.items():
+        # The caller restores the training mode.
+        if name != "training" and module.__dict__.get(name, missing) is not value:
+            module.__dict__[name] = value

@@ -1,4 +1,4 @@
-"""How many tokens a model and a tokenizer have."""
+"""Sizes of the vocabularies of a model and a tokenizer."""
 
 from __future__ import annotations
 
@@ -8,21 +8,26 @@ from torch import nn
 
 
 def tokens_of_model(model: nn.Module) -> int | None:
-    """Rows of its embedding, of which the last may be padding; None where it does not say."""
-    find: Any = getattr(model, "get_input_embeddings", None)
-    embedding = find() if callable(find) else None
-    found = getattr(embedding, "num_embeddings", None)
-    return found if isinstance(found, int) else None
+    """Return the number of rows of a model's embedding, or None if it is unknown.
+
+    The last rows may be padding.
+    """
+    get_input_embeddings: Any = getattr(model, "get_input_embeddings", None)
+    if not callable(get_input_embeddings):
+        return None
+    rows = getattr(get_input_embeddings(), "num_embeddings", None)
+    return rows if isinstance(rows, int) else None
 
 
 def tokens_of_tokenizer(tokenizer: Any) -> int | None:
-    """One more than its highest token, since a vocabulary may leave numbers out. None without a
-    tokenizer.
+    """Return the highest token of a tokenizer plus one, or None without a tokenizer.
+
+    A vocabulary may leave numbers out, so its length can be smaller.
     """
     if tokenizer is None:
         return None
-    vocabulary: Any = getattr(tokenizer, "get_vocab", None)
-    found = vocabulary() if callable(vocabulary) else {}
-    return (
-        max(len(tokenizer), *(token + 1 for token in found.values())) if found else len(tokenizer)
-    )
+    get_vocab: Any = getattr(tokenizer, "get_vocab", None)
+    vocabulary = get_vocab() if callable(get_vocab) else {}
+    if not vocabulary:
+        return len(tokenizer)
+    return max(len(tokenizer), max(vocabulary.values()) + 1)

@@ -1,9 +1,8 @@
-"""The losses of a mixture-of-experts model's routers, added to that of its tokens as Transformers
-does.
+"""Losses of the routers of a mixture-of-experts model, added to the loss of its tokens.
 
 `model(..., labels=...)` of Transformers returns, for one micro-batch, the mean cross entropy plus
-`router_aux_loss_coef` times the balance loss. A step's loss is the mean of these over its
-micro-batches on all ranks, each weighted by its number of targets.
+`router_aux_loss_coef` times the balance loss. The loss of a step is the mean of these over the
+micro-batches of all ranks, each weighted by its number of targets.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ from plait.parallel.experts.router_statistics import RouterStatistics
 
 @dataclass(frozen=True)
 class BalancedLoss:
-    """`inner`, and the losses of routers of every micro-batch as often as it has targets."""
+    """Loss of tokens plus the losses of routers, which count once per target of a micro-batch."""
 
     inner: CausalLMLoss
     coefficient: float
-    """Of the balance loss; 0 for none."""
+    """Coefficient of the balance loss; 0: no balance loss."""
     statistics: RouterStatistics | None = None
-    """Where there is a z loss, or a balance loss that the model's output does not have."""
+    """Statistics for a z loss, or for a balance loss that the model's output does not have."""
 
     @property
     def split_logits(self) -> bool:
-        """See `CausalLMLoss`."""
+        """True if the loss accepts logits that are split along the vocabulary."""
         return self.inner.split_logits
 
     def __call__(
@@ -43,67 +42,77 @@ class BalancedLoss:
         balance: torch.Tensor | None = getattr(output, "aux_loss", None)
         if self.statistics is not None:
             balance, z = self.statistics.losses()
-            total = total + z * weight if self.statistics.z_loss else total
+            if self.statistics.z_loss:
+                total = total + z * weight
         if balance is None or not self.coefficient:
             return total, weight
-        # a number times an integer tensor would be of float32
+        # The order matters: a number times the integer weight would be float32.
         return (total + balance * weight * self.coefficient, weight)
 
     def weight(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Number of targets, int64."""
+        """Return the number of targets, int64."""
         return self.inner.weight(batch)
 
 
 def with_balance_loss(
     loss: Loss | None, model: nn.Module, statistics: RouterStatistics | None = None
 ) -> Loss | None:
-    """`loss` with the balance loss of a model of Transformers whose own loss has one: of
-    `CausalLMLoss`, because another one may add `output.aux_loss` itself.
+    """Add the balance loss of a Transformers model to its loss, if the model has one.
+
+    It is added to `CausalLMLoss` only, because another loss may add `output.aux_loss` itself.
+
+    Args:
+        loss: The loss of the tokens.
+        model: The model.
+        statistics: Statistics of its routers if the model's own balance loss is not enough.
+
+    Raises:
+        ConfigError: A setting needs the statistics, and they cannot be added to this loss.
     """
     coefficient = balance_coefficient(model)
-    if not isinstance(loss, CausalLMLoss) or _is_own(loss):
-        rule = (
-            "it is added to plait.causal_lm_loss, and the loss is"
-            f" {'none' if loss is None else type(loss).__name__}"
-        )
-        if statistics is not None and statistics.z_loss:
-            raise ConfigError(
-                Problem(
-                    "experts.z_loss",
-                    statistics.z_loss,
-                    rule,
-                    "pass loss_fn=plait.causal_lm_loss, or use 0",
-                )
-            )
-        if statistics is not None and statistics.is_global:
-            raise ConfigError(
-                Problem(
-                    "experts.balance",
-                    "global",
-                    rule,
-                    'pass loss_fn=plait.causal_lm_loss, or use "micro_batch"',
-                )
-            )
-        if statistics is not None and statistics.balances:
-            rule = (
-                "with parallel.pp or parallel.cp the balance loss is a sum over ranks, which no"
-                f" output holds; {rule}"
-            )
-            remedy = "pass loss_fn=plait.causal_lm_loss, or use False"
-            raise ConfigError(Problem("model.config.output_router_logits", True, rule, remedy))
+    # Another loss may add `output.aux_loss` itself.
+    if not isinstance(loss, CausalLMLoss) or _is_user_defined(loss):
+        if statistics is not None:
+            _refuse_statistics(loss, statistics)
         return loss
     if statistics is None:
-        return BalancedLoss(loss, coefficient) if coefficient is not None else loss
-    return BalancedLoss(loss, coefficient or 0.0 if statistics.balances else 0.0, statistics)
+        if coefficient is None:
+            return loss
+        return BalancedLoss(loss, coefficient)
+    if coefficient is None or not statistics.balances:
+        coefficient = 0.0
+    return BalancedLoss(loss, coefficient, statistics)
+
+
+def _refuse_statistics(loss: Loss | None, statistics: RouterStatistics) -> None:
+    """Refuse settings whose losses cannot be added to this loss."""
+    name = "none" if loss is None else type(loss).__name__
+    rule = f"it is added to plait.causal_lm_loss, and the loss is {name}"
+    remedy = "pass loss_fn=plait.causal_lm_loss, or use"
+    if statistics.z_loss:
+        raise ConfigError(Problem("experts.z_loss", statistics.z_loss, rule, f"{remedy} 0"))
+    if statistics.is_global:
+        raise ConfigError(Problem("experts.balance", "global", rule, f'{remedy} "micro_batch"'))
+    if statistics.balances:
+        rule = (
+            "with parallel.pp or parallel.cp the balance loss is a sum over ranks, which no"
+            f" output holds; {rule}"
+        )
+        raise ConfigError(
+            Problem("model.config.output_router_logits", True, rule, f"{remedy} False")
+        )
 
 
 def without_balance_loss(loss: Any) -> Any:
-    """What it was made of: what a pipeline checks, because the balance loss is sent along with the
-    activations.
+    """Return the loss of the tokens alone.
+
+    A pipeline checks this one, because the statistics are sent along with the activations.
     """
-    return loss.inner if isinstance(loss, BalancedLoss) else loss
+    if isinstance(loss, BalancedLoss):
+        return loss.inner
+    return loss
 
 
-def _is_own(loss: CausalLMLoss) -> bool:
-    """Whether a subclass of a user's computes the loss itself."""
+def _is_user_defined(loss: CausalLMLoss) -> bool:
+    """Return True if the class of the user computes the loss itself."""
     return not type(loss).__module__.startswith("plait.losses.")

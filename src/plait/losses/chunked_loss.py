@@ -1,16 +1,17 @@
 """Next-token cross entropy without full logits.
 
-The head and the loss are computed for one chunk of tokens at a time, which saves about 12 bytes per
-token and vocabulary entry. The forward computes the gradients of a chunk together with its loss,
-while the logits of the chunk exist, so the head is computed once. The gradients of the hidden
-states [tokens, hidden] and of the head's parameters are stored until the backward, which scales
-them. Gradients of parameters are accumulated in float32 or wider. If gradients are disabled (an
-evaluation), only the loss is computed. In float16 the chunks are computed again in the backward,
-which knows the loss scale.
+Note [Loss in chunks]
+    The head and the loss are computed for one chunk of tokens at a time, which saves about 12 bytes
+    per token and vocabulary entry. The forward computes the gradients of a chunk together with its
+    loss, while the logits of the chunk exist, so the head is computed once. The gradients of the
+    hidden states [tokens, hidden] and of the head's parameters are stored until the backward, which
+    scales them. Gradients of parameters are accumulated in float32 or wider. If gradients are
+    disabled (an evaluation), only the loss is computed. In float16 the chunks are computed again in
+    the backward, which knows the loss scale.
 
-While the model runs, its head returns its input. Elementwise changes that the model makes to its
-logits afterwards (a soft cap, a scale, a cast) are recorded and applied to each chunk. All other
-changes are refused.
+    While the model runs, its head returns its input. Elementwise changes that the model makes to
+    its logits afterwards (a soft cap, a scale, a cast) are recorded and applied to each chunk. All
+    other changes are refused.
 """
 
 from __future__ import annotations
@@ -43,16 +44,17 @@ Head = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class DeferredLogits:
-    """What stands in place of logits: the head, not yet applied."""
+    """Replaces logits: a head that has not been applied yet."""
 
     hidden: torch.Tensor
-    """The head's input [batch, seq, hidden]."""
+    """Input of the head [batch, seq, hidden]."""
     head: Head
-    """Gives logits [tokens, vocab] of hidden states [tokens, hidden]; split over the vocabulary
-    where a loss can use them so.
+    """Function from hidden states [tokens, hidden] to logits [tokens, vocab].
+
+    The logits are split over the vocabulary if the loss supports it.
     """
     parameters: tuple[nn.Parameter, ...]
-    """The head's own that are trained."""
+    """Trainable parameters of the head."""
 
     def full(self) -> torch.Tensor:
         """Return the logits [batch, seq, vocab]."""
@@ -62,8 +64,9 @@ class DeferredLogits:
 
 @dataclass(frozen=True)
 class ChunkedCausalLMLoss(CausalLMLoss):
-    """`CausalLMLoss`, value and gradients, for a model whose forward is `deferred`. Takes plain
-    logits too.
+    """`CausalLMLoss` in chunks, for a model whose forward is `deferred`.
+
+    Value and gradients are the same. Plain logits are accepted too. See Note [Loss in chunks].
     """
 
     split_logits: ClassVar[bool] = True
@@ -77,47 +80,54 @@ class ChunkedCausalLMLoss(CausalLMLoss):
         if not isinstance(logits, DeferredLogits):
             return super().__call__(output, batch)
         targets = self._targets(batch)
-        return (
-            chunked_cross_entropy(logits, targets, chunk_tokens=self.chunk_tokens),
-            (targets != IGNORED).sum(),
-        )
+        total = chunked_cross_entropy(logits, targets, chunk_tokens=self.chunk_tokens)
+        return total, (targets != IGNORED).sum()
 
 
 def chunked_causal_lm_loss(
     hidden: torch.Tensor, head: nn.Module, labels: torch.Tensor, *, chunk_tokens: int = 1024
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sum of the cross entropies, number of targets) for your own training loop.
+    """Compute the causal language model loss in chunks, for the user's own training loop.
 
-    `hidden` [batch, seq, hidden] is the input of `head`, the layer that makes logits; `labels`
-    [batch, seq] int64 are shifted here (position t predicts label t + 1), -100 ignored. The same as
-    applying the head and `plait.causal_lm_loss`, in the memory of `chunk_tokens` tokens.
+    It equals the head followed by `plait.causal_lm_loss`, in the memory of `chunk_tokens` tokens.
+
+    Args:
+        hidden: Input of the head [batch, seq, hidden].
+        head: The layer that computes logits.
+        labels: [batch, seq] int64. They are shifted here (position t predicts label t + 1), and
+            -100 is ignored.
+        chunk_tokens: Tokens whose logits exist at the same time.
+
+    Returns:
+        (sum of the cross entropies, number of targets), both 0-dimensional.
     """
     targets = shifted(labels)
     deferred = DeferredLogits(hidden, head, tuple(p for p in head.parameters() if p.requires_grad))
-    return (
-        chunked_cross_entropy(deferred, targets, chunk_tokens=chunk_tokens),
-        (targets != IGNORED).sum(),
-    )
+    total = chunked_cross_entropy(deferred, targets, chunk_tokens=chunk_tokens)
+    return total, (targets != IGNORED).sum()
 
 
 def chunked_cross_entropy(
     logits: DeferredLogits, targets: torch.Tensor, *, chunk_tokens: int
 ) -> torch.Tensor:
-    """Sum over targets, 0-dimensional. `targets` [batch, seq] int64, `IGNORED` ones count for
-    nothing.
+    """Return the sum of the cross entropies over all targets, 0-dimensional.
+
+    Args:
+        logits: The head and its input.
+        targets: [batch, seq] int64. `IGNORED` ones do not count.
+        chunk_tokens: Tokens whose logits exist at the same time.
     """
     hidden = logits.hidden
     chunks = _chunks(hidden, targets, chunk_tokens)
     if not torch.is_grad_enabled() or not (hidden.requires_grad or logits.parameters):
-        return torch.stack(
-            [cross_entropy_sum(logits.head(chunk), wanted) for chunk, wanted in chunks]
-        ).sum()
+        return _sum_of_chunks(logits.head, chunks)
+    # The loss scale is known in the backward only.
     if _computes_in_float16(logits):
         return _GradientsInBackward.apply(hidden, targets, logits, chunk_tokens, *logits.parameters)
 
     value, gradients = _with_gradients(logits, chunks)
     total = value
-    # One node of the graph per tensor: a pipeline that splits its backward asks for them at
+    # One node of the graph per tensor: a pipeline that splits its backward computes them at
     # different times.
     for tensor, gradient in gradients:
         if gradient is not None:
@@ -128,18 +138,21 @@ def chunked_cross_entropy(
 def _chunks(
     hidden: torch.Tensor, targets: torch.Tensor, size: int
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return list(
-        zip(
-            hidden.reshape(-1, hidden.shape[-1]).split(size),
-            targets.reshape(-1).split(size),
-            strict=True,
-        )
-    )
+    """Return chunks of ([tokens, hidden], [tokens])."""
+    hidden_chunks = hidden.reshape(-1, hidden.shape[-1]).split(size)
+    target_chunks = targets.reshape(-1).split(size)
+    return list(zip(hidden_chunks, target_chunks, strict=True))
+
+
+def _sum_of_chunks(head: Head, chunks: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    losses = [cross_entropy_sum(head(chunk), targets) for chunk, targets in chunks]
+    return torch.stack(losses).sum()
 
 
 def _computes_in_float16(logits: DeferredLogits) -> bool:
-    """Whether gradients overflow or vanish unless they are computed with the loss scale, which only
-    the backward knows.
+    """Return True if gradients need the loss scale, which only the backward knows.
+
+    Without it float16 gradients overflow or vanish.
     """
     device = logits.hidden.device.type
     autocast = (
@@ -155,61 +168,74 @@ def _with_gradients(
     chunks: Sequence[tuple[torch.Tensor, torch.Tensor]],
     factor: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor | None]]]:
-    """(the sum, every tensor that needs a gradient with the gradient of the sum times `factor`). A
-    parameter's gradient may be wider than it is, and is None where the head does not use the
-    parameter.
+    """Compute the sum over chunks, and its gradients times `factor`.
+
+    Returns:
+        The sum, and a pair (tensor, gradient) for every tensor that needs a gradient, parameters
+        first.
+        A gradient of a parameter may be wider than the parameter. It is None if the head does not
+        use
+        the parameter.
     """
     hidden = logits.hidden
     parameters = logits.parameters
-    gradient: torch.Tensor | None = None
+    hidden_gradient: torch.Tensor | None = None
     slices: Sequence[torch.Tensor] = ()
     if hidden.requires_grad:
-        gradient = torch.empty_like(
+        hidden_gradient = torch.empty_like(
             hidden, memory_format=torch.contiguous_format, requires_grad=False
         )
-        slices = gradient.view(-1, hidden.shape[-1]).split(len(chunks[0][0]))
+        slices = hidden_gradient.view(-1, hidden.shape[-1]).split(len(chunks[0][0]))
 
     losses: list[torch.Tensor] = []
     sums: list[torch.Tensor | None] = [None] * len(parameters)
-    for index, (chunk, wanted) in enumerate(chunks):
+    for index, (chunk, targets) in enumerate(chunks):
         leaf = chunk.detach().requires_grad_(hidden.requires_grad)
+        leaves: list[torch.Tensor] = [*parameters]
+        if slices:
+            leaves.append(leaf)
         # Hooks on saved tensors (checkpointing, offload) are for graphs that outlive the forward.
-        with torch.enable_grad(), saved_tensors_hooks(_same, _same):
-            loss = cross_entropy_sum(logits.head(leaf), wanted)
-            leaves = [leaf, *parameters] if slices else [*parameters]
+        with torch.enable_grad(), saved_tensors_hooks(_identity, _identity):
+            loss = cross_entropy_sum(logits.head(leaf), targets)
             if index == 0:
                 _refuse_lost_gradients(loss, leaves, parameters)
-            found = list(torch.autograd.grad(loss, leaves, factor, allow_unused=True))
+            chunk_gradients: list[torch.Tensor | None] = list(
+                torch.autograd.grad(loss, leaves, factor, allow_unused=True)
+            )
         losses.append(loss.detach())
         if slices:
-            part = found.pop(0)
-            slices[index].copy_(0 if part is None else part)
-        _add(sums, found, widen=len(chunks) > 1)
+            leaf_gradient = chunk_gradients.pop()
+            if leaf_gradient is None:
+                slices[index].zero_()
+            else:
+                slices[index].copy_(leaf_gradient)
+        _accumulate(sums, chunk_gradients, widen=len(chunks) > 1)
 
     gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = list(
         zip(parameters, sums, strict=True)
     )
-    if gradient is not None:
-        gradients.append((hidden, gradient))
+    if hidden_gradient is not None:
+        gradients.append((hidden, hidden_gradient))
     return torch.stack(losses).sum(), gradients
 
 
-def _add(
-    sums: list[torch.Tensor | None], found: Sequence[torch.Tensor | None], *, widen: bool
+def _accumulate(
+    sums: list[torch.Tensor | None], gradients: Sequence[torch.Tensor | None], *, widen: bool
 ) -> None:
-    """Add a chunk's gradients to the sums, which are changed in place and therefore share no
-    memory.
-    """
+    """Add the gradients of a chunk to the sums in place. The sums share no memory."""
     storages = set()
-    for position, part in enumerate(found):
-        if part is None:
+    for position, gradient in enumerate(gradients):
+        if gradient is None:
             continue
-        before = sums[position]
-        if before is not None:
-            before.add_(part)
+        total = sums[position]
+        if total is not None:
+            total.add_(gradient)
             continue
-        # Halves lose digits when many are added up.
-        first = _widened(part) if widen else part
+
+        first = gradient
+        # 16-bit numbers lose digits when many are added.
+        if widen and gradient.dtype in (torch.float16, torch.bfloat16):
+            first = gradient.float()
         storage = storage_key(first)
         if storage in storages or 0 in local_tensor(first).stride():
             # Autograd gives both terms of a sum the same gradient, and those of a broadcast tensor
@@ -222,8 +248,10 @@ def _add(
 def _refuse_lost_gradients(
     loss: torch.Tensor, leaves: Sequence[torch.Tensor], parameters: Sequence[nn.Parameter]
 ) -> None:
-    """Raise ModelError for a tensor of the head that trains and whose gradient would be left out or
-    be changed twice.
+    """Refuse a head whose gradients would be incomplete, or changed twice by a hook.
+
+    Raises:
+        ModelError: It names the tensor by its shape, with a remedy.
     """
     for parameter in parameters:
         if has_tensor_hooks(parameter):
@@ -244,16 +272,12 @@ def _refuse_lost_gradients(
             )
 
 
-def _widened(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.float() if gradient.dtype in (torch.float16, torch.bfloat16) else gradient
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
+def _identity(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
 class _KnownGradient(torch.autograd.Function):
-    """Zero, whose gradient for a tensor is one that is known already."""
+    """Zero in the forward, whose backward returns a gradient that is known already."""
 
     @staticmethod
     def forward(
@@ -267,18 +291,20 @@ class _KnownGradient(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (gradient,) = ctx.saved_tensors
-        # Without a further pass through the graph nothing else reads it, and a head's gradient is
-        # large.
-        scaled = gradient * grad if keeps_graph() else gradient.mul_(grad)
+        # The gradient of a head is large, so it is scaled in place unless another pass through the
+        # graph will read it.
+        if keeps_graph():
+            scaled = gradient * grad
+        else:
+            scaled = gradient.mul_(grad)
         return scaled.to(ctx.dtype), None, None
 
 
 class _GradientsInBackward(torch.autograd.Function):
-    """The sum, whose chunks are computed again in the backward, multiplied by the loss scale before
-    anything is rounded to float16.
+    """Sum of the chunks, which are computed again in the backward.
 
-    Without the scale, the weight's gradient of one chunk can overflow where no lower loss scale
-    would help.
+    The loss scale is applied before anything is rounded to float16. Without it the gradient of a
+    weight can overflow in a single chunk, where no lower loss scale would help.
     """
 
     @staticmethod
@@ -298,10 +324,7 @@ class _GradientsInBackward(torch.autograd.Function):
         ctx.autocast = torch.autocast(
             device, torch.get_autocast_dtype(device), enabled=torch.is_autocast_enabled(device)
         )
-        chunks = _chunks(hidden, targets, chunk_tokens)
-        return torch.stack(
-            [cross_entropy_sum(logits.head(chunk), wanted) for chunk, wanted in chunks]
-        ).sum()
+        return _sum_of_chunks(logits.head, _chunks(hidden, targets, chunk_tokens))
 
     @staticmethod
     @once_differentiable
@@ -309,20 +332,30 @@ class _GradientsInBackward(torch.autograd.Function):
         hidden, targets = ctx.saved_tensors
         hidden = hidden.detach().requires_grad_(ctx.needs_input_grad[0])
         logits = DeferredLogits(hidden, ctx.head, ctx.parameters)
+        chunks = _chunks(hidden, targets, ctx.chunk_tokens)
         with ctx.autocast:
-            _, gradients = _with_gradients(logits, _chunks(hidden, targets, ctx.chunk_tokens), grad)
-        found = [
-            None if gradient is None else gradient.to(tensor.dtype)
-            for tensor, gradient in gradients
-        ]
-        of_hidden = found.pop() if hidden.requires_grad else None
-        return of_hidden, None, None, None, *found
+            _, pairs = _with_gradients(logits, chunks, grad)
+
+        gradients: list[torch.Tensor | None] = []
+        for tensor, gradient in pairs:
+            if gradient is not None:
+                gradient = gradient.to(tensor.dtype)
+            gradients.append(gradient)
+        hidden_gradient = None
+        if hidden.requires_grad:
+            hidden_gradient = gradients.pop()
+        return hidden_gradient, None, None, None, *gradients
 
 
 def deferred(forward: Forward, model: nn.Module) -> Forward:
-    """`forward`, leaving the head of `model` to the loss.
+    """Return a forward that leaves the head of `model` to the loss. See Note [Loss in chunks].
 
-    Raises ModelError where the model does not name its head.
+    Args:
+        forward: The forward of micro-batches.
+        model: The model, for the name of its head.
+
+    Raises:
+        ModelError: The model does not name its head.
     """
     name = head_name(model)
     if name is None:
@@ -331,114 +364,132 @@ def deferred(forward: Forward, model: nn.Module) -> Forward:
             " its logits; give it a method get_output_embeddings that returns it, or use 0"
         )
 
-    def run(whole: nn.Module, batch: Any) -> Any:
-        module = whole.get_submodule(name)
+    def run(model: nn.Module, batch: Any) -> Any:
+        module = model.get_submodule(name)
         if any(is_foreign(hook) for hook in hooks_of(module, "forward").values()):
             raise ModelError(
                 f"parallel.loss_chunk_tokens: {name} has a forward hook, which would see the head's"
                 " input, because the loss computes the logits in chunks; remove the hook, or use 0"
             )
-        own = module.__dict__.get("forward")
+        instance_forward = module.__dict__.get("forward")
         original: Head = module.forward
-        given: list[torch.Tensor] = []
+        recorder = _LogitsRecorder(f"parallel.loss_chunk_tokens: {type(model).__name__}")
+        recording = ExitStack()
 
         def return_hidden(hidden: torch.Tensor) -> torch.Tensor:
-            # A view would be the output of the full model, and torch warns of hooks on views; the
+            # A view would be the output of the full model, and torch warns of hooks on views. The
             # copy is small compared to the logits.
-            given.append(hidden.clone() if is_view(hidden) and torch.is_grad_enabled() else hidden)
-            changes.noted.clear()
-            if len(given) == 1:  # the rest of the model runs without being watched
-                watched.enter_context(changes)
-            return given[-1]
+            if is_view(hidden) and torch.is_grad_enabled():
+                hidden = hidden.clone()
+            # The model runs without the mode until its head is called for the first time.
+            if recorder.placeholder is None:
+                recording.enter_context(recorder)
+            recorder.start(hidden)
+            return hidden
 
-        watched = ExitStack()
-        changes = _Changes(given, f"parallel.loss_chunk_tokens: {type(whole).__name__}")
         module.forward = return_hidden
         try:
-            with watched:
-                output = forward(whole, batch)
+            with recording:
+                output = forward(model, batch)
         finally:
-            if own is None:
+            if instance_forward is None:
                 del module.__dict__["forward"]
             else:
-                module.forward = own
-        if not given or getattr(output, "logits", None) is not given[-1]:
+                module.forward = instance_forward
+
+        logits = getattr(output, "logits", None)
+        if logits is None or logits is not recorder.placeholder:
             raise ModelError(
-                f"parallel.loss_chunk_tokens: the logits of {type(whole).__name__} are not what its"
+                f"parallel.loss_chunk_tokens: the logits of {type(model).__name__} are not what its"
                 f" {name} returns, changed elementwise at most, so its head cannot be left to the"
                 " loss; use 0"
             )
-        trained = tuple(p for p in module.parameters() if p.requires_grad)
-        output.logits = DeferredLogits(given[-1], changes.after(_as_now(original)), trained)
+        parameters = tuple(p for p in module.parameters() if p.requires_grad)
+        head = recorder.with_changes(_with_current_gathering(original))
+        output.logits = DeferredLogits(output.logits, head, parameters)
         return output
 
     return run
 
 
-def _as_now(head: Head) -> Head:
-    """The head, whose logits are gathered or stay split over the vocabulary as they are now, also
-    when a backward applies it.
+def _with_current_gathering(head: Head) -> Head:
+    """Return the head with the current setting of `Region.gather_logits`.
+
+    The setting may be another one when a backward applies the head.
     """
     region: Region | None = getattr(head, "region", None)
     if region is None:
         return head
-    gather = region.gather_logits
+    gather_logits = region.gather_logits
 
     def apply(hidden: torch.Tensor) -> torch.Tensor:
-        before = region.gather_logits
-        region.gather_logits = gather
+        previous = region.gather_logits
+        region.gather_logits = gather_logits
         try:
             return head(hidden)
         finally:
-            region.gather_logits = before
+            region.gather_logits = previous
 
     return apply
 
 
-class _Changes(TorchFunctionMode):
-    """Notes what is done to the one tensor of `given`, which stands for logits, and does not do
-    it.
-    """
+class _LogitsRecorder(TorchFunctionMode):
+    """Records the operations on a placeholder of logits, without running them."""
 
-    def __init__(self, given: list[torch.Tensor], who: str) -> None:
+    def __init__(self, subject: str) -> None:
         super().__init__()
-        self.given = given
-        self.who = who
-        self.noted: list[Callable[[torch.Tensor], torch.Tensor]] = []
+        self.subject = subject
+        """Subject of the error for an operation that is not supported."""
+        self.placeholder: torch.Tensor | None = None
+        """Hidden states that the head returned, or None if it has not been called."""
+        self.changes: list[Callable[[torch.Tensor], torch.Tensor]] = []
+
+    def start(self, placeholder: torch.Tensor) -> None:
+        """Record the operations on this placeholder, and forget those on an earlier one."""
+        self.placeholder = placeholder
+        self.changes.clear()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        stands = self.given[-1] if self.given else None
         name = getattr(func, "__name__", "")
+        placeholder = self.placeholder
         if (
-            stands is None
-            or name in _LOOKS
-            or not any(leaf is stands for leaf in tree_leaves((args, kwargs)))
+            placeholder is None
+            or name in _QUERIES
+            or not any(leaf is placeholder for leaf in tree_leaves((args, kwargs)))
         ):
             return func(*args, **kwargs)
-        at = next((index for index, argument in enumerate(args) if argument is stands), None)
-        others = [leaf for index, leaf in enumerate(args) if index != at] + list(kwargs.values())
+
+        position = next(
+            (index for index, argument in enumerate(args) if argument is placeholder), None
+        )
+        operands = [argument for index, argument in enumerate(args) if index != position]
+        operands.extend(kwargs.values())
         if (
-            at is None
+            position is None
             or name.strip("_") not in _ELEMENTWISE
-            or not all(_is_constant(other) for other in others)
+            or not all(_is_constant(operand) for operand in operands)
         ):
             raise ModelError(
-                f"{self.who} does `{name}` to its logits, and with a loss in chunks they are never"
-                " allocated in full: what is done to them elementwise with constants (a scale, a"
-                " soft cap, a cast) is supported; use 0"
+                f"{self.subject} does `{name}` to its logits, and with a loss in chunks they are"
+                " never allocated in full: elementwise changes with constants (a scale, a soft"
+                " cap, a cast) are supported; use 0"
             )
-        self.noted.append(lambda logits: func(*args[:at], logits, *args[at + 1 :], **kwargs))
-        return stands
 
-    def after(self, head: Head) -> Head:
-        """The head, and what was noted."""
-        if not self.noted:
+        def change(logits: torch.Tensor) -> torch.Tensor:
+            return func(*args[:position], logits, *args[position + 1 :], **kwargs)
+
+        self.changes.append(change)
+        return placeholder
+
+    def with_changes(self, head: Head) -> Head:
+        """Return the head followed by the recorded operations."""
+        if not self.changes:
             return head
 
         def apply(hidden: torch.Tensor) -> torch.Tensor:
             logits = head(hidden)
-            for change in self.noted:
+            for change in self.changes:
                 logits = change(logits)
             return logits
 
@@ -465,10 +516,10 @@ _ELEMENTWISE = frozenset(
     }
     | {"neg", "tanh", "float", "double", "half", "bfloat16", "to", "type", "clone", "contiguous"}
 )
-_LOOKS = frozenset(
+_QUERIES = frozenset(
     {"__get__", "register_hook", "is_floating_point", "is_complex", "_is_view", "__hash__"}
 )
-"""What fully_shard and models ask a tensor for, which changes nothing."""
+"""Functions by which `fully_shard` and models query a tensor without changing it."""
 
 
 def _is_constant(value: Any) -> bool:

@@ -1,8 +1,9 @@
-"""Losses as (sum, weight): the only form whose global mean is the same on every layout.
+"""Losses as (sum, weight).
 
-The engine divides by the global weight, so that a micro-batch with few targets counts for few.
-`weight` must be known from the batch alone, because the division happens before the first backward.
-Not here: the averaging itself (see engine.py).
+Note [Weight of a loss]
+    The engine divides every sum by the global weight of the step, so that a micro-batch with few
+    targets counts less than one with many. The division happens before the first backward, so
+    `weight` must follow from the batch alone.
 """
 
 from __future__ import annotations
@@ -22,34 +23,40 @@ from plait.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 
 @runtime_checkable
 class Loss(Protocol):
-    """What `train_batch` needs to know about a loss."""
+    """Loss of a training step. See Note [Weight of a loss]."""
 
     def __call__(self, output: Any, batch: Any) -> tuple[torch.Tensor, Any]:
-        """(sum of the losses of all targets of a micro-batch: 0-dimensional with gradient, its
-        weight).
+        """Return the sum of the losses of a micro-batch, and its weight.
+
+        The sum is over all targets, 0-dimensional and with gradient.
         """
 
     def weight(self, batch: Any) -> Any:
-        """The weight of a micro-batch, a number or a 0-dimensional tensor, before any forward."""
+        """Return the weight of a micro-batch before its forward.
+
+        It is a number or a 0-dimensional tensor.
+        """
 
 
 @dataclass(frozen=True)
 class CausalLMLoss:
-    """Next-token cross entropy from a Transformers output.
+    """Next-token cross entropy from an output of Transformers.
 
-    `output.logits` [batch, seq, vocab]; `batch["labels"]` [batch, seq] int64, shifted here
-    (position t predicts label t + 1), -100 ignored; `batch["shift_labels"]`, where it is given, are
-    the shifted ones, of all of the sequence or a part of it. Computed in float32 (float64 for
-    float64 logits); the weight is the number of targets. Logits that tensor parallelism left split
-    along the vocabulary stay so; a subclass that computes the loss itself is given full ones,
-    unless it says `split_logits = True`.
+    `output.logits` has shape [batch, seq, vocab]. `batch["labels"]` [batch, seq] int64 are shifted
+    here (position t predicts label t + 1), and -100 is ignored. `batch["shift_labels"]` replaces
+    them if it exists: labels that are already shifted, for all of the sequence or a part of it.
+
+    The loss is computed in float32, or in float64 for float64 logits. The weight is the number of
+    targets. Logits that tensor parallelism has split along the vocabulary stay split. A subclass
+    that overrides `__call__` receives full logits unless it sets `split_logits = True`.
     """
 
     split_logits: ClassVar[bool] = True
-    """Whether the loss takes logits that are split along the vocabulary (a DTensor)."""
+    """True if the loss accepts logits that are split along the vocabulary (a DTensor)."""
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
+        # A loss that is not written for it would read this rank's part of the vocabulary only.
         if "__call__" in vars(cls) and "split_logits" not in vars(cls):
             cls.split_logits = False
 
@@ -60,7 +67,7 @@ class CausalLMLoss:
         return cross_entropy_sum(output.logits, targets), (targets != IGNORED).sum()
 
     def weight(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Number of targets, int64."""
+        """Return the number of targets, int64."""
         if SHIFTED in batch:
             return (batch[SHIFTED] != IGNORED).sum()
         return (batch["labels"][..., 1:] != IGNORED).sum()
@@ -68,30 +75,40 @@ class CausalLMLoss:
     @staticmethod
     def _targets(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         # Shifting the labels, not the logits, leaves the large tensor uncopied.
-        return batch[SHIFTED] if SHIFTED in batch else shifted(batch[LABELS])
+        if SHIFTED in batch:
+            return batch[SHIFTED]
+        return shifted(batch[LABELS])
 
 
 def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Sum of the cross entropies of `logits` [..., vocab], gathered or split along the vocabulary,
-    for `targets` [...] int64.
+    """Return the sum of the cross entropies over all targets, 0-dimensional.
+
+    Args:
+        logits: [..., vocab], full or split along the vocabulary (a DTensor).
+        targets: [...] int64. `IGNORED` ones do not count.
     """
     if isinstance(logits, DTensor):
         return vocab_parallel_cross_entropy(logits, targets, ignored=IGNORED)
-    wide = logits if logits.dtype == torch.float64 else logits.float()
+    # 16-bit logits would lose digits in the sum of exponentials.
+    wide = logits
+    if logits.dtype != torch.float64:
+        wide = logits.float()
+    # [batch, seq, vocab] -> [tokens, vocab]
     return F.cross_entropy(
         wide.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum"
     )
 
 
 causal_lm_loss = CausalLMLoss()
-"""The loss of Hugging Face causal language models."""
+"""Loss of the causal language models of Hugging Face."""
 
 
 @dataclass(frozen=True)
 class PerSample:
-    """A loss that is a plain mean over samples: `total(output, batch)` returns the sum over the
-    samples of a micro-batch, and the weight is the number of samples (dim 0 of the batch's first
-    tensor).
+    """Loss that is a plain mean over samples.
+
+    `total(output, batch)` returns the sum over the samples of a micro-batch. The weight is the
+    number of samples, dim 0 of the batch's first tensor.
     """
 
     total: Callable[[Any, Any], torch.Tensor]
@@ -100,20 +117,27 @@ class PerSample:
         return self.total(output, batch), self.weight(batch)
 
     def weight(self, batch: Any) -> int:
-        """Number of samples."""
+        """Return the number of samples."""
         return samples(batch)
 
 
 def per_sample(total: Callable[[Any, Any], torch.Tensor]) -> PerSample:
-    """Make a Loss from a function that sums a loss over the samples of a micro-batch, e.g.
-    `per_sample(lambda output, batch: F.mse_loss(output, batch[1], reduction="sum"))`."""
+    """Make a loss from a function that sums over the samples of a micro-batch.
+
+    Example:
+        `per_sample(lambda output, batch: F.mse_loss(output, batch[1], reduction="sum"))`
+
+    Args:
+        total: Function (output, batch) -> sum.
+    """
     return PerSample(total)
 
 
 @dataclass(frozen=True)
 class Weighted:
-    """A Loss from two functions: `total(output, batch) -> (sum, weight)` and `weigh(batch) ->
-    weight`.
+    """Loss from two functions.
+
+    `total(output, batch)` returns (sum, weight), and `weigh(batch)` returns the weight.
     """
 
     total: Callable[[Any, Any], tuple[torch.Tensor, Any]]
@@ -123,31 +147,32 @@ class Weighted:
         return self.total(output, batch)
 
     def weight(self, batch: Any) -> Any:
-        """The weight, from the batch alone."""
+        """Return the weight, from the batch alone."""
         return self.weigh(batch)
 
 
-def checked_total(found: Any) -> tuple[torch.Tensor, Any]:
-    """What a loss returned, if it is (sum, weight)."""
+def checked_total(result: Any) -> tuple[torch.Tensor, Any]:
+    """Return what a loss returned, if it is (sum, weight).
+
+    Raises:
+        InputError: It is something else, such as a mean.
+    """
     if (
-        isinstance(found, tuple | list)
-        and len(found) == 2
-        and isinstance(found[0], torch.Tensor)
-        and found[0].numel() == 1
+        isinstance(result, tuple | list)
+        and len(result) == 2
+        and isinstance(result[0], torch.Tensor)
+        and result[0].numel() == 1
     ):
-        return found[0], found[1]
-    is_mean = isinstance(found, torch.Tensor) or (isinstance(found, tuple) and len(found) == 1)
-    given = (
-        f"a tensor of shape {tuple(found.shape)}"
-        if isinstance(found, torch.Tensor)
-        else type(found).__name__
-    )
+        return result[0], result[1]
+    # The usual mistake is a loss of torch, which returns a mean.
+    is_mean = isinstance(result, torch.Tensor) or (isinstance(result, tuple) and len(result) == 1)
+    description = type(result).__name__
+    if isinstance(result, torch.Tensor):
+        description = f"a tensor of shape {tuple(result.shape)}"
+    remedy = ""
+    if is_mean:
+        remedy = "; for a plain sum over samples use plait.per_sample(...), and no mean"
     raise InputError(
-        f"loss_fn returned {given}, and train_batch needs (sum of the losses, their number) of a"
-        " micro-batch"
-        + (
-            "; for a plain sum over samples use plait.per_sample(...), and no mean"
-            if is_mean
-            else ""
-        )
+        f"loss_fn returned {description}, and train_batch needs (sum of the losses, their number)"
+        f" of a micro-batch{remedy}"
     )

@@ -1,8 +1,8 @@
-"""Whether the weight that a loss returns is the one that its step was divided by.
+"""Check that the weight which a loss returns is the one that its step was divided by.
 
-`train_batch` divides before the first backward, by what the loss's `weight` says of the batch
-alone. A loss that then counts something else would be scaled wrongly without a sign of it. Both are
-summed over the ranks anyway.
+`train_batch` divides before the first backward by `Loss.weight` of the batch (Note [Weight of a
+loss]). A loss that returns another weight would be scaled wrongly, without any visible sign. Both
+weights are summed over the ranks in any case, so the check costs no communication.
 """
 
 from __future__ import annotations
@@ -17,44 +17,54 @@ from plait.losses.chunked_loss import ChunkedCausalLMLoss
 from plait.losses.loss import CausalLMLoss, Loss, PerSample
 
 _CONSISTENT = (CausalLMLoss, ChunkedCausalLMLoss, PerSample)
-"""Losses that count once, or twice the same."""
+"""Losses whose two weights are always the same."""
 _ROUNDING = 1e-6
-"""Of sums of weights that are no whole numbers, relative."""
+"""Relative tolerance for sums of weights that are not integers."""
 
 
 class WeightCheck:
-    """Call once a step. On a GPU the numbers are read a step later, when they are there, so that
-    nothing waits for them.
+    """Compares the two weights of a step. It is called once per step.
+
+    On a GPU the weights are read one step later, when their copy has arrived, so that nothing waits
+    for the device.
     """
 
     def __init__(self) -> None:
         self._tolerance = _ROUNDING
         self._copied: tuple[HostCopy, int] | None = None
-        """Weights of the step before, and its number."""
+        """Weights of the previous step and its number."""
 
     def applies_to(self, loss_fn: Loss) -> bool:
-        """Return whether a loss could count otherwise in its sum than in its `weight`."""
+        """Return True if a loss may return another weight than its `weight` function."""
         return type(loss_fn) not in _CONSISTENT
 
     def note(self, weight: Any) -> None:
-        """A weight of coarse numbers is known to their digits only."""
+        """Adapt the tolerance to the dtype of a weight."""
         if isinstance(weight, torch.Tensor) and weight.is_floating_point():
             self._tolerance = max(self._tolerance, 2 * torch.finfo(weight.dtype).eps)
 
     def __call__(self, *, divided_by: torch.Tensor, returned: torch.Tensor, step: int) -> None:
-        """Both weights are 0-dimensional, summed over all ranks. Raises InputError, on all
-        ranks.
+        """Compare the weights of a step, both summed over all ranks.
+
+        Args:
+            divided_by: Weight before the forward, 0-dimensional.
+            returned: Weight that the loss returned, 0-dimensional.
+            step: Number of the step.
+
+        Raises:
+            InputError: They differ. It is raised on all ranks.
         """
+        # On a CPU reading the numbers waits for nothing.
         if divided_by.device.type == "cpu":
             self._compare(float(divided_by), float(returned), step)
             return
-        before = self._copied
+        previous = self._copied
         weights = torch.stack([divided_by.double(), returned.double()])
-        self._copied = HostCopy(weights), step
-        if before is not None:
-            copy, earlier = before
-            earlier_divisor, earlier_sum = copy.values().tolist()
-            self._compare(earlier_divisor, earlier_sum, earlier)
+        self._copied = (HostCopy(weights), step)
+        if previous is not None:
+            copy, previous_step = previous
+            previous_divided_by, previous_returned = copy.values().tolist()
+            self._compare(previous_divided_by, previous_returned, previous_step)
 
     def _compare(self, divided_by: float, returned: float, step: int) -> None:
         if not abs(divided_by - returned) <= self._tolerance * max(abs(divided_by), abs(returned)):

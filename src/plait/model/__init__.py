@@ -1,1 +1,6 @@
-"""Facts about a model. Nothing here changes one."""
+"""Analysis of models before they are distributed.
+
+The modules of this package read an `nn.Module` and return plain data: its repeated blocks, sharding
+units, experts and attention heads, the plan of tensor parallelism, and the cut into pipeline
+stages. They neither shard a model nor communicate.
+"""

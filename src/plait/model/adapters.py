@@ -1,10 +1,15 @@
-"""Low-rank adapters (PEFT's LoRA) in a model that tensor parallelism splits: their part of the
-plan.
+"""Low-rank adapters (PEFT's LoRA) in a model that tensor parallelism splits.
 
-An adapted layer is a wrapper with the layer as `base_layer` and matrices A [r, in] and B [out, r],
-and computes base(x) + s B A x. The plan is made for the model without wrappers. Then a column-split
-layer has B split as its own columns, and every rank computes A x; a row-split layer has A split as
-its own rows, and the r-wide products are summed. Names follow PEFT's: nothing of it is imported.
+An adapted layer is a wrapper that holds the layer as `base_layer` and two matrices, A [r, in] and
+B [out, r]. It computes base(x) + s B A x.
+
+Note [Plans with adapters]
+    The tensor-parallel plan is made for the model without wrappers, and then extended. If a layer
+    is column-split, its B is split along the same columns, and every rank computes A x. If a layer
+    is row-split, its A is split along the same rows, and the products of width r are summed over
+    the ranks.
+
+Attributes are recognised by PEFT's names, so that PEFT need not be installed.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ _REMEDY = "use parallel.tp = 1, with ZeRO or a pipeline"
 
 
 def adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Wrapper of every adapted layer by the layer's name."""
+    """Return the wrapper of every adapted layer, keyed by the layer's name."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -31,9 +36,7 @@ def adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def copied_layers(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the wrappers of layers that are trained in full (PEFT's
-    `modules_to_save`).
-    """
+    """Return the names of the wrappers of fully trained layers (PEFT's `modules_to_save`)."""
     return tuple(
         name
         for name, module in model.named_modules()
@@ -43,7 +46,7 @@ def copied_layers(model: nn.Module) -> tuple[str, ...]:
 
 
 def adapters_of(model: Any) -> tuple[str, ...]:
-    """Return the names of the adapters that PEFT has put on a model; none for any other model."""
+    """Return the names of the adapters that PEFT has added to a model, or an empty tuple."""
     return tuple(getattr(model, "peft_config", ()))
 
 
@@ -54,22 +57,27 @@ def without_wrapper(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def without_adapters(model: nn.Module, wrappers: Mapping[str, nn.Module]) -> Iterator[None]:
-    """The model with the layers themselves in their places."""
+    """Replace the wrappers of a model by the layers that they wrap, inside of the context.
+
+    Args:
+        model: The model, which is changed in place and restored at the end.
+        wrappers: The result of `adapted_layers`.
+    """
     for name, wrapper in wrappers.items():
-        _put(model, name, wrapper.get_submodule(_BASE))
+        _replace_module(model, name, wrapper.get_submodule(_BASE))
     try:
         yield
     finally:
         for name, wrapper in wrappers.items():
-            _put(model, name, wrapper)
+            _replace_module(model, name, wrapper)
 
 
 @contextmanager
 def with_adapters_enabled(model: nn.Module) -> Iterator[None]:
-    """Enable the adapters that PEFT's `disable_adapter` has disabled, and with them the gradients
-    of their parameters.
+    """Enable the adapters that PEFT's `disable_adapter` has disabled, inside of the context.
 
-    Modules may be replaced inside of the context. At its end, the adapters are disabled again.
+    The gradients of their parameters are enabled as well. Modules may be replaced inside of the
+    context. At its end, the adapters are disabled again.
     """
     disabled = [name for name, module in model.named_modules() if _is_disabled(module)]
     _enable_adapters(model, disabled, enabled=True)
@@ -86,35 +94,55 @@ def _is_disabled(module: nn.Module) -> bool:
 def _enable_adapters(model: nn.Module, names: Iterable[str], *, enabled: bool) -> None:
     modules = dict(model.named_modules())
     for name in names:
-        if name in modules:  # a pipeline stage keeps only its own blocks
+        # A pipeline stage removes the blocks of other stages inside of the context.
+        if name in modules:
             cast("Any", modules[name]).enable_adapters(enabled)
 
 
-def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+def _replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
     parent, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(parent), leaf, module)
 
 
 def base_name(name: str, wrappers: Mapping[str, nn.Module]) -> str:
-    """What a module or parameter of the model without adapters is called in the one with them."""
-    for wrapped in wrappers:
-        if name == wrapped or name.startswith(f"{wrapped}."):
-            return f"{wrapped}.{_BASE}{name[len(wrapped) :]}"
+    """Translate a name of the model without adapters to the model with adapters.
+
+    Args:
+        name: Full name of a module or parameter in the model without adapters.
+        wrappers: The result of `adapted_layers`.
+    """
+    for layer in wrappers:
+        if name == layer or name.startswith(f"{layer}."):
+            return f"{layer}.{_BASE}{name[len(layer) :]}"
     return name
 
 
 def split_adapters(name: str, wrapper: nn.Module, style: str | None) -> dict[str, str]:
-    """The modules of an adapter that are split too, by their full name, and how. `style` is the
-    layer's. Raises ModelError for an adapter that would not be right so.
+    """Return the styles of the adapter modules that are split together with their layer.
+
+    See Note [Plans with adapters].
+
+    Args:
+        name: Full name of the adapted layer.
+        wrapper: The layer's wrapper.
+        style: Style of the layer, or None if the layer is replicated.
+
+    Returns:
+        Style by full name of the module; empty if the layer is replicated.
+
+    Raises:
+        ModelError: The adapter would compute wrong values under tensor parallelism.
     """
-    _refuse_unknown(name, wrapper)
+    _check_adapter(name, wrapper)
     if style is None:
         return {}
     if style not in ("colwise", "rowwise"):
         raise ModelError(
-            f"parallel.tp: the adapter of {name} stands on a layer with the style {style!r}; leave"
-            f" it out of it, or {_REMEDY}"
+            f"parallel.tp: {name} has an adapter and the style {style!r}, with which adapters are"
+            f" not supported; leave the layer out of the adapter's target modules, or {_REMEDY}"
         )
+
+    # The matrix that has the split dimension: B [out, r] for columns, A [r, in] for rows.
     side = "lora_B" if style == "colwise" else "lora_A"
     return {
         f"{name}.{side}.{adapter}": style
@@ -122,15 +150,16 @@ def split_adapters(name: str, wrapper: nn.Module, style: str | None) -> dict[str
     }
 
 
-def _refuse_unknown(name: str, wrapper: nn.Module) -> None:
+def _check_adapter(name: str, wrapper: nn.Module) -> None:
+    """Raise ModelError unless the adapter is unmerged LoRA on a linear layer, without dropout."""
     kind = type(wrapper).__name__
-    children = {
-        leaf
-        for leaf, child in wrapper.named_children()
-        if next(child.parameters(), None) is not None
-    }
+    children = set()
+    for leaf, child in wrapper.named_children():
+        if next(child.parameters(), None) is not None:
+            children.add(leaf)
+
     if not {"lora_A", "lora_B"} <= children or any(
-        type(one) is not nn.Linear for one in _matrices(wrapper)
+        type(matrix) is not nn.Linear for matrix in _matrices(wrapper)
     ):
         raise ModelError(
             f"parallel.tp: {name} is {kind}, an adapter around a layer, and only LoRA on linear"
@@ -141,18 +170,29 @@ def _refuse_unknown(name: str, wrapper: nn.Module) -> None:
             f"parallel.tp: the adapter of {name} has {', '.join(others)} (DoRA), which reads"
             f" unsplit weights; {_REMEDY}"
         )
-    own = [leaf for leaf, _ in wrapper.named_parameters(recurse=False)]
-    if own or getattr(wrapper, "merged", False):
-        what = f"a parameter of its own, {own[0]}" if own else "been merged into its layer"
-        raise ModelError(f"parallel.tp: the adapter of {name} has {what}; unmerge it, or {_REMEDY}")
-    for part, module in wrapper.named_modules():
-        if isinstance(module, nn.Dropout) and module.p > 0 and not part.startswith(_BASE):
+
+    parameters = [leaf for leaf, _ in wrapper.named_parameters(recurse=False)]
+    if parameters:
+        raise ModelError(
+            f"parallel.tp: the adapter of {name} has a parameter of its own, {parameters[0]};"
+            f" unmerge it, or {_REMEDY}"
+        )
+    if getattr(wrapper, "merged", False):
+        raise ModelError(
+            f"parallel.tp: the adapter of {name} has been merged into its layer; unmerge it, or"
+            f" {_REMEDY}"
+        )
+
+    # The wrapped layer may have dropout: the plan decides on it as without the adapter.
+    for leaf, module in wrapper.named_modules():
+        if isinstance(module, nn.Dropout) and module.p > 0 and not leaf.startswith(_BASE):
             raise ModelError(
-                f"parallel.tp: the adapter of {name} drops with p = {module.p} ({part}), and ranks"
-                " of tp that compute one A x would drop different places; use lora_dropout=0, or"
-                f" {_REMEDY}"
+                f"parallel.tp: the adapter of {name} has dropout with p = {module.p} ({leaf}). The"
+                " ranks of tp compute the same A x and would drop different elements; use"
+                f" lora_dropout=0, or {_REMEDY}"
             )
 
 
-def _matrices(wrapper: nn.Module) -> list[nn.Module]:
-    return [one for side in ("lora_A", "lora_B") for one in wrapper.get_submodule(side).children()]
+def _matrices(wrapper: nn.Module) -> Iterator[nn.Module]:
+    for side in ("lora_A", "lora_B"):
+        yield from wrapper.get_submodule(side).children()

@@ -1,5 +1,6 @@
-"""Which modules of a model are its repeated blocks: the units that are sharded, recomputed and
-compiled one by one.
+"""Search for the repeated blocks of a model.
+
+Blocks are the units that are sharded, recomputed and compiled one by one.
 """
 
 from __future__ import annotations
@@ -11,46 +12,73 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from plait.errors import ModelError
+from plait.model.layers import count_parameters
 
 
 def find_blocks(model: nn.Module, patterns: Sequence[str] | None = None) -> tuple[str, ...]:
-    """Names of the blocks, in module order.
+    """Return the full names of the repeated blocks of a model, in module order.
 
-    With `patterns` (`fnmatch` style, e.g. `encoder.layers.*`): the modules that match; every
-    pattern must match something, and of nested matches only the outermost counts. Without: the
-    children of every outermost `nn.ModuleList` or `nn.Sequential` of repeated layers that holds at
-    least 5 % of the parameters (so an encoder and a decoder both count, a small stem does not).
-    Repeated are layers of one class, and in an `nn.ModuleList` those of several classes that take
-    the same first argument (attention layers among state space layers). A model without such a list
-    has no blocks and is one unit. A model may name its own as `pipeline_blocks`. Of a model that
-    takes more than text, the language model's blocks count: a tower's layers (for images, for
-    sound) are not in the chain that tokens pass through.
+    Without patterns, the blocks are the children of every outermost `nn.ModuleList` or
+    `nn.Sequential` of repeated layers that has at least 5 % of the parameters. Therefore an encoder
+    and a decoder both count, and a small stem does not. Layers are repeated if they have one class.
+    In an `nn.ModuleList` they may have several classes whose forward takes the same first argument
+    (attention layers between state space layers). A model without such a list has no blocks and is
+    a single unit.
+
+    A model can name its blocks itself in an attribute `pipeline_blocks`. In a model with several
+    input modalities only the blocks of the language model count: the layers of an image or audio
+    tower are not in the chain that tokens pass through.
+
+    Args:
+        model: The model, on any device.
+        patterns: Names of the blocks with `*` as in file names, e.g. `encoder.layers.*`. Every
+            pattern must match a module. Of nested matches, the outermost counts.
+
+    Raises:
+        ModelError: A pattern matches no module.
     """
     if patterns is not None:
-        return _match(model, patterns)
+        return _matching_modules(model, patterns)
     named: tuple[str, ...] | None = getattr(model, "pipeline_blocks", None)
     if named is not None:
         return named
-    within = _language_models(model)
-    beside = () if within else _towers(model)
-    outside = {
-        id(parameter) for tower in beside for parameter in model.get_submodule(tower).parameters()
-    }
-    inside = [
-        parameter
-        for name in within or ("",)
-        for parameter in model.get_submodule(name).parameters()
-    ]
-    total = sum(p.numel() for p in inside if id(p) not in outside)
+
+    # The share of a list is computed without the towers, which may have most of the parameters.
+    language_models = _language_models(model)
+    towers: tuple[str, ...] = ()
+    if not language_models:
+        towers = _towers(model)
+    total = _count_parameters(model, language_models or ("",), excluded=towers)
+    if total == 0:
+        return ()
+
     blocks: list[str] = []
     lists: list[str] = []
     for name, module in model.named_modules():
-        if _is_in(name, (*beside, *lists)) or (within and not _is_in(name, within)):
+        if _is_in(name, (*towers, *lists)):
             continue
-        if _repeats(module) and 0 < total <= 20 * sum(p.numel() for p in module.parameters()):
+        if language_models and not _is_in(name, language_models):
+            continue
+        # At least 5 % of the parameters, which leaves out the stem of a vision model.
+        if _repeats(module) and total <= 20 * count_parameters(module):
             lists.append(name)
-            blocks += [f"{name}.{child}" if name else child for child, _ in module.named_children()]
+            for child, _ in module.named_children():
+                blocks.append(f"{name}.{child}".removeprefix("."))
     return tuple(blocks)
+
+
+def _count_parameters(model: nn.Module, included: Sequence[str], excluded: Sequence[str]) -> int:
+    """Return the number of parameters of some modules, without those of the excluded modules."""
+    excluded_ids: set[int] = set()
+    for name in excluded:
+        excluded_ids.update(id(parameter) for parameter in model.get_submodule(name).parameters())
+
+    total = 0
+    for name in included:
+        for parameter in model.get_submodule(name).parameters():
+            if id(parameter) not in excluded_ids:
+                total += parameter.numel()
+    return total
 
 
 def _is_in(name: str, modules: Sequence[str]) -> bool:
@@ -58,77 +86,82 @@ def _is_in(name: str, modules: Sequence[str]) -> bool:
 
 
 def _language_models(model: nn.Module) -> tuple[str, ...]:
-    """Names of the outermost modules that take text alone, in a model that takes more than text;
-    Transformers' models say so.
-    """
-    return _outermost(model, lambda kinds: kinds == ("text",)) if len(_inputs(model)) > 1 else ()
+    """Return the names of the outermost text-only modules of a model with several modalities."""
+    if len(_input_modalities(model)) < 2:
+        return ()
+    return _outermost(model, lambda modalities: modalities == ("text",))
 
 
 def _towers(model: nn.Module) -> tuple[str, ...]:
-    """Names of the outermost modules that take no text, in a model that takes text."""
-    return (
-        _outermost(model, lambda kinds: bool(kinds) and "text" not in kinds)
-        if "text" in _inputs(model)
-        else ()
-    )
+    """Return the names of the outermost modules without text input, in a model that takes text."""
+    if "text" not in _input_modalities(model):
+        return ()
+    return _outermost(model, lambda modalities: bool(modalities) and "text" not in modalities)
 
 
-def _outermost(model: nn.Module, wanted: Callable[[tuple[str, ...]], bool]) -> tuple[str, ...]:
-    found: list[str] = []
+def _outermost(model: nn.Module, accepts: Callable[[tuple[str, ...]], bool]) -> tuple[str, ...]:
+    names: list[str] = []
     for name, module in model.named_modules():
-        if not _is_in(name, found) and wanted(_inputs(module)):
-            found.append(name)
-    return tuple(found)
+        if not _is_in(name, names) and accepts(_input_modalities(module)):
+            names.append(name)
+    return tuple(names)
 
 
-def _inputs(module: nn.Module) -> tuple[str, ...]:
-    kinds = getattr(type(module), "input_modalities", ())
-    return (kinds,) if isinstance(kinds, str) else tuple(kinds)
+def _input_modalities(module: nn.Module) -> tuple[str, ...]:
+    """Return what a Transformers class declares as its inputs, or an empty tuple."""
+    modalities = getattr(type(module), "input_modalities", ())
+    if isinstance(modalities, str):
+        return (modalities,)
+    return tuple(modalities)
 
 
 def _repeats(module: nn.Module) -> bool:
-    """Whether a module is a list of layers that are used one like the other."""
+    """Return True if a module is a list of layers that are used alike."""
     if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) < 2:
         return False
-    kinds = {type(child) for child in module}
-    if len(kinds) == 1:
+    classes = {type(child) for child in module}
+    if len(classes) == 1:
         return True
-    # Parts of one layer (a convolution, an activation) stand in a Sequential, or are torch's own; a
-    # list of an encoder and a decoder takes different arguments.
-    composed = isinstance(module, nn.ModuleList) and all(
-        next(child.children(), None) is not None for child in module
-    )
-    return (
-        composed
-        and len(kinds) < len(module) + (len(module) == 2)
-        and len({_first_argument(kind) for kind in kinds} - {None}) == 1
-    )
+
+    # Several classes can also be the parts of a single layer (a convolution and an activation).
+    # Those are in an nn.Sequential, or have no children because they are layers of torch.
+    if not isinstance(module, nn.ModuleList):
+        return False
+    if any(next(child.children(), None) is None for child in module):
+        return False
+    if len(module) > 2 and len(classes) == len(module):
+        return False
+    # An encoder and a decoder in one list differ in their arguments.
+    first_arguments = {_first_argument(layer_class) for layer_class in classes}
+    return len(first_arguments - {None}) == 1
 
 
-def _first_argument(kind: type[nn.Module]) -> str | None:
-    """Name of what a module's forward takes; None where that cannot be read."""
+def _first_argument(module_class: type[nn.Module]) -> str | None:
+    """Return the name of the first argument of a class's forward, or None if it is unknown."""
     try:
-        names = [name for name in inspect.signature(kind.forward).parameters if name != "self"]
+        names = list(inspect.signature(module_class.forward).parameters)
     except (TypeError, ValueError):
         return None
+    names = [name for name in names if name != "self"]
     return names[0] if names else None
 
 
-def _match(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
+def _matching_modules(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
     names = [name for name, _ in model.named_modules() if name]
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            close = [name for name in names if name.count(".") == pattern.count(".")][:6]
-            raise ModelError(
-                f"parallel.blocks = {pattern!r}: no module has such a name; modules of that depth"
-                f" are {', '.join(close) or 'none'}"
-            )
-    # `*` also matches dots, so keep only the outermost of nested matches when one pattern gave
-    # both.
+        if any(fnmatchcase(name, pattern) for name in names):
+            continue
+        same_depth = [name for name in names if name.count(".") == pattern.count(".")][:6]
+        raise ModelError(
+            f"parallel.blocks = {pattern!r}: no module has such a name; modules of that depth"
+            f" are {', '.join(same_depth) or 'none'}"
+        )
+
+    # `*` matches dots as well, so one pattern can match a module and the modules inside of it.
     blocks: list[str] = []
     for name in names:
-        if any(fnmatchcase(name, pattern) for pattern in patterns) and not any(
-            name.startswith(f"{outer}.") for outer in blocks
-        ):
+        if _is_in(name, blocks):
+            continue
+        if any(fnmatchcase(name, pattern) for pattern in patterns):
             blocks.append(name)
     return tuple(blocks)

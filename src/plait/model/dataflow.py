@@ -1,11 +1,20 @@
-"""Which values of a model's forward follow from which parameters and blocks, found by running it
-once without its weights.
+"""Dataflow of a model's forward between parameters, blocks and outputs.
 
-Parameters and what follows from them are on `meta`: shapes without values. What follows from the
-batch alone (token ids, masks, positions) is computed, so code that looks at such values takes its
-true branch. Of every value is known since which block it can be computed and from which parameters
-outside of the blocks, so for any cut it is known what each pipeline stage must own and whether a
-value goes around the chain of blocks. Nothing of the model is changed: a copy runs.
+Note [Tracing without weights]
+    A copy of the model runs once. Its parameters, and every value that follows from them, are on
+    the meta device: they have a shape and no value. Values that follow from the batch alone (token
+    ids, masks, positions) are computed, so code that branches on such values takes its real branch.
+
+    For every value, the trace records an `Origin`: the block from which on it can be computed, and
+    the parameters outside of the blocks that it depends on. This tells for any cut into pipeline
+    stages which parameters a stage must own, and whether a value bypasses the chain of blocks. The
+    model itself is not changed.
+
+Note [Opaque modules]
+    Some modules cannot run without values, e.g. because they call kernels of another library. When
+    a trace fails, the class of the innermost failed module is marked as opaque and the trace starts
+    again. An opaque module does not run. Its output has the shape of its first floating-point
+    input and depends on all of its inputs and parameters.
 """
 
 from __future__ import annotations
@@ -25,7 +34,6 @@ from plait._torch.operators import (
     TorchDispatchMode,
     refusing_triton_kernels,
     schema_of,
-    tree_leaves,
     tree_map,
 )
 from plait._torch.storage import storage_id, version_of
@@ -39,34 +47,41 @@ from plait.model.outer_state import (
     outer_settings,
 )
 from plait.model.tied import tied_names
-from plait.model.without_values import Shapes, run_without_values
+from plait.model.without_values import Shapes, run_without_values, tensors_of
 
-COMPUTED = 2**20
-"""Elements up to which what follows from the batch is computed. Larger values (long masks) are
-known by shape only.
+MAX_COMPUTED_ELEMENTS = 2**20
+"""Largest number of elements of a value that is computed from the batch.
+
+Only the shape of larger values (long masks) is known.
 """
-_SMALL_BUFFER = 2**12
-_ATTEMPTS = 24
-_READS = frozenset({"tolist", "numpy"})
+_MAX_COPIED_ELEMENTS = 2**12
+"""Largest number of elements of a buffer that a skeleton copies with its values."""
+_MAX_ATTEMPTS = 24
+"""Number of traces, each with one more opaque module, before a model counts as untraceable."""
+_READS_WITHOUT_OPERATOR = frozenset({"tolist", "numpy"})
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What a value follows from."""
+    """Blocks, parameters and random numbers that a value depends on."""
 
     since: float = inf
-    """The lowest block whose inside it follows from; i for the input of block i. Such a value is
-    known on stages that begin at or before `since`. inf: it follows from no block.
+    """Lowest block whose inside the value depends on.
+
+    It is i for the input of block i, and infinite if the value depends on no block. The value is
+    known on stages that begin at or before `since`.
     """
     parameters: frozenset[tuple[str, int]] = frozenset()
-    """Parameters used outside of the blocks that it follows from, other than through a block's
-    output, each with the block before which it was used.
+    """Parameters used outside of the blocks, each with the block before which it was used.
+
+    Dependencies through the output of a block do not count.
     """
     random: float = inf
-    """Before which block random numbers went into it; inf: none did."""
+    """Block before which random numbers went into the value; infinite if none did."""
 
     def __or__(self, other: Origin) -> Origin:
-        if other is KNOWN or other == self:
+        # Fast path: every operator of a trace combines the origins of its arguments.
+        if other is INDEPENDENT or other == self:
             return self
         return Origin(
             min(self.since, other.since),
@@ -75,14 +90,16 @@ class Origin:
         )
 
 
-KNOWN = Origin()
-"""Of the batch, of buffers and of constants."""
+INDEPENDENT = Origin()
+"""Origin of values that depend only on the batch, on buffers and on constants."""
 
 
 @dataclass(frozen=True)
 class Need:
-    """That a value of `origin` is used where block `position` runs; a `decision` on every stage
-    from there on, because the code outside of the blocks runs on all of them.
+    """Use of a value of `origin` where block `position` runs.
+
+    A `decision` is needed on every stage from that block on, because the code outside of the blocks
+    runs on all of them.
     """
 
     position: int
@@ -93,100 +110,120 @@ class Need:
 
 @dataclass
 class Dataflow:
-    """What one forward did."""
+    """Record of one forward."""
 
     blocks: tuple[str, ...]
     uses: dict[str, set[int]] = field(default_factory=dict)
-    """Parameter to the blocks before which (or inside which) it is used; after the last block is
-    `len(blocks)`.
+    """Blocks before which, or inside of which, each parameter is used.
+
+    A use after the last block is recorded as `len(blocks)`.
     """
     inside: set[str] = field(default_factory=set)
-    """Those of them that a block uses."""
+    """Parameters that are used inside of a block."""
     ran: dict[str, set[int]] = field(default_factory=dict)
-    """Module to the blocks before which, or inside which, it ran."""
+    """Blocks before which, or inside of which, each module ran."""
     needs: set[Need] = field(default_factory=set)
     writes: bool = False
-    """A value of a parameter or a block is changed in place outside of the blocks."""
+    """True if a value of a parameter or block is changed in place outside of the blocks."""
     values: bool = False
-    """Code outside of the blocks takes numbers from values of the batch, so shapes need not follow
-    from its shapes.
+    """True if code outside of the blocks reads numbers from the batch.
+
+    Shapes may then depend on more than the shapes of the batch.
     """
     decides: bool = False
-    """Code outside of the blocks asks the batch's values a yes or no."""
+    """True if code outside of the blocks branches on a Boolean value of the batch."""
     order: list[int] = field(default_factory=list)
-    """The blocks as they ran."""
+    """Indices of the blocks in the order in which they ran."""
     shapes: list[tuple[tuple[torch.Size, torch.dtype], ...]] = field(default_factory=list)
-    """Of what each of them returned."""
+    """Shapes and dtypes of each block's output tensors, in the order of `order`."""
     returned: Any = None
-    """What the first of them returned, its tensors on meta."""
+    """Output of the block that ran first, with its tensors on the meta device."""
     settings: dict[SettingName, Setting] = field(default_factory=dict)
     """Plain attributes outside of the blocks that the forward sets before its last block ends."""
     late_settings: dict[SettingName, Setting] = field(default_factory=dict)
     """Plain attributes outside of the blocks that the forward sets after its last block."""
     late_buffers: set[str] = field(default_factory=set)
-    """Buffers outside of the blocks that are read before or inside a block, and changed after the
-    last one.
+    """Buffers outside of the blocks that blocks read, and that change after the last block.
+
+    A read before a block counts as a read by it.
     """
     strangers: set[str] = field(default_factory=set)
     """Names of the tensors in `Trace.strangers` that were used."""
 
 
 class Untraceable(ModelError):
-    """The model's forward cannot be run without its weights."""
+    """Error of a model whose forward cannot run without its weights."""
 
 
 @dataclass
 class Skeleton:
-    """A copy of a model without its weights, to be traced on any batch."""
+    """Copy of a model without its weights, which can be traced on any batch."""
 
     model: nn.Module
     blocks: tuple[str, ...]
     names: dict[int, str]
-    """Storage to the first name of the parameter."""
+    """First name of each parameter, keyed by its storage."""
     shapes: Shapes = field(default_factory=Shapes)
-    """What operators of earlier traces were found to return."""
+    """Cache of the results of operators, shared by all traces."""
 
     @classmethod
     def of(cls, model: nn.Module, blocks: Sequence[str]) -> Skeleton:
-        """Raises Untraceable where the model cannot be copied."""
+        """Copy a model without its weights.
+
+        Args:
+            model: The model, on any device.
+            blocks: Names of its repeated blocks.
+
+        Raises:
+            Untraceable: The model cannot be copied.
+        """
+        # `deepcopy` takes the copies of tensors from the memo.
         memo: dict[int, Any] = {}
         for tensor in (*model.parameters(), *model.buffers()):
-            memo[id(tensor)] = _copied(tensor)
+            memo[id(tensor)] = _copy_without_values(tensor)
         try:
-            made = copy.deepcopy(model, memo)
+            skeleton = copy.deepcopy(model, memo)
         except Exception as error:
             raise Untraceable(
                 f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error})"
             ) from error
-        first = {name: group[0] for group in tied_names(made) for name in group}
-        names = {
-            _storage(p): first.get(name, name)
-            for name, p in made.named_parameters(remove_duplicate=False)
-        }
-        return cls(made, tuple(blocks), names)
+
+        first_names = {}
+        for group in tied_names(skeleton):
+            first_names.update(dict.fromkeys(group, group[0]))
+        names = {}
+        for name, parameter in skeleton.named_parameters(remove_duplicate=False):
+            names[_storage(parameter)] = first_names.get(name, name)
+        return cls(skeleton, tuple(blocks), names)
 
     def trace(
         self, run: Callable[[nn.Module, Trace], Any], *, training: bool, negate: bool = False
     ) -> Trace:
-        """Run `run(copy, trace)` without weights; `negate` turns every yes or no that code outside
-        of the blocks asks of a value into its opposite. Modules that cannot run so (kernels of
-        other libraries) count as opaque: what they return has the shape of their first input and
-        follows from all of their inputs and parameters.
+        """Run the copy without weights and record its dataflow. See Note [Tracing without weights].
 
-        Raises Untraceable; a PlaitError that `run` raises goes through.
+        Args:
+            run: Function that is called as `run(copy, trace)`. It runs again after a failure, see
+                Note [Opaque modules].
+            training: Whether the copy runs in training mode.
+            negate: Whether to invert every Boolean that code outside of the blocks reads from a
+                tensor. A second trace with inverted decisions shows which shapes depend on them.
+
+        Raises:
+            Untraceable: The model cannot run without its weights.
+            PlaitError: Any other error of Plait that `run` raises.
         """
         self.model.train(training)
         opaque: dict[type, int] = {}
-        python = random.getstate()
+        python_state = random.getstate()
         try:
-            for _ in range(_ATTEMPTS):
+            for _ in range(_MAX_ATTEMPTS):
                 trace = Trace(self, opaque, negate)
                 with (
                     torch.random.fork_rng(devices=[]),
                     torch.no_grad(),
                     trace.watched(),
                     refusing_triton_kernels(),
-                    _Functions(trace),
+                    _ValueReads(trace),
                     trace,
                 ):
                     try:
@@ -197,9 +234,9 @@ class Skeleton:
                     except Exception as error:
                         if isinstance(error, PlaitError) and not isinstance(error, Untraceable):
                             raise
-                        _blame(trace, opaque, error)
+                        _mark_opaque(trace, opaque, error)
         finally:
-            random.setstate(python)
+            random.setstate(python_state)
         raise Untraceable("too many of its modules cannot run without their weights")
 
 
@@ -208,90 +245,105 @@ def _storage(tensor: torch.Tensor) -> int:
     return storage_id(tensor.untyped_storage())
 
 
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
+def _copy_without_values(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(
             torch.empty_like(tensor, device="meta"), requires_grad=tensor.requires_grad
         )
-    if tensor.device.type != "meta" and tensor.numel() <= _SMALL_BUFFER:
+    # Small buffers (rotary frequencies, position ids) keep their values, because code may branch
+    # on them.
+    if tensor.device.type != "meta" and tensor.numel() <= _MAX_COPIED_ELEMENTS:
         return tensor.detach().to("cpu", copy=True)
     return torch.empty_like(tensor, device="meta")
 
 
-def _blame(trace: Trace, opaque: dict[type, int], error: Exception) -> None:
-    """Count the innermost module that failed as opaque; where that was tried, the one around it."""
-    for kind in reversed(trace.failed[1:]):  # the first is the model itself
-        if opaque.get(kind, -1) < len(_SHAPES) - 1:
-            opaque[kind] = opaque.get(kind, -1) + 1
+def _mark_opaque(trace: Trace, opaque: dict[type, int], error: Exception) -> None:
+    """Mark the innermost failed module as opaque, or try the next form of its output.
+
+    If all forms of output have been tried, the module around it is marked.
+
+    Raises:
+        Untraceable: No module is left.
+    """
+    for module_class in reversed(trace.failed[1:]):  # the first is the model itself
+        if opaque.get(module_class, -1) < len(_OPAQUE_OUTPUTS) - 1:
+            opaque[module_class] = opaque.get(module_class, -1) + 1
             return
     raise Untraceable(f"{type(error).__name__}: {error}") from error
 
 
-_SHAPES: tuple[Callable[[torch.Tensor], Any], ...] = (
+_OPAQUE_OUTPUTS: tuple[Callable[[torch.Tensor], Any], ...] = (
     lambda out: out,
     lambda out: (out,),
     lambda out: (out, None),
 )
-"""What an opaque module may return."""
+"""Forms of output that are tried for an opaque module."""
 
 
 class Trace(TorchDispatchMode):
-    """One run of a `Skeleton`."""
+    """Single run of a `Skeleton`, as a dispatch mode that sees every operator."""
 
     def __init__(self, skeleton: Skeleton, opaque: dict[type, int], negate: bool) -> None:
         super().__init__()
         self._negate = negate
-        self.skeleton, self.flow = skeleton, Dataflow(skeleton.blocks)
+        self.skeleton = skeleton
+        self.flow = Dataflow(skeleton.blocks)
         self.failed: list[type] = []
-        """Classes of the modules that were running when something failed, outermost first."""
+        """Classes of the modules that were running when an error was raised, outermost first."""
         self._opaque = opaque
         self._inside: int | None = None
+        """Index of the block that is running, or None outside of the blocks."""
         self._region = 0
+        """Index of the block before which code outside of the blocks is running."""
         self._origins: dict[int, Origin] = {}
         self._without_value: set[int] = set()
+        # Origins are keyed by storage. Live tensors keep a storage from being reused as a key.
         self._alive: list[torch.Tensor] = []
         self._running: list[type] = []
         self.state = _OuterState(skeleton)
         self.strangers: dict[int, str] = {}
-        """Storage to name of tensors outside of the copy whose use is noted."""
+        """Names of tensors outside of the copy whose use is recorded, keyed by storage."""
 
     def origin(self, tensor: torch.Tensor) -> Origin:
-        """What a value follows from."""
+        """Return the origin of a value."""
         key = _storage(tensor)
         if key in self.skeleton.names:
             return Origin(parameters=frozenset({(self.skeleton.names[key], self._region)}))
-        return self._origins.get(key, KNOWN)
+        return self._origins.get(key, INDEPENDENT)
 
     def need(self, tensors: Sequence[torch.Tensor], what: str) -> None:
-        """`tensors` are used after the last block."""
+        """Record that tensors are used after the last block.
+
+        Args:
+            tensors: The tensors.
+            what: Name of the user, for error messages.
+        """
         for tensor in tensors:
-            if (origin := self.origin(tensor)) != KNOWN:
+            origin = self.origin(tensor)
+            if origin != INDEPENDENT:
                 self.flow.needs.add(Need(len(self.skeleton.blocks) - 1, origin, what))
 
     def has_value(self, tensor: torch.Tensor) -> bool:
-        """Whether it is computed, not only its shape known."""
+        """Return True if a tensor is computed, False if only its shape is known."""
         return tensor.device.type != "meta" and _storage(tensor) not in self._without_value
 
-    def watched(self) -> _Watched:
-        """Watch the modules of the skeleton."""
-        return _Watched(self)
+    def watched(self) -> _WatchedModules:
+        """Return a context manager in which the modules of the skeleton report to this trace."""
+        return _WatchedModules(self)
 
     def call(
         self, name: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        """Run a module."""
-        kind = type(module)
-        self.flow.ran.setdefault(name, set()).add(
-            self._region if self._inside is None else self._inside
-        )
-        self._running.append(kind)
+        """Run a module, or replace it if it is opaque."""
+        module_class = type(module)
+        self.flow.ran.setdefault(name, set()).add(self._position())
+        self._running.append(module_class)
         try:
-            return (
-                self._stand_for(module, args, kwargs)
-                if kind in self._opaque
-                else forward(*args, **kwargs)
-            )
+            if module_class in self._opaque:
+                return self._replace_opaque(module, args, kwargs)
+            return forward(*args, **kwargs)
         except Exception:
+            # The innermost module sees the error first.
             if not self.failed:
                 self.failed = list(self._running)
             raise
@@ -301,102 +353,105 @@ class Trace(TorchDispatchMode):
     def block(
         self, index: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        """Run a block; what it returns is an origin of its own."""
+        """Run a block. Its output is an origin of its own."""
         self.flow.order.append(index)
-        before = self._inside
+        outer = self._inside
         self._inside = index
         try:
-            for leaf in tree_leaves((args, kwargs)):
-                if isinstance(leaf, torch.Tensor):
-                    self._use(leaf)
+            for tensor in tensors_of((args, kwargs)):
+                self._use(tensor)
             output = self.call(self.skeleton.blocks[index], module, forward, args, kwargs)
         finally:
-            self._inside = before
+            self._inside = outer
+
         self._region = index + 1
         self.state.after_block()
         if not self.flow.shapes:
-            self.flow.returned = tree_map(
-                lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, output
-            )
-        self.flow.shapes.append(
-            tuple(
-                (leaf.shape, leaf.dtype)
-                for leaf in tree_leaves(output)
-                if isinstance(leaf, torch.Tensor)
-            )
-        )
-        return tree_map(
-            lambda leaf: self._fresh(leaf, index + 1) if isinstance(leaf, torch.Tensor) else leaf,
-            output,
-        )
+            self.flow.returned = tree_map(_to_meta, output)
+        self.flow.shapes.append(tuple((leaf.shape, leaf.dtype) for leaf in tensors_of(output)))
+        return tree_map(lambda leaf: self._block_output(leaf, index + 1), output)
 
-    def _fresh(self, leaf: torch.Tensor, since: int) -> torch.Tensor:
-        made = leaf.clone() if self.has_value(leaf) else torch.empty_like(leaf, device="meta")
-        self._origins[_storage(made)] = Origin(since)
-        self._alive.append(made)
-        return made
+    def _position(self) -> int:
+        return self._region if self._inside is None else self._inside
 
-    def _stand_for(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        first = next((leaf for leaf in tensors if leaf.is_floating_point()), None)
+    def _block_output(self, leaf: Any, since: int) -> Any:
+        """Copy a tensor that a block returns, because origins belong to storages."""
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        output = leaf.clone() if self.has_value(leaf) else torch.empty_like(leaf, device="meta")
+        self._origins[_storage(output)] = Origin(since)
+        self._alive.append(output)
+        return output
+
+    def _replace_opaque(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Return an output for a module that does not run. See Note [Opaque modules]."""
+        tensors = tensors_of((args, kwargs))
+        first = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
         if first is None:
             raise Untraceable(f"{type(module).__name__} takes no tensor")
-        origin = KNOWN
-        for leaf in (*tensors, *module.parameters()):
-            origin |= self._use(leaf)
-        made = torch.empty(first.shape, dtype=first.dtype, device="meta")
-        self._origins[_storage(made)] = origin if self._inside is None else Origin(self._inside)
-        self._alive.append(made)
-        return _SHAPES[self._opaque[type(module)]](made)
+
+        origin = INDEPENDENT
+        for tensor in (*tensors, *module.parameters()):
+            origin |= self._use(tensor)
+        if self._inside is not None:
+            origin = Origin(self._inside)
+
+        output = torch.empty(first.shape, dtype=first.dtype, device="meta")
+        self._origins[_storage(output)] = origin
+        self._alive.append(output)
+        return _OPAQUE_OUTPUTS[self._opaque[type(module)]](output)
 
     def _use(self, tensor: torch.Tensor) -> Origin:
-        """Note that `tensor` is used here, and return its origin."""
+        """Record that a tensor is used at the current position, and return its origin."""
         key = _storage(tensor)
         if key in self.strangers:
             self.flow.strangers.add(self.strangers[key])
         if self._inside is not None or self._region < len(self.skeleton.blocks):
             self.state.read(key)
+
         name = self.skeleton.names.get(key)
         if name is not None:
-            self.flow.uses.setdefault(name, set()).add(
-                self._region if self._inside is None else self._inside
-            )
+            self.flow.uses.setdefault(name, set()).add(self._position())
             if self._inside is None:
                 return Origin(parameters=frozenset({(name, self._region)}))
             self.flow.inside.add(name)
             return Origin(self._inside)
-        origin = self._origins.get(key, KNOWN)
+
+        origin = self._origins.get(key, INDEPENDENT)
         if self._inside is not None and (origin.parameters or origin.since < self._inside):
             self.flow.needs.add(Need(self._inside, origin, self.skeleton.blocks[self._inside]))
         return origin
 
     def read(self, tensor: torch.Tensor, *, shapes: bool) -> None:
-        """The model's code looks at a value. `shapes`: at more than a yes or no."""
+        """Record that the model's Python code reads the value of a tensor.
+
+        Args:
+            tensor: The tensor.
+            shapes: Whether shapes can depend on the value. A Boolean is only a decision.
+        """
         origin = self._use(tensor)
-        if self._inside is None:
-            self.flow.values |= shapes
-            self.flow.decides |= not shapes
-            if origin.since < inf or origin.parameters:
-                position = min(self._region, len(self.skeleton.blocks) - 1)
-                self.flow.needs.add(Need(position, origin, "a decision", decision=True))
+        if self._inside is not None:
+            return
+        if shapes:
+            self.flow.values = True
+        else:
+            self.flow.decides = True
+        if origin.since < inf or origin.parameters:
+            position = min(self._region, len(self.skeleton.blocks) - 1)
+            self.flow.needs.add(Need(position, origin, "a decision", decision=True))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        origin = KNOWN
-        for tensor in tensors:
-            origin |= self._use(tensor)
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            origin |= Origin(random=self._region)
-        if self._inside is not None and origin != KNOWN:
-            origin = Origin(self._inside)
+        tensors = tensors_of((args, kwargs))
+        origin = self._origin_of_result(func, tensors)
+
         known = all(self.has_value(tensor) for tensor in tensors)
         result, read = run_without_values(
             func,
             args,
             kwargs,
             known=known,
-            limit=COMPUTED,
+            limit=MAX_COMPUTED_ELEMENTS,
             has_value=self.has_value,
             shapes=self.skeleton.shapes,
         )
@@ -404,50 +459,73 @@ class Trace(TorchDispatchMode):
             self.read(tensors[0], shapes=read)
             if self._negate and isinstance(result, bool) and self._inside is None:
                 result = not result
-        for tensor in _written(func, args, kwargs) if schema_of(func).is_mutable else ():
+
+        if schema_of(func).is_mutable:
+            for tensor in _mutated_tensors(func, args, kwargs):
+                self._record_write(tensor, origin, known=known)
+
+        # Views share the storage of an input and keep its origin.
+        input_keys = {_storage(tensor) for tensor in tensors}
+        for tensor in tensors_of(result):
             key = _storage(tensor)
-            if self._inside is None and self._origins.get(key, KNOWN) != KNOWN:
-                self.flow.writes = True
-            self._origins[key] = self._origins.get(key, KNOWN) | origin
-            if not known:
-                self._without_value.add(key)
-        before = {_storage(tensor) for tensor in tensors}
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                key = _storage(leaf)
-                if key not in before and key not in self.skeleton.names:
-                    self._origins[key] = origin
-                self._alive.append(leaf)
+            if key not in input_keys and key not in self.skeleton.names:
+                self._origins[key] = origin
+            self._alive.append(tensor)
         return result
 
+    def _origin_of_result(self, func: Any, tensors: Sequence[torch.Tensor]) -> Origin:
+        origin = INDEPENDENT
+        for tensor in tensors:
+            origin |= self._use(tensor)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            origin |= Origin(random=self._region)
+        if self._inside is not None and origin != INDEPENDENT:
+            return Origin(self._inside)
+        return origin
 
-def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
+    def _record_write(self, tensor: torch.Tensor, origin: Origin, *, known: bool) -> None:
+        key = _storage(tensor)
+        before = self._origins.get(key, INDEPENDENT)
+        if self._inside is None and before != INDEPENDENT:
+            self.flow.writes = True
+        self._origins[key] = before | origin
+        if not known:
+            self._without_value.add(key)
+
+
+def _to_meta(leaf: Any) -> Any:
+    return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _mutated_tensors(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    tensors: list[torch.Tensor] = []
     for index, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[index] if index < len(args) else kwargs.get(argument.name)
-            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-    return found
+            tensors += tensors_of(value)
+    return tensors
 
 
-class _Functions(TorchFunctionMode):
-    """Sees what passes no operator."""
+class _ValueReads(TorchFunctionMode):
+    """Function mode that sees reads of values which call no operator."""
 
     def __init__(self, trace: Trace) -> None:
         super().__init__()
         self.trace = trace
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in _READS and args and isinstance(args[0], torch.Tensor):
+        name = getattr(func, "__name__", "")
+        if name in _READS_WITHOUT_OPERATOR and args and isinstance(args[0], torch.Tensor):
             self.trace.read(args[0], shapes=True)
             if not self.trace.has_value(args[0]):
-                return getattr(torch.zeros(args[0].shape, dtype=args[0].dtype), func.__name__)()
+                return getattr(torch.zeros(args[0].shape, dtype=args[0].dtype), name)()
         return func(*args, **(kwargs or {}))
 
 
 class _OuterState:
-    """Plain attributes and buffers of a skeleton outside of its blocks, at three moments of a
-    forward.
+    """Plain attributes and buffers of a skeleton outside of its blocks.
+
+    They are compared at three moments of a forward: its begin, the end of its last block, its end.
     """
 
     def __init__(self, skeleton: Skeleton) -> None:
@@ -457,16 +535,16 @@ class _OuterState:
 
     def begin(self) -> None:
         """Record the state before the forward."""
-        self._settings = self._settings_after_block = outer_settings(self._modules)
-        self._buffers = self._buffers_now()
-        self._storages = {
-            _storage(buffer): name for name, buffer in outer_buffers(self._modules).items()
-        }
+        self._settings = outer_settings(self._modules)
+        self._settings_after_block = self._settings
+        self._buffers = self._buffer_versions()
+        for name, buffer in outer_buffers(self._modules).items():
+            self._storages[_storage(buffer)] = name
 
     def after_block(self) -> None:
         """Record the state after a block."""
         self._settings_after_block = outer_settings(self._modules)
-        self._buffers = self._buffers_now()
+        self._buffers = self._buffer_versions()
 
     def read(self, storage: int) -> None:
         """Record that a tensor is used before or inside a block."""
@@ -479,38 +557,40 @@ class _OuterState:
         flow.late_settings = changed_settings(
             self._settings_after_block, outer_settings(self._modules)
         )
-        buffers = self._buffers_now()
+        buffers = self._buffer_versions()
         flow.late_buffers = {
             name for name in self._read if self._buffers.get(name) != buffers.get(name)
         }
 
-    def _buffers_now(self) -> dict[str, tuple[int, int]]:
-        # An assignment makes another object, an operation in place another version.
+    def _buffer_versions(self) -> dict[str, tuple[int, int]]:
+        # An assignment creates another object, an operation in place another version.
         return {
             name: (id(buffer), version_of(buffer))
             for name, buffer in outer_buffers(self._modules).items()
         }
 
 
-class _Watched:
-    """Sets a `forward` on every module of the skeleton that tells the trace, and takes it off
-    again.
+class _WatchedModules:
+    """Context manager that makes every module of a skeleton report its calls to a trace.
+
+    It sets an attribute `forward` on the modules, and removes or restores it at the end. Hooks
+    could not replace the computation of an opaque module.
     """
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
-        self.before: list[tuple[nn.Module, Any]] = []
+        self.forwards: list[tuple[nn.Module, Any]] = []
 
     def __enter__(self) -> None:
         skeleton = self.trace.skeleton
         blocks = {name: index for index, name in enumerate(skeleton.blocks)}
         for name, module in skeleton.model.named_modules():
-            self.before.append((module, module.__dict__.get("forward")))
-            module.__dict__["forward"] = self._telling(
+            self.forwards.append((module, module.__dict__.get("forward")))
+            module.__dict__["forward"] = self._reporting_forward(
                 name, module, module.forward, blocks.get(name)
             )
 
-    def _telling(
+    def _reporting_forward(
         self, name: str, module: nn.Module, forward: Callable[..., Any], block: int | None
     ) -> Callable[..., Any]:
         if block is None:
@@ -518,7 +598,7 @@ class _Watched:
         return lambda *args, **kwargs: self.trace.block(block, module, forward, args, kwargs)
 
     def __exit__(self, *_: object) -> None:
-        for module, forward in self.before:
+        for module, forward in self.forwards:
             if forward is None:
                 del module.__dict__["forward"]
             else:

@@ -1,7 +1,7 @@
-"""Mixture-of-experts layers of a model: which modules hold experts, and which route tokens to them.
+"""Mixture-of-experts layers of a model: modules that hold experts, and routers.
 
-Read from what Transformers' classes keep on their modules and say of themselves, not from names of
-modules.
+They are recognised by the attributes that Transformers' classes set on their modules, and not by
+the names of modules.
 """
 
 from __future__ import annotations
@@ -15,107 +15,120 @@ import torch
 from torch import nn
 
 BIAS = "e_score_correction_bias"
-"""Transformers' name for what is added to a router's scores where experts are chosen, and not where
-they are weighted.
+"""Transformers' name for the correction of a router's scores.
+
+It is added where experts are chosen, and not where their outputs are weighted.
 """
 SPLIT_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "gpt_oss")
-"""`config.model_type` of models that are compared with one process where tensor parallelism splits
-their other layers.
+"""Model types whose other layers may be split by tensor parallelism.
+
+Tests compare these families (`config.model_type`) with a single process.
 """
 _MARKS = ("num_experts", "is_transposed", "has_gate")
-"""Attributes that Transformers' `use_experts_implementation` gives to a module of experts."""
+"""Attributes that Transformers' `use_experts_implementation` sets on a module of experts."""
 
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts of one layer: parameters whose first dimension counts experts."""
+    """Experts of one layer: a module whose parameters count experts in their first dimension."""
 
     name: str
-    """Of the module, called with (tokens [tokens, hidden], experts of every token [tokens, k]
-    int64, their weights [tokens, k]).
+    """Full name of the module.
+
+    It is called with tokens [tokens, hidden], the experts of every token [tokens, k] as int64, and
+    their weights [tokens, k].
     """
     count: int
     parameters: tuple[str, ...]
-    """Full names (FQNs)."""
+    """Full names (FQNs) of the parameters."""
 
 
 @dataclass(frozen=True)
 class Router:
-    """A module that chooses experts for tokens."""
+    """Module that chooses experts for tokens."""
 
     name: str
     index: int = 0
-    """Where its logits [tokens, experts] are in the tuple that it returns."""
+    """Index of the logits [tokens, experts] in the tuple that the module returns."""
 
 
 def find_experts(model: nn.Module) -> tuple[Experts, ...]:
-    """All modules of experts, in model order."""
-    found = []
+    """Return all modules of experts, in model order."""
+    experts = []
     for name, module in model.named_modules():
-        own = dict(module.named_parameters(recurse=False))
+        parameters = dict(module.named_parameters(recurse=False))
         count = getattr(module, "num_experts", None)
-        if (
-            not own
-            or not isinstance(count, int)
-            or not all(hasattr(module, mark) for mark in _MARKS)
-        ):
+        if not parameters or not isinstance(count, int):
             continue
-        if all(parameter.ndim > 1 and parameter.shape[0] == count for parameter in own.values()):
-            found.append(Experts(name, count, tuple(f"{name}.{leaf}" for leaf in own)))
-    return tuple(found)
+        if not all(hasattr(module, mark) for mark in _MARKS):
+            continue
+        # Each parameter is [experts, ...]. Biases of experts are [experts, features].
+        if all(p.ndim > 1 and p.shape[0] == count for p in parameters.values()):
+            full_names = tuple(f"{name}.{leaf}" for leaf in parameters)
+            experts.append(Experts(name, count, full_names))
+    return tuple(experts)
 
 
 def biased_routers(model: nn.Module) -> tuple[str, ...]:
-    """Routers whose choice is corrected by a bias of their own [experts]."""
-    found = []
+    """Return the names of routers whose choice is corrected by a bias [experts]."""
+    names = []
     for name, module in model.named_modules():
         bias = dict(module.named_buffers(recurse=False)).get(BIAS)
         if bias is not None and bias.ndim == 1:
-            found.append(name)
-    return tuple(found)
+            names.append(name)
+    return tuple(names)
 
 
 def recorded_routers(model: nn.Module) -> tuple[Router, ...]:
-    """The routers whose logits Transformers returns as `router_logits`, in the order in which they
-    run; none where that is not known.
+    """Return the routers whose logits Transformers returns as `router_logits`.
+
+    They are in the order in which they run. The tuple is empty if the model does not declare them.
     """
-    specs = dict.fromkeys(_recorders(model))
-    found = []
+    declarations = dict.fromkeys(_declared_routers(model))
+    routers = []
     for name, module in model.named_modules():
-        for kind, index in specs:
-            if isinstance(module, kind):
-                found.append(Router(name, index))
-    return tuple(found)
+        for router_class, index in declarations:
+            if isinstance(module, router_class):
+                routers.append(Router(name, index))
+    return tuple(routers)
 
 
-def _recorders(model: nn.Module) -> Iterator[tuple[type[nn.Module], int]]:
-    for kind in {type(module) for module in model.modules()}:
-        spec: Any = (getattr(kind, "_can_record_outputs", None) or {}).get("router_logits")
-        for one in spec if isinstance(spec, list) else [spec]:
-            target = getattr(one, "target_class", one)
-            narrowed = getattr(one, "layer_name", None) or getattr(one, "class_name", None)
-            if isinstance(target, type) and not narrowed:
-                yield target, getattr(one, "index", 1)
+def _declared_routers(model: nn.Module) -> Iterator[tuple[type[nn.Module], int]]:
+    """Yield the classes of routers in `_can_record_outputs`, and the index of their logits."""
+    for module_class in {type(module) for module in model.modules()}:
+        recorded: Any = getattr(module_class, "_can_record_outputs", None) or {}
+        declarations = recorded.get("router_logits")
+        if not isinstance(declarations, list):
+            declarations = [declarations]
+        for declaration in declarations:
+            target = getattr(declaration, "target_class", declaration)
+            # A declaration may be restricted to layers of some name, which is not supported.
+            is_restricted = getattr(declaration, "layer_name", None) or getattr(
+                declaration, "class_name", None
+            )
+            if isinstance(target, type) and not is_restricted:
+                yield target, getattr(declaration, "index", 1)
 
 
 def balance_coefficient(model: nn.Module) -> float | None:
-    """What Transformers' class multiplies the balance loss of its routers with, which it adds to
-    its own loss where `output_router_logits` is set; None for a class that adds none.
+    """Return the factor of the routers' balance loss in a Transformers model.
+
+    The model adds this loss to its own if `output_router_logits` is set. The result is None for a
+    class that adds none.
     """
-    own = getattr(model, "router_aux_loss_coef", None)
-    # some models of several parts read it in the forward
-    if own is None and _takes_router_logits(model):
-        own = getattr(_text_config(model), "router_aux_loss_coef", None)
-    return float(own) if isinstance(own, int | float) else None
+    coefficient = getattr(model, "router_aux_loss_coef", None)
+    # Some models of several parts read the coefficient from the text configuration in the forward.
+    if coefficient is None and _takes_router_logits(model):
+        coefficient = getattr(_text_config(model), "router_aux_loss_coef", None)
+    return float(coefficient) if isinstance(coefficient, int | float) else None
 
 
 def wants_balance_loss(model: nn.Module) -> bool:
-    """Whether the configuration of the model, or of its text part, asks for that loss."""
-    asks = (
-        getattr(config, "output_router_logits", False)
-        for config in (getattr(model, "config", None), _text_config(model))
-    )
-    return balance_coefficient(model) is not None and any(asks)
+    """Return True if the configuration of a model, or of its text part, enables that loss."""
+    if balance_coefficient(model) is None:
+        return False
+    configs = (getattr(model, "config", None), _text_config(model))
+    return any(getattr(config, "output_router_logits", False) for config in configs)
 
 
 def _text_config(model: nn.Module) -> Any:
@@ -123,20 +136,18 @@ def _text_config(model: nn.Module) -> Any:
 
 
 def _takes_router_logits(model: nn.Module) -> bool:
+    # The forward of a PEFT model takes any keyword.
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     return "output_router_logits" in inspect.signature(base.forward).parameters
 
 
 def chosen_experts(output: Any) -> torch.Tensor | None:
-    """The experts of every token [tokens, k] in what a router returns; None where nothing there is
-    that.
+    """Return the chosen experts of every token [tokens, k] from a router's output.
+
+    The result is None if the output contains no such tensor.
     """
     leaves = output if isinstance(output, tuple | list) else (output,)
-    return next(
-        (
-            leaf
-            for leaf in leaves
-            if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.int64 and leaf.ndim == 2
-        ),
-        None,
-    )
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.int64 and leaf.ndim == 2:
+            return leaf
+    return None

@@ -1,7 +1,6 @@
-"""What the planner and the ledger need to know of a model, as frozen data: shapes and owners, no
-tensors.
+"""Frozen data about a model for the planner and the memory ledger: shapes and owners, no tensors.
 
-Taken from a module (on any device, `meta` included) before anything is applied to it. Tied
+The facts are read from a module on any device (`meta` included) before it is distributed. Tied
 parameters are listed once, under their first name.
 """
 
@@ -24,17 +23,17 @@ ROOT = -1
 
 @dataclass(frozen=True)
 class ParameterFacts:
-    """One parameter. `unit` is the index of its block, or -1 for the rest of the model (embedding,
-    head, final norm).
-    """
+    """Shape and place of one parameter."""
 
     name: str
     shape: tuple[int, ...]
     itemsize: int
+    """Size of an element in bytes."""
     trainable: bool
     unit: int
+    """Index of the parameter's block, or -1 outside of the blocks (embedding, head, final norm)."""
     also: tuple[str, ...] = ()
-    """The other names of a tied parameter."""
+    """Further names of a tied parameter."""
 
     @property
     def numel(self) -> int:
@@ -44,52 +43,56 @@ class ParameterFacts:
 
 @dataclass(frozen=True)
 class AttentionFacts:
-    """The heads of every layer, before tensor parallelism splits them."""
+    """Attention heads of every layer, before tensor parallelism splits them."""
 
     heads: int
     kv_heads: int
     head_dim: int
-    """Of queries and keys."""
+    """Width of a query or key."""
     value_dim: int
 
 
 @dataclass(frozen=True)
 class ExpertFacts:
-    """Of a mixture-of-experts model whose layers are alike."""
+    """Experts of a model whose mixture-of-experts layers are alike."""
 
     parameters: tuple[str, ...]
-    """Names of those whose first dimension counts experts."""
+    """Names of the parameters whose first dimension counts experts."""
     count: int
-    """Experts of a layer."""
+    """Number of experts per layer."""
     per_token: int
-    """Experts that a token goes to."""
+    """Number of experts that process each token."""
     hidden: int
-    """Elements of a token."""
+    """Number of elements of a token."""
 
     @property
     def layers(self) -> int:
-        """With experts."""
+        """Number of layers with experts."""
         return len({name.rpartition(".")[0] for name in self.parameters})
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """All parameters of a model, tied ones once, and the names of its blocks."""
+    """Parameters and blocks of a model."""
 
     parameters: tuple[ParameterFacts, ...]
+    """All parameters, tied ones once."""
     blocks: tuple[str, ...]
+    """Names of the repeated blocks."""
     tensor_plan: TensorPlan | None = None
-    """How tensor parallelism would split the model; None where it is not asked."""
+    """Split of the model by tensor parallelism; None if it is not used."""
     attention: AttentionFacts | None = None
-    """None where the model's configuration does not say."""
+    """Attention heads; None if the model's configuration does not define them."""
     experts: ExpertFacts | None = None
-    """None for a model without, or one that does not say how many experts a token goes to."""
+    """Experts; None for a dense model, and if the number of experts per token is unknown."""
     outer: OuterUnits = field(default_factory=OuterUnits)
     """Layers outside of the blocks that are sharding units."""
 
     def sharding_unit(self, parameter: ParameterFacts) -> int | str:
-        """Return the sharding unit of a parameter: index of a block, name of an outer unit, or
-        ROOT.
+        """Return the sharding unit of a parameter.
+
+        Returns:
+            The index of a block, the name of an outer unit, or `ROOT`.
         """
         if parameter.unit >= 0:
             return parameter.unit
@@ -97,71 +100,88 @@ class ModelFacts:
 
     @property
     def numel(self) -> int:
-        """Number of parameters, tied ones once."""
+        """Number of elements of all parameters, tied ones counted once."""
         return sum(p.numel for p in self.parameters)
 
     @property
     def trainable(self) -> tuple[ParameterFacts, ...]:
-        """The parameters that get gradients."""
+        """Parameters that receive gradients."""
         return tuple(p for p in self.parameters if p.trainable)
 
 
 def model_facts(
     model: nn.Module, blocks: Sequence[str], *, tensor_plan: TensorPlan | None = None
 ) -> ModelFacts:
-    """Read the facts of `model`, whose repeated blocks are named `blocks`."""
-    owner = {name: index for index, name in enumerate(blocks)}
+    """Read the facts of a model.
+
+    Args:
+        model: The model, on any device, before it is distributed.
+        blocks: Names of its repeated blocks, see `find_blocks`.
+        tensor_plan: Its split by tensor parallelism.
+    """
+    # Keyed by identity, so that a tied parameter is listed once with all of its names.
     names: dict[int, list[str]] = {}
-    found: dict[int, nn.Parameter] = {}
+    parameters: dict[int, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-        found[id(parameter)] = parameter
-    listed = []
+        parameters[id(parameter)] = parameter
+
+    facts = []
     for key, (first, *also) in names.items():
-        parameter = found[key]
-        unit = next((index for block, index in owner.items() if first.startswith(f"{block}.")), -1)
-        listed.append(
+        parameter = parameters[key]
+        facts.append(
             ParameterFacts(
                 first,
                 tuple(parameter.shape),
                 parameter.element_size(),
                 parameter.requires_grad,
-                unit,
+                _block_index(first, blocks),
                 tuple(also),
             )
         )
-    outer = outer_units(model, blocks)
     return ModelFacts(
-        tuple(listed), tuple(blocks), tensor_plan, attention_facts(model), _experts(model), outer
+        tuple(facts),
+        tuple(blocks),
+        tensor_plan,
+        attention_facts(model),
+        _expert_facts(model),
+        outer_units(model, blocks),
     )
 
 
+def _block_index(name: str, blocks: Sequence[str]) -> int:
+    for index, block in enumerate(blocks):
+        if name.startswith(f"{block}."):
+            return index
+    return -1
+
+
 def attention_facts(model: nn.Module) -> AttentionFacts | None:
-    """Of a model whose configuration has them."""
+    """Return the attention heads that a model's configuration defines, or None."""
     config = getattr(model, "config", None)
     heads = largest_of_layers(config, "num_attention_heads")
     width = getattr(config, "hidden_size", None)
     if not isinstance(heads, int) or not isinstance(width, int):
         return None
-    kv_heads = largest_of_layers(config, "num_key_value_heads")
-    head_dim = largest_of_layers(config, "head_dim")
-    latent = [
-        largest_of_layers(config, name)
-        for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    ]
-    known = [size for size in latent if isinstance(size, int)]
-    if len(known) == 3:  # DeepSeek's, whose keys and values are made for every head
-        return AttentionFacts(heads, heads, known[0] + known[1], known[2])
-    size = head_dim or width // heads
-    return AttentionFacts(heads, kv_heads or heads, size, size)
+
+    nope_dim = largest_of_layers(config, "qk_nope_head_dim")
+    rope_dim = largest_of_layers(config, "qk_rope_head_dim")
+    value_dim = largest_of_layers(config, "v_head_dim")
+    if isinstance(nope_dim, int) and isinstance(rope_dim, int) and isinstance(value_dim, int):
+        # DeepSeek's latent attention computes keys and values for every query head.
+        return AttentionFacts(heads, heads, nope_dim + rope_dim, value_dim)
+
+    kv_heads = largest_of_layers(config, "num_key_value_heads") or heads
+    head_dim = largest_of_layers(config, "head_dim") or width // heads
+    return AttentionFacts(heads, kv_heads, head_dim, head_dim)
 
 
-def _experts(model: nn.Module) -> ExpertFacts | None:
-    found = find_experts(model)
+def _expert_facts(model: nn.Module) -> ExpertFacts | None:
+    layers = find_experts(model)
     config = getattr(model, "config", None)
     per_token = getattr(config, "num_experts_per_tok", None)
     hidden = getattr(config, "hidden_size", None)
-    if not found or not isinstance(per_token, int) or not isinstance(hidden, int):
+    if not layers or not isinstance(per_token, int) or not isinstance(hidden, int):
         return None
-    names = tuple(name for experts in found for name in experts.parameters)
-    return ExpertFacts(names, found[0].count, per_token, hidden)
+    names = tuple(name for experts in layers for name in experts.parameters)
+    return ExpertFacts(names, layers[0].count, per_token, hidden)

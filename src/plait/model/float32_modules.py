@@ -1,6 +1,4 @@
-"""Choice of the modules that compute in float32 although the rest of the model computes in float16
-or bfloat16.
-"""
+"""Choice of the modules that compute in float32 in a model of float16 or bfloat16."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from plait.errors import ModelError
 def float32_modules(
     model: nn.Module, patterns: Sequence[str], *, is_float16: bool
 ) -> tuple[str, ...]:
-    """Return the names of the modules that compute in float32, of those with parameters.
+    """Return the names of the modules with parameters that compute in float32.
 
     These are BatchNorm layers, whose float32 running statistics torch does not combine with inputs
     of another dtype; modules that a Transformers model lists in `_keep_in_fp32_modules` (for
@@ -32,6 +30,7 @@ def float32_modules(
         ModelError: A pattern matches no module.
     """
     listed = _listed_by_transformers(model, is_float16=is_float16)
+
     unmatched = set(patterns)
     names: list[str] = []
     for name, module in model.named_modules():
@@ -44,11 +43,12 @@ def float32_modules(
             if fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
         }
         unmatched -= matches
-        is_chosen = (
-            bool(matches) or name.rpartition(".")[2] in listed or isinstance(module, _BatchNorm)
-        )
-        if is_chosen and any(True for _ in module.parameters()):
+        is_listed = name.rpartition(".")[2] in listed
+        if not matches and not is_listed and not isinstance(module, _BatchNorm):
+            continue
+        if next(module.parameters(), None) is not None:
             names.append(name)
+
     if unmatched:
         raise ModelError(
             f"data_types.keep_in_fp32_modules: no module of {type(model).__name__} matches "
@@ -58,13 +58,16 @@ def float32_modules(
 
 
 def _listed_by_transformers(model: nn.Module, *, is_float16: bool) -> set[str]:
-    attributes = [
-        "_keep_in_fp32_modules_strict",
-        *(["_keep_in_fp32_modules"] if is_float16 else []),
-    ]
+    attributes = ["_keep_in_fp32_modules_strict"]
+    if is_float16:
+        attributes.append("_keep_in_fp32_modules")
+
     listed: set[str] = set()
     for module in model.modules():
         for attribute in attributes:
             value: Any = getattr(type(module), attribute, None)
-            listed |= {value} if isinstance(value, str) else set(value or ())
+            if isinstance(value, str):
+                listed.add(value)
+            else:
+                listed.update(value or ())
     return listed

@@ -1,8 +1,12 @@
-"""How many attention heads a module computes, and whether a degree can split them.
+"""Attention heads of a model, and the degrees of tensor parallelism that can split them.
 
-A tp rank computes complete heads. The number of query heads must be divisible by the degree. That
-of key-value heads must be too, or must divide the degree: then they are replicated, and each rank
-computes the one that its queries use. Nothing here looks at weights' values.
+Note [Heads per rank]
+    A rank of tp computes complete heads. The number of query heads must be divisible by the degree.
+    The number of key-value heads must be divisible by the degree, or divide it. In the latter case
+    the key and value projections are replicated, and each rank computes the head that its queries
+    use.
+
+Everything is derived from attributes and shapes; the values of weights are not read.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ HEADS = (
     "num_q_heads",
     "n_local_heads",
 )
-"""Attributes under which modules keep their number of (query) heads."""
+"""Attributes of modules that count heads, or query heads."""
 KV_HEADS = (
     "num_key_value_heads",
     "num_kv_heads",
@@ -33,9 +37,9 @@ KV_HEADS = (
     "kv_heads",
     "n_local_kv_heads",
 )
-"""The same for keys and values."""
+"""Attributes of modules that count key-value heads."""
 GROUPS = ("num_key_value_groups", "n_rep", "num_queries_per_kv")
-"""The same for queries per key."""
+"""Attributes of modules that count query heads per key-value head."""
 WIDTHS = (
     "head_dim",
     "head_size",
@@ -44,112 +48,147 @@ WIDTHS = (
     "dim_head",
     "hidden_size_per_attention_head",
 )
-"""The same for a head's width."""
+"""Attributes of modules with the width of a head."""
 
 QUERY_NAMES = frozenset(
     {"q_proj", "query", "q", "wq", "to_q", "q_lin", "query_proj", "linear_q", "q_linear"}
 )
+"""Usual names of query projections."""
 KEY_VALUE_NAMES = frozenset(
     {"k_proj", "v_proj", "key", "value", "k", "v", "wk", "wv", "to_k", "to_v", "k_lin", "v_lin"}
     | {"key_proj", "value_proj", "linear_k", "linear_v", "k_linear", "v_linear"}
 )
+"""Usual names of key and value projections."""
 FUSED_NAMES = frozenset(
-    {
-        "query_key_value",
-        "qkv_proj",
-        "qkv",
-        "c_attn",
-        "Wqkv",
-        "wqkv",
-        "in_proj",
-        "to_qkv",
-        "qkv_linear",
-    }
+    {"query_key_value", "qkv_proj", "qkv", "c_attn", "Wqkv", "wqkv", "in_proj", "to_qkv"}
+    | {"qkv_linear"}
 )
+"""Usual names of projections to queries, keys and values."""
 
 
 @dataclass(frozen=True)
 class Attention:
-    """A module that owns split projections of heads. `heads` and `kv_heads` are None where the
-    model does not define them.
-    """
+    """Module that owns split projections of attention heads."""
 
     name: str
     heads: int | None
+    """Number of query heads, or None if the model does not define it."""
     kv_heads: int | None
+    """Number of key-value heads, or None if the model does not define it."""
     heads_field: str
+    """Name of the attribute or configuration field of `heads`, for messages."""
     kv_field: str
+    """Name of the attribute or configuration field of `kv_heads`, for messages."""
     columns: tuple[str, ...]
-    """Full names of its column-split layers."""
+    """Full names of the column-split layers."""
     keys_values: tuple[str, ...]
-    """Those of them that compute keys or values alone."""
+    """Column-split layers that compute only keys or values."""
     fused: tuple[str, ...]
-    """Those that compute queries, keys and values together, head after head."""
+    """Column-split layers that compute queries, keys and values, head after head."""
 
 
 def find_attentions(model: nn.Module, styles: Mapping[str, Style]) -> tuple[Attention, ...]:
-    """Modules whose own children are column-split attention projections, outputs left split."""
+    """Return the modules with attention projections whose outputs stay split.
+
+    Args:
+        model: The model without adapters.
+        styles: Style by module name.
+    """
     children: dict[str, list[str]] = {}
     for name, style in styles.items():
         if style in ("colwise", "kv_replicated"):
             children.setdefault(name.rpartition(".")[0], []).append(name)
-    found = []
-    for parent, columns in children.items():
-        module = model.get_submodule(parent)
-        leaves = {name: name.rpartition(".")[2] for name in columns}
-        named = any(leaf in QUERY_NAMES | KEY_VALUE_NAMES | FUSED_NAMES for leaf in leaves.values())
-        counted = len(columns) >= 3 and count_attributes(module)
-        if not named and not counted and "attention" not in type(module).__name__.lower():
-            continue
-        heads, heads_field = _count(module, model, HEADS)
-        kv_heads, kv_field = _count(module, model, KV_HEADS)
-        keys_values = tuple(name for name, leaf in leaves.items() if leaf in KEY_VALUE_NAMES)
-        width = _count(module, model, WIDTHS)[0]
-        if keys_values and width:
-            kv_heads = _by_width(model, keys_values, width, kv_heads)
-        if kv_heads is None and heads is not None:
-            # a layer that reads another's keys has no projection of its own
-            groups = _count(module, model, GROUPS)[0]
-            kv_heads = heads // groups if groups is not None else None
-        if kv_heads is None:
-            kv_heads = heads
-            kv_field = heads_field
-        fused = tuple(name for name, leaf in leaves.items() if leaf in FUSED_NAMES)
-        found.append(
-            Attention(
-                parent, heads, kv_heads, heads_field, kv_field, tuple(columns), keys_values, fused
-            )
-        )
-    return tuple(found)
-
-
-def head_width(model: nn.Module, attention: Attention) -> int | None:
-    """Width of one head of `attention`, where the model defines it or its query projection shows
-    it.
-    """
-    width = _count(model.get_submodule(attention.name), model, WIDTHS)[0]
-    queries = [name for name in attention.columns if name.rpartition(".")[2] in QUERY_NAMES]
-    if width is not None or attention.heads is None or not queries:
-        return width
-    return (
-        int(getattr(model.get_submodule(queries[0]), "out_features", 0)) // attention.heads or None
+    return tuple(
+        _attention(model, parent, columns)
+        for parent, columns in children.items()
+        if _is_attention(model.get_submodule(parent), columns)
     )
 
 
+def _is_attention(module: nn.Module, columns: Sequence[str]) -> bool:
+    projection_names = QUERY_NAMES | KEY_VALUE_NAMES | FUSED_NAMES
+    if any(name.rpartition(".")[2] in projection_names for name in columns):
+        return True
+    if len(columns) >= 3 and count_attributes(module):
+        return True
+    return "attention" in type(module).__name__.lower()
+
+
+def _attention(model: nn.Module, parent: str, columns: Sequence[str]) -> Attention:
+    module = model.get_submodule(parent)
+    keys_values = []
+    fused = []
+    for name in columns:
+        leaf = name.rpartition(".")[2]
+        if leaf in KEY_VALUE_NAMES:
+            keys_values.append(name)
+        if leaf in FUSED_NAMES:
+            fused.append(name)
+
+    # Attributes of the layer come first: layers of one model may have different numbers of heads.
+    heads, heads_field = _find_count(module, model, HEADS)
+    kv_heads, kv_field = _find_count(module, model, KV_HEADS)
+    width = _find_count(module, model, WIDTHS)[0]
+    if keys_values and width:
+        # The layers of one model may differ from its configuration, so the projection decides.
+        features = int(getattr(model.get_submodule(keys_values[0]), "out_features", 0))
+        if features and features % width == 0:
+            kv_heads = features // width
+    if kv_heads is None and heads is not None:
+        # A layer that reads the keys of another layer has no projection of its own.
+        groups = _find_count(module, model, GROUPS)[0]
+        if groups is not None:
+            kv_heads = heads // groups
+    if kv_heads is None:
+        kv_heads = heads
+        kv_field = heads_field
+    return Attention(
+        parent,
+        heads,
+        kv_heads,
+        heads_field,
+        kv_field,
+        tuple(columns),
+        tuple(keys_values),
+        tuple(fused),
+    )
+
+
+def head_width(model: nn.Module, attention: Attention) -> int | None:
+    """Return the width of a head, or None if it is unknown.
+
+    It is read from attributes, or computed from the size of the query projection.
+    """
+    width = _find_count(model.get_submodule(attention.name), model, WIDTHS)[0]
+    queries = [name for name in attention.columns if name.rpartition(".")[2] in QUERY_NAMES]
+    if width is not None or attention.heads is None or not queries:
+        return width
+    features = int(getattr(model.get_submodule(queries[0]), "out_features", 0))
+    return features // attention.heads or None
+
+
 def count_attributes(module: nn.Module) -> tuple[str, ...]:
-    """The integers of a module that count heads, by their usual names."""
+    """Return the names of a module's attributes that count heads, by their usual names."""
     return tuple(
-        name for name in (*HEADS, *KV_HEADS, *GROUPS) if _integer(module, name) is not None
+        name for name in (*HEADS, *KV_HEADS, *GROUPS) if _positive_integer(module, name) is not None
     )
 
 
 def local_count(attention: Attention, attribute: str, tp: int) -> int | None:
-    """What `attribute` of `attention`'s module must be on a rank; None when the number of heads is
-    unknown.
+    """Return the value of a head-counting attribute on one rank.
+
+    Args:
+        attention: The attention module.
+        attribute: One of `count_attributes`.
+        tp: Degree of tensor parallelism.
+
+    Returns:
+        The value, or None if the number of heads is unknown.
     """
     if attention.heads is None or attention.kv_heads is None:
         return None
     heads = attention.heads // tp
+    # Replicated key-value projections compute one head per rank.
     kv_heads = max(1, attention.kv_heads // tp)
     if attribute in GROUPS:
         return heads // kv_heads
@@ -157,42 +196,44 @@ def local_count(attention: Attention, attribute: str, tp: int) -> int | None:
 
 
 def replicates_keys(attention: Attention, tp: int) -> bool:
-    """Whether `tp` ranks share this module's key and value heads, which are fewer."""
+    """Return True if there are fewer key-value heads than ranks. See Note [Heads per rank]."""
     return (
         attention.kv_heads is not None and attention.kv_heads < tp and bool(attention.keys_values)
     )
 
 
 def check_heads(attentions: Sequence[Attention], tp: int) -> None:
-    """Raise ConfigError, with every rule broken and the degrees that would do, unless each of `tp`
-    ranks can get complete heads.
+    """Check that every rank can get complete heads. See Note [Heads per rank].
+
+    Raises:
+        ConfigError: It cannot. The error lists all violated rules and the possible degrees.
     """
     problems: dict[str, Problem] = {}
     for attention in attentions:
-        broken = _broken(attention, tp)
-        if broken:
-            problems.setdefault(
-                broken, Problem("parallel.tp", tp, broken, f"use {possible_degrees(attentions)}")
-            )
+        rule = _violated_rule(attention, tp)
+        if rule:
+            remedy = f"use {possible_degrees(attentions)}"
+            problems.setdefault(rule, Problem("parallel.tp", tp, rule, remedy))
     refuse(problems.values())
 
 
 def allows(attentions: Sequence[Attention], tp: int) -> bool:
-    """Whether each of `tp` ranks can get complete heads."""
-    return not any(_broken(attention, tp) for attention in attentions)
+    """Return True if every one of `tp` ranks can get complete heads."""
+    return not any(_violated_rule(attention, tp) for attention in attentions)
 
 
 def possible_degrees(attentions: Sequence[Attention]) -> str:
-    """`1, 2, 3 or 6`: the degrees that every attention module allows."""
-    most = min(
-        (attention.heads for attention in attentions if attention.heads is not None), default=1
-    )
-    degrees = [tp for tp in range(1, most + 1) if allows(attentions, tp)]
-    *rest, last = [str(degree) for degree in degrees]
-    return f"{', '.join(rest)} or {last}" if rest else last
+    """Return the degrees that all attention modules allow, as text: `1, 2, 3 or 6`."""
+    head_counts = [attention.heads for attention in attentions if attention.heads is not None]
+    largest = min(head_counts, default=1)
+    *degrees, last = [str(tp) for tp in range(1, largest + 1) if allows(attentions, tp)]
+    if not degrees:
+        return last
+    return f"{', '.join(degrees)} or {last}"
 
 
-def _broken(attention: Attention, tp: int) -> str | None:
+def _violated_rule(attention: Attention, tp: int) -> str | None:
+    """Return the rule of Note [Heads per rank] that a degree violates, with its numbers."""
     heads = attention.heads
     kv_heads = attention.kv_heads
     if heads is None or kv_heads is None:
@@ -215,39 +256,39 @@ def _broken(attention: Attention, tp: int) -> str | None:
     return None
 
 
-def _count(module: nn.Module, model: nn.Module, names: tuple[str, ...]) -> tuple[int | None, str]:
-    """The first of `names` on the module, its configuration or the model's; with the name that a
-    user knows it by.
+def _find_count(
+    module: nn.Module, model: nn.Module, names: tuple[str, ...]
+) -> tuple[int | None, str]:
+    """Find the first attribute with one of some names that is a positive integer.
+
+    The module is searched first, then its configuration, then the configuration of the model.
+
+    Returns:
+        The value, and its name in the configuration if it is the same there, because users know
+        that name.
     """
-    text = getattr(model, "config", None)
-    if text is not None and hasattr(text, "get_text_config"):
-        text = text.get_text_config()
-    for owner in (module, getattr(module, "config", None), text):
+    config = getattr(model, "config", None)
+    if config is not None and hasattr(config, "get_text_config"):
+        config = config.get_text_config()
+
+    for owner in (module, getattr(module, "config", None), config):
         for name in names:
-            value = _integer(owner, name)
-            if value is not None:
-                return value, next(
-                    (field for field in names if _integer(text, field) == value), name
-                )
+            value = _positive_integer(owner, name)
+            if value is None:
+                continue
+            for field in names:
+                if _positive_integer(config, field) == value:
+                    return value, field
+            return value, name
     return None, names[0]
 
 
-def _by_width(
-    model: nn.Module, keys_values: tuple[str, ...], width: int, counted: int | None
-) -> int | None:
-    """Key heads by the size of the projection: layers of one model may differ from its
-    configuration.
-    """
-    features = int(getattr(model.get_submodule(keys_values[0]), "out_features", 0))
-    if features and features % width == 0:
-        return features // width
-    return counted
-
-
-def _integer(owner: object, name: str) -> int | None:
+def _positive_integer(owner: object, name: str) -> int | None:
     try:
         value = getattr(owner, name, None)
-    # Transformers' answer where the layers of one model differ in it; a layer's own shapes tell
     except RuntimeError:
+        # Transformers raises this if the layers differ in the value. Their shapes are used instead.
         return None
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        return None
+    return value

@@ -1,5 +1,6 @@
-"""Sizes that a configuration of Transformers has for each of its layers, as those of Gemma 4 do: it
-raises where they are read as one.
+"""Sizes in a Transformers configuration that may differ between layers, as those of Gemma 4 do.
+
+Such a configuration raises an error if the size is read from it directly.
 """
 
 from __future__ import annotations
@@ -8,14 +9,21 @@ from typing import Any
 
 
 def sizes_of_layers(config: Any, name: str) -> list[int]:
-    """A size of every layer, in their order; one entry for all where they do not differ, none where
-    the configuration does not say.
+    """Return a size of every layer, in model order.
+
+    Args:
+        config: A configuration of Transformers.
+        name: Name of its field.
+
+    Returns:
+        One entry per layer; a single entry if the layers do not differ; an empty list if the
+        configuration does not define the size for all layers.
     """
     layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
-    found = [getattr(layer, name, None) for layer in layers]
-    return [size for size in found if size] if all(found) else []
+    sizes = [getattr(layer, name, None) for layer in layers]
+    return [size for size in sizes if size] if all(sizes) else []
 
 
 def largest_of_layers(config: Any, name: str) -> int | None:
-    """The largest of them, None where the configuration does not say."""
+    """Return the largest size of any layer, or None if the configuration does not define it."""
     return max(sizes_of_layers(config, name), default=None)

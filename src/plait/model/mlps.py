@@ -1,9 +1,9 @@
-"""Which modules of a block are its MLP: they take one tensor of tokens and compute every token from
-itself alone, so that tokens may be computed in any number of parts.
+"""Search for the MLPs of a model's blocks, whose tokens may be computed in tiles.
 
-That a module does so is not read from its name: it runs alone on the CPU with random weights, all
-tokens at once and one by one. Experts of Transformers' models count too, once their router has
-chosen: they are dropless. Decided on the model of one process, before it is split.
+An MLP takes one tensor of tokens and computes every token from itself alone. This is not concluded
+from names: a copy of the module runs on the CPU with random weights, first on all tokens at once
+and then on each token alone. Experts of Transformers' models count as well. Their router has chosen
+before, and they drop no tokens. The search runs on the model of one process, before it is split.
 """
 
 from __future__ import annotations
@@ -23,70 +23,91 @@ from plait.model.adapters import adapted_layers
 from plait.model.experts import find_experts
 from plait.model.guess import signature
 from plait.model.heads import count_attributes
-from plait.model.layers import in_features, is_linear, out_features
+from plait.model.layers import count_parameters, in_features, is_linear, out_features
 from plait.model.sequence import is_inside
 from plait.model.split_check import takes_one_tensor
 
-_SIZES = ("in_features", "out_features", "nf", "nx", "hidden_size", "intermediate_size")
-"""Attributes of modules that say how wide their parameters are."""
-_LARGE = 2**20
-"""Parameters of a module above which a narrower one is tried in its place."""
-_TOKENS = (2, 8)
+_SIZE_ATTRIBUTES = (
+    "in_features",
+    "out_features",
+    "nf",
+    "nx",
+    "hidden_size",
+    "intermediate_size",
+)
+"""Attributes with the sizes of a module's parameters, which a narrow copy must change."""
+_MAX_PARAMETERS = 2**20
+"""Largest number of parameters of a module that is tested at its full width."""
+_MIN_NARROWED_SIZE = 64
+"""Smallest size of a dimension that is narrowed."""
+_ROWS = 2
+_LENGTH = 8
+_WRONG_INPUT = "the input has another width"
 
 
 @dataclass(frozen=True)
 class TokenModules:
-    """The modules of a model whose tokens may be computed in parts, by name."""
+    """Names of the modules of a model whose tokens may be computed in tiles."""
 
     mlps: tuple[str, ...]
-    """Called with tokens [.., tokens, hidden] alone."""
+    """Modules that are called with a single tensor of tokens [..., tokens, hidden]."""
     experts: tuple[str, ...]
-    """Called as `model.experts.Experts` is."""
+    """Modules that are called as `model.experts.Experts` is."""
 
 
 def find_mlps(model: nn.Module, blocks: Sequence[str], *, setting: str) -> TokenModules:
-    """Those of all blocks. Raises ModelError, which begins with `setting`, for a block that widens
-    tokens anywhere else but in attention, and for one whose MLP has hooks inside, which would be
-    given parts.
+    """Return the MLPs and experts of all blocks.
+
+    Args:
+        model: The model of one process, before it is distributed.
+        blocks: Names of its repeated blocks.
+        setting: Name of the configuration field that needs the MLPs, for messages.
+
+    Raises:
+        ModelError: A block widens tokens outside of attention and MLPs, or an MLP has hooks inside,
+            which would receive a tile of the tokens.
     """
-    experts = tuple(one.name for one in find_experts(model))
+    experts = tuple(layer.name for layer in find_experts(model))
     adapted = adapted_layers(model)
-    tried: dict[object, str | None] = {}
+    reasons_of_kinds: dict[object, str | None] = {}
     mlps: list[str] = []
     for block in blocks:
         reasons: dict[str, str] = {}
         for name, module in model.get_submodule(block).named_modules(prefix=block):
-            if (
-                name == block
-                or is_inside(name, (*mlps, *experts, *adapted))
-                or name in (*experts, *adapted)
-            ):
+            if name == block or is_inside(name, (*mlps, *experts, *adapted)):
                 continue
-            if (
-                _attends(name, module)
-                or any(is_inside(one, (name,)) for one in experts)
-                or len(list(_layers(module))) < 2
-            ):
+            if name in experts or name in adapted or not _is_candidate(name, module, experts):
                 continue
+            # Blocks are alike, so each kind of module is tested once.
             key = signature(module)
-            if key not in tried:
-                tried[key] = _why_not(module)
-            reason = tried[key]
+            if key not in reasons_of_kinds:
+                reasons_of_kinds[key] = _reason_against(module)
+            reason = reasons_of_kinds[key]
             if reason is None:
                 mlps.append(name)
             else:
                 reasons[name] = reason
-        _refuse_others(model, block, (*mlps, *experts), reasons, setting)
+        _refuse_other_wide_layers(model, block, (*mlps, *experts), reasons, setting)
+
+    # A module that computes tiles calls its children once per tile.
     for name in mlps:
         _refuse_hooks(model, name, setting)
     return TokenModules(tuple(mlps), tuple(name for name in experts if is_inside(name, blocks)))
 
 
-def _layers(module: nn.Module) -> Iterator[nn.Module]:
-    return (part for part in module.modules() if is_linear(part))
+def _is_candidate(name: str, module: nn.Module, experts: Sequence[str]) -> bool:
+    if _is_attention(name, module):
+        return False
+    if any(is_inside(layer, (name,)) for layer in experts):
+        return False
+    return len(list(_linear_layers(module))) >= 2
 
 
-def _attends(name: str, module: nn.Module) -> bool:
+def _linear_layers(module: nn.Module) -> Iterator[nn.Module]:
+    return (submodule for submodule in module.modules() if is_linear(submodule))
+
+
+def _is_attention(name: str, module: nn.Module) -> bool:
     return (
         "attention" in type(module).__name__.lower()
         or name.rpartition(".")[2].endswith("attn")
@@ -94,49 +115,55 @@ def _attends(name: str, module: nn.Module) -> bool:
     )
 
 
-def _refuse_others(
-    model: nn.Module, block: str, found: Sequence[str], reasons: dict[str, str], setting: str
+def _refuse_other_wide_layers(
+    model: nn.Module, block: str, tiled: Sequence[str], reasons: dict[str, str], setting: str
 ) -> None:
-    inside = dict(model.get_submodule(block).named_modules(prefix=block))
-    attentions = [
-        name for name, module in inside.items() if name != block and _attends(name, module)
-    ]
-    for name, module in inside.items():
-        if name in (*found, *attentions) or is_inside(name, (*found, *attentions)):
+    """Raise ModelError if a block widens tokens outside of attention and tiled modules."""
+    modules = dict(model.get_submodule(block).named_modules(prefix=block))
+    known = list(tiled)
+    for name, module in modules.items():
+        if name != block and _is_attention(name, module):
+            known.append(name)
+
+    for name, module in modules.items():
+        if name in known or is_inside(name, known) or not _widens(module):
             continue
-        widens = is_linear(module) and out_features(module) >= in_features(module)
-        if widens or any(parameter.ndim > 2 for parameter in module.parameters(recurse=False)):
-            owner = next((other for other in reasons if is_inside(name, (other,))), None)
-            kind = type(model.get_submodule(owner if owner is not None else block)).__name__
-            reason = (
-                reasons[owner]
-                if owner is not None
-                else "the block computes it itself, and has no MLP as a module of its own"
-            )
-            raise ModelError(
-                f"{setting}: {name} is not computed in tiles, because of {owner or block} ({kind}):"
-                f" {reason}; use 0"
-            )
-    if not any(is_inside(name, (block,)) for name in found):
+        owner = next((candidate for candidate in reasons if is_inside(name, (candidate,))), None)
+        if owner is not None:
+            reason = reasons[owner]
+        else:
+            owner = block
+            reason = "the block computes it itself, and has no MLP as a module of its own"
+        class_name = type(model.get_submodule(owner)).__name__
+        raise ModelError(
+            f"{setting}: {name} is not computed in tiles, because of {owner} ({class_name}):"
+            f" {reason}; use 0"
+        )
+
+    if not any(is_inside(name, (block,)) for name in tiled):
         raise ModelError(
             f"{setting}: {block} ({type(model.get_submodule(block)).__name__}) has no MLP that is"
             " known; use 0"
         )
 
 
+def _widens(module: nn.Module) -> bool:
+    if is_linear(module) and out_features(module) >= in_features(module):
+        return True
+    return any(parameter.ndim > 2 for parameter in module.parameters(recurse=False))
+
+
 def _refuse_hooks(model: nn.Module, name: str, setting: str) -> None:
     for inner, module in model.get_submodule(name).named_modules(prefix=name):
         if inner != name and any(hooks_of(module, kind) for kind in get_args(HookKind)):
             raise ModelError(
-                f"{setting}: {inner} has a hook, which would be given a tile of the tokens; put it"
-                f" on {name}, or use 0"
+                f"{setting}: {inner} has a hook, which would receive a tile of the tokens; register"
+                f" it on {name}, or use 0"
             )
 
 
-def _why_not(module: nn.Module) -> str | None:
-    """Why the module does not compute every token from itself alone, for all that is known; None
-    where it does.
-    """
+def _reason_against(module: nn.Module) -> str | None:
+    """Return why a module may not compute tokens in tiles, or None if it may."""
     if not takes_one_tensor(module):
         return (
             "it takes more than one tensor, or has parameters of its own, so it cannot be tried"
@@ -145,76 +172,76 @@ def _why_not(module: nn.Module) -> str | None:
     generator = torch.Generator().manual_seed(1)
     with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
         try:
-            tried = _narrow_copy(module, generator)
-            for width in dict.fromkeys(in_features(layer) for layer in _layers(tried)):
-                found = _tokens_alone(tried, width, generator)
-                if found != "other":
-                    return found
+            narrow = _narrow_copy(module, generator)
+            # The module's input has the width of one of its layers; which one is not known.
+            for width in dict.fromkeys(in_features(layer) for layer in _linear_layers(narrow)):
+                reason = _compare_with_single_tokens(narrow, width, generator)
+                if reason != _WRONG_INPUT:
+                    return reason
         except Exception as error:  # unknown code that cannot run alone proves nothing
             return f"it cannot be tried alone ({type(error).__name__}: {error})"
     return "it does not return a tensor of its input's shape"
 
 
-def _tokens_alone(module: nn.Module, width: int, generator: torch.Generator) -> str | None:
-    rows, length = _TOKENS
-    x = torch.randn(rows, length, width, dtype=torch.float64, generator=generator)
-    x[1] = x[0, 0]  # a limit to the tokens of anything inside is reached by equal ones
+def _compare_with_single_tokens(
+    module: nn.Module, width: int, generator: torch.Generator
+) -> str | None:
+    """Compare the output for all tokens with the outputs for each token alone.
+
+    Returns:
+        None if they are equal, `_WRONG_INPUT` if the module does not map tokens of this width, or
+        the reason why the tokens cannot be computed in tiles.
+    """
+    # [rows, length, width]
+    x = torch.randn(_ROWS, _LENGTH, width, dtype=torch.float64, generator=generator)
+    x[1] = x[0, 0]  # equal tokens reach the capacity limit of an expert, if it has one
+    # A module that records something of its input would record the last tile only.
     before = _attributes(module)
     try:
-        whole = module(x.clone())
+        expected = module(x.clone())
     except RuntimeError:
-        return "other"  # another of its widths is that of its input
-    if not isinstance(whole, torch.Tensor) or whole.shape != x.shape:
-        return "other"
-    changed = next(
-        (
-            name
-            for name, value in _attributes(module).items()
-            if name not in before or before[name] is not value
-        ),
-        None,
-    )
-    if changed is not None:
-        return f"a call changes its {changed}"
-    alone = torch.stack(
-        [
-            torch.cat([module(x[row : row + 1, at : at + 1].clone()) for at in range(length)], 1)[0]
-            for row in range(rows)
+        return _WRONG_INPUT
+    if not isinstance(expected, torch.Tensor) or expected.shape != x.shape:
+        return _WRONG_INPUT
+
+    for name, value in _attributes(module).items():
+        if name not in before or before[name] is not value:
+            return f"a call changes its {name}"
+
+    rows = []
+    for row in range(_ROWS):
+        tokens = [
+            module(x[row : row + 1, index : index + 1].clone())  # [1, 1, width]
+            for index in range(_LENGTH)
         ]
-    )
-    if not bool(((whole - alone).abs().max() <= 1e-9 * whole.abs().max()).item()):
-        return "a token's output follows from other tokens too"
+        rows.append(torch.cat(tokens, 1)[0])  # [length, width]
+    separate = torch.stack(rows)
+    if not bool(((expected - separate).abs().max() <= 1e-9 * expected.abs().max()).item()):
+        return "a token's output depends on other tokens"
     return None
 
 
 def _attributes(module: nn.Module) -> dict[str, object]:
-    found: dict[str, object] = {}
-    for name, part in module.named_modules():
-        own = {**vars(part), **vars(part)["_buffers"]}
-        found |= {
-            f"{name}.{key}".lstrip("."): value
-            for key, value in own.items()
-            if not key.startswith("_")
-        }
-    return found
+    """Return the public attributes and buffers of a module and of the modules inside, by name."""
+    attributes: dict[str, object] = {}
+    for name, submodule in module.named_modules():
+        values = {**vars(submodule), **vars(submodule)["_buffers"]}
+        for key, value in values.items():
+            if not key.startswith("_"):
+                attributes[f"{name}.{key}".lstrip(".")] = value
+    return attributes
 
 
 def _narrow_copy(module: nn.Module, generator: torch.Generator) -> nn.Module:
-    """In training mode without dropout, in float64, with random parameters. A large module's are
-    narrower by one factor.
+    """Copy a module for the test: in float64 on the CPU, with random parameters.
+
+    The copy is in training mode without dropout. If the module is large, all sizes of the copy are
+    smaller by one factor.
     """
-    sizes = {size for parameter in module.parameters() for size in parameter.shape}
-    factor = 1
-    if sum(parameter.numel() for parameter in module.parameters()) > _LARGE:
-        common = math.gcd(*(size for size in sizes if size >= 64))
-        factor = max(
-            part
-            for part in range(1, common + 1)
-            if common % part == 0 and min(s for s in sizes if s >= 64) // part >= 4
-        )
+    factor = _narrowing_factor(module)
 
     def narrow(size: int) -> int:
-        return size // factor if size >= 64 else size
+        return size // factor if size >= _MIN_NARROWED_SIZE else size
 
     memo: dict[int, object] = {id(buffer): buffer.detach().to("cpu") for buffer in module.buffers()}
     for parameter in module.parameters():
@@ -222,16 +249,30 @@ def _narrow_copy(module: nn.Module, generator: torch.Generator) -> nn.Module:
             raise TypeError(f"parameters of {parameter.dtype}")
         shape = tuple(map(narrow, parameter.shape))
         values = torch.randn(shape, dtype=torch.float64, generator=generator)
-        memo[id(parameter)] = nn.Parameter(
-            values * (min(shape) ** -0.5 if len(shape) > 1 else 1.0), requires_grad=False
-        )
+        # Outputs stay about as large as inputs.
+        if len(shape) > 1:
+            values *= min(shape) ** -0.5
+        memo[id(parameter)] = nn.Parameter(values, requires_grad=False)
+
     copied = copy.deepcopy(module, memo).train().double()
-    for part in copied.modules():
-        if isinstance(part, DROPOUTS):
-            part.p = 0.0
-        for name, value in list(vars(part).items()):
+    for submodule in copied.modules():
+        if isinstance(submodule, DROPOUTS):
+            submodule.p = 0.0
+        for name, value in list(vars(submodule).items()):
             if "drop" in name and isinstance(value, float):
-                setattr(part, name, 0.0)
-            elif name in _SIZES and type(value) is int:
-                setattr(part, name, narrow(value))
+                setattr(submodule, name, 0.0)
+            elif name in _SIZE_ATTRIBUTES and type(value) is int:
+                setattr(submodule, name, narrow(value))
     return copied
+
+
+def _narrowing_factor(module: nn.Module) -> int:
+    """Return the largest common divisor of all large sizes that leaves at least 4 elements."""
+    if count_parameters(module) <= _MAX_PARAMETERS:
+        return 1
+    large: set[int] = set()
+    for parameter in module.parameters():
+        large.update(size for size in parameter.shape if size >= _MIN_NARROWED_SIZE)
+    common = math.gcd(*large)
+    factors = [factor for factor in range(1, common + 1) if common % factor == 0]
+    return max(factor for factor in factors if min(large) // factor >= 4)

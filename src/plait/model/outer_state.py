@@ -1,13 +1,13 @@
 """Plain attributes and buffers outside of a model's blocks, which a script or a forward may change.
 
-A pipeline is cut by a forward of a copy of the model. What the model's code reads besides its
-inputs must therefore be the same in the copy, and on every stage.
+The stages of a pipeline are found by running a copy of the model. Everything that the model's code
+reads besides its inputs must therefore be the same in the copy, and on every stage.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -16,20 +16,19 @@ from plait._torch.modules import own_buffers
 
 Setting = bool | int | float | str | None
 SettingName = tuple[str, str]
-"""Name of a module and of an attribute, e.g. `("", "skip_blocks")` or `("", "config.layerdrop")`.
-"""
+"""Name of a module and of its attribute: `("", "skip_blocks")` or `("", "config.layerdrop")`."""
 
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 """Attributes that `nn.Module` itself sets."""
 
 
 def outer_modules(model: nn.Module, blocks: Sequence[str]) -> list[tuple[str, nn.Module]]:
     """Return the names and modules of a model that are not inside its blocks."""
-    inside = tuple(f"{block}." for block in blocks)
+    prefixes = tuple(f"{block}." for block in blocks)
     return [
         (name, module)
         for name, module in model.named_modules()
-        if not f"{name}.".startswith(inside)
+        if not f"{name}.".startswith(prefixes)
     ]
 
 
@@ -38,19 +37,19 @@ def outer_settings(modules: Sequence[tuple[str, nn.Module]]) -> dict[SettingName
     settings: dict[SettingName, Setting] = {}
     for name, module in modules:
         for attribute, value in vars(module).items():
-            if attribute in _OF_EVERY_MODULE:
+            if attribute in _MODULE_ATTRIBUTES:
                 continue
-            if value is None or isinstance(value, bool | int | float | str):
+            if _is_setting(value):
                 settings[name, attribute] = value
             elif attribute == "config":
-                settings.update(
-                    {
-                        (name, f"config.{key}"): entry
-                        for key, entry in getattr(value, "__dict__", {}).items()
-                        if entry is None or isinstance(entry, bool | int | float | str)
-                    }
-                )
+                for key, entry in getattr(value, "__dict__", {}).items():
+                    if _is_setting(entry):
+                        settings[name, f"config.{key}"] = entry
     return settings
+
+
+def _is_setting(value: object) -> TypeGuard[Setting]:
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def changed_settings(
@@ -65,12 +64,12 @@ def changed_settings(
 
 
 def set_settings(model: nn.Module, settings: Mapping[SettingName, Setting]) -> None:
-    """Assign settings to a model with modules of the same names."""
+    """Assign settings to a model that has modules of the same names."""
     for (name, attribute), value in settings.items():
         owner: Any = model.get_submodule(name)
         *path, leaf = attribute.split(".")
-        for part in path:
-            owner = getattr(owner, part)
+        for key in path:
+            owner = getattr(owner, key)
         setattr(owner, leaf, value)
 
 
@@ -81,16 +80,16 @@ def setting_text(name: SettingName) -> str:
 
 def outer_buffers(modules: Sequence[tuple[str, nn.Module]]) -> dict[str, torch.Tensor]:
     """Return the buffers of modules by their full names."""
-    return {
-        f"{name}.{leaf}" if name else leaf: buffer
-        for name, module in modules
-        for leaf, buffer in own_buffers(module).items()
-        if buffer is not None
-    }
+    buffers = {}
+    for name, module in modules:
+        for leaf, buffer in own_buffers(module).items():
+            if buffer is not None:
+                buffers[f"{name}.{leaf}".removeprefix(".")] = buffer
+    return buffers
 
 
 def _equal(first: Setting, second: Setting) -> bool:
     # NaN is the same setting, although it differs from itself.
-    return (first == second and type(first) is type(second)) or (
-        first != first and second != second
-    )
+    if first != first and second != second:
+        return True
+    return first == second and type(first) is type(second)

@@ -1,10 +1,13 @@
-"""Replicated parameters inside a split region: their gradients are partial, or their place is
-unknown.
+"""Styles of replicated parameters inside a region that tensor parallelism splits.
 
-Between a column-parallel and a row-parallel layer a rank computes only its own heads or channels. A
-norm over one head's width, or an activation with a weight, is applied to those, so its gradient
-must be summed over the ranks. For other parameters nothing is known: the rules of a model family
-are then replaced by rules that are correct for any layer; a user's rules are used as they are.
+Note [Replicated parameters in split regions]
+    Between a column-parallel and a row-parallel layer, a rank computes only its own heads or
+    channels. A norm over the width of one head, or an activation with a weight, is applied to those
+    only. Its gradient on a rank is partial and must be summed over the ranks.
+
+    For other parameters in such a region it is not known what they are applied to. If the rules
+    come from a model family, the layers around them are gathered instead, which is correct for any
+    parameter. A user's rules are applied as they are.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from plait.model.heads import Attention, find_attentions, head_width
 from plait.model.layers import is_norm
 from plait.model.rules import RuleSet, Style
 
-_GATHERED: dict[Style, Style] = {
+_GATHERED_STYLES: dict[Style, Style] = {
     "colwise": "colwise_gather_output",
     "rowwise": "rowwise_split_input",
 }
@@ -27,84 +30,98 @@ _GATHERED: dict[Style, Style] = {
 def complete_inner_rules(
     model: nn.Module, styles: dict[str, Style], rule_set: RuleSet, blocks: Sequence[str]
 ) -> None:
-    """Give inner parameters their style, or gather the layers around unknown ones. Changes `styles`
-    in place.
+    """Decide on the parameters in split regions. See Note [Replicated parameters in split regions].
+
+    Args:
+        model: The model without adapters.
+        styles: Style by module name. It is changed in place.
+        rule_set: The rules that `styles` come from.
+        blocks: Names of the repeated blocks.
+
+    Raises:
+        ModelError: A user's rules split the heads around a parameter that has a row for each head.
     """
     attentions = {attention.name: attention for attention in find_attentions(model, styles)}
-    for parent in _split_parts(styles, blocks):
-        attention = attentions.get(parent)
+    for region in _split_regions(styles, blocks):
+        attention = attentions.get(region)
         unknown = []
-        for name, module in _whole_owners(model, parent, styles):
-            if _is_summed(model, name, module, parent, attention):
+        for name, module in _unstyled_owners(model, region, styles):
+            if _has_partial_gradients(model, name, module, region, attention):
                 styles[name] = "replicated_with_grad_allreduce"
             else:
                 unknown.append((name, module))
-        own = {style for name, style in styles.items() if name.rpartition(".")[0] == parent}
-        if unknown and not rule_set.complete and own >= _GATHERED.keys():
-            _gather(styles, parent)
+
+        child_styles = {
+            style for name, style in styles.items() if name.rpartition(".")[0] == region
+        }
+        if unknown and not rule_set.complete and child_styles >= _GATHERED_STYLES.keys():
+            _gather(styles, region)
         elif attention is not None:
             for name, module in unknown:
                 _refuse_per_head(name, module, attention, rule_set)
 
 
-def _split_parts(styles: dict[str, Style], blocks: Sequence[str]) -> list[str]:
-    """Modules whose own children include layers with split outputs or inputs. A block that owns
-    them itself has its norms outside of the split part.
+def _split_regions(styles: dict[str, Style], blocks: Sequence[str]) -> list[str]:
+    """Return the modules with children whose outputs or inputs are split.
+
+    A block that owns such layers itself is left out, because its norms are outside of the split.
     """
-    outside = {"", *blocks}
-    parents = (name.rpartition(".")[0] for name, style in styles.items() if style in _GATHERED)
-    return [parent for parent in dict.fromkeys(parents) if parent not in outside]
+    excluded = {"", *blocks}
+    regions: dict[str, None] = {}
+    for name, style in styles.items():
+        parent = name.rpartition(".")[0]
+        if style in _GATHERED_STYLES and parent not in excluded:
+            regions[parent] = None
+    return list(regions)
 
 
-def _whole_owners(
-    model: nn.Module, parent: str, styles: dict[str, Style]
+def _unstyled_owners(
+    model: nn.Module, region: str, styles: dict[str, Style]
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Modules in `parent` that own parameters and have no style, outside of parts that have styled
-    layers of their own.
+    """Yield the modules in a region that own parameters and have no style.
+
+    Modules whose parent inside the region has styled layers are left out.
     """
-    for name, module in list(model.get_submodule(parent).named_modules(prefix=parent)):
+    # The caller adds styles while it iterates, so `styles` is looked up again for every module.
+    for name, module in list(model.get_submodule(region).named_modules(prefix=region)):
         if name in styles or next(module.parameters(recurse=False), None) is None:
             continue
-        nearest = name.rpartition(".")[0] if name != parent else parent
-        if nearest == parent or not any(other.startswith(f"{nearest}.") for other in styles):
+        parent = name.rpartition(".")[0] if name != region else region
+        if parent == region or not any(styled.startswith(f"{parent}.") for styled in styles):
             yield name, module
 
 
-def _is_summed(
-    model: nn.Module, name: str, module: nn.Module, parent: str, attention: Attention | None
+def _has_partial_gradients(
+    model: nn.Module, name: str, module: nn.Module, region: str, attention: Attention | None
 ) -> bool:
-    own = [parameter for _, parameter in module.named_parameters(recurse=False)]
-    if (
-        name != parent
-        and name.rpartition(".")[2].startswith("act")
-        and all(parameter.numel() == 1 for parameter in own)
-    ):
-        return True
-    if attention is None or not is_norm(module) or name.rpartition(".")[0] != parent:
+    parent, _, leaf = name.rpartition(".")
+    parameters = list(module.parameters(recurse=False))
+    is_activation = name != region and leaf.startswith("act")
+    if is_activation and all(parameter.numel() == 1 for parameter in parameters):
+        return True  # a scalar weight, which is applied to this rank's channels
+    if attention is None or not is_norm(module) or parent != region:
         return False
     width = head_width(model, attention)
-    return width is not None and all(tuple(parameter.shape) == (width,) for parameter in own)
+    return width is not None and all(tuple(p.shape) == (width,) for p in parameters)
 
 
-def _gather(styles: dict[str, Style], parent: str) -> None:
-    """Styles that are right for any layer, for the layers of one part."""
+def _gather(styles: dict[str, Style], region: str) -> None:
+    """Replace the styles of a region by styles that are correct for any layer."""
     for name, style in list(styles.items()):
-        if not name.startswith(f"{parent}."):
+        if not name.startswith(f"{region}."):
             continue
-        if style in _GATHERED and name.rpartition(".")[0] == parent:
-            styles[name] = _GATHERED[style]
+        if style in _GATHERED_STYLES and name.rpartition(".")[0] == region:
+            styles[name] = _GATHERED_STYLES[style]
         elif style == "replicated_with_grad_allreduce":
-            del styles[name]  # applied to all heads now, replicated on every rank
+            # It is now applied to all heads, so every rank has the full gradient.
+            del styles[name]
 
 
 def _refuse_per_head(name: str, module: nn.Module, attention: Attention, rule_set: RuleSet) -> None:
-    for _, parameter in module.named_parameters(recurse=False):
-        if (
-            attention.heads is not None
-            and attention.heads > 1
-            and parameter.ndim > 1
-            and parameter.shape[0] == attention.heads
-        ):
+    if attention.heads is None or attention.heads < 2:
+        return
+    for parameter in module.parameters(recurse=False):
+        if parameter.ndim > 1 and parameter.shape[0] == attention.heads:
             raise ModelError(
                 f"{rule_set.source}: {name} has weights for each of {attention.heads} heads, but a"
                 " rank computes only some of them; use 'colwise_gather_output' and"

@@ -1,10 +1,10 @@
-"""A plain model as a list of layers, in the shape of DeepSpeed's `PipelineModule`, so that such
-code moves over by its import.
+"""Model as a plain list of layers, with the interface of DeepSpeed's `PipelineModule`.
 
-Each layer takes what the one before it returned; every layer is a block, so stages are cut
-anywhere. Layers are built where the code says (under `torch.device("meta")` without memory, then
-initialised by name, the same on every layout). A key ties the named attributes of all layers that
-carry it.
+Scripts for DeepSpeed need only another import. Each layer takes the output of the previous one.
+Every layer is a block, so stages can be cut anywhere. Layers are built on the device that the
+script chooses. Under `torch.device("meta")` they need no memory; their parameters are initialised
+later by name, with the same values for every layout. All layers with the same key share the named
+attributes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from plait.errors import ModelError
 
 
 class LayerSpec:
-    """A layer that is built later: `LayerSpec(nn.Linear, 8, 8)`."""
+    """Layer that is built later, e.g. `LayerSpec(nn.Linear, 8, 8)`."""
 
     def __init__(self, typename: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> None:
         self.typename = typename
@@ -26,13 +26,19 @@ class LayerSpec:
         self.kwargs = kwargs
 
     def build(self) -> nn.Module:
-        """The layer."""
+        """Return a new layer."""
         return self.typename(*self.args, **self.kwargs)
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer that shares `tied_weight_attr` with all layers of the same `key`. `forward_fn(layer,
-    input)` replaces its forward.
+    """Layer that shares parameters with all layers of the same key.
+
+    Args:
+        key: Key of the layers that share parameters.
+        typename: Class of the layer, called with `args` and `kwargs`.
+        forward_fn: Function that replaces the layer's forward, called as
+            `forward_fn(layer, input)`.
+        tied_weight_attr: Name or names of the shared attributes.
     """
 
     def __init__(
@@ -47,15 +53,13 @@ class TiedLayerSpec(LayerSpec):
         super().__init__(typename, *args, **kwargs)
         self.key = key
         self.forward_fn = forward_fn
-        self.tied = (
-            (tied_weight_attr,) if isinstance(tied_weight_attr, str) else tuple(tied_weight_attr)
-        )
+        if isinstance(tied_weight_attr, str):
+            tied_weight_attr = (tied_weight_attr,)
+        self.tied = tuple(tied_weight_attr)
 
 
-class _Called(nn.Module):
-    """A function as a layer, or another forward of a layer; the layer's parameters keep their
-    names.
-    """
+class _FunctionLayer(nn.Module):
+    """Function as a layer without parameters."""
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         super().__init__()
@@ -66,59 +70,73 @@ class _Called(nn.Module):
 
 
 class PipelineModule(nn.Module):
-    """`layers`: LayerSpecs, modules or functions of one argument. The configuration defines how
-    they are cut, and into how many stages.
+    """Chain of layers that can be cut into pipeline stages.
+
+    The configuration defines the number of stages and where they are cut.
+
+    Args:
+        layers: `LayerSpec`s, modules, or functions of one argument.
+
+    Raises:
+        ModelError: A layer is none of these, or tied parameters have different shapes.
     """
 
     def __init__(self, layers: Sequence[LayerSpec | nn.Module | Callable[[Any], Any]]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(self._built(layers))
+        self.layers = nn.ModuleList(_build_layers(layers))
 
     @property
     def pipeline_blocks(self) -> tuple[str, ...]:
-        """Every layer is a block, whatever its class."""
+        """Names of all layers. Every layer is a block, whatever its class."""
         return tuple(f"layers.{index}" for index in range(len(self.layers)))
 
     def forward(self, value: Any) -> Any:
-        """Through all layers."""
+        """Apply all layers in order."""
         for layer in self.layers:
             value = layer(value)
         return value
 
-    @staticmethod
-    def _built(
-        layers: Sequence[LayerSpec | nn.Module | Callable[[Any], Any]],
-    ) -> Iterator[nn.Module]:
-        first: dict[str, nn.Module] = {}
-        for spec in layers:
-            if not isinstance(spec, LayerSpec):
-                if not callable(spec):
-                    raise ModelError(
-                        "a layer is a LayerSpec, a module or a function of one argument, not"
-                        f" {type(spec).__name__}"
-                    )
-                yield spec if isinstance(spec, nn.Module) else _Called(spec)
-                continue
+
+def _build_layers(
+    layers: Sequence[LayerSpec | nn.Module | Callable[[Any], Any]],
+) -> Iterator[nn.Module]:
+    first_of_key: dict[str, nn.Module] = {}
+    for spec in layers:
+        if isinstance(spec, LayerSpec):
             layer = spec.build()
             if isinstance(spec, TiedLayerSpec):
-                _tie(first.setdefault(spec.key, layer), layer, spec)
+                _tie(first_of_key.setdefault(spec.key, layer), layer, spec)
                 if spec.forward_fn is not None:
-                    layer.forward = _bound(spec.forward_fn, layer)
+                    # The layer itself stays in the list, so its parameters keep their names.
+                    layer.forward = _bind(spec.forward_fn, layer)
             yield layer
+        elif isinstance(spec, nn.Module):
+            yield spec
+        elif callable(spec):
+            yield _FunctionLayer(spec)
+        else:
+            raise ModelError(
+                "a layer is a LayerSpec, a module or a function of one argument, not"
+                f" {type(spec).__name__}"
+            )
 
 
 def _tie(first: nn.Module, layer: nn.Module, spec: TiedLayerSpec) -> None:
+    """Assign the shared attributes of the first layer of a key to another layer."""
     for name in spec.tied:
-        ours = getattr(first, name, None)
-        theirs = getattr(layer, name, None)
-        if ours is None or theirs is None or ours.shape != theirs.shape:
-            shapes = [None if tensor is None else tuple(tensor.shape) for tensor in (ours, theirs)]
+        shared = getattr(first, name, None)
+        replaced = getattr(layer, name, None)
+        if shared is None or replaced is None or shared.shape != replaced.shape:
             raise ModelError(
-                f"TiedLayerSpec {spec.key!r}: {name} has the shapes {shapes[0]} and {shapes[1]};"
-                " tied ones are equal"
+                f"TiedLayerSpec {spec.key!r}: {name} has the shapes {_shape(shared)} and"
+                f" {_shape(replaced)}; tied parameters need the same shape"
             )
-        setattr(layer, name, ours)
+        setattr(layer, name, shared)
 
 
-def _bound(function: Callable[[nn.Module, Any], Any], layer: nn.Module) -> Callable[[Any], Any]:
+def _shape(tensor: Any) -> tuple[int, ...] | None:
+    return None if tensor is None else tuple(tensor.shape)
+
+
+def _bind(function: Callable[[nn.Module, Any], Any], layer: nn.Module) -> Callable[[Any], Any]:
     return lambda value: function(layer, value)

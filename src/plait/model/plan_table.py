@@ -1,10 +1,10 @@
-"""Tensor parallel plans for model families that Transformers has none for, or whose plan does not
-hold for some configurations.
+"""Table of tensor-parallel plans for families whose plan in Transformers is missing or incomplete.
 
-Data, checked against the modeling code of Transformers 5.23. A family's attention is split between
-heads where its code reshapes by head counts that a rank can have its own values of; where queries,
-keys and values are fused one after another, or position biases are made for all heads outside, the
-layer is split but its output gathered, which is right for any layer.
+The table has been checked against the modeling code of Transformers 5.23. The attention of a family
+is split between heads if its code reshapes by head counts that each rank can set to its own values.
+If queries, keys and values are fused one after another, or if position biases are computed for all
+heads outside of the layer, the layer is split and its output gathered. This is correct for any
+layer.
 """
 
 from __future__ import annotations
@@ -20,21 +20,25 @@ from plait.model.rules import Counts, Rule, RuleSet, Style
 
 @dataclass(frozen=True)
 class Variant:
-    """Patterns relative to the base model, for configurations whose attributes equal `when`."""
+    """Plan of a family for some of its configurations."""
 
     rules: Mapping[str, Style]
+    """Style by pattern, relative to the base model."""
     counts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Attributes that count heads, by pattern of their module."""
     when: Mapping[str, object] = field(default_factory=dict)
+    """Attributes of the configurations that the variant is for."""
     whole_sequence: str | None = None
+    """Reason why the blocks need full sequences, see `RuleSet`."""
 
 
 def _split(prefix: str, columns: tuple[str, ...], row: str) -> dict[str, Style]:
-    """Column- and row-split layers that stay split in between."""
+    """Return the styles of column- and row-split layers whose values in between stay split."""
     return {**{f"{prefix}.{name}": "colwise" for name in columns}, f"{prefix}.{row}": "rowwise"}
 
 
 def _gathered(prefix: str, columns: tuple[str, ...], row: str) -> dict[str, Style]:
-    """The same with everything between them computed on every rank."""
+    """Return the styles of split layers between which every rank computes all values."""
     return {
         **{f"{prefix}.{name}": "colwise_gather_output" for name in columns},
         f"{prefix}.{row}": "rowwise_split_input",
@@ -60,8 +64,9 @@ def _by_head(
     *counts: str,
     **further: Any,
 ) -> Variant:
-    """Heads are divided over the ranks, with the attributes `counts` of the attention that count
-    them.
+    """Return a variant that divides the heads over the ranks.
+
+    `counts` are the attributes of the attention that count heads.
     """
     return Variant({**_split(*attention), **mlp}, counts={attention[0]: counts}, **further)
 
@@ -69,7 +74,7 @@ def _by_head(
 def _all_heads(
     attention: tuple[str, tuple[str, ...], str], mlp: Mapping[str, Style], **further: Any
 ) -> Variant:
-    """Every rank computes all heads."""
+    """Return a variant in which every rank computes all heads."""
     return Variant({**_gathered(*attention), **mlp}, **further)
 
 
@@ -81,14 +86,14 @@ _GPTJ_MLP = _split("h.*.mlp", ("fc_in",), "fc_out")
 FAMILIES: dict[str, tuple[Variant, ...]] = {
     "GPT2Model": (_all_heads(_GPT2, _GPT2_MLP),),
     "GPTBigCodeModel": (
-        # One key head: [queries | key | value]. Otherwise each head's query, key and value lie
-        # together.
+        # With one key head the rows are [queries | key | value]. Otherwise the query, key and value
+        # of each head are adjacent.
         _all_heads(_GPT2, _GPT2_MLP, when={"multi_query": True}),
         _by_head(_GPT2, _GPT2_MLP, "num_heads", "kv_heads"),
     ),
     "GPTNeoModel": (_by_head(("h.*.attn.attention", _QKV, "out_proj"), _GPT2_MLP, "num_heads"),),
     "GPTJModel": (_by_head(("h.*.attn", _QKV, "out_proj"), _GPTJ_MLP, "num_attention_heads"),),
-    # Queries, values and keys are fused in 4 groups, made for the 4 cores it was trained on.
+    # Queries, values and keys are fused in 4 groups, one per core of the original training.
     "CodeGenModel": (_all_heads(("h.*.attn", ("qkv_proj",), "out_proj"), _GPTJ_MLP),),
     "OPTModel": (
         _by_head(
@@ -101,7 +106,7 @@ FAMILIES: dict[str, tuple[Variant, ...]] = {
         ),
     ),
     "BloomModel": (
-        # An option that reads the row-split layers' weights without calling them.
+        # This option reads the weights of the row-split layers without calling the layers.
         Variant(
             {
                 "h.*.self_attention.query_key_value": "colwise_gather_output",
@@ -109,7 +114,7 @@ FAMILIES: dict[str, tuple[Variant, ...]] = {
             },
             when={"slow_but_exact": True},
         ),
-        # Its position biases (alibi) are made for all heads, outside the blocks.
+        # Position biases (ALiBi) are computed for all heads, outside of the blocks.
         _all_heads(_BLOOM, _4H_MLP),
     ),
     "FalconModel": (
@@ -121,7 +126,7 @@ FAMILIES: dict[str, tuple[Variant, ...]] = {
         _by_head(_BLOOM, _4H_MLP, "num_heads", "num_kv_heads"),
     ),
     "StableLmModel": (
-        # One norm with weights of its own for every head.
+        # A norm with separate weights for every head.
         _all_heads(_LLAMA, _LLAMA_MLP, when={"qk_layernorm": True}),
         _by_head(_LLAMA, _LLAMA_MLP, "num_heads", "num_key_value_heads", "num_key_value_groups"),
     ),
@@ -132,7 +137,7 @@ FAMILIES: dict[str, tuple[Variant, ...]] = {
             "num_heads",
         ),
     ),
-    # [queries | keys | values], and position biases made for all heads.
+    # The rows are [queries | keys | values], and position biases are computed for all heads.
     "MptModel": (
         _all_heads(
             ("blocks.*.attn", ("Wqkv",), "out_proj"),
@@ -140,7 +145,9 @@ FAMILIES: dict[str, tuple[Variant, ...]] = {
         ),
     ),
 }
-for _kind in (
+"""Variants by class name of the base model. The first whose `when` holds is used."""
+
+_BERT_FAMILIES = (
     "Bert",
     "Roberta",
     "XLMRoberta",
@@ -150,42 +157,46 @@ for _kind in (
     "Data2VecText",
     "XLMRobertaXL",
     "RobertaPreLayerNorm",
-):
+)
+for _kind in _BERT_FAMILIES:
     FAMILIES[f"{_kind}Model"] = (Variant(_BERT),)
-"""Class of the base model to its variants; the first whose `when` holds is used."""
 
 
 def table_rules(model: nn.Module) -> RuleSet | None:
-    """Rules for every base model of the table inside `model` (a wrapper may hold several), or
-    None.
+    """Return the rules for all base models of the table inside of a model, or None.
+
+    A wrapper may contain several base models.
     """
     rules: list[Rule] = []
     counts: list[Counts] = []
-    families: list[str] = []
+    families: dict[str, None] = {}
     whole_sequence = None
-    for name, family, variant in _found(model):
+    for name, family, variant in _matching_variants(model):
         prefix = f"{name}." if name else ""
         rules += [Rule(prefix + pattern, style) for pattern, style in variant.rules.items()]
         counts += [
             Counts(prefix + pattern, attributes) for pattern, attributes in variant.counts.items()
         ]
-        families.append(family)
+        families[family] = None
         whole_sequence = whole_sequence or variant.whole_sequence
     if not rules:
         return None
-    source = f"plait's plan of {', '.join(dict.fromkeys(families))}"
     return RuleSet(
-        tuple(rules), source, tuple(counts), optional=True, whole_sequence=whole_sequence
+        tuple(rules),
+        f"plait's plan of {', '.join(families)}",
+        tuple(counts),
+        optional=True,
+        whole_sequence=whole_sequence,
     )
 
 
-def _found(model: nn.Module) -> Iterator[tuple[str, str, Variant]]:
+def _matching_variants(model: nn.Module) -> Iterator[tuple[str, str, Variant]]:
+    """Yield name, family and variant of every base model of the table."""
     for name, module in model.named_modules():
-        variants = FAMILIES.get(type(module).__name__, ())
         config = getattr(module, "config", None)
-        for variant in variants:
-            if config is not None and all(
-                getattr(config, key, None) == value for key, value in variant.when.items()
-            ):
+        if config is None:
+            continue
+        for variant in FAMILIES.get(type(module).__name__, ()):
+            if all(getattr(config, key, None) == value for key, value in variant.when.items()):
                 yield name, str(getattr(config, "model_type", type(module).__name__)), variant
                 break

@@ -1,14 +1,16 @@
-"""The tensor parallel plan of one model for one degree: every module with a style, every parameter
-with the dimension that is split.
+"""Tensor-parallel plan of one model for one degree.
 
-Made and checked from shapes alone, before any process group exists; `parallel.tensor` applies it.
-Splits follow torch.chunk's rule, so widths and vocabularies need not divide; heads must. Invariant:
-`dims` names every parameter of the model, and tied parameters have one answer.
+The plan has the style of every module and the split dimension of every parameter. It is made and
+checked from shapes alone, before any process group exists. `parallel.tensor` applies it.
+
+Splits follow the rule of `torch.chunk`, so widths and vocabularies need not be divisible by the
+degree; numbers of heads must be. Invariant: `TensorPlan.dims` has an entry for every parameter of
+the model, and all names of a tied parameter have the same entry.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal, cast
@@ -37,7 +39,7 @@ from plait.model.heads import (
 from plait.model.layers import check_style, in_features, out_features, split_dims
 from plait.model.partial import complete_inner_rules
 from plait.model.rules import COLUMN_STYLES, RuleSet, Style, assign, generic, matches
-from plait.model.sequence import sequence_facts
+from plait.model.sequence import is_inside, sequence_facts
 from plait.model.sources import rules_for
 from plait.model.tied import tied_names
 from plait.shards import shard_length, shard_lengths
@@ -45,81 +47,101 @@ from plait.shards import shard_length, shard_lengths
 
 @dataclass(frozen=True)
 class Sharded:
-    """A module, by its full name, and its style."""
+    """Module with a style."""
 
     name: str
+    """Full name of the module."""
     style: Style
 
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """See the module's docstring. Names are full names (FQNs)."""
+    """Split of a model over the ranks of tensor parallelism. All names are full names (FQNs)."""
 
     tp: int
+    """Degree of tensor parallelism."""
     modules: tuple[Sharded, ...]
-    """Every module with a style, in model order. A style for a container is given to the
-    descendants that own parameters.
+    """Modules with a style, in model order.
+
+    A style of a container is assigned to the descendants that own parameters.
     """
     dims: Mapping[str, int | None]
-    """Every parameter (tied ones under all their names) to the dimension that is split over tp;
-    None: replicated on every rank.
+    """Dimension that is split over tp, for every parameter under all of its names.
+
+    None means that the parameter is replicated on every rank.
     """
     attributes: tuple[tuple[str, str, int], ...]
-    """(module, attribute, value): integers that count heads and must become this rank's."""
+    """Integers that count heads, as (module, attribute, value on one rank)."""
     kv_heads: Mapping[str, int]
-    """Every `kv_replicated` module to its number of heads."""
+    """Number of heads of every `kv_replicated` module."""
     heads: Mapping[str, int]
-    """Every attention whose heads are split to their number, where it is known. What it returns per
-    head is this rank's.
+    """Number of heads of every attention whose heads are split, if it is known.
+
+    Outputs per head, such as attention weights, are those of this rank's heads.
     """
     norms: tuple[str, ...]
-    """Modules with replicated parameters that compute on sequence shards under sequence
-    parallelism: norms that are children of blocks, and the final norm. Their gradients are then
-    summed over tp, as are the biases of row-split layers inside blocks.
+    """Modules with replicated parameters that compute on sequence shards.
+
+    They are norms that are children of blocks, and the final norm. Under sequence parallelism their
+    gradients are summed over tp, like the biases of row-split layers inside blocks.
     """
     regions: tuple[str, ...]
-    """Children of blocks (attention, MLP) whose first input is gathered along the sequence under
-    sequence parallelism: they derive shapes and positions from it. Row-parallel layers inside
-    return sequence shards. A column-parallel layer that is itself a child of a block gathers its
-    own input.
+    """Children of blocks (attention, MLP) whose first input is gathered along the sequence.
+
+    Under sequence parallelism they derive shapes and positions from that input. Row-parallel layers
+    inside return sequence shards. A column-parallel layer that is itself a child of a block gathers
+    its own input.
     """
     whole: tuple[str, ...]
-    """Children of blocks (layers of experts, attention that is not split) that every rank computes
-    on all tokens under sequence parallelism: their first input is gathered along the sequence, and
-    each rank keeps its own tokens of the output. Inside, layers are split as without sequence
-    parallelism.
+    """Children of blocks that every rank computes on all tokens under sequence parallelism.
+
+    They are layers of experts, and attention that is not split. Their first input is gathered along
+    the sequence, and each rank keeps its own tokens of the output. Inside, layers are split as
+    without sequence parallelism.
     """
     final_norm: str | None
     head: str | None
+    """Language-model head that is split along the vocabulary."""
     embedding: str | None
+    """Embedding that is split along the vocabulary."""
     sequence_parallel: Literal[True] | str
-    """True where the blocks can work on sequence shards, else the reason why not."""
+    """True if the blocks can work on sequence shards, otherwise the reason why not."""
     source: str
+    """Source of the rules, for messages."""
 
     @property
     def styles(self) -> dict[str, Style]:
-        """Module to style."""
+        """Style by module name."""
         return {entry.name: entry.style for entry in self.modules}
 
 
 def make_plan(
     model: nn.Module, *, tp: int, user: Mapping[str, str] | None = None, blocks: Sequence[str]
 ) -> TensorPlan:
-    """Plan `model` (any device, `meta` included) for `tp` ranks.
+    """Make the tensor-parallel plan of a model.
 
-    `user` is `{pattern: style}`, used alone when given; `blocks` are the names of the repeated
-    blocks. An adapted layer is named as without its adapter. Raises ModelError for rules that do
-    not fit the model, ConfigError for a degree that does not fit its sizes.
+    Args:
+        model: The model, on any device (`meta` included).
+        tp: Degree of tensor parallelism.
+        user: Style by pattern. If it is given, no other rules are used. An adapted layer has the
+            name that it has without its adapter.
+        blocks: Names of the repeated blocks.
+
+    Raises:
+        ModelError: The rules do not fit the model.
+        ConfigError: The degree does not fit the sizes of the model.
     """
     wrappers = adapted_layers(model)
     if not wrappers:
-        return _plan_of(model, tp=tp, user=user, blocks=blocks)
+        return _plan_without_adapters(model, tp=tp, user=user, blocks=blocks)
+
+    # See Note [Plans with adapters] in `adapters`.
     with without_adapters(model, wrappers):
-        plan = _plan_of(model, tp=tp, user=user, blocks=blocks)
-    return _with_adapters(plan, model, wrappers)
+        plan = _plan_without_adapters(model, tp=tp, user=user, blocks=blocks)
+    return _add_adapters(plan, model, wrappers)
 
 
-def _plan_of(
+def _plan_without_adapters(
     model: nn.Module, *, tp: int, user: Mapping[str, str] | None, blocks: Sequence[str]
 ) -> TensorPlan:
     rule_set = rules_for(model, user=user, blocks=blocks)
@@ -127,19 +149,24 @@ def _plan_of(
     head, embedding = split_boundary_layers(model, styles, rule_set)
     for name in set(styles) & set(copied_layers(model)):
         raise ModelError(
-            f"parallel.tp: {name} is trained in full (modules_to_save), and only a head and an "
-            "embedding are, because other layers compute with a part of their input; leave it out "
-            "of modules_to_save (target_modules adapts it), or use parallel.tp = 1"
+            f"parallel.tp: {name} is trained in full (modules_to_save), which is supported for a"
+            " head and an embedding only, because other layers compute with a part of their input;"
+            " leave it out of modules_to_save (target_modules adapts it), or use parallel.tp = 1"
         )
     for name, style in styles.items():
         check_style(model, name, style, rule_set.source)
-    styles = _spread(model, styles)
+
+    # Inner rules look for parameters whose owner has no style, so containers come first. The heads
+    # are checked before keys are replicated, because only valid degrees are.
+    styles = _spread_to_owners(model, styles)
     complete_inner_rules(model, styles, rule_set, blocks)
     attentions = find_attentions(model, styles)
     check_heads(attentions, tp)
-    styles, kv_heads = _share_keys(styles, attentions, tp)
+    styles, kv_heads = _replicate_keys(styles, attentions, tp)
+    # From the order of the rules to that of the model.
     styles = {name: styles[name] for name, _ in model.named_modules() if name in styles}
-    dims = _dims(model, styles)
+
+    dims = _split_dims_of_parameters(model, styles)
     _check_tied(model, dims, rule_set.source)
     _check_widths(model, styles, attentions, tp)
     if all(dim is None for dim in dims.values()):
@@ -147,80 +174,96 @@ def _plan_of(
             f"{rule_set.source}: no parameter of {type(model).__name__} is split, so parallel.tp ="
             f" {tp} would only repeat work; use 1"
         )
-    order = sequence_facts(model, styles, blocks, rule_set.whole_sequence)
+
+    heads = {}
+    for attention in attentions:
+        if attention.heads is not None:
+            heads[attention.name] = attention.heads
+    sequence = sequence_facts(model, styles, blocks, rule_set.whole_sequence)
     return TensorPlan(
         tp=tp,
         modules=tuple(Sharded(name, style) for name, style in styles.items()),
         dims=dims,
-        attributes=_attributes(model, attentions, rule_set, tp),
+        attributes=_local_attributes(model, attentions, rule_set, tp),
         kv_heads=kv_heads,
-        heads={
-            attention.name: attention.heads
-            for attention in attentions
-            if attention.heads is not None
-        },
-        norms=order.norms,
-        regions=order.regions,
-        whole=order.whole,
-        final_norm=order.final_norm,
+        heads=heads,
+        norms=sequence.norms,
+        regions=sequence.regions,
+        whole=sequence.whole,
+        final_norm=sequence.final_norm,
         head=head,
         embedding=embedding,
-        sequence_parallel=order.possible,
+        sequence_parallel=sequence.possible,
         source=rule_set.source,
     )
 
 
-def _with_adapters(
+def _add_adapters(
     plan: TensorPlan, model: nn.Module, wrappers: Mapping[str, nn.Module]
 ) -> TensorPlan:
-    """The plan of a model with adapters from that of the model without."""
+    """Extend the plan of a model without adapters to the model with adapters."""
     plain = plan.styles
     styles: dict[str, str] = {base_name(name, wrappers): style for name, style in plain.items()}
     for name, wrapper in wrappers.items():
         styles |= split_adapters(name, wrapper, plain.get(name))
-    modules = tuple(
-        Sharded(name, cast(Style, styles[name]))
-        for name, _ in model.named_modules()
-        if name in styles
-    )
-    known = {base_name(name, wrappers): dim for name, dim in plan.dims.items()}
+    modules = []
+    for name, _ in model.named_modules():
+        if name in styles:
+            modules.append(Sharded(name, cast(Style, styles[name])))
+
+    base_dims = {base_name(name, wrappers): dim for name, dim in plan.dims.items()}
+    dims = {}
     for name, _ in model.named_parameters(remove_duplicate=False):
-        known.setdefault(
-            name, {"colwise": 0, "rowwise": 1}.get(styles.get(name.rpartition(".")[0], ""))
-        )
-    dims = {name: known[name] for name, _ in model.named_parameters(remove_duplicate=False)}
+        if name in base_dims:
+            dims[name] = base_dims[name]
+        else:
+            # A matrix of an adapter, [r, in] or [out, r].
+            style = styles.get(name.rpartition(".")[0], "")
+            dims[name] = {"colwise": 0, "rowwise": 1}.get(style)
+
     reason = (
         "low-rank adapters would see a part of the sequence on every rank, and their gradients are"
         " not summed over the parts"
     )
-    return replace(plan, modules=modules, dims=dims, sequence_parallel=reason)
+    return replace(plan, modules=tuple(modules), dims=dims, sequence_parallel=reason)
 
 
-LITTLE = 0.5
-"""A plan that splits less of the parameters than this is warned of."""
+SMALL_SHARE = 0.5
+"""Share of the split parameters below which a plan causes a warning."""
 
 
 def little_is_split(
     plan: TensorPlan, model: nn.Module, *, besides: Collection[str] = ()
 ) -> str | None:
-    """The warning for a plan that splits so little of the model that tensor parallelism mostly
-    repeats work; None for others. `besides`: parameters that are split over other axes, which do
-    not count.
+    """Return a warning if a plan splits so little that tensor parallelism mostly repeats work.
+
+    Args:
+        plan: The plan.
+        model: The model that it was made for.
+        besides: Names of parameters that do not count, because other axes split them.
+
+    Returns:
+        The text of the warning, or None.
     """
-    whole: dict[str, int] = {}
+    replicated: dict[str, int] = {}
     split = 0
     for name, parameter in model.named_parameters():
         if name in besides:
             continue
         if plan.dims[name] is None:
-            whole[generic(name)] = whole.get(generic(name), 0) + parameter.numel()
+            layer = generic(name)
+            replicated[layer] = replicated.get(layer, 0) + parameter.numel()
         else:
             split += parameter.numel()
-    share = split / max(1, split + sum(whole.values()))
-    if share >= LITTLE:
+
+    # At least 1, because experts can be all of a model's parameters.
+    share = split / max(1, split + sum(replicated.values()))
+    if share >= SMALL_SHARE:
         return None
-    largest = sorted(whole, key=lambda name: -whole[name])[:3]
-    counted = "the parameters" if not besides else "the parameters besides experts"
+    largest = sorted(replicated, key=lambda name: -replicated[name])[:3]
+    counted = "the parameters"
+    if besides:
+        counted += " besides experts"
     return (
         f"parallel.tp = {plan.tp}: {plan.source} splits {share:.1%} of {counted} of this"
         f" {type(model).__name__}; every rank of tp holds and computes the rest in full, most of it"
@@ -229,8 +272,8 @@ def little_is_split(
     )
 
 
-def _spread(model: nn.Module, styles: dict[str, Style]) -> dict[str, Style]:
-    """A container's style goes to the descendants that own parameters."""
+def _spread_to_owners(model: nn.Module, styles: dict[str, Style]) -> dict[str, Style]:
+    """Assign a container's style to the descendants that own parameters."""
     spread: dict[str, Style] = {}
     for name, style in styles.items():
         if style != "replicated_with_grad_allreduce":
@@ -242,16 +285,20 @@ def _spread(model: nn.Module, styles: dict[str, Style]) -> dict[str, Style]:
     return spread
 
 
-def _share_keys(
+def _replicate_keys(
     styles: dict[str, Style], attentions: Sequence[Attention], tp: int
 ) -> tuple[dict[str, Style], dict[str, int]]:
-    """Key and value projections with fewer heads than ranks become `kv_replicated`."""
+    """Make key and value projections with fewer heads than ranks `kv_replicated`.
+
+    Returns:
+        The changed styles, and the number of heads of every `kv_replicated` module.
+    """
     kv_heads: dict[str, int] = {}
     changed = dict(styles)
     for attention in attentions:
-        shared = replicates_keys(attention, tp)
+        replicated = replicates_keys(attention, tp)
         for name in attention.keys_values:
-            if shared and attention.kv_heads is not None:
+            if replicated and attention.kv_heads is not None:
                 changed[name] = "kv_replicated"
                 kv_heads[name] = attention.kv_heads
             elif styles[name] == "kv_replicated":
@@ -260,6 +307,7 @@ def _share_keys(
                     " than the ranks"
                 )
                 raise ConfigError(Problem("parallel.tp", tp, rule, "use the style 'colwise'"))
+
     for name, style in styles.items():
         if style == "kv_replicated" and name not in kv_heads:
             raise ModelError(
@@ -270,126 +318,155 @@ def _share_keys(
 
 
 def _parameter_styles(model: nn.Module, styles: Mapping[str, Style]) -> dict[str, Style | None]:
-    """Every parameter, under all its names, to the style of the module that owns it."""
-    # a module may sit in several places
+    """Return the style of the module that owns each parameter, under all names of parameters."""
+    # A module may have several names, and has a style under the first.
     first_names = {id(module): name for name, module in model.named_modules()}
-    owners = {
-        name: model.get_submodule(name.rpartition(".")[0])
-        for name, _ in model.named_parameters(remove_duplicate=False)
-    }
-    return {name: styles.get(first_names[id(owner)]) for name, owner in owners.items()}
+    parameter_styles = {}
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        owner = model.get_submodule(name.rpartition(".")[0])
+        parameter_styles[name] = styles.get(first_names[id(owner)])
+    return parameter_styles
 
 
-def _dims(model: nn.Module, styles: Mapping[str, Style]) -> dict[str, int | None]:
+def _split_dims_of_parameters(
+    model: nn.Module, styles: Mapping[str, Style]
+) -> dict[str, int | None]:
     dims: dict[str, int | None] = {}
     for name, style in _parameter_styles(model, styles).items():
         owner, _, leaf = name.rpartition(".")
-        dims[name] = None if style is None else split_dims(model.get_submodule(owner), style)[leaf]
+        dims[name] = None
+        if style is not None:
+            dims[name] = split_dims(model.get_submodule(owner), style)[leaf]
     return dims
 
 
 def _check_tied(model: nn.Module, dims: dict[str, int | None], source: str) -> None:
-    """One parameter, one split. A second name on a module that only holds the parameter follows the
-    first (in place).
+    """Check that all names of a tied parameter have the same split.
+
+    If a bias of a head is also registered on the head's parent, that name follows the head: its
+    entry of `dims` is changed in place.
     """
     for names in tied_names(model):
-        answers = {dims[name] for name in names}
-        if len(answers) == 1:
+        distinct = {dims[name] for name in names}
+        if len(distinct) == 1:
             continue
-        if answers == {None, 0} and all(model.get_parameter(name).ndim == 1 for name in names):
-            dims.update(dict.fromkeys(names, 0))  # a head's bias that its parent registers too
+        # A bias [vocabulary] of the head that its parent registers as well.
+        if distinct == {None, 0} and all(model.get_parameter(name).ndim == 1 for name in names):
+            dims.update(dict.fromkeys(names, 0))
             continue
-        shown = ", ".join(
-            f"{name} along {'no dimension' if dims[name] is None else f'dimension {dims[name]}'}"
-            for name in names
-        )
+
+        splits = []
+        for name in names:
+            dim = "no dimension" if dims[name] is None else f"dimension {dims[name]}"
+            splits.append(f"{name} along {dim}")
         raise ModelError(
-            f"{source}: one tied parameter would be split {shown}; give its modules"
+            f"{source}: one tied parameter would be split {', '.join(splits)}; give its modules"
             " 'embedding_rowwise' and 'vocab_head', or none a style"
         )
+
+
+@dataclass(frozen=True)
+class _SplitSize:
+    """Size that is split over tp, and what it counts."""
+
+    name: str
+    """Name of the module."""
+    size: int
+    unit: str
+    """Name of the dimension that is split: rows, outputs or inputs."""
+    of_heads: bool
+    """True if the size must be split between heads."""
+
+    def violated_rule(self, tp: int) -> str | None:
+        """Return the rule that a split between `tp` ranks violates, or None."""
+        if shard_length(self.size, tp, tp - 1) == 0:
+            ranks = sum(length > 0 for length in shard_lengths(self.size, tp))
+            return (
+                f"{self.name} has {self.size} {self.unit}, of which only {ranks} ranks would get"
+                " some"
+            )
+        if self.of_heads and self.size % tp:
+            return (
+                f"{self.name} has {self.size} {self.unit} and {self.size} % {tp} != 0, so a head"
+                " would be cut"
+            )
+        return None
 
 
 def _check_widths(
     model: nn.Module, styles: Mapping[str, Style], attentions: Sequence[Attention], tp: int
 ) -> None:
-    """No rank may be left without a part, and the layers of an attention split between heads."""
-    sizes: list[tuple[str, int, str, bool]] = []
+    """Check that every rank gets a part of each layer, and that no head is cut.
+
+    Raises:
+        ConfigError: It does not. The error suggests the largest smaller degree that fits.
+    """
+    sizes = list(_split_sizes(model, styles, attentions))
+    # Of the same layer in many blocks, only the first one is reported.
+    problems: dict[str, str] = {}
+    for size in sizes:
+        rule = size.violated_rule(tp)
+        if rule is not None:
+            problems.setdefault(generic(size.name), rule)
+    if not problems:
+        return
+
+    def fits(degree: int) -> bool:
+        if not allows(attentions, degree):
+            return False
+        return all(size.violated_rule(degree) is None for size in sizes)
+
+    remedy = f"use {next(degree for degree in range(tp - 1, 0, -1) if fits(degree))}"
+    raise ConfigError(*[Problem("parallel.tp", tp, rule, remedy) for rule in problems.values()])
+
+
+def _split_sizes(
+    model: nn.Module, styles: Mapping[str, Style], attentions: Sequence[Attention]
+) -> Iterator[_SplitSize]:
+    attention_names = [attention.name for attention in attentions]
     for name, style in styles.items():
         if style in ("kv_replicated", "replicated_with_grad_allreduce"):
             continue
         module = model.get_submodule(name)
+        in_attention = is_inside(name, attention_names)
+        of_heads = in_attention and style in ("colwise", "rowwise")
         if style == "embedding_rowwise":
-            size = int(module.get_parameter("weight").shape[0])
-            what = "rows"
+            rows = int(module.get_parameter("weight").shape[0])
+            yield _SplitSize(name, rows, "rows", of_heads)
+        elif style in COLUMN_STYLES:
+            yield _SplitSize(name, out_features(module), "outputs", of_heads)
         else:
-            size, what = (
-                (out_features(module), "outputs")
-                if style in COLUMN_STYLES
-                else (in_features(module), "inputs")
-            )
-        of_heads = style in ("colwise", "rowwise") and any(
-            name.startswith(f"{attention.name}.") for attention in attentions
-        )
-        sizes.append((name, size, what, of_heads))
-    broken = [
-        (name, rule)
-        for name, size, what, of_heads in sizes
-        if (rule := _width_rule(name, size, what, tp, of_heads=of_heads))
-    ]
-    if broken:
-
-        def fits(degree: int) -> bool:
-            return allows(attentions, degree) and not any(
-                _width_rule(n, s, w, degree, of_heads=h) for n, s, w, h in sizes
-            )
-
-        # a layer of many blocks is told of once
-        once = {generic(name): rule for name, rule in reversed(broken)}
-        remedy = f"use {next(degree for degree in range(tp - 1, 0, -1) if fits(degree))}"
-        raise ConfigError(
-            *[Problem("parallel.tp", tp, rule, remedy) for rule in reversed(once.values())]
-        )
+            yield _SplitSize(name, in_features(module), "inputs", of_heads)
 
 
-def _width_rule(name: str, size: int, what: str, tp: int, *, of_heads: bool) -> str | None:
-    """The rule that a split of `size` between `tp` ranks breaks, or None."""
-    if shard_length(size, tp, tp - 1) == 0:
-        return (
-            f"{name} has {size} {what}, of which only"
-            f" {sum(part > 0 for part in shard_lengths(size, tp))} ranks would get some"
-        )
-    if of_heads and size % tp:
-        return f"{name} has {size} {what} and {size} % {tp} != 0, so a head would be cut"
-    return None
-
-
-def _attributes(
+def _local_attributes(
     model: nn.Module, attentions: Sequence[Attention], rule_set: RuleSet, tp: int
 ) -> tuple[tuple[str, str, int], ...]:
+    """Return the head-counting attributes that differ on a rank, see `TensorPlan.attributes`."""
     changed = []
     for attention in attentions:
         module = model.get_submodule(attention.name)
-        if rule_set.known_counts:
-            names: tuple[str, ...] = count_attributes(module)
-        else:
-            names = tuple(
-                name
-                for counts in rule_set.counts
-                if matches(attention.name, counts.pattern)
-                for name in counts.attributes
-            )
-            # its own, or those of another layer that it reads
-            if attention.kv_heads is not None and attention.kv_heads < tp:
-                names += tuple(
-                    name
-                    for name in count_attributes(module)
-                    if name in GROUPS and name not in names
-                )
-        for name in names:
+        for name in _counting_attributes(module, attention, rule_set, tp):
             value = local_count(attention, name, tp)
             if value is not None and value != getattr(module, name):
                 changed.append((attention.name, name, value))
     return tuple(changed)
+
+
+def _counting_attributes(
+    module: nn.Module, attention: Attention, rule_set: RuleSet, tp: int
+) -> list[str]:
+    if rule_set.known_counts:
+        return list(count_attributes(module))
+    names: list[str] = []
+    for counts in rule_set.counts:
+        if matches(attention.name, counts.pattern):
+            names += counts.attributes
+    # With replicated keys the number of queries per key changes, whether the keys are computed
+    # by this layer or by another one.
+    if attention.kv_heads is not None and attention.kv_heads < tp:
+        names += [name for name in count_attributes(module) if name in GROUPS and name not in names]
+    return names
 
 
 REPLICATED = "replicated"
@@ -397,45 +474,48 @@ REPLICATED = "replicated"
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One parameter of a plan, for printing."""
+    """Parameter of a plan, for printing."""
 
     parameter: str
     shape: tuple[int, ...]
     style: str
-    """The style of its module, or `REPLICATED`."""
+    """Style of the parameter's module, or `REPLICATED`."""
     local_shape: tuple[int, ...]
-    """On rank 0, which has the largest part."""
+    """Shape on rank 0, which has the largest part."""
     note: str
-    """What a reader should know: an uneven split, shared key heads, a tied name."""
+    """Remark for the reader: an uneven split, replicated key heads, or a tied name."""
 
 
 def describe(plan: TensorPlan, model: nn.Module) -> list[PlanRow]:
-    """Every parameter of `model` under `plan`, in model order."""
-    first = {name: group[0] for group in tied_names(model) for name in group[1:]}
+    """Return a row for every parameter of a model, in model order, tied ones under all names."""
+    first_names: dict[str, str] = {}
+    for group in tied_names(model):
+        first_names.update(dict.fromkeys(group[1:], group[0]))
+
     styles = _parameter_styles(model, plan.styles)
     rows = []
     for name, parameter in model.named_parameters(remove_duplicate=False):
         dim = plan.dims[name]
         shape = tuple(parameter.shape)
-        style = styles[name]
-        local = tuple(
-            shard_length(size, plan.tp, 0) if axis == dim else size
-            for axis, size in enumerate(shape)
-        )
+        local = list(shape)
         notes = []
-        if dim is not None and shape[dim] % plan.tp:
-            last = shard_length(shape[dim], plan.tp, plan.tp - 1)
-            excess = prod(local) * plan.tp / prod(shape) - 1
-            notes.append(
-                f"uneven: {local[dim]} to {last} of {shape[dim]}, {100 * excess:.1f} % above an"
-                " equal share"
-            )
-        if style == "kv_replicated":
+        if dim is not None:
+            local[dim] = shard_length(shape[dim], plan.tp, 0)
+            if shape[dim] % plan.tp:
+                last = shard_length(shape[dim], plan.tp, plan.tp - 1)
+                excess = prod(local) * plan.tp / prod(shape) - 1
+                notes.append(
+                    f"uneven: {local[dim]} to {last} of {shape[dim]}, {100 * excess:.1f} % above an"
+                    " equal share"
+                )
+        if styles[name] == "kv_replicated":
             notes.append(
                 f"{plan.kv_heads[name.rpartition('.')[0]]} heads for {plan.tp} ranks: each"
                 " computes one"
             )
-        if name in first:
-            notes.append(f"tied to {first[name]}")
-        rows.append(PlanRow(name, shape, style or REPLICATED, local, "; ".join(notes)))
+        if name in first_names:
+            notes.append(f"tied to {first_names[name]}")
+        rows.append(
+            PlanRow(name, shape, styles[name] or REPLICATED, tuple(local), "; ".join(notes))
+        )
     return rows

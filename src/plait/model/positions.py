@@ -1,11 +1,11 @@
-"""Positions of tokens that a model counts itself.
+"""Calls of Transformers models that count the positions of tokens themselves.
 
 Note [Packed rows]
-    Where a model of Transformers is called without a mask, it looks in its position ids for rows
-    that hold several sequences, and builds a mask for those. On a GPU it reads the answer, so the
-    program waits for the device in every forward. A model that is given no position ids counts them
-    from 0 in every row, and a row with consecutive positions is one sequence: nothing needs to be
-    read. That is known of the model types below, and assumed of no other.
+    A model of Transformers that is called without a mask searches its position ids for rows that
+    consist of several sequences, and builds a mask for those. On a GPU it reads the result, so the
+    program waits for the device in every forward. A model that is called without position ids
+    counts them from 0 in every row, and a row with consecutive positions is one sequence. The
+    search is therefore skipped for the model types below, which are known to count so.
 """
 
 from __future__ import annotations
@@ -25,17 +25,20 @@ COUNTING_MODEL_TYPES = frozenset(
         *("mixtral", "opt", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "stablelm"),
     )
 )
-"""`config.model_type` of the models of Transformers that count positions from 0 where they are
-given none, whatever the tokens are.
+"""Model types (`config.model_type`) of Transformers that count positions from 0 in every row.
+
+They do so if they are called without position ids, for any tokens.
 """
-_MASKS = "transformers.masking_utils"
+_MASKING_MODULE = "transformers.masking_utils"
 _SEARCH = "find_packed_sequence_indices"
 _STATE = threading.local()
 
 
 def call_model(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call a model. Without position ids, Transformers does not search the rows for packed
-    sequences.
+    """Call a model without Transformers' search for packed rows. See Note [Packed rows].
+
+    The search is not skipped if position ids are passed, as second argument or by keyword, or if
+    the model is not known to count positions.
     """
     if len(args) > 1 or kwargs.get("position_ids") is not None or not counts_positions(model):
         return model(*args, **kwargs)
@@ -44,46 +47,48 @@ def call_model(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def counts_positions(model: nn.Module) -> bool:
-    """Return whether a model that is given no position ids counts them from 0 in every row."""
+    """Return True if a model without position ids is known to count them from 0 in every row."""
     if getattr(getattr(model, "config", None), "model_type", None) not in COUNTING_MODEL_TYPES:
         return False
-    # The code that counts is that of the inner model. A subclass of a user may do something else.
+    # The inner model counts the positions. A user's subclass of either may do something else.
     inner = getattr(model, "base_model", model)
-    return all(_code_of(each).startswith("transformers.models.") for each in (model, inner))
+    return all(
+        _defining_module(module).startswith("transformers.models.") for module in (model, inner)
+    )
 
 
-def _code_of(module: nn.Module) -> str:
-    """Return the name of the Python module that defines a module's class. `fully_shard` derives a
-    class of its own from it.
-    """
+def _defining_module(module: nn.Module) -> str:
+    """Return the name of the Python module that defines a module's class."""
+    # `fully_shard` replaces the class by a subclass that is defined in torch.
     return next(
-        kind.__module__ for kind in type(module).__mro__ if not kind.__module__.startswith("torch.")
+        base.__module__ for base in type(module).__mro__ if not base.__module__.startswith("torch.")
     )
 
 
 @contextmanager
 def rows_are_sequences() -> Iterator[None]:
-    """Let models of Transformers that this thread calls take every row for one sequence. See Note
-    [Packed rows].
+    """Treat every row as one sequence in the models that this thread calls.
+
+    See Note [Packed rows].
     """
     _wrap_search()
-    before = getattr(_STATE, "rows_are_sequences", False)
+    outer = getattr(_STATE, "rows_are_sequences", False)
     _STATE.rows_are_sequences = True
     try:
         yield
     finally:
-        _STATE.rows_are_sequences = before
+        _STATE.rows_are_sequences = outer
 
 
 def _wrap_search() -> None:
-    """Put a function that respects `rows_are_sequences` in place of the search, once."""
-    masks = sys.modules.get(_MASKS)
+    """Replace Transformers' search, once, by a function that respects `rows_are_sequences`."""
+    masks = sys.modules.get(_MASKING_MODULE)
     search = getattr(masks, _SEARCH, None)
     if masks is None or search is None or getattr(search, "respects_rows", False):
         return
 
     def find_packed_sequence_indices(position_ids: torch.Tensor) -> torch.Tensor | None:
-        # A compiled model does not read the answer, and a thread's state is no part of its graph.
+        # A compiled model does not read the result, and its graph cannot contain thread state.
         if not torch.compiler.is_compiling() and getattr(_STATE, "rows_are_sequences", False):
             return None
         return search(position_ids)

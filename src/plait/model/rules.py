@@ -1,8 +1,29 @@
-"""Styles of tensor parallelism, and rules that give them to modules by name. Data only: nothing
-here changes a model.
+"""Styles of tensor parallelism, and rules that assign them to modules by name.
 
-Where rules come from is in `sources`, what they mean for one model and one degree in `plans`. A
-rule names modules, never parameters; every rule must name one, and no module may get two styles.
+The rules are data. `sources` says where they come from, and `plans` what they mean for one model
+and one degree. A rule names modules, never parameters. Every rule must match a module, and a module
+must not get two styles.
+
+Note [Styles]
+    colwise
+        Splits the outputs of a layer. They stay split.
+    rowwise
+        Splits the inputs of a layer, which arrive split. Partial outputs are summed over the ranks,
+        and the bias is added once.
+    colwise_gather_output
+        As colwise, then every rank gets all outputs. Correct for any layer, fused ones included.
+    rowwise_split_input
+        As rowwise, for an input that every rank has in full. Correct for any layer.
+    embedding_rowwise
+        Splits an embedding along the vocabulary.
+    vocab_head
+        Splits a language-model head along the vocabulary. A loss may compute on split logits.
+    replicated_with_grad_allreduce
+        Replicates a module that is applied only to this rank's heads or channels. Its gradients are
+        summed over tp.
+    kv_replicated
+        Replicates a key or value projection with fewer heads than ranks. Each rank computes the
+        head that its queries need.
 """
 
 from __future__ import annotations
@@ -27,17 +48,7 @@ Style = Literal[
     "replicated_with_grad_allreduce",
     "kv_replicated",
 ]
-"""
-    colwise                           splits a layer's outputs; they stay split rowwise
-    splits a layer's inputs, which arrive split; partial outputs are summed, the bias added once
-    colwise_gather_output             colwise, then every rank gets all outputs: right for any
-    layer, fused ones too rowwise_split_input               rowwise on an input that every rank has
-    whole: right for any layer embedding_rowwise                 splits an embedding along the
-    vocabulary vocab_head                        splits a language model head along the vocabulary;
-    a loss may work on split logits replicated_with_grad_allreduce    whole, but applied to this
-    rank's heads or channels only: gradients are summed over tp kv_replicated                     a
-    key or value projection with fewer heads than ranks: whole, each rank computes the head it needs
-"""
+"""Name of a style. See Note [Styles]."""
 STYLES: tuple[Style, ...] = get_args(Style)
 COLUMN_STYLES: tuple[Style, ...] = ("colwise", "colwise_gather_output", "vocab_head")
 ROW_STYLES: tuple[Style, ...] = ("rowwise", "rowwise_split_input")
@@ -45,101 +56,112 @@ ROW_STYLES: tuple[Style, ...] = ("rowwise", "rowwise_split_input")
 
 @dataclass(frozen=True)
 class Rule:
-    """`style` for every module that `pattern` names: dotted, from the root; `*` stands for any text
-    inside one segment.
-    """
+    """Style for all modules that match a pattern."""
 
     pattern: str
+    """Dotted name from the root; `*` matches any text inside one segment."""
     style: Style
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Integers on modules that count heads, so that a rank which computes some of the heads needs
-    its own values.
+    """Integers on modules that count heads.
+
+    A rank that computes some of the heads needs its own values.
     """
 
     pattern: str
+    """Pattern of the modules, as in `Rule`."""
     attributes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class RuleSet:
-    """Rules and where they come from."""
+    """Rules for one model and their source."""
 
     rules: tuple[Rule, ...]
     source: str
+    """Source of the rules, for messages."""
     counts: tuple[Counts, ...] = ()
     known_counts: bool = False
-    """Also adjust head counts under the usual names (`heads.HEADS`), as plain modules that reshape
-    by them need.
+    """True if head counts under the usual names (`heads.HEADS`) are adjusted as well.
+
+    Plain modules that reshape by them need this.
     """
     complete: bool = False
-    """A user's: taken as it is. To others an embedding and a head are added, and layers that hold
-    unknown parameters are gathered.
+    """True if the rules are applied as they are, because a user wrote them.
+
+    Other rules are extended by an embedding and a head, and layers around parameters of unknown use
+    are gathered.
     """
     optional: bool = False
-    """A family's: a rule may name a module that this configuration leaves out, as long as something
-    is named.
+    """True if a rule may match no module, as long as another rule matches one.
+
+    A configuration of a family may not have all of its layers.
     """
     whole_sequence: str | None = None
-    """Why the family's blocks need full sequences, where the structure does not show it."""
+    """Reason why the blocks need full sequences, if the structure does not show it."""
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether the dotted `name` fits `pattern`, segment by segment."""
+    """Return True if a dotted name matches a pattern, segment by segment."""
     names = name.split(".")
     patterns = pattern.split(".")
-    return len(names) == len(patterns) and all(
-        fnmatchcase(n, p) for n, p in zip(names, patterns, strict=True)
-    )
+    return len(names) == len(patterns) and all(map(fnmatchcase, names, patterns))
 
 
 def generic(name: str) -> str:
-    """`model.layers.3.mlp` as `model.layers.*.mlp`."""
+    """Return a name with its indices replaced: `model.layers.3.mlp` as `model.layers.*.mlp`."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def assign(model: nn.Module, rule_set: RuleSet) -> dict[str, Style]:
-    """Module name to style, in model order. Raises ModelError for a rule that names nothing and for
-    two styles of one module.
+    """Return the style by module name, in model order.
+
+    Raises:
+        ModelError: A rule matches no module, or two rules give a module different styles.
     """
-    by_depth: dict[int, list[Rule]] = {}
+    # Only patterns with as many segments as the name can match it.
+    rules_by_depth: dict[int, list[Rule]] = {}
     for rule in rule_set.rules:
-        by_depth.setdefault(rule.pattern.count("."), []).append(rule)
-    chosen: dict[str, Rule] = {}
+        rules_by_depth.setdefault(rule.pattern.count("."), []).append(rule)
+
+    rule_of_module: dict[str, Rule] = {}
     used: set[Rule] = set()
     names = [name for name, _ in model.named_modules() if name]
     for name in names:
-        for rule in by_depth.get(name.count("."), ()):
+        for rule in rules_by_depth.get(name.count("."), ()):
             if not matches(name, rule.pattern):
                 continue
             used.add(rule)
-            first = chosen.setdefault(name, rule)
+            first = rule_of_module.setdefault(name, rule)
             if first.style != rule.style:
                 raise ModelError(
                     f"{rule_set.source}: {first.pattern!r} gives {name} the style {first.style!r}"
                     f" and {rule.pattern!r} gives it {rule.style!r}; keep one of them"
                 )
+
     for rule in rule_set.rules:
         if rule not in used and not (rule_set.optional and used):
             raise ModelError(
                 f"{rule_set.source}: {rule.pattern!r} names no module;"
-                f" {_near(rule.pattern, names, model)}"
+                f" {_suggestion(rule.pattern, names, model)}"
             )
-    return {name: rule.style for name, rule in chosen.items()}
+    return {name: rule.style for name, rule in rule_of_module.items()}
 
 
-def _near(pattern: str, names: Sequence[str], model: nn.Module) -> str:
+def _suggestion(pattern: str, names: Sequence[str], model: nn.Module) -> str:
+    """Return the remedy for a pattern that matches no module."""
     if any(matches(name, pattern) for name, _ in model.named_parameters()):
         return f"it names a parameter; name the module that owns it, {pattern.rpartition('.')[0]!r}"
-    # One name for a layer of all blocks, or the closest six would be one layer of six blocks.
+
+    # Layers are suggested under their generic names. Otherwise the closest six names could be one
+    # layer of six blocks.
     candidates = list(dict.fromkeys(map(generic, names)))
-    wanted = generic(pattern)
-    close = get_close_matches(wanted, candidates, n=6, cutoff=0.5)
-    close = close or [name for name in candidates if name.count(".") == wanted.count(".")][:6]
-    return (
-        f"near it are {', '.join(close)}"
-        if close
-        else f"this model's modules are {', '.join(candidates[:6]) or 'none'}"
-    )
+    target = generic(pattern)
+    close = get_close_matches(target, candidates, n=6, cutoff=0.5)
+    if not close:
+        close = [name for name in candidates if name.count(".") == target.count(".")][:6]
+    if close:
+        return f"near it are {', '.join(close)}"
+    return f"this model's modules are {', '.join(candidates[:6]) or 'none'}"

@@ -1,11 +1,16 @@
-"""Whether the blocks of a model can compute on sequence shards, and what their children then do.
+"""Decision whether the blocks of a model can compute on sequence shards.
 
-Between blocks the hidden states [batch, seq, hidden] are sharded along the sequence. Attention and
-MLP all-gather their input, and their row-parallel layers reduce-scatter their output; norms compute
-on shards. In families with experts, layers of experts, and an attention that tp does not split, are
-computed by every rank on all tokens, and each keeps its own of the output. Any other module with
-parameters, or one that mixes tokens outside of attention and MLP, would compute wrong values, so
-the model is refused. This is decided from the structure alone.
+Note [Sequence parallelism]
+    Between blocks, the hidden states [batch, seq, hidden] are sharded along the sequence. Attention
+    and MLP all-gather their input, and their row-parallel layers reduce-scatter the output. Norms
+    compute on shards.
+
+    In families with experts, the layers of experts, and an attention that tp does not split, are
+    computed by every rank on all tokens. Each rank keeps its own tokens of the output.
+
+    Any other module with parameters, and any module that mixes tokens outside of attention and MLP,
+    would compute wrong values. Such a model is not supported. This is decided from the structure
+    alone.
 """
 
 from __future__ import annotations
@@ -22,29 +27,25 @@ from plait.model.experts import SPLIT_FAMILIES, find_experts
 from plait.model.layers import is_norm
 from plait.model.rules import COLUMN_STYLES, ROW_STYLES, Style
 
-_CROSS_WORDS = ("cross", "encoder_attn", "encoder_attention", "encdec")
-_GATHERED: tuple[Style, ...] = ("colwise_gather_output", "rowwise_split_input")
+_CROSS_ATTENTION_PARTS = ("cross", "encoder_attn", "encoder_attention", "encdec")
+"""Parts of the names of modules that read a second sequence."""
+_GATHERED_STYLES: tuple[Style, ...] = ("colwise_gather_output", "rowwise_split_input")
 _SECOND_INPUTS = frozenset(
-    {
-        "k",
-        "v",
-        "q",
-        "key",
-        "value",
-        "query",
-        "memory",
-        "context",
-        "encoder_hidden_states",
-        "key_value_states",
-    }
+    {"k", "v", "q", "key", "value", "query", "memory", "context", "encoder_hidden_states"}
+    | {"key_value_states"}
 )
-_EMBEDDING_NORM_WORDS = ("embed", "emb_", "_pre", "pre_norm")
+"""Names of arguments that are a second sequence."""
+_EMBEDDING_NORM_PARTS = ("embed", "emb_", "_pre", "pre_norm")
+"""Parts of the names of norms before the first block."""
+_QUERY_KEY_PREFIXES = ("q_", "k_", "query_", "key_")
 
 
 @dataclass(frozen=True)
 class SequenceFacts:
-    """`possible` is True or the reason why not. The names are found as far as they exist, whatever
-    `possible` says.
+    """Roles of modules under sequence parallelism.
+
+    The fields have the meaning of those of `TensorPlan`. The names are listed as far as they are
+    known, even if the model is not supported.
     """
 
     norms: tuple[str, ...]
@@ -52,173 +53,183 @@ class SequenceFacts:
     whole: tuple[str, ...]
     final_norm: str | None
     possible: Literal[True] | str
+    """True, or the reason why sequence parallelism is not possible."""
 
 
 def is_inside(name: str, owners: Sequence[str]) -> bool:
-    """Whether a module or parameter of that full name is below one of the modules."""
+    """Return True if the module or parameter `name` is below one of the modules `owners`."""
     return any(name.startswith(f"{owner}.") for owner in owners)
 
 
 def sequence_facts(
     model: nn.Module, styles: Mapping[str, Style], blocks: Sequence[str], whole_sequence: str | None
 ) -> SequenceFacts:
-    """Facts for blocks named `blocks` whose modules have `styles`; `whole_sequence` is a reason
-    known of the family.
+    """Decide on the roles of modules under sequence parallelism.
+
+    See Note [Sequence parallelism].
+
+    Args:
+        model: The model without adapters.
+        styles: Style by module name.
+        blocks: Names of the repeated blocks.
+        whole_sequence: Known reason why the family needs full sequences.
     """
-    norms: list[str] = []
-    regions: list[str] = []
-    whole: list[str] = []
-    reasons = [whole_sequence] if whole_sequence else []
-    reasons += _model_reasons(model, blocks)
+    facts = _BlockFacts()
+    if whole_sequence:
+        facts.reasons.append(whole_sequence)
+    facts.reasons += _reasons_of_model(model, blocks)
     for block in blocks:
-        whole += _whole_parts(model, block, styles)
-        _look_at_block(model, block, styles, norms, regions, whole, reasons)
+        facts.whole += _whole_children(model, block, styles)
+        _classify_children(model, block, styles, facts)
+
+    norms = facts.norms
     final = _final_norm(model, blocks)
     if final is not None:
         norms.append(final)
     return SequenceFacts(
-        tuple(norms), tuple(regions), tuple(whole), final, reasons[0] if reasons else True
+        tuple(norms),
+        tuple(facts.regions),
+        tuple(facts.whole),
+        final,
+        facts.reasons[0] if facts.reasons else True,
     )
 
 
-def _model_reasons(model: nn.Module, blocks: Sequence[str]) -> list[str]:
+class _BlockFacts:
+    """Roles of the children of all blocks, collected block by block."""
+
+    def __init__(self) -> None:
+        self.norms: list[str] = []
+        self.regions: list[str] = []
+        self.whole: list[str] = []
+        self.reasons: list[str] = []
+        """Reasons why sequence parallelism is not possible."""
+
+
+def _reasons_of_model(model: nn.Module, blocks: Sequence[str]) -> list[str]:
     if not blocks:
         return [
             "the model has no list of repeated blocks between which the sequence could stay sharded"
         ]
     config = getattr(model, "config", None)
-    if getattr(config, "is_encoder_decoder", False) or getattr(
-        config, "add_cross_attention", False
-    ):
+    is_encoder_decoder = getattr(config, "is_encoder_decoder", False)
+    if is_encoder_decoder or getattr(config, "add_cross_attention", False):
         return ["cross-attention reads a second sequence, which would have to be gathered as well"]
-    if len({block.rpartition(".")[0] for block in blocks}) > 1:
-        return [
-            "the blocks are in several lists"
-            f" ({', '.join(sorted({block.rpartition('.')[0] for block in blocks}))})"
-        ]
+    lists = {block.rpartition(".")[0] for block in blocks}
+    if len(lists) > 1:
+        return [f"the blocks are in several lists ({', '.join(sorted(lists))})"]
     return []
 
 
-def _whole_parts(model: nn.Module, block: str, styles: Mapping[str, Style]) -> list[str]:
-    """Children of a block, in a family that is compared with one process so, that hold experts, or
-    whose layers, if any are split, gather what they compute.
+def _whole_children(model: nn.Module, block: str, styles: Mapping[str, Style]) -> list[str]:
+    """Return the children of a block that every rank computes on all tokens.
+
+    They hold experts, or all of their split layers gather the output. Only families that tests
+    compare with a single process have such children.
     """
     if getattr(getattr(model, "config", None), "model_type", None) not in SPLIT_FAMILIES:
         return []
-    found = []
+    names = []
     for leaf, child in model.get_submodule(block).named_children():
+        if is_norm(child) or next(child.parameters(), None) is None:
+            continue
         name = f"{block}.{leaf}"
-        inside = [
-            style for other, style in styles.items() if other == name or is_inside(other, (name,))
-        ]
-        has_parts = any(style not in _GATHERED for style in inside)
-        if (
-            next(child.parameters(), None) is not None
-            and not is_norm(child)
-            and (find_experts(child) or not has_parts)
-        ):
-            found.append(name)
-    return found
+        stays_split = False
+        for styled, style in styles.items():
+            if (styled == name or is_inside(styled, (name,))) and style not in _GATHERED_STYLES:
+                stays_split = True
+        if find_experts(child) or not stays_split:
+            names.append(name)
+    return names
 
 
-def _look_at_block(
-    model: nn.Module,
-    block: str,
-    styles: Mapping[str, Style],
-    norms: list[str],
-    regions: list[str],
-    whole: Sequence[str],
-    reasons: list[str],
+def _classify_children(
+    model: nn.Module, block: str, styles: Mapping[str, Style], facts: _BlockFacts
 ) -> None:
-    """Sort the children of one block that are not computed on all tokens; adds to `norms`,
-    `regions` and `reasons`.
-    """
+    """Add the norms, the regions and the reasons of one block to `facts`."""
     module = model.get_submodule(block)
-    reasons += [
-        f"{block} has a parameter of its own, {name}"
-        for name, _ in module.named_parameters(recurse=False)
-    ]
-    crossing = [
-        name
-        for name, _ in module.named_modules()
-        if any(word in name.lower() for word in _CROSS_WORDS)
-    ]
-    reasons += [
-        f"{block}.{name} reads a second sequence, which would have to be gathered as well"
-        for name in crossing[:1]
-    ]
-    own = [style for name, style in styles.items() if name.rpartition(".")[0] == block]
-    if ("rowwise" in own or "rowwise_split_input" in own) and not any(
-        style in COLUMN_STYLES for style in own
-    ):
-        reasons.append(f"{block} has a row-split layer without a column-split one before it")
+    facts.reasons += _reasons_of_block(module, block, styles)
     for leaf, child in module.named_children():
         name = f"{block}.{leaf}"
-        if next(child.parameters(), None) is None:
+        if next(child.parameters(), None) is None or name in styles or name in facts.whole:
             continue
-        if name in styles or name in whole:
-            continue
-        inside = {inner: style for inner, style in styles.items() if inner.startswith(f"{name}.")}
+        inside = {inner: style for inner, style in styles.items() if is_inside(inner, (name,))}
         if inside:
-            regions.append(name)
-            reasons += _region_reasons(model, name, inside)
+            facts.regions.append(name)
+            facts.reasons += _reasons_of_region(model, name, inside)
         elif is_norm(child):
-            norms += [
-                inner
-                for inner, part in child.named_modules(prefix=name)
-                if next(part.parameters(recurse=False), None) is not None
-            ]
+            for inner, submodule in child.named_modules(prefix=name):
+                if next(submodule.parameters(recurse=False), None) is not None:
+                    facts.norms.append(inner)
         else:
-            reasons.append(f"{name} ({type(child).__name__}) is neither a norm nor split over tp")
-    dropout = _dropout(module, block)
-    gathered = any(
-        is_inside(name, (block,))
-        for name in (*whole, *(name for name, style in styles.items() if style in _GATHERED))
-    )
-    if dropout and gathered:
-        reasons.append(
-            f"{dropout}, and a part of {block} is computed on every rank, on which each would drop"
-            " other places"
+            facts.reasons.append(
+                f"{name} ({type(child).__name__}) is neither a norm nor split over tp"
+            )
+
+    # Ranks that compute the same values would drop different elements of them.
+    dropout = _first_dropout(module, block)
+    gathered = [name for name, style in styles.items() if style in _GATHERED_STYLES]
+    if dropout and any(is_inside(name, (block,)) for name in (*facts.whole, *gathered)):
+        facts.reasons.append(
+            f"{dropout}, and a part of {block} is computed on every rank, where each rank would"
+            " drop different elements"
         )
 
 
-def _region_reasons(model: nn.Module, region: str, inside: Mapping[str, Style]) -> list[str]:
-    """Why the parts of an attention or MLP cannot run between an all-gather of its input and a
-    reduce-scatter of its output.
+def _reasons_of_block(module: nn.Module, block: str, styles: Mapping[str, Style]) -> list[str]:
+    """Return the reasons that concern a block itself, and not one of its children."""
+    reasons = []
+    for name, _ in module.named_parameters(recurse=False):
+        reasons.append(f"{block} has a parameter of its own, {name}")
+    for name, _ in module.named_modules():
+        if any(part in name.lower() for part in _CROSS_ATTENTION_PARTS):
+            reasons.append(
+                f"{block}.{name} reads a second sequence, which would have to be gathered as well"
+            )
+            break
+    child_styles = {style for name, style in styles.items() if name.rpartition(".")[0] == block}
+    if child_styles.intersection(ROW_STYLES) and not child_styles.intersection(COLUMN_STYLES):
+        reasons.append(f"{block} has a row-split layer without a column-split one before it")
+    return reasons
+
+
+def _reasons_of_region(model: nn.Module, region: str, inside: Mapping[str, Style]) -> list[str]:
+    """Return why a region cannot run between an all-gather and a reduce-scatter.
+
+    Args:
+        model: The model.
+        region: Name of an attention or MLP.
+        inside: Styles of the modules inside of it.
     """
-    if not any(style in COLUMN_STYLES for style in inside.values()):
+    styles = set(inside.values())
+    if styles.isdisjoint(COLUMN_STYLES):
         return [f"{region} has no column-split layer that reads its input"]
-    if not any(style in ROW_STYLES for style in inside.values()):
+    if styles.isdisjoint(ROW_STYLES):
         return [f"{region} has no row-split layer at its end"]
-    inputs = [
-        p.name
-        for p in inspect.signature(model.get_submodule(region).forward).parameters.values()
-        if p.default is p.empty
-    ]
+
+    parameters = inspect.signature(model.get_submodule(region).forward).parameters.values()
+    inputs = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
     second = [name for name in inputs[1:] if name in _SECOND_INPUTS]
     if second:
         return [
             f"{region} takes a second input, {second[0]}, which would have to be gathered as well"
         ]
-    gathered = all(style not in ("colwise", "kv_replicated") for style in inside.values())
+
+    all_gathered = styles.isdisjoint(("colwise", "kv_replicated"))
     reasons = []
     for name, module in model.get_submodule(region).named_modules(prefix=region):
         owned = [leaf for leaf, _ in module.named_parameters(recurse=False)]
         if not owned or name in inside:
             continue
-        if (
-            gathered
-            and is_norm(module)
-            and name.rpartition(".")[2].startswith(("q_", "k_", "query_", "key_"))
-        ):
-            # between a gathered output and a row-split layer: full sequences, replicated on every
-            # rank
-            continue
-        what = (
-            f"the parameter {owned[0]}"
-            if name == region
-            else f"{name[len(region) + 1 :]} ({type(module).__name__})"
+        is_query_key_norm = is_norm(module) and name.rpartition(".")[2].startswith(
+            _QUERY_KEY_PREFIXES
         )
+        if all_gathered and is_query_key_norm:
+            # Between a gathered output and a row-split layer every rank has full sequences.
+            continue
+        what = f"{name[len(region) + 1 :]} ({type(module).__name__})"
+        if name == region:
+            what = f"the parameter {owned[0]}"
         reasons.append(
             f"{region} holds {what}, which is replicated on every rank and may see other tokens"
             " than its neighbours"
@@ -226,28 +237,27 @@ def _region_reasons(model: nn.Module, region: str, inside: Mapping[str, Style]) 
     return reasons
 
 
-def _dropout(module: nn.Module, block: str) -> str | None:
-    """The first dropout of a block that is not zero, as `name = p`."""
-    for name, part in module.named_modules(prefix=block):
-        if isinstance(part, DROPOUTS) and part.p > 0:
-            return f"{name} drops with p = {part.p}"
-        for attribute, value in vars(part).items():
+def _first_dropout(module: nn.Module, block: str) -> str | None:
+    """Return a text about the first dropout of a block with p > 0, or None."""
+    for name, submodule in module.named_modules(prefix=block):
+        if isinstance(submodule, DROPOUTS) and submodule.p > 0:
+            return f"{name} drops with p = {submodule.p}"
+        for attribute, value in vars(submodule).items():
             if "drop" in attribute and isinstance(value, float) and value > 0:
                 return f"{name}.{attribute} = {value}"
     return None
 
 
 def _final_norm(model: nn.Module, blocks: Sequence[str]) -> str | None:
-    """The one norm next to the list of blocks, if it is one."""
+    """Return the only norm next to the list of blocks, or None if there is not exactly one."""
     if not blocks:
         return None
+    # The blocks are `owner.list.index`.
     owner = blocks[0].rpartition(".")[0].rpartition(".")[0]
-    found = []
+    names = []
     for leaf, child in model.get_submodule(owner).named_children():
-        if (
-            is_norm(child)
-            and next(child.parameters(), None) is not None
-            and not any(word in leaf.lower() for word in _EMBEDDING_NORM_WORDS)
-        ):
-            found.append(f"{owner}.{leaf}" if owner else leaf)
-    return found[0] if len(found) == 1 else None
+        if not is_norm(child) or next(child.parameters(), None) is None:
+            continue
+        if not any(part in leaf.lower() for part in _EMBEDDING_NORM_PARTS):
+            names.append(f"{owner}.{leaf}".removeprefix("."))
+    return names[0] if len(names) == 1 else None

@@ -1,8 +1,9 @@
-"""Where the rules for a model come from: the first source that has some.
+"""Sources of the tensor-parallel rules of a model. The first source that has rules is used.
 
-The user's `{pattern: style}`; Plait's table of families for which Transformers has no plan;
-Transformers' own plan, read as data, with the styles that Plait does not apply refused by name; a
-guess from the structure.
+1. The user's `{pattern: style}`.
+2. Plait's table of families for which Transformers has no plan, or an incomplete one.
+3. Transformers' own plan, read as data. Styles that Plait does not support are errors.
+4. A guess from the structure.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from plait.model.experts import SPLIT_FAMILIES, find_experts
 from plait.model.guess import guess_rules
 from plait.model.plan_table import table_rules
 from plait.model.rules import STYLES, Rule, RuleSet, Style, matches
+from plait.model.sequence import is_inside
 
 USER_SOURCE = "parallel.plan"
 GUESS_SOURCE = "guessed"
@@ -25,23 +27,30 @@ _OLD_NAMES: dict[str, Style] = {
     "colwise_rep": "colwise_gather_output",
     "rowwise_rep": "rowwise_split_input",
 }
-"""What Transformers called two styles until 5.0."""
+"""Names of two styles in Transformers before 5.0."""
 _NO_STYLE = "replicate"
 
 
 def rules_for(
     model: nn.Module, *, user: Mapping[str, str] | None = None, blocks: Sequence[str] = ()
 ) -> RuleSet:
-    """The rules for `model`.
+    """Return the rules for a model.
 
-    `user` is used alone when given. `blocks` (see `find_blocks`) is where a guess looks. Raises
-    ModelError for an unknown style, a style of Transformers that Plait does not apply, or a model
-    about which nothing is known or guessed.
+    Args:
+        model: The model without adapters.
+        user: Style by pattern. If it is given, no other source is used.
+        blocks: Names of the repeated blocks, in which a guess looks for layers.
+
+    Raises:
+        ModelError: A style is unknown or not supported, or nothing is known about the model and
+            nothing can be guessed.
     """
     if user is not None:
         return RuleSet(_user_rules(user), USER_SOURCE, known_counts=True, complete=True)
-    found = table_rules(model) or _transformers_rules(model)
-    return found or RuleSet(guess_rules(model, blocks), GUESS_SOURCE, known_counts=True)
+    rules = table_rules(model) or _transformers_rules(model)
+    if rules is not None:
+        return rules
+    return RuleSet(guess_rules(model, blocks), GUESS_SOURCE, known_counts=True)
 
 
 def _user_rules(user: Mapping[str, str]) -> tuple[Rule, ...]:
@@ -50,13 +59,13 @@ def _user_rules(user: Mapping[str, str]) -> tuple[Rule, ...]:
             f"{USER_SOURCE} is empty; name at least one module, or leave it out to use the model"
             " family's own plan"
         )
-    return tuple(Rule(pattern, _known(style, pattern)) for pattern, style in user.items())
+    return tuple(Rule(pattern, _user_style(style, pattern)) for pattern, style in user.items())
 
 
-def _known(style: str, pattern: str) -> Style:
-    for known in STYLES:
-        if style == known:
-            return known
+def _user_style(style: str, pattern: str) -> Style:
+    known = _style(style)
+    if known is not None:
+        return known
     close = get_close_matches(style, STYLES, n=1)
     hint = f"did you mean {close[0]!r}? The" if close else "the"
     raise ModelError(
@@ -65,76 +74,81 @@ def _known(style: str, pattern: str) -> Style:
     )
 
 
+def _style(name: str) -> Style | None:
+    for style in STYLES:
+        if name == style:
+            return style
+    return None
+
+
 def _transformers_rules(model: nn.Module) -> RuleSet | None:
-    """Transformers' plans of the outermost of its models in `model`, which it gathered from their
-    classes, configurations and parts.
+    """Return the rules of the plans that Transformers collects for its models, or None.
+
+    Transformers combines the plans of a model's class, its configuration and its parts. The plans
+    of the outermost of its models inside of `model` are used.
     """
     rules: list[Rule] = []
     families: list[str] = []
-    for name, module, plan in _planned(model):
+    for name, module, plan in _models_with_plans(model):
         family = str(getattr(module.config, "model_type", type(module).__name__))
         prefix = f"{name}." if name else ""
-        found = [
-            Rule(prefix + pattern, style) for pattern, style in _read(module, plan, family).items()
-        ]
+        styles = _translate(module, plan, family)
         # A plan of an embedding and a head alone, which Transformers adds to every model, says
         # nothing about the layers.
-        if any("*" in rule.pattern for rule in found):
-            rules += found
+        if any("*" in pattern for pattern in styles):
+            rules += [Rule(prefix + pattern, style) for pattern, style in styles.items()]
             families.append(family)
     if not rules:
         return None
     return RuleSet(tuple(rules), f"transformers' plan of {', '.join(families)}", optional=True)
 
 
-def _planned(model: nn.Module) -> Iterator[tuple[str, nn.Module, Mapping[str, str]]]:
-    outer: list[str] = []
+def _models_with_plans(model: nn.Module) -> Iterator[tuple[str, nn.Module, Mapping[str, str]]]:
+    outermost: list[str] = []
     for name, module in model.named_modules():
-        # Its own: a wrapper (peft's) passes on what it is asked for, and the names of a plan begin
-        # at the model that has it.
-        plan = (
-            getattr(module, "_tp_plan", None)
-            if "_tp_plan" in vars(module) or hasattr(type(module), "_tp_plan")
-            else None
-        )
-        if (
-            hasattr(module, "config")
-            and isinstance(plan, Mapping)
-            and not any(not o or name.startswith(f"{o}.") for o in outer)
-        ):
-            outer.append(name)
+        if not hasattr(module, "config") or "" in outermost or is_inside(name, outermost):
+            continue
+        # The plan must be an attribute of the module itself. A wrapper (PEFT's) forwards unknown
+        # attributes, and the names of a plan begin at the model that owns it.
+        if "_tp_plan" not in vars(module) and not hasattr(type(module), "_tp_plan"):
+            continue
+        plan = getattr(module, "_tp_plan", None)
+        if isinstance(plan, Mapping):
+            outermost.append(name)
             yield name, module, plan
 
 
-def _read(model: nn.Module, plan: Mapping[str, str], family: str) -> dict[str, Style]:
-    """Transformers' styles as Plait's. Raises ModelError for others, where they name something in
-    `model`.
+def _translate(model: nn.Module, plan: Mapping[str, str], family: str) -> dict[str, Style]:
+    """Translate Transformers' styles to Plait's.
+
+    Raises:
+        ModelError: A module or parameter has a style that is not supported.
     """
-    # Split by parallel.ep or held by every rank, whatever the family's plan makes of them.
-    apart = [experts.name for experts in find_experts(model)] if family in SPLIT_FAMILIES else []
-    names = [name for name, _ in model.named_modules()] + [
-        name for name, _ in model.named_parameters()
-    ]
-    names = [
-        name
-        for name in names
-        if not any(name == other or name.startswith(f"{other}.") for other in apart)
-    ]
-    read: dict[str, Style] = {}
-    strange: dict[str, str] = {}
+    # Experts are split by parallel.ep or replicated, so their styles in the plan do not matter.
+    experts: list[str] = []
+    if family in SPLIT_FAMILIES:
+        experts = [layer.name for layer in find_experts(model)]
+    names = []
+    for name, _ in (*model.named_modules(), *model.named_parameters()):
+        if name not in experts and not is_inside(name, experts):
+            names.append(name)
+
+    styles: dict[str, Style] = {}
+    unsupported: dict[str, str] = {}
     for pattern, style in plan.items():
-        renamed = _OLD_NAMES.get(style, style)
-        known = next((known for known in STYLES if known == renamed), None)
+        known = _style(_OLD_NAMES.get(style, style))
         if known is not None:
-            read[pattern] = known
+            styles[pattern] = known
         elif style != _NO_STYLE and any(matches(name, pattern) for name in names):
-            strange[pattern] = style
-    if strange:
-        shown = ", ".join(f"{pattern} is {style!r}" for pattern, style in list(strange.items())[:3])
-        more = f" and {len(strange) - 3} more" if len(strange) > 3 else ""
+            unsupported[pattern] = style
+    if unsupported:
+        first = list(unsupported.items())[:3]
+        shown = ", ".join(f"{pattern} is {style!r}" for pattern, style in first)
+        if len(unsupported) > 3:
+            shown += f" and {len(unsupported) - 3} more"
         raise ModelError(
-            f"Transformers' plan of {family} has styles that Plait does not apply: {shown}{more};"
+            f"Transformers' plan of {family} has styles that Plait does not apply: {shown};"
             f" use parallel.tp = 1, or give {USER_SOURCE} with styles for other layers, which"
             " leaves these replicated on every rank"
         )
-    return read
+    return styles

@@ -1,12 +1,16 @@
-"""Where a model is cut into pipeline stages, as data: which stage owns which block and which other
-parameter. Never changes a model.
+"""Cut of a model into pipeline stages, as data.
 
-The blocks must be one chain in one list: each takes what the one before it returned. What each
-stage needs besides is found by running the model without its weights (`dataflow`): what is used
-before the first block (embeddings) belongs to the first stage, what is used after the last (final
-norm, head) to the last, what blocks of several stages read (a table of positions, an embedding that
-later blocks read again) to each of them. A parameter of several stages lives on each of them, and
-its gradients are summed.
+Note [Owners of parameters]
+    The blocks must be one chain in one list: each takes the output of the previous one. A stage
+    owns its blocks. The other parameters are assigned by a run of the model without its weights
+    (see `dataflow`):
+
+    - Parameters used before the first block (embeddings) belong to the first stage.
+    - Parameters used after the last block (final norm, head) belong to the last stage.
+    - Parameters that blocks of several stages read (a table of positions, an embedding that later
+      blocks read again) belong to each of these stages. Their gradients are summed.
+
+The model itself is not changed.
 """
 
 from __future__ import annotations
@@ -22,36 +26,37 @@ from torch import nn
 
 from plait.errors import ModelError
 from plait.model.dataflow import Dataflow, Need, Skeleton, Trace, Untraceable
+from plait.model.sequence import is_inside
 from plait.model.tied import tied_names
 from plait.model.unavailable import output_fields
 
 
 @dataclass(frozen=True)
 class StageCut:
-    """The stages of a model."""
+    """Stages of a model and the parameters that they own."""
 
     container: str
-    """Name of the list that holds the blocks; empty where the model is the list."""
+    """Name of the list that holds the blocks; empty if the model itself is the list."""
     blocks: tuple[str, ...]
     bounds: tuple[int, ...]
-    """Stage s owns the blocks from bounds[s] up to bounds[s + 1]."""
+    """Bounds of the stages. Stage s owns the blocks from bounds[s] up to bounds[s + 1]."""
     owners: dict[str, frozenset[int]]
-    """Parameter name to the stages that use it; tied names share one entry's value."""
+    """Stages that use each parameter. All names of a tied parameter have the same stages."""
     first_stage: frozenset[str]
     """Names of the parameters that are used before the first block."""
     first_names: dict[str, str] = field(default_factory=dict)
-    """Tied parameter to the first of its names, which a later stage may not have."""
+    """First name of each tied parameter, which may not exist on a later stage."""
     recomputed: dict[str, frozenset[int]] = field(default_factory=dict)
-    """Parameter used before the blocks of a stage to the later stages that need what follows from
-    it, and compute it again.
+    """Later stages that recompute values from a parameter, by parameter name.
+
+    The parameter is used before the blocks of these stages, which need values that follow from it.
     """
     lowest: dict[str, int] = field(default_factory=dict)
-    """Parameter to the first block before which, or inside which, it is used, where that was seen.
-    """
+    """First block before which, or inside of which, a parameter is used, if it is known."""
     writes: bool = True
-    """Code outside of the blocks may change values in place."""
+    """True if code outside of the blocks may change values in place."""
     returned: Any = field(default=None, compare=False, repr=False)
-    """What a block returned for a few tokens, its tensors on meta; None where that was not seen."""
+    """Output of a block for a few tokens, with its tensors on meta; None if it is not known."""
 
     @property
     def stages(self) -> int:
@@ -59,22 +64,25 @@ class StageCut:
         return len(self.bounds) - 1
 
     def first_use(self, name: str) -> int:
-        """The first block before which a parameter outside of the blocks is used; their number for
-        one that is used after the last.
+        """Return the first block before which a parameter outside of the blocks is used.
+
+        It is the number of blocks for a parameter that is used after the last one.
         """
         return self.lowest.get(name, 0 if name in self.first_stage else len(self.blocks))
 
     def outside_stages(self) -> frozenset[int]:
-        """The stages that use parameters outside of the blocks, and always the first and the
-        last.
+        """Return the stages that use parameters outside of the blocks.
+
+        The first and the last stage are always included.
         """
-        inside = tuple(f"{block}." for block in self.blocks)
-        return frozenset({0, self.stages - 1}).union(
-            *(own for name, own in self.owners.items() if not name.startswith(inside))
-        )
+        outside = {0, self.stages - 1}
+        for name, stages in self.owners.items():
+            if not is_inside(name, self.blocks):
+                outside |= stages
+        return frozenset(outside)
 
     def shared(self) -> dict[str, frozenset[int]]:
-        """First name of every parameter that several stages use, and the stages."""
+        """Return the stages of every parameter that several stages use, by parameter name."""
         return {name: stages for name, stages in self.owners.items() if len(stages) > 1}
 
 
@@ -85,48 +93,39 @@ def cut_model(
     *,
     skeleton: Skeleton | None = None,
 ) -> StageCut:
-    """Owners of all parameters for stages of the blocks bounds[s]:bounds[s + 1].
+    """Cut a model into stages. See Note [Owners of parameters].
 
-    `skeleton` is a copy to find them with; made here where it is None. Raises ModelError where the
-    blocks are not one chain, or where the model is known not to be right when it is cut there.
+    Args:
+        model: The model, on any device.
+        blocks: Names of its repeated blocks.
+        bounds: Stage s gets the blocks bounds[s]:bounds[s + 1].
+        skeleton: Copy of the model without weights. It is created if it is None.
+
+    Raises:
+        ModelError: The blocks are not one chain, or the stages would compute wrong values.
     """
     container = block_list(model, blocks)
     flow = _flow_on_tokens(model, blocks, skeleton)
-    first_names = {name: group[0] for group in tied_names(model) for name in group}
-    needed = (
-        stages_needed(flow, bounds, name=type(model).__name__)
-        if flow is not None
-        else StagesNeeded({}, {})
-    )
-    stages = len(bounds) - 1
-    stage_of = {name: stage_at(bounds, index) for index, name in enumerate(blocks)}
-    first_stage = _first_stage_modules(model, blocks, flow, first_names)
-    owners: dict[str, frozenset[int]] = {}
-    for name, _ in model.named_parameters(remove_duplicate=False):
-        block = next((b for b in blocks if name.startswith(f"{b}.")), None)
-        used = needed.owners.get(first_names.get(name, name), frozenset())
-        if block is not None:
-            owners[name] = frozenset({stage_of[block]})
-            if name not in first_names and not used <= owners[name]:
-                raise ModelError(
-                    f"parallel.pp: {name} is used by stages {_listed(str(stage) for stage in used)}"
-                    f" and its block is on stage {stage_of[block]}; a parameter that several blocks"
-                    " use is registered in each of them, or outside of the blocks"
-                )
-        else:
-            owners[name] = used or frozenset({0 if name in first_stage else stages - 1})
-    for group in tied_names(model):
-        together = frozenset().union(
-            *(owners[name] for name in group), needed.owners.get(group[0], frozenset())
-        )
-        owners.update(dict.fromkeys(group, together))
-    recomputed = {
-        name: needed.recomputed.get(first_names.get(name, name), frozenset()) for name in owners
-    }
-    for name in first_stage:
-        # A table that is looked up again later must not be passed over on the stage that does so.
-        ran = flow.ran.get(name.rpartition(".")[0], set()) if flow is not None else set()
-        recomputed[name] |= {stage_at(bounds, at) for at in ran} - {0}
+    first_names = _first_names(model)
+    needed = StagesNeeded({}, {})
+    if flow is not None:
+        needed = stages_needed(flow, bounds, name=type(model).__name__)
+    first_stage = _first_stage_parameters(model, blocks, flow, first_names)
+    owners = _owners(model, blocks, bounds, needed, first_stage)
+
+    recomputed = {}
+    for name in owners:
+        recomputed[name] = needed.recomputed.get(first_names.get(name, name), frozenset())
+    lowest = {}
+    if flow is not None:
+        for name in first_stage:
+            # The module of a table that is looked up again must run on the later stage as well.
+            ran = flow.ran.get(name.rpartition(".")[0], set())
+            recomputed[name] |= {stage_at(bounds, position) for position in ran} - {0}
+        for name in owners:
+            first_name = first_names.get(name, name)
+            if first_name in flow.uses:
+                lowest[name] = min(flow.uses[first_name])
     return StageCut(
         container,
         tuple(blocks),
@@ -134,81 +133,163 @@ def cut_model(
         owners,
         first_stage,
         first_names,
-        {name: on for name, on in recomputed.items() if on},
-        (
-            {}
-            if flow is None
-            else {
-                name: min(flow.uses[first])
-                for name in owners
-                if (first := first_names.get(name, name)) in flow.uses
-            }
-        ),
+        {name: stages for name, stages in recomputed.items() if stages},
+        lowest,
         writes=flow is None or flow.writes,
         returned=None if flow is None else flow.returned,
     )
 
 
+def _first_names(model: nn.Module) -> dict[str, str]:
+    first_names: dict[str, str] = {}
+    for group in tied_names(model):
+        first_names.update(dict.fromkeys(group, group[0]))
+    return first_names
+
+
+def _owners(
+    model: nn.Module,
+    blocks: Sequence[str],
+    bounds: Sequence[int],
+    needed: StagesNeeded,
+    first_stage: frozenset[str],
+) -> dict[str, frozenset[int]]:
+    """Return the stages that own each parameter. See Note [Owners of parameters]."""
+    first_names = _first_names(model)
+    last = len(bounds) - 2
+    owners: dict[str, frozenset[int]] = {}
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        used = needed.owners.get(first_names.get(name, name), frozenset())
+        block = _block_index(name, blocks)
+        if block is None:
+            owners[name] = used or frozenset({0 if name in first_stage else last})
+            continue
+        stage = stage_at(bounds, block)
+        owners[name] = frozenset({stage})
+        if name not in first_names and not used <= owners[name]:
+            raise ModelError(
+                f"parallel.pp: {name} is used by stages {_shortened(str(stage) for stage in used)}"
+                f" and its block is on stage {stage}; a parameter that several blocks use is"
+                " registered in each of them, or outside of the blocks"
+            )
+
+    for group in tied_names(model):
+        stages = needed.owners.get(group[0], frozenset())
+        for name in group:
+            stages |= owners[name]
+        owners.update(dict.fromkeys(group, stages))
+    return owners
+
+
+def _block_index(name: str, blocks: Sequence[str]) -> int | None:
+    for index, block in enumerate(blocks):
+        if name.startswith(f"{block}."):
+            return index
+    return None
+
+
 @dataclass(frozen=True)
 class StagesNeeded:
-    """What the stages of a cut must have outside of the blocks, by the first name of every
-    parameter.
-    """
+    """Stages that need parameters, by the first name of each parameter."""
 
     owners: dict[str, frozenset[int]]
+    """Stages that use the parameter."""
     recomputed: dict[str, frozenset[int]]
+    """Stages that use the parameter at a position before their first block."""
 
 
 def stage_at(bounds: Sequence[int], position: int) -> int:
-    """The stage that runs block `position`; what comes after the last block is on the last
-    stage.
+    """Return the stage that runs block `position`.
+
+    Code after the last block runs on the last stage.
     """
     return min(bisect_right(bounds, position) - 1, len(bounds) - 2)
 
 
 def stages_needed(flow: Dataflow, bounds: Sequence[int], *, name: str) -> StagesNeeded:
-    """What follows from a forward of the model `name` for a cut. Raises ModelError where a stage
-    would need what it cannot have.
+    """Return which stages of a cut need which parameters.
+
+    Args:
+        flow: Record of a forward of the model.
+        bounds: Bounds of the stages, see `StageCut`.
+        name: Class name of the model, for messages.
+
+    Raises:
+        ModelError: A stage needs a value that it cannot have.
     """
     check_order(flow, bounds, name)
-    owners = {
-        parameter: {stage_at(bounds, at) for at in used} for parameter, used in flow.uses.items()
-    }
+    owners = {}
+    for parameter, positions in flow.uses.items():
+        owners[parameter] = {stage_at(bounds, position) for position in positions}
+
     recomputed: dict[str, set[int]] = {}
-    for need in sorted(flow.needs, key=lambda need: (need.position, need.what, need.origin.since)):
+    for need in sorted(flow.needs, key=_order_of_need):
         first = stage_at(bounds, need.position)
-        for stage in range(first, len(bounds) - 1) if need.decision else (first,):
+        # A decision outside of the blocks is made on all later stages.
+        stages = range(first, len(bounds) - 1) if need.decision else (first,)
+        for stage in stages:
             begin = bounds[stage]
-            if need.origin.since < begin:
-                raise ModelError(_around(flow, need, stage, begin, name))
-            if need.origin.random < begin and need.origin.parameters:
-                raise ModelError(
-                    f"parallel.pp: on stage {stage}, {need.what} of {name} follows from random"
-                    f" numbers (dropout) that were drawn before {flow.blocks[begin]}, other than"
-                    " through the chain of blocks, and each stage would draw its own; set that"
-                    " dropout to 0, or use parallel.pp = 1"
-                )
-            for parameter, used_at in need.origin.parameters:
+            _check_need(flow, need, stage, begin, name)
+            for parameter, position in need.origin.parameters:
                 owners.setdefault(parameter, set()).add(stage)
-                if used_at < begin:
+                if position < begin:
                     recomputed.setdefault(parameter, set()).add(stage)
-    frozen = lambda found: {key: frozenset(value) for key, value in found.items()}  # noqa: E731
-    return StagesNeeded(frozen(owners), frozen(recomputed))
+    return StagesNeeded(_frozen(owners), _frozen(recomputed))
+
+
+def _order_of_need(need: Need) -> tuple[int, str, float]:
+    return need.position, need.what, need.origin.since
+
+
+def _check_need(flow: Dataflow, need: Need, stage: int, begin: int, name: str) -> None:
+    """Raise ModelError if a stage that begins with block `begin` cannot compute a value."""
+    if need.origin.since < begin:
+        since = int(need.origin.since)
+        where = "before it"
+        if since < len(flow.blocks):
+            where = f"inside {flow.blocks[since]} or before it"
+        raise ModelError(
+            f"parallel.pp: on stage {stage}, which begins with {flow.blocks[begin]}, {need.what} of"
+            f" {name} uses a value computed {where} and does not pass through the chain of blocks"
+            " (a skip connection, a recorded value, or a decision about hidden states), so the"
+            " model cannot be cut there; use parallel.pp = 1"
+        )
+    if need.origin.random < begin and need.origin.parameters:
+        raise ModelError(
+            f"parallel.pp: on stage {stage}, {need.what} of {name} follows from random numbers"
+            f" (dropout) that were drawn before {flow.blocks[begin]}, other than through the chain"
+            " of blocks, and each stage would draw its own; set that dropout to 0, or use"
+            " parallel.pp = 1"
+        )
+
+
+def _frozen(stages: Mapping[str, set[int]]) -> dict[str, frozenset[int]]:
+    return {name: frozenset(numbers) for name, numbers in stages.items()}
 
 
 def check_order(flow: Dataflow, bounds: Sequence[int], name: str) -> None:
-    """Raise ModelError unless the blocks at the ends of stages run, once each and in order."""
-    twice = sorted({flow.blocks[index] for index in flow.order if flow.order.count(index) > 1})
+    """Check that the last block of every stage runs, and that blocks run once and in order.
+
+    Args:
+        flow: Record of a forward of the model.
+        bounds: Bounds of the stages, see `StageCut`.
+        name: Class name of the model, for messages.
+
+    Raises:
+        ModelError: They do not.
+    """
+    repeated = sorted({flow.blocks[index] for index in flow.order if flow.order.count(index) > 1})
+    # The last stage may end with blocks that do not run.
     missing = [flow.blocks[end - 1] for end in bounds[1:-1] if end - 1 not in flow.order]
-    if twice:
+    if repeated:
         rule = (
-            f"{len(twice)} of the {len(flow.blocks)} blocks run more than once in a forward"
-            f" ({_listed(twice)})"
+            f"{len(repeated)} of the {len(flow.blocks)} blocks run more than once in a forward"
+            f" ({_shortened(repeated)})"
         )
     elif flow.order != sorted(flow.order):
         rule = (
             "the blocks run in another order than they are listed in"
-            f" ({_listed([flow.blocks[index] for index in flow.order])})"
+            f" ({_shortened([flow.blocks[index] for index in flow.order])})"
         )
     elif missing:
         rule = f"a stage ends with {missing[0]}, which does not run in a forward of this batch"
@@ -221,24 +302,21 @@ def check_order(flow: Dataflow, bounds: Sequence[int], name: str) -> None:
     )
 
 
-def _around(flow: Dataflow, need: Need, stage: int, begin: int, name: str) -> str:
-    since = int(need.origin.since)
-    where = f"inside {flow.blocks[since]} or before it" if since < len(flow.blocks) else "before it"
-    return (
-        f"parallel.pp: on stage {stage}, which begins with {flow.blocks[begin]}, {need.what} of"
-        f" {name} uses a value computed {where} and does not pass through the chain of blocks (a"
-        " skip connection, a recorded value, or a decision about hidden states), so the model"
-        " cannot be cut there; use parallel.pp = 1"
-    )
-
-
-def _listed(names: Iterable[str]) -> str:
+def _shortened(names: Iterable[str]) -> str:
+    """Return the first three names, sorted, and the number of further ones."""
     names = sorted(names)
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    text = ", ".join(names[:3])
+    if len(names) > 3:
+        text += f" and {len(names) - 3} more"
+    return text
 
 
 def block_list(model: nn.Module, blocks: Sequence[str]) -> str:
-    """The name of the one list that holds all blocks. Raises ModelError where there is none."""
+    """Return the name of the list that holds all blocks.
+
+    Raises:
+        ModelError: There are no blocks, they are in several lists, or the list holds other modules.
+    """
     if not blocks:
         raise ModelError(
             f"parallel.pp > 1: {type(model).__name__} has no list of equal blocks to cut into"
@@ -252,15 +330,14 @@ def block_list(model: nn.Module, blocks: Sequence[str]) -> str:
             " one list in parallel.blocks"
         )
     (parent,) = parents
-    held = [
-        f"{parent}.{child}" if parent else child
-        for child, _ in model.get_submodule(parent).named_children()
-    ]
-    if list(blocks) != held:
+    children = []
+    for leaf, _ in model.get_submodule(parent).named_children():
+        children.append(f"{parent}.{leaf}".removeprefix("."))
+    if list(blocks) != children:
         raise ModelError(
-            f"parallel.pp > 1: {parent or 'the model'} holds {len(held)} modules and {len(blocks)}"
-            " of them are blocks; stages are cut from whole lists: name all of them in"
-            " parallel.blocks"
+            f"parallel.pp > 1: {parent or 'the model'} holds {len(children)} modules and"
+            f" {len(blocks)} of them are blocks; stages are cut from whole lists: name all of them"
+            " in parallel.blocks"
         )
     return parent
 
@@ -268,88 +345,95 @@ def block_list(model: nn.Module, blocks: Sequence[str]) -> str:
 def _flow_on_tokens(
     model: nn.Module, blocks: Sequence[str], skeleton: Skeleton | None
 ) -> Dataflow | None:
-    """What the model does with token ids; None for one that takes something else (then the first
-    micro-batch tells, see `parallel.pipeline.cut_check`).
+    """Record a forward of the model on token ids.
+
+    The result is None for a model with other inputs. Then the first micro-batch is traced instead,
+    see `parallel.pipeline.cut_check`.
     """
-    given = _tokens(model)
-    if given is None:
+    arguments = _token_arguments(model)
+    if arguments is None:
         return None
-    args, kwargs = given
+    args, kwargs = arguments
 
     def run(copied: nn.Module, trace: Trace) -> None:
-        # What follows from the last block only; which of the others a loss reads is not known yet.
+        # Only outputs that follow from the last block alone are needed on the last stage for sure.
+        # Which of the others a loss reads is not known yet.
         for name, leaves in output_fields(copied(*args, **kwargs)).items():
             if leaves and all(trace.origin(leaf).since == len(blocks) for leaf in leaves):
                 trace.need(leaves, f"the output `{name}`")
 
     try:
-        flow = (skeleton or Skeleton.of(model, blocks)).trace(run, training=model.training).flow
+        if skeleton is None:
+            skeleton = Skeleton.of(model, blocks)
+        flow = skeleton.trace(run, training=model.training).flow
     except Untraceable:
         return None
     return flow if flow.order else None
 
 
-def _tokens(model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Arguments that are token ids for a model that may take them."""
+def _token_arguments(model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return arguments with token ids for a model that may take them."""
     ids = torch.zeros(1, 4, dtype=torch.int64)
     try:
         parameters = inspect.signature(model.forward).parameters
     except (TypeError, ValueError):
         return None
+    if "input_ids" in parameters or hasattr(model, "config"):
+        return (), {"input_ids": ids}
+
     required = [
         p
         for p in parameters.values()
         if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]
-    if "input_ids" in parameters or hasattr(model, "config"):
-        return (), {"input_ids": ids}
-    embeds = any(isinstance(module, nn.Embedding) for module in model.modules())
-    return ((ids,), {}) if embeds and len(required) == 1 else None
+    has_embedding = any(isinstance(module, nn.Embedding) for module in model.modules())
+    if has_embedding and len(required) == 1:
+        return (ids,), {}
+    return None
 
 
-def _first_stage_modules(
+def _first_stage_parameters(
     model: nn.Module, blocks: Sequence[str], flow: Dataflow | None, first_names: Mapping[str, str]
 ) -> frozenset[str]:
-    """Parameters outside of the blocks that are used before the first block.
+    """Return the parameters outside of the blocks that are used before the first block.
 
-    What the traced forward did not use: from Transformers' pipeline plan where the model has one;
-    else by the order of registration. Used on another stage than its own such a parameter is an
-    error, so this cannot go wrong unseen.
+    Parameters that the traced forward did not use are assigned by Transformers' pipeline plan if
+    the model has one, and otherwise by the order of registration. This cannot fail silently: using
+    a parameter on a stage that does not own it is an error.
     """
-    rest = [
-        name
-        for name, _ in model.named_parameters(remove_duplicate=False)
-        if not any(name.startswith(f"{b}.") for b in blocks)
-    ]
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    start = next(
-        (index for index, name in enumerate(names) if name.startswith(f"{blocks[0]}.")), len(names)
-    )
-    planned = _first_stage_by_plan(model, blocks[0].rpartition(".")[0])
+    in_first_block = [index for index, name in enumerate(names) if is_inside(name, blocks[:1])]
+    start = in_first_block[0] if in_first_block else len(names)
+    planned = _modules_before_blocks(model, blocks[0].rpartition(".")[0])
 
-    def before(name: str) -> bool:
-        first = first_names.get(name, name)
-        if flow is not None and first in flow.uses:
-            ran = flow.ran.get(name.rpartition(".")[0], set())
-            # Of tied parameters the one counts whose module runs there.
-            return (
-                0 in (ran if first in first_names and ran else flow.uses[first])
-                and first not in flow.inside
-            )
-        if planned is not None:
-            return any(name == module or name.startswith(f"{module}.") for module in planned)
-        return names.index(name) < start
+    first_stage = set()
+    for index, name in enumerate(names):
+        first_name = first_names.get(name, name)
+        if is_inside(name, blocks):
+            continue
+        if flow is not None and first_name in flow.uses:
+            # All names of a tied parameter share the entry in `uses`. The name whose module runs
+            # before the first block is the one that counts.
+            positions = flow.uses[first_name]
+            if first_name in first_names:
+                positions = flow.ran.get(name.rpartition(".")[0]) or positions
+            is_first = 0 in positions and first_name not in flow.inside
+        elif planned is not None:
+            is_first = name in planned or is_inside(name, planned)
+        else:
+            is_first = index < start
+        if is_first:
+            first_stage.add(name)
+    return frozenset(first_stage)
 
-    return frozenset(name for name in rest if before(name))
 
-
-def _first_stage_by_plan(model: nn.Module, parent: str) -> list[str] | None:
-    """Modules that Transformers' pp_plan names before the list of blocks."""
+def _modules_before_blocks(model: nn.Module, parent: str) -> list[str] | None:
+    """Return the modules that Transformers' `_pp_plan` names before the list of blocks."""
     prefix, _, leaf = parent.rpartition(".")
     plan: dict[str, Any] | None = getattr(model.get_submodule(prefix), "_pp_plan", None) or getattr(
         getattr(model, "config", None), "base_model_pp_plan", None
     )
     if not plan or leaf not in plan:
         return None
-    before = list(plan)[: list(plan).index(leaf)]
-    return [f"{prefix}.{name}" if prefix else name for name in before]
+    modules = list(plan)[: list(plan).index(leaf)]
+    return [f"{prefix}.{name}".removeprefix(".") for name in modules]

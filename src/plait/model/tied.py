@@ -1,6 +1,4 @@
-"""Parameters that a model holds under several names. Every other part of Plait that asks which
-these are asks here.
-"""
+"""Search for tied parameters, which a model registers under several names."""
 
 from __future__ import annotations
 
@@ -8,7 +6,8 @@ from torch import nn
 
 
 def tied_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """Groups of names that share one parameter, first name first."""
+    """Return a group of names for every tied parameter, in the order of registration."""
+    # Tensors compare elementwise, so parameters are compared by identity.
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

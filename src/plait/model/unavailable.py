@@ -1,8 +1,8 @@
-"""A placeholder for a value that this process does not have: it has a shape and a dtype, and any
-other use of it is an error.
+"""Placeholder for a value that does not exist on this process.
 
-None in its place would be worse: torch computes a normalisation without a weight in silence, and a
-model's own code takes another branch.
+It has a shape and a dtype, and any other use of it raises an error. None in its place would hide
+mistakes: torch silently computes a normalisation without a weight, and a model's own code takes
+another branch.
 """
 
 from __future__ import annotations
@@ -15,40 +15,40 @@ import torch
 
 from plait.errors import ModelError
 
-_FACTS = frozenset(
-    {
-        "shape",
-        "dtype",
-        "device",
-        "ndim",
-        "requires_grad",
-        "layout",
-        "is_floating_point",
-        "size",
-        "dim",
-        "numel",
-    }
+_AVAILABLE_ATTRIBUTES = frozenset(
+    {"shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_floating_point", "size"}
+    | {"dim", "numel"}
 )
 
 
 class Unavailable:
-    """In the place of a tensor. `why` is the whole message of the error."""
+    """Placeholder for a tensor.
+
+    Args:
+        why: Complete message of the error that any use raises.
+        like: Tensor with the shape, dtype and device of the missing one.
+    """
 
     def __init__(self, why: str, like: torch.Tensor | None = None) -> None:
+        # The entries are set in `__dict__`, because `__getattr__` raises an error for missing ones.
         self.__dict__["_why"] = why
-        self.__dict__["_like"] = (
-            None if like is None else torch.empty_like(like, device="meta", requires_grad=False)
-        )
-        self.__dict__["_device"] = None if like is None else like.device
+        self.__dict__["_like"] = None
+        self.__dict__["_device"] = None
+        if like is not None:
+            # The placeholder takes no memory.
+            self.__dict__["_like"] = torch.empty_like(like, device="meta", requires_grad=False)
+            self.__dict__["_device"] = like.device
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # copying, pickling and the like ask for what is not there
+        # Copying and pickling look for optional methods.
+        if name.startswith("__"):
             raise AttributeError(name)
         like = self.__dict__["_like"]
-        if like is None or name not in _FACTS:
+        if like is None or name not in _AVAILABLE_ATTRIBUTES:
             raise ModelError(self.__dict__["_why"])
         return self.__dict__["_device"] if name == "device" else getattr(like, name)
 
+    # A placeholder has no state that a copy could change.
     def __deepcopy__(self, memo: dict[int, Any]) -> Unavailable:
         return self
 
@@ -59,80 +59,57 @@ class Unavailable:
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        found = next(
-            (value for value in _flat((args, kwargs or {})) if isinstance(value, Unavailable)), None
-        )
-        raise ModelError(
-            found.__dict__["_why"]
-            if found is not None
-            else "a value that is not on this pipeline stage is used"
-        )
+        for value in _leaves((args, kwargs or {})):
+            if isinstance(value, Unavailable):
+                raise ModelError(value.__dict__["_why"])
+        raise ModelError("a value that is not on this pipeline stage is used")
 
 
-def _refuse(name: str) -> Callable[..., Any]:
-    def used(self: Unavailable, *_: Any) -> Any:
+_OPERATORS = (
+    *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "mod"),
+    *("pow", "matmul", "rmatmul", "neg", "abs", "lt", "le", "gt", "ge", "eq", "ne", "bool", "len"),
+    *("iter", "getitem", "setitem", "contains", "float", "int", "index"),
+)
+
+
+def _raising_method(name: str) -> Callable[..., Any]:
+    def method(self: Unavailable, *_: Any) -> Any:
         raise ModelError(self.__dict__["_why"])
 
-    used.__name__ = name
-    return used
+    method.__name__ = name
+    return method
 
 
-for _name in (
-    *(
-        "add",
-        "radd",
-        "sub",
-        "rsub",
-        "mul",
-        "rmul",
-        "truediv",
-        "rtruediv",
-        "floordiv",
-        "mod",
-        "pow",
-        "matmul",
-        "rmatmul",
-        "neg",
-        "abs",
-    ),
-    *(
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "eq",
-        "ne",
-        "bool",
-        "len",
-        "iter",
-        "getitem",
-        "setitem",
-        "contains",
-        "float",
-        "int",
-        "index",
-    ),
-):
-    setattr(Unavailable, f"__{_name}__", _refuse(f"__{_name}__"))
+# Python looks up operators on the class, so `__getattr__` does not see them.
+for _name in _OPERATORS:
+    setattr(Unavailable, f"__{_name}__", _raising_method(f"__{_name}__"))
+# Setting __eq__ keeps the hash of `object`; a set of values may contain a placeholder.
 Unavailable.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
-def _flat(value: Any) -> Iterator[Any]:
+def _leaves(value: Any) -> Iterator[Any]:
     if isinstance(value, Mapping):
         value = tuple(value.values())
     if isinstance(value, tuple | list):
         for entry in value:
-            yield from _flat(entry)
+            yield from _leaves(entry)
     else:
         yield value
 
 
 def output_fields(output: Any) -> dict[str | int, list[torch.Tensor]]:
-    """The tensors in each entry of a model's output: by key, by attribute, or by index."""
-    return {
-        name: [leaf for leaf in _flat(value) if isinstance(leaf, torch.Tensor)]
-        for name, value in _entries(output)
-    }
+    """Return the tensors in each entry of a model's output.
+
+    Args:
+        output: A tensor, mapping, tuple, list, or object with attributes.
+
+    Returns:
+        Lists of tensors by key, attribute or index.
+    """
+    fields = {}
+    for name, value in _entries(output):
+        fields[name] = [leaf for leaf in _leaves(value) if isinstance(leaf, torch.Tensor)]
+    return fields
 
 
 def _entries(output: Any) -> list[tuple[str | int, Any]]:
@@ -143,11 +120,21 @@ def _entries(output: Any) -> list[tuple[str | int, Any]]:
     if isinstance(output, tuple | list):
         names = getattr(output, "_fields", None) or range(len(output))
         return list(zip(names, output, strict=True))
-    return list(vars(output).items()) if is_dataclass(output) or hasattr(output, "__dict__") else []
+    if is_dataclass(output) or hasattr(output, "__dict__"):
+        return list(vars(output).items())
+    return []
 
 
 def without(output: Any, why: Mapping[str | int, str]) -> Any:
-    """`output` with the entries `why` unavailable, in place where it can be changed."""
+    """Replace entries of a model's output by placeholders.
+
+    Args:
+        output: See `output_fields`. It is changed in place if its type permits.
+        why: Complete message of the error, by key, attribute or index of the entry.
+
+    Returns:
+        The changed output.
+    """
     if not why:
         return output
     if isinstance(output, torch.Tensor):
@@ -156,10 +143,13 @@ def without(output: Any, why: Mapping[str | int, str]) -> Any:
         entries = [
             Unavailable(why[name]) if name in why else value for name, value in _entries(output)
         ]
+        # The constructor of a named tuple takes one argument per entry.
         return type(output)(*entries) if hasattr(output, "_fields") else type(output)(entries)
+
     for name, reason in why.items():
         if isinstance(output, dict | list):
             output[name] = Unavailable(reason)  # type: ignore[index]
+        # Transformers' outputs have every entry under its key and as an attribute.
         if isinstance(name, str) and hasattr(output, name):
             object.__setattr__(output, name, Unavailable(reason))
     return output

@@ -1,8 +1,8 @@
-"""One operator on tensors of which only some have values: computed where all do, by shape on `meta`
-where one does not.
+"""Execution of an operator on tensors of which only some have values.
 
-Where a shape would follow from values that are not known, all elements count as chosen. Knows
-nothing of models.
+If all tensors have values, the operator runs. Otherwise only the shapes of its results are
+computed, on the meta device. If a shape depends on unknown values, as that of `nonzero` does, all
+elements count as selected.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from plait._torch.operators import schema_of, tree_flatten, tree_leaves, tree_map
 
 _aten = torch.ops.aten
-_CHOOSES = frozenset(
+_VALUE_DEPENDENT_SHAPES = frozenset(
     {
         _aten.nonzero.default,
         _aten.masked_select.default,
@@ -24,8 +24,8 @@ _CHOOSES = frozenset(
         _aten.unique_consecutive.default,
     }
 )
-"""Shapes of their results follow from values."""
-_INDEXES = frozenset(
+"""Operators whose results have shapes that depend on values."""
+_INDEXING = frozenset(
     {
         _aten.index.Tensor,
         _aten.index_put.default,
@@ -33,6 +33,12 @@ _INDEXES = frozenset(
         _aten._index_put_impl_.default,
     }
 )
+"""Operators that take indices or masks in their second argument."""
+
+
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested tuples, lists and dictionaries."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def run_without_values(
@@ -45,77 +51,95 @@ def run_without_values(
     has_value: Callable[[torch.Tensor], bool],
     shapes: Shapes,
 ) -> tuple[Any, bool | None]:
-    """The result, and whether values were looked at: None for no, False for a yes or no, True for a
-    number or a choice of elements.
+    """Run an operator as far as values are known.
 
-    `known`: all tensors have values. They are computed with where no result has more than `limit`
-    elements. `shapes` keeps what operators were found to return.
+    Args:
+        func: The operator.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        known: Whether all tensors in the arguments have values.
+        limit: Largest number of elements of a result that is computed.
+        has_value: Returns whether a tensor has a value.
+        shapes: Cache of the shapes of results.
+
+    Returns:
+        The result, and how the operator has used values: None if it has not exposed any, False if
+        it has returned a Boolean, True if it has returned a number or selected elements.
     """
     if func is _aten._local_scalar_dense.default:
         (tensor,) = args
+        is_number = tensor.dtype != torch.bool
         if known:
-            return func(tensor), tensor.dtype != torch.bool
-        return torch.zeros((), dtype=tensor.dtype).item(), tensor.dtype != torch.bool
+            return func(tensor), is_number
+        return torch.zeros((), dtype=tensor.dtype).item(), is_number
     if func is _aten.equal.default:
         return (func(*args) if known else True), False
-    if func in _CHOOSES:
-        return (func(*args, **kwargs) if known else _all_chosen(func, args)), True
+    if func in _VALUE_DEPENDENT_SHAPES:
+        return (func(*args, **kwargs) if known else _select_all(func, args)), True
+
     read = None
-    if func in _INDEXES:
-        args, masks = _without_masks(args, has_value)
-        read = True if masks else None
-    if known:
-        found = shapes.of(func, args, kwargs) if not schema_of(func).is_mutable else ()
-        if all(
-            leaf.numel() <= limit for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor)
-        ):
-            return func(*args, **_on("cpu", kwargs)), read
-        return found, read
-    return shapes.of(func, args, kwargs), read
+    if func in _INDEXING:
+        # A mask selects elements by value, an index tensor does not.
+        args, has_masks = _masks_to_indices(args, has_value)
+        if has_masks:
+            read = True
+    if not known:
+        return shapes.of(func, args, kwargs), read
+
+    # A mutable operator writes to existing tensors, so it never creates a large result.
+    result = shapes.of(func, args, kwargs) if not schema_of(func).is_mutable else ()
+    if all(tensor.numel() <= limit for tensor in tensors_of(result)):
+        result = func(*args, **_replace_device("cpu", kwargs))
+    return result, read
 
 
 class Shapes:
-    """What operators return, by shape. Kept, since torch takes a millisecond to find one, and the
-    blocks of a model ask for the same.
+    """Cache of the results of operators on the meta device.
+
+    torch takes a millisecond to compute one, and the blocks of a model repeat the same calls.
     """
 
     def __init__(self) -> None:
-        self._kept: dict[Any, Any] = {}
+        self._results: dict[Any, Any] = {}
 
     def of(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """The result on `meta`. A tensor elsewhere that is written to is returned as the same
-        object.
+        """Return the result of an operator on the meta device.
+
+        A mutated argument is returned as the same object, whatever its device.
         """
         schema = schema_of(func)
+        # Results that alias an argument cannot be created from a description.
         if schema.is_mutable or any(returned.alias_info is not None for returned in schema.returns):
-            return _on_meta(func, args, kwargs)
-        leaves, structure = tree_flatten((args, kwargs))
-        # With their types, since 1, 1.0 and True are equal and give results of three dtypes.
-        key = (
-            func,
-            structure,
-            tuple(
-                _described(leaf) if isinstance(leaf, torch.Tensor) else (type(leaf), leaf)
-                for leaf in leaves
-            ),
-        )
+            return _run_on_meta(func, args, kwargs)
+        key = _cache_key(func, args, kwargs)
         try:
-            found = self._kept.get(key)
-        except TypeError:  # an argument that cannot be a key
-            return _on_meta(func, args, kwargs)
-        if found is None:
-            result = _on_meta(func, args, kwargs)
-            made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-            if all(leaf.device.type == "meta" and leaf.storage_offset() == 0 for leaf in made):
-                self._kept[key] = tree_map(
-                    lambda leaf: _Described(leaf) if isinstance(leaf, torch.Tensor) else leaf,
-                    result,
-                )
-            return result
-        return tree_map(lambda leaf: leaf.again() if isinstance(leaf, _Described) else leaf, found)
+            cached = self._results.get(key)
+        except TypeError:  # an argument is not hashable
+            return _run_on_meta(func, args, kwargs)
+        if cached is not None:
+            return tree_map(_create, cached)
+
+        result = _run_on_meta(func, args, kwargs)
+        # A description has no storage offset, and its tensors are on the meta device.
+        tensors = tensors_of(result)
+        if all(leaf.device.type == "meta" and leaf.storage_offset() == 0 for leaf in tensors):
+            self._results[key] = tree_map(_describe, result)
+        return result
 
 
-def _described(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _cache_key(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    leaves, structure = tree_flatten((args, kwargs))
+    entries: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            entries.append(_layout_of(leaf))
+        else:
+            # 1, 1.0 and True are equal, and give results of three dtypes.
+            entries.append((type(leaf), leaf))
+    return func, structure, tuple(entries)
+
+
+def _layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (
         tensor.shape,
         tensor.stride(),
@@ -127,39 +151,52 @@ def _described(tensor: torch.Tensor) -> tuple[Any, ...]:
     )
 
 
-class _Described:
-    """A result to be made again."""
+class _MetaTensor:
+    """Shape, strides and dtype of a result, from which it is created again."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.shape, self.stride, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
+        self.shape = tensor.shape
+        self.stride = tensor.stride()
+        self.dtype = tensor.dtype
 
-    def again(self) -> torch.Tensor:
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+
+def _describe(leaf: Any) -> Any:
+    return _MetaTensor(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _on_meta(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    same: dict[int, torch.Tensor] = {}
+def _create(leaf: Any) -> Any:
+    if not isinstance(leaf, _MetaTensor):
+        return leaf
+    return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device="meta")
 
-    def on_meta(leaf: Any) -> Any:
+
+def _run_on_meta(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    originals: dict[int, torch.Tensor] = {}
+
+    def to_meta(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or leaf.device.type == "meta":
             return leaf
-        made = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
-        same[id(made)] = leaf
-        return made
+        moved = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+        originals[id(moved)] = leaf
+        return moved
 
-    moved = tree_map(on_meta, (args, kwargs))  # held, so that no id is used twice
-    result = func(*moved[0], **_on("meta", moved[1]))
-    return tree_map(lambda leaf: same.get(id(leaf), leaf), result)
+    # These variables keep all moved tensors alive, so that their ids stay unique.
+    moved_args, moved_kwargs = tree_map(to_meta, (args, kwargs))
+    result = func(*moved_args, **_replace_device("meta", moved_kwargs))
+    return tree_map(lambda leaf: originals.get(id(leaf), leaf), result)
 
 
-def _on(device: str, kwargs: dict[str, Any]) -> dict[str, Any]:
-    changed = {"device": torch.device(device)} if kwargs.get("device") is not None else {}
+def _replace_device(device: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+    changed: dict[str, Any] = {}
+    if kwargs.get("device") is not None:
+        changed["device"] = torch.device(device)
     if kwargs.get("pin_memory"):
-        changed["pin_memory"] = False  # type: ignore[assignment]
+        changed["pin_memory"] = False
     return {**kwargs, **changed}
 
 
-def _all_chosen(func: Any, args: Any) -> Any:
+def _select_all(func: Any, args: Any) -> Any:
+    """Return the result of an operator that selects elements, as if it selected all."""
     if func is _aten.nonzero.default:
         return torch.empty((args[0].numel(), args[0].ndim), dtype=torch.int64, device="meta")
     if func is _aten.masked_select.default:
@@ -168,22 +205,24 @@ def _all_chosen(func: Any, args: Any) -> Any:
     raise NotImplementedError(f"{func} of values that are not known")
 
 
-def _without_masks(args: Any, has_value: Callable[[torch.Tensor], bool]) -> tuple[Any, bool]:
-    """The arguments of an indexing operator with masks as the indices of their true elements; of
-    all where their values are not known.
+def _masks_to_indices(args: Any, has_value: Callable[[torch.Tensor], bool]) -> tuple[Any, bool]:
+    """Replace masks in the arguments of an indexing operator by indices of their true elements.
+
+    A mask of unknown values is replaced by as many indices as it has elements.
+
+    Returns:
+        The arguments, and whether there were masks.
     """
     indices = []
-    masks = False
+    has_masks = False
     for index in args[1]:
         if index is None or index.dtype not in (torch.bool, torch.uint8):
             indices.append(index)
             continue
-        masks = True
+        has_masks = True
         if has_value(index):
             indices += list(_aten.nonzero.default(index).unbind(1))
-        else:
-            indices += [
-                torch.empty(index.numel(), dtype=torch.int64, device="meta")
-                for _ in range(index.ndim)
-            ]
-    return (args[0], indices, *args[2:]), masks
+            continue
+        for _ in range(index.ndim):
+            indices.append(torch.empty(index.numel(), dtype=torch.int64, device="meta"))
+    return (args[0], indices, *args[2:]), has_masks

@@ -1,4 +1,4 @@
-"""Files that a command writes because an option names them."""
+"""Output files that the user names with an option of a command."""
 
 from __future__ import annotations
 
@@ -8,8 +8,15 @@ from plait.errors import InputError
 
 
 def require_writable(option: str, path: Path | None, *, make_folder: bool = False) -> None:
-    """Find out whether a file can be written before anything takes time; no trace is left of that,
-    but with make_folder its folder. Raises InputError.
+    """Check that a file can be written, before a command does work that takes time.
+
+    Args:
+        option: Name of the option, for the message.
+        path: The file. None if the option was not used.
+        make_folder: Whether to create the folder of the file. Nothing else is left behind.
+
+    Raises:
+        InputError: The file cannot be written.
     """
     if path is None:
         return
@@ -24,6 +31,7 @@ def require_writable(option: str, path: Path | None, *, make_folder: bool = Fals
                 f" {path.parent})"
             )
         existed = path.exists()
+        # Opening creates the file, which must not remain if the command fails later.
         with path.open("ab"):
             pass
         if not existed:
@@ -33,7 +41,11 @@ def require_writable(option: str, path: Path | None, *, make_folder: bool = Fals
 
 
 def write_text(option: str, path: Path, text: str) -> None:
-    """Write a file. Raises InputError that names the option where that cannot be."""
+    """Write a file.
+
+    Raises:
+        InputError: The file cannot be written. The message names the option.
+    """
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

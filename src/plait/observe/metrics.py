@@ -1,7 +1,8 @@
-"""The run as a file: `metrics.jsonl`, one JSON object an event, in the order of the steps.
+"""Metrics file of a run: `metrics.jsonl`, one JSON object per event, in the order of the steps.
 
-A run that goes on from a checkpoint repeats the steps after it, so their old lines are dropped
-first: every step is in the file once, with the numbers of the run that the checkpoints belong to.
+A run that is resumed from a checkpoint repeats the steps after it. The old lines of these steps are
+removed first, so that the file contains every step once, with the numbers of the run that wrote the
+checkpoints.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from plait.events import (
     Validated,
 )
 
-NAMES: dict[type, str] = {
+_EVENT_NAMES: dict[type, str] = {
     RunStarted: "start",
     StepDone: "step",
     CommunicationDecided: "communication",
@@ -35,11 +36,11 @@ NAMES: dict[type, str] = {
     Sampled: "sample",
     RunEnded: "end",
 }
-"""What the key `event` says for each kind of event; the other keys are the event's fields."""
+"""Values of the key `event`. The other keys of a row are the fields of the event."""
 
 
 class MetricsFile:
-    """A listener that writes `path`. Give it to one rank only."""
+    """Listener that writes the events of a run to a file. Only one rank may have it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -52,42 +53,49 @@ class MetricsFile:
             raise InputError(
                 f"{self._path}: a run begins with RunStarted, and {type(event).__name__} came first"
             )
-        # Flushed line by line, so that a run that is killed has told everything up to then.
-        print(json.dumps(as_row(event), allow_nan=False), file=self._stream, flush=True)
+        # Every line is flushed, so that the file of a killed run is complete up to its end.
+        print(json.dumps(_to_row(event), allow_nan=False), file=self._stream, flush=True)
         if isinstance(event, RunEnded):
             self.close()
 
     def close(self) -> None:
-        """Close the file. A RunEnded does it too; this is for a run that failed."""
+        """Close the file after a run that failed. RunEnded closes the file of other runs."""
         if self._stream is not None:
             self._stream.close()
             self._stream = None
 
     def _begin(self, first_step: int) -> None:
+        """Open the file, without the rows of steps that are repeated."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         partial = self._path.with_name(f".{self._path.name}.part")
-        with open(partial, "w", encoding="utf-8") as kept:
-            for row in read(self._path) if self._path.exists() else ():
-                if _belongs_before(row, first_step):
-                    print(json.dumps(row), file=kept)
+        rows = read_metrics(self._path) if self._path.exists() else iter(())
+        with open(partial, "w", encoding="utf-8") as stream:
+            for row in rows:
+                if _precedes(row, first_step):
+                    print(json.dumps(row), file=stream)
+        # The old file stays complete if this process ends while it writes.
         os.replace(partial, self._path)
-        self._stream = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 (open for as long as the run)
+        self._stream = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 (open during the run)
 
 
-def as_row(event: Event) -> dict[str, Any]:
-    """An event as JSON. Numbers that JSON has no word for (nan, inf) are null."""
-    row = {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in asdict(event).items()
-    }
+def _to_row(event: Event) -> dict[str, Any]:
+    """Return an event as JSON. NaN and infinity, which JSON lacks, become null."""
+    row = {"event": _EVENT_NAMES[type(event)], **asdict(event)}
+    for name, value in row.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            row[name] = None
     if isinstance(event, StepDone):
         row["tokens_per_second"] = event.tokens / event.seconds if event.seconds else None
-    return {"event": NAMES[type(event)], **row}
+    return row
 
 
-def read(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a metrics file. A last line that was cut off by a crash is left out; any other
-    broken line is an InputError.
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a metrics file.
+
+    A last line that a crash cut off is skipped.
+
+    Raises:
+        InputError: Another line is not valid JSON.
     """
     with open(path, "rb") as stream:
         for number, line in enumerate(stream, start=1):
@@ -100,7 +108,8 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
                     ) from error
 
 
-def _belongs_before(row: dict[str, Any], first_step: int) -> bool:
+def _precedes(row: dict[str, Any], first_step: int) -> bool:
+    # The new run writes the start at this step, so an older one is dropped.
     if row["event"] == "start":
         return bool(row["first_step"] < first_step)
     return bool(row["step"] <= first_step)

@@ -1,8 +1,7 @@
-"""The run for a person: a live line on a terminal, plain lines in a pipe or a log file. The same
-words in both.
+"""Console output of a run: a live line on a terminal, and plain lines in a pipe or a log file.
 
-Give it to one rank only. It reads no clock of its own: rates and the time that is left come from
-the steps.
+Both have the same text. The listener reads no clock: rates and the remaining time are computed from
+the durations in the events.
 """
 
 from __future__ import annotations
@@ -36,24 +35,25 @@ if TYPE_CHECKING:
 _WINDOW_SECONDS = 20.0
 
 
-class Window:
-    """Rates over the last steps: at least one, and as many as fit in twenty seconds. The first, in
-    which caches and buffers come into being, counts only as long as it is the only one.
+class RateWindow:
+    """Rates over the last steps: at least one, and as many as fit in twenty seconds.
+
+    The first step, which allocates caches and buffers, counts only until the second step is added.
     """
 
     def __init__(self) -> None:
         self._steps: deque[tuple[int, float]] = deque()
-        self._seen = 0
+        self._count = 0
 
     @property
     def empty(self) -> bool:
-        """Whether there was no step yet."""
-        return self._seen == 0
+        """True before the first step."""
+        return self._count == 0
 
     def add(self, event: StepDone) -> None:
-        """Take in a step."""
-        self._seen += 1
-        if self._seen == 2:
+        """Add a step."""
+        self._count += 1
+        if self._count == 2:
             self._steps.clear()
         self._steps.append((event.tokens, event.seconds))
         while len(self._steps) > 1 and self._seconds() > _WINDOW_SECONDS:
@@ -64,28 +64,34 @@ class Window:
 
     @property
     def tokens_per_second(self) -> float:
-        """Over all ranks."""
+        """Throughput of all ranks together."""
         return sum(tokens for tokens, _ in self._steps) / max(self._seconds(), 1e-9)
 
     @property
     def seconds_per_step(self) -> float:
-        """Mean, without validations and checkpoints."""
+        """Mean duration of a step, without validations and checkpoints."""
         return self._seconds() / max(len(self._steps), 1)
 
 
 class ProgressLines:
-    """A listener that shows a run on `console`: live where that is a terminal.
+    """Listener that shows a run on a console. Only one rank may have it.
 
-    The first step, every `every` steps and the last one leave a line, with the mean loss since the
-    line before; between them a terminal shows each step in place.
+    The first step, every `every` steps and the last step print a line, with the mean loss since the
+    previous line. A terminal also shows each step in a live line.
     """
 
     def __init__(self, console: Console, *, every: int) -> None:
+        """Show a run.
+
+        Args:
+            console: The console. A live line is shown if it is a terminal.
+            every: Number of steps per printed line.
+        """
         self._console = console
         self._every = every
         self._last_step = 0
         self._losses: list[float] = []
-        self._window = Window()
+        self._window = RateWindow()
         self._live: Progress | None = None
 
     def __call__(self, event: Event) -> None:
@@ -93,30 +99,31 @@ class ProgressLines:
             case RunStarted():
                 self._begin(event)
             case StepDone():
-                self._step(event)
+                self._show_step(event)
             case CommunicationDecided():
-                self._line(event.communication, event.step)
+                self._print(event.communication, event.step)
             case Validated():
+                # math.exp overflows above 709.
                 perplexity = math.exp(event.loss) if event.loss < 700 else math.inf
-                self._line(
+                self._print(
                     f"validation loss {event.loss:.4f}, perplexity {perplexity:,.1f},"
                     f" {event.weight:,.0f} targets",
                     event.step,
                 )
             case CheckpointSaved():
-                self._line(
+                self._print(
                     f"checkpoint {event.folder}, {format_seconds(event.seconds)}", event.step
                 )
             case Sampled():
-                self._line("the model writes:", event.step)
+                self._print("the model writes:", event.step)
                 for line in event.text.rstrip().splitlines():
                     self._console.print(Text(f"    {line}"), soft_wrap=True)
             case RunEnded():
-                self._line(f"{event.reason} after {format_seconds(event.seconds)}", event.step)
+                self._print(f"{event.reason} after {format_seconds(event.seconds)}", event.step)
                 self.close()
 
     def close(self) -> None:
-        """Take the live line away. A RunEnded does it too; this is for a run that failed."""
+        """Remove the live line after a run that failed. RunEnded removes it after other runs."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -128,14 +135,14 @@ class ProgressLines:
         for note in event.resumed:
             self._console.print(f"{'resume':<8}{note}", soft_wrap=True)
         if self._console.is_terminal:
-            # One row however narrow the terminal is: what does not fit is cut off at the end.
-            words = TextColumn(
+            # A narrow terminal gets one row with a truncated end instead of several rows.
+            description = TextColumn(
                 "{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis")
             )
             self._live = Progress(
                 BarColumn(bar_width=12),
                 MofNCompleteColumn(),
-                words,
+                description,
                 console=self._console,
                 transient=True,
                 refresh_per_second=4,
@@ -145,100 +152,100 @@ class ProgressLines:
             )
             self._live.start()
 
-    def _step(self, event: StepDone) -> None:
-        first = self._window.empty
+    def _show_step(self, event: StepDone) -> None:
+        is_first = self._window.empty
         self._window.add(event)
         if not event.skipped:
             self._losses.append(event.loss)
-        left = format_seconds((self._last_step - event.step) * self._window.seconds_per_step)
-        parts = [
+
+        remaining_steps = self._last_step - event.step
+        fields = [
             f"{self._window.tokens_per_second:,.0f} tok/s",
-            f"{left} left",
+            f"{format_seconds(remaining_steps * self._window.seconds_per_step)} left",
             format_bytes(event.memory_bytes),
             f"lr {event.learning_rate:.1e}",
             f"norm {event.grad_norm:.2f}",
         ]
         if event.skipped:
-            parts.insert(0, f"skipped, overflow at scale {event.loss_scale:g}")
+            fields.insert(0, f"skipped, overflow at scale {event.loss_scale:g}")
         if self._live is not None:
             self._live.update(
                 self._live.task_ids[0],
                 completed=event.step,
-                description="  ".join([f"loss {event.loss:.4f}", *parts]),
+                description="  ".join([f"loss {event.loss:.4f}", *fields]),
             )
-        if first or event.skipped or event.step % self._every == 0 or event.step == self._last_step:
-            mean = sum(self._losses) / len(self._losses) if self._losses else event.loss
-            self._losses.clear()
-            self._line("  ".join([f"loss {mean:.4f}", *parts]), event.step)
 
-    def _line(self, text: str, step: int) -> None:
+        is_due = event.step % self._every == 0 or event.step == self._last_step
+        if is_first or event.skipped or is_due:
+            losses = self._losses or [event.loss]
+            mean_loss = sum(losses) / len(losses)
+            self._losses.clear()
+            self._print("  ".join([f"loss {mean_loss:.4f}", *fields]), event.step)
+
+    def _print(self, text: str, step: int) -> None:
         width = len(f"{self._last_step:,}")
         self._console.print(Text(f"step {step:>{width},}  {text}"), soft_wrap=True)
 
 
-def _stages(checked: ValidatedRun) -> list[tuple[str, str]]:
-    """How a pipeline is cut."""
+def describe_run(checked: ValidatedRun, *, processes: int) -> list[tuple[str, str]]:
+    """Describe a run in a few lines before it starts.
+
+    Args:
+        checked: The run.
+        processes: Number of processes of the run.
+
+    Returns:
+        Pairs of a name and a text.
+    """
+    resolved = checked.resolved
+    data = checked.data
+    batch = resolved.batch
+    stage = resolved.data_parallel.stage
+
+    weights = f"new weights from seed {resolved.seed}"
+    if checked.built.weights:
+        weights = f"weights of {checked.built.weights}"
+
+    validation = "none for validation"
+    if len(data.validation):
+        validation = f"{len(data.validation):,} for validation ({data.validation_note})"
+
+    layout = f"{processes} processes, {resolved.layout}" if processes > 1 else "one process"
+    model_dtype = resolved.model.dtype if resolved.model else "float32"
+    compute_dtype = resolved.precision.compute or model_dtype
+
+    start = "from the beginning"
+    if checked.position.step:
+        start = f"from step {checked.position.step:,}"
+
+    sequences = (
+        f"{batch.train_batch_size} sequences = micro {batch.micro_batch_size} x accumulation"
+        f" {batch.accumulation} x dp {resolved.layout.dp}"
+    )
+    tokens_per_step = batch.train_batch_size * data.train.length
+    return [
+        (
+            "model",
+            f"{checked.built.kind}, {format_count(checked.parameters)} parameters, {weights}",
+        ),
+        ("text", f"{data.description}: {data.size}; {validation}"),
+        ("layout", f"{layout}, ZeRO stage {stage}, computes in {compute_dtype}"),
+        *_describe_stages(checked),
+        ("batch", f"{sequences}; {tokens_per_step:,} tokens per step"),
+        ("run", f"{checked.section.steps:,} steps, {start}, in {checked.folder.path}"),
+    ]
+
+
+def _describe_stages(checked: ValidatedRun) -> list[tuple[str, str]]:
+    """Return a line about the pipeline stages. Without a pipeline there is none."""
     pipeline = checked.pipeline
     if pipeline is None:
         return []
-    rows = stage_rows(
-        pipeline.schedule, pipeline.cut, model_facts(checked.built.model, pipeline.cut.blocks)
-    )
+    facts = model_facts(checked.built.model, pipeline.cut.blocks)
+    rows = stage_rows(pipeline.schedule, pipeline.cut, facts)
     sizes = ", ".join(str(len(row.blocks)) for row in rows)
-    return [
-        (
-            "stages",
-            (
-                f"{len(rows)} of {sizes} blocks, {pipeline.schedule.name}; slowest rank"
-                f" {balance(rows):.3f} x the mean"
-            ),
-        )
-    ]
-
-
-def describe(checked: ValidatedRun, *, processes: int) -> list[tuple[str, str]]:
-    """A run in a few lines, before it begins: (name, words)."""
-    resolved = checked.resolved
-    data = checked.data
-    section = checked.section
-    batch = resolved.batch
-    length = data.train.length
-    kind = checked.built.kind
-    origin = (
-        f"weights of {checked.built.weights}"
-        if checked.built.weights
-        else f"new weights from seed {resolved.seed}"
+    text = (
+        f"{len(rows)} of {sizes} blocks, {pipeline.schedule.name}; slowest rank"
+        f" {balance(rows):.3f} x the mean"
     )
-    held = (
-        f"{len(data.validation):,} for validation ({data.validation_note})"
-        if len(data.validation)
-        else "none for validation"
-    )
-    where_it_runs = f"{processes} processes, {resolved.layout}" if processes > 1 else "one process"
-    computes_in = resolved.precision.compute or (
-        resolved.model.dtype if resolved.model else "float32"
-    )
-    where = (
-        f"from step {checked.position.step:,}" if checked.position.step else "from the beginning"
-    )
-    return [
-        ("model", f"{kind}, {format_count(checked.parameters)} parameters, {origin}"),
-        ("text", f"{data.description}: {data.size}; {held}"),
-        (
-            "layout",
-            (
-                f"{where_it_runs}, ZeRO stage {resolved.data_parallel.stage}, computes in"
-                f" {computes_in}"
-            ),
-        ),
-        *_stages(checked),
-        (
-            "batch",
-            (
-                f"{batch.train_batch_size} sequences = micro {batch.micro_batch_size} x"
-                f" accumulation {batch.accumulation} x dp {resolved.layout.dp};"
-                f" {batch.train_batch_size * length:,} tokens a step"
-            ),
-        ),
-        ("run", f"{section.steps:,} steps, {where}, in {checked.folder.path}"),
-    ]
+    return [("stages", text)]

@@ -1,8 +1,8 @@
-"""Compares the measured time and memory of a run of `plait plan --out` with the plan, in one line.
+"""Comparison of the measured time and memory of a run with the plan of `plait plan --out`.
 
-A listener for one rank. The first steps, in which buffers come into being, do not count. A run that
-differs from the plan (another layout, model or device, or a setting that no plan prices) is not
-compared, and the reason is printed.
+A listener on one rank prints the comparison in one line. The first steps, which allocate buffers,
+do not count. A run that differs from the plan (another layout, model or device, or a setting that
+plans do not model) is not compared, and the reason is printed.
 """
 
 from __future__ import annotations
@@ -22,60 +22,73 @@ if TYPE_CHECKING:
     from plait.config.schema.config import Config
     from plait.train.session import ValidatedRun
 
-WARM = 2
-STEPS = 8
-FEWEST = 3
-"""Steps that do not count, that do, and fewer than which say too little."""
+WARMUP_STEPS = 2
+"""Number of steps at the start that do not count."""
+MEASURED_STEPS = 8
+"""Number of steps after which the comparison is printed."""
+MIN_STEPS = 3
+"""Number of measured steps that a shorter run needs for a comparison at its end."""
 
 
-class Residual:
-    """Listens to steps; after `STEPS` of them prints how far the plan was off."""
+class PlanResidual:
+    """Listener that prints how much the measured time and memory differ from the plan."""
 
     def __init__(
         self, *, predicted_seconds: float, predicted_bytes: float, say: Callable[[str], None]
     ) -> None:
+        """Compare a run with a plan.
+
+        Args:
+            predicted_seconds: Duration of a step in the plan.
+            predicted_bytes: Peak memory of a rank in the plan.
+            say: Receives the line with the comparison.
+        """
         self._predicted_seconds = predicted_seconds
         self._predicted_bytes = predicted_bytes
         self._say = say
-        self._seen = 0
+        self._steps = 0
         self._seconds: list[float] = []
-        self._peak = 0
-        self._told = False
+        self._peak_bytes = 0
+        self._printed = False
 
     def __call__(self, event: Event) -> None:
-        if self._told:
+        if self._printed:
             return
         if isinstance(event, StepDone):
-            self._seen += 1
-            self._peak = max(self._peak, event.memory_bytes)
-            if self._seen > WARM and not event.skipped:
+            self._steps += 1
+            self._peak_bytes = max(self._peak_bytes, event.memory_bytes)
+            if self._steps > WARMUP_STEPS and not event.skipped:
                 self._seconds.append(event.seconds)
-        if len(self._seconds) >= STEPS or (
-            isinstance(event, RunEnded) and len(self._seconds) >= FEWEST
-        ):
-            self._told = True
-            self._tell()
 
-    def _tell(self) -> None:
-        step = _beside(
-            "step", self._predicted_seconds, median(self._seconds), lambda value: f"{value:.4g} s"
+        required = MIN_STEPS if isinstance(event, RunEnded) else MEASURED_STEPS
+        if len(self._seconds) >= required:
+            self._printed = True
+            self._print()
+
+    def _print(self) -> None:
+        step = _compare(
+            "step",
+            self._predicted_seconds,
+            # The median, because a checkpoint or a validation can slow single steps down.
+            median(self._seconds),
+            "{:.4g} s".format,
         )
-        memory = _beside("memory", self._predicted_bytes, float(self._peak), format_bytes)
+        memory = _compare("memory", self._predicted_bytes, float(self._peak_bytes), format_bytes)
         self._say(f"plan    {step}; {memory}; {len(self._seconds)} steps")
 
 
-def _beside(
-    name: str, predicted: float | None, measured: float, words: Callable[[float], str]
+def _compare(
+    name: str, predicted: float | None, measured: float, format_value: Callable[[float], str]
 ) -> str:
     if not predicted:
-        return f"{name} {words(measured)}"
+        return f"{name} {format_value(measured)}"
     return (
-        f"{name} predicted {words(predicted)}, measured {words(measured)}, x"
+        f"{name} predicted {format_value(predicted)}, measured {format_value(measured)}, x"
         f" {measured / predicted:.2f}"
     )
 
 
-def residual_of(
+def plan_residual(
     file: Path,
     checked: ValidatedRun,
     config: Config,
@@ -83,64 +96,81 @@ def residual_of(
     gpu: str,
     per_node: int,
     say: Callable[[str], None],
-) -> Residual | None:
-    """Return the listener for a run of `file`, whose plan is next to it; None if there is no plan,
-    or the run differs from it.
+) -> PlanResidual | None:
+    """Return the listener that compares a run with its plan.
 
-    `config` is what the run was checked from, `gpu` the catalogue's name of the device that runs,
-    `per_node` the processes of this machine.
+    Args:
+        file: Configuration of the run. Its plan has the same name with the suffix `.plan.json`.
+        checked: The run.
+        config: Configuration that the run was checked from.
+        gpu: Name of the device in the catalogue, or `cpu`.
+        per_node: Number of processes of this machine.
+        say: Receives lines for the console.
+
+    Returns:
+        The listener, or None if there is no plan or the run differs from it.
     """
-    beside = file.with_suffix(".plan.json")
-    if not beside.is_file():
+    plan_file = file.with_suffix(".plan.json")
+    if not plan_file.is_file():
         return None
     try:
-        plan = json.loads(beside.read_text(encoding="utf-8"))
+        plan = json.loads(plan_file.read_text(encoding="utf-8"))
         differences = _differences(plan, checked, config, gpu=gpu, per_node=per_node)
         if differences:
-            say(f"plan    {beside} is not compared with this run: {differences[0]}")
+            say(f"plan    {plan_file} is not compared with this run: {differences[0]}")
             return None
         # On a CPU the measured memory is that of the process, libraries included.
-        memory = plan["memory"]
-        nbytes = memory["needed_bytes"] if gpu == "cpu" else memory["allocated_bytes"]
-        return Residual(predicted_seconds=plan["step"]["seconds"], predicted_bytes=nbytes, say=say)
+        memory_key = "needed_bytes" if gpu == "cpu" else "allocated_bytes"
+        return PlanResidual(
+            predicted_seconds=plan["step"]["seconds"],
+            predicted_bytes=plan["memory"][memory_key],
+            say=say,
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
         say(
-            f"plan    {beside} is not compared with this run: it cannot be read"
+            f"plan    {plan_file} is not compared with this run: it cannot be read"
             f" ({type(error).__name__}: {error})"
         )
         return None
 
 
-_HALF = {"bfloat16": "bf16", "float16": "fp16"}
+_PLAN_DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 
 
 def _differences(
     plan: Mapping[str, Any], checked: ValidatedRun, config: Config, *, gpu: str, per_node: int
 ) -> list[str]:
-    planned = dict(plan["priced"]["layout"])
-    mine = layout_of(checked.resolved)
+    """Return the reasons for which the run cannot be compared with the plan."""
     cluster = plan["cluster"]
-    precision = checked.resolved.precision
-    section = (
-        config.model.model_dump(mode="json", exclude_unset=True)
-        if config.model is not None
-        else None
-    )
-    pairs: list[tuple[str, Any, Any]] = [
+    modelled = plan["priced"]
+    resolved = checked.resolved
+    compute = _PLAN_DTYPES.get(resolved.precision.compute or "", "fp32")
+    reduce = _PLAN_DTYPES.get(resolved.precision.reduce or "", "fp32")
+    planned_per_node = min(cluster["devices"], cluster["devices_per_node"])
+    model_section = None
+    if config.model is not None:
+        model_section = config.model.model_dump(mode="json", exclude_unset=True)
+
+    # Name, value of the plan, value of the run.
+    comparisons: list[tuple[str, Any, Any]] = [
         ("device", cluster["device"], gpu),
-        ("processes", cluster["devices"], checked.resolved.layout.world_size),
-        ("processes of a machine", min(cluster["devices"], cluster["devices_per_node"]), per_node),
-        ("the model", plan["priced"]["model"], section),
+        ("processes", cluster["devices"], resolved.layout.world_size),
+        ("processes of a machine", planned_per_node, per_node),
+        ("the model", modelled["model"], model_section),
         ("parameters", plan["parameters"], checked.parameters),
         ("sequence", plan["sequence"], checked.data.train.length),
-        ("precision", plan["precision"], _HALF.get(precision.compute or "", "fp32")),
-        ("reduction", plan["priced"]["reduce"], _HALF.get(precision.reduce or "", "fp32")),
-        ("optimizer.states", plan["priced"]["optimizer_states"], checked.resolved.optimizer.states),
-        ("compiled", plan["compiled"], checked.resolved.compile.enabled),
-        *((name, planned[name], value) for name, value in mine.items()),
+        ("precision", plan["precision"], compute),
+        ("reduction", modelled["reduce"], reduce),
+        ("optimizer.states", modelled["optimizer_states"], resolved.optimizer.states),
+        ("compiled", plan["compiled"], resolved.compile.enabled),
     ]
-    # What no plan prices would be taken for an error of the plan.
-    left_out = [f"no plan prices {setting}" for setting in unpriced(config)]
-    return [
-        f"{name} was planned as {was} and is {now}" for name, was, now in pairs if was != now
-    ] + left_out
+    for name, degree in layout_of(resolved).items():
+        comparisons.append((name, modelled["layout"][name], degree))
+    differences = [
+        f"{name} was planned as {planned} and is {actual}"
+        for name, planned, actual in comparisons
+        if planned != actual
+    ]
+    # The effect of these settings would look like an error of the plan.
+    differences += [f"plans do not model {setting}" for setting in unpriced(config)]
+    return differences

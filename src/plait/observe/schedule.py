@@ -1,7 +1,6 @@
-"""A pipeline schedule for the eye: lines of text for a terminal or a pipe, an SVG, and a JSON
-object.
+"""Drawings of a pipeline schedule: lines of text for a console, an SVG, and a JSON object.
 
-Draws a `Timeline`; times, bubbles and activations held are computed in
+They show a `Timeline`. Times, bubbles and the number of activations are computed in
 `plait.parallel.schedules.timeline`.
 """
 
@@ -30,28 +29,32 @@ _STYLES = {
     Kind.INPUT: ("white on magenta", "black on bright_magenta"),
     Kind.WEIGHT: ("black on yellow", "black on bright_yellow"),
 }
-"""For the first stage of a rank, and for its others."""
+"""Console styles for the first stage of a rank, and for its other stages."""
 _FILLS = {
     Kind.FORWARD: ("#3b6fb6", "#9dbde6"),
     Kind.BACKWARD: ("#2f8f5b", "#9ad3b3"),
     Kind.INPUT: ("#8a4fa3", "#cfabdd"),
     Kind.WEIGHT: ("#c98a1b", "#edcb8b"),
 }
+"""SVG colours for the first stage of a rank, and for its other stages."""
 
 
-def names() -> list[tuple[str, str, str]]:
-    """Every schedule: name, stages a rank, one line about it."""
-    return [(name, _allowed(spec), spec.summary) for name, spec in SCHEDULES.items()]
+def schedule_names() -> list[tuple[str, str, str]]:
+    """Return the name, the stages per rank and a summary of every schedule."""
+    return [(name, _stage_count(spec), spec.summary) for name, spec in SCHEDULES.items()]
 
 
-def _allowed(spec: ScheduleSpec) -> str:
+def _stage_count(spec: ScheduleSpec) -> str:
     fewest, most = spec.stages_per_rank
-    return f"{fewest} a rank" if most == fewest else f"{fewest} or more a rank"
+    if most == fewest:
+        return f"{fewest} a rank"
+    return f"{fewest} or more a rank"
 
 
-def as_json(timeline: Timeline, durations: Durations) -> dict[str, Any]:
-    """Everything as plain values, for `json.dumps`. In flight counts micro-batches through all
-    stages of a rank.
+def timeline_json(timeline: Timeline, durations: Durations) -> dict[str, Any]:
+    """Return a timeline as plain values for `json.dumps`.
+
+    `peak_in_flight` counts micro-batches through all stages of a rank.
     """
     schedule = timeline.schedule
     peaks = peak_in_flight(schedule)
@@ -80,57 +83,78 @@ def as_json(timeline: Timeline, durations: Durations) -> dict[str, Any]:
     }
 
 
-def summary(timeline: Timeline, *, unit: str = "") -> str:
-    """One line: what it is, how long it takes, what is idle, what is held."""
-    schedule = timeline.schedule
-    stages = (
-        f"{schedule.stages} stages on {schedule.pp} ranks"
-        if schedule.stages > schedule.pp
-        else _count(schedule.pp, "stage", "s")
-    )
-    work = _count(schedule.microbatches, "micro-batch", "es")
-    idle = f"bubble {100 * timeline.bubble_overall:.1f} %"
-    return (
-        f"{schedule.name}, {stages}, {work}: step {timeline.total:.6g}{unit}, {idle}, at most"
-        f" {max(peak_in_flight(schedule)):.4g} in flight"
-    )
+def timeline_summary(timeline: Timeline, *, unit: str = "") -> str:
+    """Return one line with the schedule, its duration, its bubble and its peak in flight.
 
-
-def _count(number: int, word: str, ending: str) -> str:
-    return f"{number} {word}{ending if number > 1 else ''}"
-
-
-def lines(timeline: Timeline, *, width: int, coloured: bool) -> list[Text]:
-    """The drawing, a line a rank under a line of headings, then a legend.
-
-    Every action with its name where that fits into `width` columns. Otherwise every column is the
-    letter of the action in the middle of its slice of time. Raises InputError where nothing takes
-    time.
+    Args:
+        timeline: The timeline.
+        unit: Text behind times, such as ` s`.
     """
-    _refuse_nothing(timeline)
     schedule = timeline.schedule
-    head, heads = _heads(timeline)
-    room = max(width - len(head), 20)
-    unit = min(
-        span.end - span.start for row in timeline.ranks for span in row if span.end > span.start
+    stages = _plural(schedule.pp, "stage", "s")
+    if schedule.stages > schedule.pp:
+        stages = f"{schedule.stages} stages on {schedule.pp} ranks"
+    micro_batches = _plural(schedule.microbatches, "micro-batch", "es")
+    return (
+        f"{schedule.name}, {stages}, {micro_batches}: step {timeline.total:.6g}{unit}, bubble"
+        f" {100 * timeline.bubble_overall:.1f} %, at most {max(peak_in_flight(schedule)):.4g} in"
+        " flight"
     )
-    cell = 1 + max(len(_label(schedule, span)) for row in timeline.ranks for span in row)
-    units = timeline.total / unit
+
+
+def _plural(number: int, noun: str, ending: str) -> str:
+    return f"{number} {noun}{ending if number > 1 else ''}"
+
+
+def timeline_lines(timeline: Timeline, *, width: int, coloured: bool) -> list[Text]:
+    """Draw a timeline as text.
+
+    Every action has its name if all names fit into `width` columns. Otherwise every column is a
+    slice of time and shows the letter of the action at its middle.
+
+    Args:
+        timeline: The timeline.
+        width: Number of columns of the console.
+        coloured: Whether idle time is blank and actions have colours. Otherwise idle time has dots.
+
+    Returns:
+        A line of headings, one line per rank, and a legend.
+
+    Raises:
+        InputError: No action takes time.
+    """
+    _require_duration(timeline)
+    schedule = timeline.schedule
+    heading, row_labels = _row_labels(timeline)
+    available = max(width - len(heading), 20)
+    spans = [span for row in timeline.ranks for span in row]
+    shortest = min(span.end - span.start for span in spans if span.end > span.start)
+    cell_width = 1 + max(len(_label(schedule, span)) for span in spans)
+    shortest_per_step = timeline.total / shortest
+
     legend = [_legend(schedule)]
-    if units * cell <= room:
-        drawn = [_named(timeline, row, cell / unit, cell, coloured) for row in timeline.ranks]
+    if shortest_per_step * cell_width <= available:
+        scale = cell_width / shortest
+        drawings = [
+            _draw_names(timeline, row, scale, cell_width, coloured) for row in timeline.ranks
+        ]
     else:
-        # whole columns a unit look even
-        columns = int(room / units) * round(units) if units <= room else room
-        drawn = [_sliced(timeline, row, columns, coloured) for row in timeline.ranks]
+        columns = available
+        if shortest_per_step <= available:
+            # Equal actions get equal widths if the shortest one takes a whole number of columns.
+            columns = int(available / shortest_per_step) * round(shortest_per_step)
+        drawings = [_draw_slices(timeline, row, columns, coloured) for row in timeline.ranks]
         legend.append(
             f"one column: {timeline.total / columns:.4g} of the step's {timeline.total:.6g}"
         )
-    rows = [Text(start).append_text(line) for start, line in zip(heads, drawn, strict=True)]
-    return [Text(head.rstrip()), *rows, *(Text(line) for line in legend)]
+    rows = [
+        Text(label).append_text(drawing)
+        for label, drawing in zip(row_labels, drawings, strict=True)
+    ]
+    return [Text(heading.rstrip()), *rows, *map(Text, legend)]
 
 
-def _refuse_nothing(timeline: Timeline) -> None:
+def _require_duration(timeline: Timeline) -> None:
     if timeline.total <= 0:
         raise InputError(
             "every duration is 0, so there is nothing to draw; give forward, input or weight a time"
@@ -138,36 +162,35 @@ def _refuse_nothing(timeline: Timeline) -> None:
         )
 
 
-def _heads(timeline: Timeline) -> tuple[str, list[str]]:
-    """The columns left of the drawing, and their headings, of one width."""
+def _row_labels(timeline: Timeline) -> tuple[str, list[str]]:
+    """Return the heading and the rows of the columns left of the drawing, all of one width."""
     schedule = timeline.schedule
     peaks = peak_in_flight(schedule)
-    cells = [("rank", "stages", "idle", "in flight")]
-    cells += [
-        (
-            str(rank),
-            _some(schedule.stages_of(rank)),
-            f"{100 * timeline.bubble(rank):.1f} %",
-            f"{peaks[rank]:.4g}",
-        )
-        for rank in range(schedule.pp)
-    ]
-    widths = [max(len(row[column]) for row in cells) for column in range(4)]
-    head, *heads = [
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) + "  "
-        for row in cells
-    ]
-    return head, heads
+    table = [("rank", "stages", "idle", "in flight")]
+    for rank in range(schedule.pp):
+        stages = _abbreviate(schedule.stages_of(rank))
+        idle = f"{100 * timeline.bubble(rank):.1f} %"
+        table.append((str(rank), stages, idle, f"{peaks[rank]:.4g}"))
+
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = []
+    for row in table:
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells) + "  ")
+    return lines[0], lines[1:]
 
 
-def _some(stages: Sequence[int]) -> str:
-    shown = [str(stage) for stage in stages]
-    return " ".join(shown if len(shown) <= 4 else [*shown[:2], "..", shown[-1]])
+def _abbreviate(stages: Sequence[int]) -> str:
+    numbers = [str(stage) for stage in stages]
+    if len(numbers) > 4:
+        numbers = [*numbers[:2], "..", numbers[-1]]
+    return " ".join(numbers)
 
 
 def _label(schedule: Schedule, span: Span) -> str:
-    """As short as is clear: a rank with two stages tells them apart by capital and small letters,
-    one with more by number.
+    """Return the shortest unambiguous name of an action.
+
+    Capital and small letters distinguish two stages of a rank; more stages need their number.
     """
     if schedule.stages > 2 * schedule.pp:
         return str(span.action)
@@ -175,53 +198,62 @@ def _label(schedule: Schedule, span: Span) -> str:
 
 
 def _letter(schedule: Schedule, span: Span) -> str:
-    return str(span.action.kind).lower() if _later(schedule, span) else str(span.action.kind)
+    letter = str(span.action.kind)
+    return letter.lower() if _is_later_stage(schedule, span) else letter
 
 
-def _later(schedule: Schedule, span: Span) -> int:
-    """0 for the first stage of a rank, 1 for the others."""
-    return int(span.action.stage >= schedule.pp)
+def _is_later_stage(schedule: Schedule, span: Span) -> bool:
+    """Return False for the first stage of a rank, and True for its other stages."""
+    return span.action.stage >= schedule.pp
 
 
 def _legend(schedule: Schedule) -> str:
     kinds = {action.kind for row in schedule.ranks for action in row}
-    words = ", ".join(f"{kind} {MEANINGS[kind]}" for kind in Kind if kind in kinds)
-    small = "; small letters: a later stage of the rank" if schedule.stages > schedule.pp else ""
-    through = " through all its stages" if schedule.stages > schedule.pp else ""
-    return f"{words}{small}; in flight: micro-batches whose activations the rank holds{through}"
+    legend = ", ".join(f"{kind} {MEANINGS[kind]}" for kind in Kind if kind in kinds)
+    if schedule.stages > schedule.pp:
+        legend += "; small letters: a later stage of the rank"
+    legend += "; in flight: micro-batches whose activations the rank holds"
+    if schedule.stages > schedule.pp:
+        legend += " through all its stages"
+    return legend
 
 
-def _named(
-    timeline: Timeline, row: Sequence[Span], scale: float, cell: int, coloured: bool
+def _draw_names(
+    timeline: Timeline, row: Sequence[Span], scale: float, cell_width: int, coloured: bool
 ) -> Text:
+    """Draw the row of a rank with the name of every action. `scale` is columns per time."""
     text = Text()
 
-    def idle_until(column: int) -> None:
-        text.append(
-            "".join(
-                "." if at % cell == 0 and not coloured else " " for at in range(len(text), column)
-            )
-        )
+    def draw_idle(end: int) -> None:
+        for column in range(len(text), end):
+            has_dot = column % cell_width == 0 and not coloured
+            text.append("." if has_dot else " ")
 
     for span in row:
         start = round(span.start * scale)
         end = round(span.end * scale)
-        idle_until(start)
+        draw_idle(start)
         if end > start:
-            label = _label(timeline.schedule, span).ljust(end - start - 1, " " if coloured else "-")
-            text.append(label, style=_style(timeline.schedule, span) if coloured else "")
+            label = _label(timeline.schedule, span)
+            filler = " " if coloured else "-"
+            text.append(
+                label.ljust(end - start - 1, filler), style=_style(timeline, span, coloured)
+            )
             text.append(" ")
-    idle_until(round(timeline.total * scale))
+    draw_idle(round(timeline.total * scale))
     if not coloured:
         text.rstrip()
     return text
 
 
-def _style(schedule: Schedule, span: Span) -> str:
-    return _STYLES[span.action.kind][_later(schedule, span)]
+def _style(timeline: Timeline, span: Span, coloured: bool) -> str:
+    if not coloured:
+        return ""
+    return _STYLES[span.action.kind][_is_later_stage(timeline.schedule, span)]
 
 
-def _sliced(timeline: Timeline, row: Sequence[Span], columns: int, coloured: bool) -> Text:
+def _draw_slices(timeline: Timeline, row: Sequence[Span], columns: int, coloured: bool) -> Text:
+    """Draw the row of a rank with one letter per slice of time."""
     text = Text()
     spans = iter(row)
     span = next(spans)
@@ -230,73 +262,85 @@ def _sliced(timeline: Timeline, row: Sequence[Span], columns: int, coloured: boo
         while span.end <= time and (following := next(spans, None)) is not None:
             span = following
         if span.start <= time < span.end:
-            text.append(
-                _letter(timeline.schedule, span),
-                style=_style(timeline.schedule, span) if coloured else "",
-            )
+            letter = _letter(timeline.schedule, span)
+            text.append(letter, style=_style(timeline, span, coloured))
         else:
             text.append(" " if coloured else ".")
     return text
 
 
-_ROW = 28
+_ROW_HEIGHT = 28
 _TOP = 64
 _LEFT = 96
 _WIDTH = 1200
 _RIGHT = 190
+"""Lengths of the SVG in its units: margins, and the width of the drawing between them."""
 
 
-def svg(timeline: Timeline, *, window: tuple[float, float] | None = None, unit: str = "") -> str:
-    """A picture that needs nothing else: time to the right, a row a rank, every action with a
-    tooltip, with its idle time and activations in flight.
+def timeline_svg(
+    timeline: Timeline, *, window: tuple[float, float] | None = None, unit: str = ""
+) -> str:
+    """Draw a timeline as an SVG without external resources.
 
-    `window` draws only what runs between two times; `unit` is written behind times. Raises
-    InputError where nothing takes time.
+    Time runs to the right, and every rank has a row with its actions, its idle time and its peak in
+    flight. Every action has a tooltip.
+
+    Args:
+        timeline: The timeline.
+        window: First and last time of the drawing. None draws the whole step.
+        unit: Text behind times, such as ` s`.
+
+    Raises:
+        InputError: No action takes time.
     """
-    _refuse_nothing(timeline)
+    _require_duration(timeline)
     schedule = timeline.schedule
     window = window or (0.0, timeline.total)
-    heading = summary(timeline, unit=unit)
+    first, last = window
+    heading = timeline_summary(timeline, unit=unit)
     if window != (0.0, timeline.total):
-        heading += f"; from {window[0]:.4g} to {window[1]:.4g}{unit}"
-    (first, last), peaks = window, peak_in_flight(schedule)
+        heading += f"; from {first:.4g} to {last:.4g}{unit}"
+
+    peaks = peak_in_flight(schedule)
+    ticks = [(_LEFT + _WIDTH * tick / 8, first + (last - first) * tick / 8) for tick in range(9)]
     return str(
         render(
             "timeline.svg",
             width=_LEFT + _WIDTH + _RIGHT,
-            height=_TOP + _ROW * schedule.pp + 44,
+            height=_TOP + _ROW_HEIGHT * schedule.pp + 44,
             left=_LEFT,
             right=_LEFT + _WIDTH,
             top=_TOP,
-            row_height=_ROW - 4,
+            row_height=_ROW_HEIGHT - 4,
             heading=heading,
             unit=unit,
-            key=list(_key(schedule)),
-            ticks=[
-                (_LEFT + _WIDTH * tick / 8, first + (last - first) * tick / 8) for tick in range(9)
+            key=list(_svg_legend(schedule)),
+            ticks=ticks,
+            rows=[
+                _svg_row(timeline, rank, peaks[rank], window, unit) for rank in range(schedule.pp)
             ],
-            rows=[_drawn(timeline, rank, peaks[rank], window, unit) for rank in range(schedule.pp)],
         )
     )
 
 
-def _key(schedule: Schedule) -> Iterator[tuple[int, str, str]]:
-    """(place, colour, meaning) of every kind of action."""
+def _svg_legend(schedule: Schedule) -> Iterator[tuple[int, str, str]]:
+    """Yield the x coordinate, colour and meaning of every kind of action."""
     kinds = {action.kind for row in schedule.ranks for action in row}
     entries = [(_FILLS[kind][0], f"{kind} {MEANINGS[kind]}") for kind in Kind if kind in kinds]
     if schedule.stages > schedule.pp:
         entries.append((_FILLS[Kind.FORWARD][1], "light: a later stage of the rank"))
-    at = _LEFT
-    for fill, words in entries:
-        yield at, fill, words
-        at += 40 + 7 * len(words)
+    x = _LEFT
+    for fill, meaning in entries:
+        yield x, fill, meaning
+        # A square and its margins take 40 units, and a character takes about 7.
+        x += 40 + 7 * len(meaning)
 
 
-def _drawn(
+def _svg_row(
     timeline: Timeline, rank: int, peak: float, window: tuple[float, float], unit: str
 ) -> dict[str, Any]:
-    """A rank's row."""
-    top = _TOP + _ROW * rank
+    """Return the values of the template for the row of a rank."""
+    top = _TOP + _ROW_HEIGHT * rank
     first, last = window
     scale = _WIDTH / (last - first)
     spans = []
@@ -305,20 +349,21 @@ def _drawn(
             continue
         start = max(span.start, first)
         end = min(span.end, last)
-        later = _later(timeline.schedule, span)
+        is_later = _is_later_stage(timeline.schedule, span)
         action = span.action
         spans.append(
             {
                 "x": _LEFT + (start - first) * scale,
                 "width": (end - start) * scale,
-                "fill": _FILLS[action.kind][later],
+                "fill": _FILLS[action.kind][is_later],
                 "tip": (
                     f"{action}: {MEANINGS[action.kind]} of stage {action.stage}, micro-batch"
                     f" {action.microbatch}, {span.start:.6g} to {span.end:.6g}{unit}"
                 ),
                 "label": str(action.microbatch),
-                "ink": "#1a1a1a" if later else "#ffffff",
+                # Dark text on the light colours of later stages.
+                "ink": "#1a1a1a" if is_later else "#ffffff",
             }
         )
     note = f"idle {100 * timeline.bubble(rank):.1f} %, {peak:.4g} in flight"
-    return {"top": top, "middle": top + _ROW / 2 + 4, "spans": spans, "note": note}
+    return {"top": top, "middle": top + _ROW_HEIGHT / 2 + 4, "spans": spans, "note": note}

@@ -1,5 +1,6 @@
-"""Pages and drawings from the templates in `templates/`. Values are escaped, so that no name from a
-file becomes a tag.
+"""Rendering of the templates in `templates/`.
+
+Values are escaped, so that a name from a file cannot become a tag.
 """
 
 from __future__ import annotations
@@ -13,27 +14,31 @@ from markupsafe import Markup
 
 @cache
 def _environment() -> Environment:
-    found = Environment(
+    environment = Environment(
         loader=PackageLoader("plait.observe"),
         autoescape=True,
+        # A misspelt variable raises instead of rendering as nothing.
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    found.filters["percent"] = lambda number: f"{number:.3f}".rstrip("0").rstrip(".")
+    environment.filters["percent"] = _format_percent
     for digits, name in enumerate(("tenth", "hundredth", "thousandth"), start=1):
-        found.filters[name] = f"{{:.{digits}f}}".format
-    return found
+        environment.filters[name] = f"{{:.{digits}f}}".format
+    return environment
+
+
+def _format_percent(number: float) -> str:
+    return f"{number:.3f}".rstrip("0").rstrip(".")
 
 
 def render(template: str, **values: Any) -> Markup:
-    """A whole template."""
+    """Render a template with values for its variables."""
     return Markup(_environment().get_template(template).render(values))
 
 
-def part(name: str, *arguments: Any, **values: Any) -> Markup:
-    """A macro of `parts.html`."""
-    return Markup(
-        getattr(_environment().get_template("parts.html").module, name)(*arguments, **values)
-    )
+def render_macro(name: str, *arguments: Any, **values: Any) -> Markup:
+    """Render a macro of `parts.html` with its arguments."""
+    macro = getattr(_environment().get_template("parts.html").module, name)
+    return Markup(macro(*arguments, **values))

@@ -1,9 +1,9 @@
-"""A pipeline's timeline as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing
-open.
+"""Chrome trace of a pipeline's timeline, for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-Trace Event Format: docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU. A row a
-pipeline rank, and a row for each pair of ranks that pass messages. Complete events (`X`), times in
-microseconds.
+The format is described in
+docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU. There is one row per
+pipeline rank, and one per pair of ranks that exchange messages. All events are complete events
+(`X`) with times in microseconds.
 """
 
 from __future__ import annotations
@@ -26,116 +26,124 @@ _COLOURS = {
     Kind.INPUT: "rail_animation",
     Kind.WEIGHT: "rail_load",
 }
-"""Names of chrome://tracing's palette; Perfetto has its own colours."""
-_RANKS = 1
-_MESSAGES = 2
-"""Processes of the trace. Perfetto takes 0, of processes and of threads, for the idle system, and a
-thread's number should be unique.
-"""
+"""Names of the palette of chrome://tracing. Perfetto ignores them."""
+# Perfetto takes process 0 and thread 0 for the idle system, so both are numbered from 1. The number
+# of a thread should be unique across processes.
+_RANKS_PROCESS = 1
+_MESSAGES_PROCESS = 2
 _MICROSECONDS = 1e6
 
 
 def chrome_trace(
     timeline: Timeline, *, title: str, after: Mapping[str, float] | None = None
 ) -> dict[str, Any]:
-    """For `json.dumps`. Times of the timeline are taken as seconds.
+    """Return a Chrome trace for `json.dumps`.
 
-    `after` has seconds of what a step takes beyond the pipeline, by meaning: drawn on every rank
-    behind the pipeline's end, one after the other, for where in the step they fall is not
-    predicted.
+    Args:
+        timeline: The timeline, whose times are seconds.
+        title: Title of the trace.
+        after: Seconds of a step outside of the pipeline, keyed by their meaning. They are drawn on
+            every rank after the end of the pipeline, because their actual position in the step is
+            not predicted.
     """
     schedule = timeline.schedule
     after = dict(after or {})
     events = [
-        _named("process_name", _RANKS, 1, "pipeline ranks"),
-        _named("process_name", _MESSAGES, schedule.pp + 1, "messages"),
+        _metadata("process_name", _RANKS_PROCESS, 1, "pipeline ranks"),
+        _metadata("process_name", _MESSAGES_PROCESS, schedule.pp + 1, "messages"),
     ]
-    for rank, row in enumerate(timeline.ranks):
+    for rank, spans in enumerate(timeline.ranks):
         stages = ", ".join(str(stage) for stage in schedule.stages_of(rank))
         thread = rank + 1
-        events.append(_named("thread_name", _RANKS, thread, f"rank {rank} (stages {stages})"))
-        events += _rank_events(thread, row, timeline.total)
+        label = f"rank {rank} (stages {stages})"
+        events.append(_metadata("thread_name", _RANKS_PROCESS, thread, label))
+        events += _rank_events(thread, spans, timeline.total)
         start = timeline.total
         for meaning, seconds in after.items():
-            events.append(
-                _event(meaning, "rest of the step", _RANKS, thread, start, start + seconds, {})
-            )
+            events.append(_event(meaning, "rest of the step", thread, start, start + seconds))
             start += seconds
-    pairs = sorted({(sent.source, sent.destination) for sent in timeline.transfers})
-    rows = {pair: schedule.pp + 1 + index for index, pair in enumerate(pairs)}
-    events += [
-        _named("thread_name", _MESSAGES, row, f"rank {source} to rank {to}")
-        for (source, to), row in rows.items()
-    ]
-    events += [_sent(sent, rows[sent.source, sent.destination]) for sent in timeline.transfers]
-    total = timeline.total + sum(after.values())
-    said = {
+
+    pairs = sorted({(transfer.source, transfer.destination) for transfer in timeline.transfers})
+    threads = {pair: schedule.pp + 1 + index for index, pair in enumerate(pairs)}
+    for (source, destination), thread in threads.items():
+        label = f"rank {source} to rank {destination}"
+        events.append(_metadata("thread_name", _MESSAGES_PROCESS, thread, label))
+    for transfer in timeline.transfers:
+        events.append(_transfer_event(transfer, threads[transfer.source, transfer.destination]))
+
+    description = {
         "title": title,
         "schedule": schedule.name,
         "pipeline_seconds": timeline.total,
-        "step_seconds": total,
+        "step_seconds": timeline.total + sum(after.values()),
     }
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": said}
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": description}
 
 
-def _rank_events(thread: int, row: Sequence[Span], total: float) -> list[dict[str, Any]]:
+def _rank_events(thread: int, spans: Sequence[Span], total: float) -> list[dict[str, Any]]:
     events = []
-    free = 0.0
-    for span in row:
-        if span.start > free:
-            events.append(_event("idle", "idle", _RANKS, thread, free, span.start, {}, "grey"))
+    idle_since = 0.0
+    for span in spans:
+        if span.start > idle_since:
+            events.append(_event("idle", "idle", thread, idle_since, span.start, colour="grey"))
         action = span.action
         name = _NAMES[action.kind]
-        args = {"stage": action.stage, "micro_batch": action.microbatch}
         events.append(
             _event(
                 f"{name} {action.microbatch}",
                 name,
-                _RANKS,
                 thread,
                 span.start,
                 span.end,
-                args,
-                _COLOURS[action.kind],
+                args={"stage": action.stage, "micro_batch": action.microbatch},
+                colour=_COLOURS[action.kind],
             )
         )
-        free = span.end
-    if total > free:
-        events.append(_event("idle", "idle", _RANKS, thread, free, total, {}, "grey"))
+        idle_since = span.end
+    if total > idle_since:
+        events.append(_event("idle", "idle", thread, idle_since, total, colour="grey"))
     return events
 
 
-def _sent(sent: Transfer, thread: int) -> dict[str, Any]:
-    args = {"stage": sent.message.stage, "micro_batch": sent.message.microbatch}
+def _transfer_event(transfer: Transfer, thread: int) -> dict[str, Any]:
+    message = transfer.message
     return _event(
-        f"{sent.message.payload} {sent.message.microbatch}",
+        f"{message.payload} {message.microbatch}",
         "p2p",
-        _MESSAGES,
         thread,
-        sent.start,
-        sent.end,
-        args,
+        transfer.start,
+        transfer.end,
+        process=_MESSAGES_PROCESS,
+        args={"stage": message.stage, "micro_batch": message.microbatch},
     )
 
 
 def _event(
     name: str,
     category: str,
-    process: int,
     thread: int,
     start: float,
     end: float,
-    args: dict[str, Any],
+    *,
+    process: int = _RANKS_PROCESS,
+    args: Mapping[str, Any] | None = None,
     colour: str = "",
 ) -> dict[str, Any]:
-    event = {"name": name, "cat": category, "ph": "X", "pid": process, "tid": thread}
-    event |= {
+    event: dict[str, Any] = {
+        "name": name,
+        "cat": category,
+        "ph": "X",
+        "pid": process,
+        "tid": thread,
         "ts": start * _MICROSECONDS,
         "dur": (end - start) * _MICROSECONDS,
-        "args": args | {"seconds": end - start},
+        "args": {**(args or {}), "seconds": end - start},
     }
-    return event | ({"cname": colour} if colour else {})
+    if colour:
+        event["cname"] = colour
+    return event
 
 
-def _named(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
-    return {"name": what, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
+def _metadata(field: str, process: int, thread: int, name: str) -> dict[str, Any]:
+    """Return the event that names a process or a thread."""
+    return {"name": field, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}

@@ -1,10 +1,10 @@
-"""An optimizer that updates every parameter inside of the backward, as soon as its gradient is
-complete, and frees the gradient.
+"""Optimizer that updates each parameter during the backward and frees its gradient.
 
-Only the gradients of the unit that was reduced last are allocated (of one parameter where nothing
-is sharded). The optimizer is torch's own, with one parameter per call, so the results are bitwise
-equal to those of a step after the backward. Features that need all gradients before the first
-update (clipping, an overflow check, accumulation) are refused by the configuration.
+A parameter is updated as soon as its gradient is complete. Only the gradients of the unit that was
+reduced last are allocated (of one parameter if nothing is sharded). The optimizer is torch's own,
+with one parameter per call, so the results are bitwise equal to those of a step after the backward.
+The configuration refuses features that need all gradients before the first update: clipping, an
+overflow check, accumulation.
 """
 
 from __future__ import annotations
@@ -23,7 +23,18 @@ from plait.parallel.hooks import Lost, StepHook
 
 
 class BackwardOptimizer(StepHook):
-    """Drives `optimizer` from the gradients of its parameters."""
+    """Calls an optimizer from the gradient hooks of its parameters.
+
+    Args:
+        optimizer: An elementwise optimizer of torch.
+
+    Attributes:
+        looks: Callbacks for inspection. Each is called with a parameter whose gradient is complete,
+            before its update.
+
+    Raises:
+        ModelError: The optimizer is not elementwise.
+    """
 
     def __init__(self, optimizer: Optimizer) -> None:
         if not is_elementwise(optimizer):
@@ -34,21 +45,18 @@ class BackwardOptimizer(StepHook):
             )
         self.optimizer = optimizer
         self.looks: list[Callable[[nn.Parameter], None]] = []
-        """Called with every parameter whose gradient is complete, just before its update (for
-        inspection).
-        """
         self._group_of = {
             p: index for index, group in enumerate(optimizer.param_groups) for p in group["params"]
         }
         self._norms: dict[nn.Parameter, torch.Tensor] = {}
-        """Of this rank's parts of the gradients of the step that runs."""
+        """Norms of this rank's shards of the current step's gradients."""
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._update)
             for parameter in self._group_of
         ]
 
     def on_error(self, lost: Lost) -> None:
-        """What was updated cannot be taken back."""
+        """Raise PlaitError if the failed step has updated parameters, which cannot be undone."""
         if lost == "step" and self.take_norms():
             raise PlaitError(
                 "parallel.optimizer_in_backward: the step failed when some parameters were updated"
@@ -56,15 +64,15 @@ class BackwardOptimizer(StepHook):
             )
 
     def release(self) -> None:
-        """Update no more."""
+        """Stop updating parameters."""
         for handle in self._handles:
             handle.remove()
 
     def take_norms(self) -> dict[nn.Parameter, torch.Tensor]:
-        """What the step's gradients were, by parameter; the next step begins anew."""
-        found = self._norms
+        """End the step, and return the norms of this rank's shards of its gradients."""
+        norms = self._norms
         self._norms = {}
-        return found
+        return norms
 
     def _update(self, parameter: torch.Tensor) -> None:
         assert isinstance(parameter, nn.Parameter) and parameter.grad is not None
@@ -76,7 +84,10 @@ class BackwardOptimizer(StepHook):
             )
         for look in self.looks:
             look(parameter)
+        # The gradient does not exist any more when the step needs the global norm.
         self._norms[parameter] = norms_of([local_tensor(parameter.grad)])[0]
+
+        # The groups keep their values (learning rate, betas), and only this parameter is stepped.
         groups = self.optimizer.param_groups
         members = [group["params"] for group in groups]
         try:

@@ -1,4 +1,4 @@
-"""The files that a configuration asks for, made for a sharded model."""
+"""Construction of the `DiskTier` that a configuration describes, for a sharded model."""
 
 from __future__ import annotations
 
@@ -22,84 +22,107 @@ from plait.units import format_bytes
 def build_disk_tier(
     resolved: Resolved, model: nn.Module, units: Collection[str]
 ) -> DiskTier | None:
-    """Files for `model`, which is sharded and may not have its weights yet: for states of these
-    units (by their paths; "": all of it).
+    """Create the files of a model, or return None if the configuration stores nothing in files.
+
+    Args:
+        resolved: The configuration.
+        model: The sharded model. It may not have its weights yet.
+        units: Paths of the units whose states are in files. "" stands for the full model.
+
+    Raises:
+        ConfigError: The buffers are too small for the parameters that are gathered together.
     """
     states = resolved.optimizer_offload
     parameters = resolved.parameter_offload
     if states.device != "nvme" and parameters.device != "nvme":
         return None
-    arena = Arena(Path(states.path or ".")) if states.device == "nvme" else None
+
+    arena = None
+    if states.device == "nvme":
+        arena = Arena(Path(states.path or "."))
     shards = None
     if parameters.device == "nvme":
         _refuse_small_pool(parameters, model)
-        same = arena is not None and parameters.path == states.path
-        shards = (
-            arena
-            if same
-            else Arena(
+        if arena is not None and parameters.path == states.path:
+            shards = arena
+        else:
+            shards = Arena(
                 Path(parameters.path or "."), field="zero_optimization.offload_param.nvme_path"
             )
-        )
-    walk = states if arena is not None else parameters
+
+    buffers = states if arena is not None else parameters
     tier = DiskTier(
         arena,
-        buffer_bytes=walk.buffer_bytes,
-        buffer_count=walk.buffer_count,
+        buffer_bytes=buffers.buffer_bytes,
+        buffer_count=buffers.buffer_count,
         shards=shards,
         pool_bytes=parameters.pool_bytes,
     )
-    held = large_states(lambda named: build_optimizer(resolved.optimizer, named))
+    state_count = large_states(lambda named: build_optimizer(resolved.optimizer, named))
     tier.adopt(
-        model, states=held, units=units, shards_of=units if parameters.with_states else ("",)
+        model,
+        states=state_count,
+        units=units,
+        shards_of=units if parameters.with_states else ("",),
     )
     return tier
 
 
 def _refuse_small_pool(offload: ParameterOffload, model: nn.Module) -> None:
-    """The shards of a unit are in memory together while it is gathered."""
+    """Raise ConfigError if the shards of a unit do not fit into the buffers.
+
+    The shards of a unit are in memory together while it is gathered.
+    """
     if offload.with_states:
         return
     names = {
         module: name or "what is outside of the blocks" for name, module in model.named_modules()
     }
-    units = [
-        (sum(shard.nbytes for shard in shard_buffers(unit)), names[unit])
-        for unit in sharded_modules(model)
-    ]
+    units = []
+    for unit in sharded_modules(model):
+        unit_bytes = sum(shard.nbytes for shard in shard_buffers(unit))
+        units.append((unit_bytes, names[unit]))
     size, name = max(units, default=(0, ""))
-    if size > offload.pool_bytes:
-        least = -(-size // offload.buffer_count // 4)
-        rule = (
-            f"{offload.buffer_count} buffers hold {format_bytes(offload.pool_bytes)}, and {name},"
-            f" gathered as one, has {format_bytes(size)}"
+    if size <= offload.pool_bytes:
+        return
+    # The setting counts elements of 4 bytes.
+    least = -(-size // offload.buffer_count // 4)
+    rule = (
+        f"{offload.buffer_count} buffers hold {format_bytes(offload.pool_bytes)}, and {name},"
+        f" gathered as one, has {format_bytes(size)}"
+    )
+    raise ConfigError(
+        Problem(
+            "zero_optimization.offload_param.buffer_size",
+            offload.buffer_bytes // 4,
+            rule,
+            f"set it to {least} or more",
         )
-        raise ConfigError(
-            Problem(
-                "zero_optimization.offload_param.buffer_size",
-                offload.buffer_bytes // 4,
-                rule,
-                f"set it to {least} or more",
-            )
-        )
+    )
 
 
 def large_states(make: Callable[[list[tuple[str, nn.Parameter]]], Optimizer]) -> int:
-    """How many states shaped like a parameter an optimizer keeps at most, found by one step of a
-    small one: matrices and vectors differ in some (Adafactor, Muon).
+    """Return how many states shaped like a parameter an optimizer has per parameter, at most.
+
+    It is determined by a step of a small optimizer, because matrices and vectors differ in some
+    (Adafactor, Muon).
+
+    Args:
+        make: Builds the optimizer from (name, parameter) pairs.
     """
     parameters = {
-        name: nn.Parameter(torch.zeros(shape))
-        for name, shape in (("weight", (8, 8)), ("bias", (8,)))
+        "weight": nn.Parameter(torch.zeros(8, 8)),
+        "bias": nn.Parameter(torch.zeros(8)),
     }
     optimizer = make(list(parameters.items()))
     for parameter in parameters.values():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    return max(
-        sum(
-            isinstance(value, torch.Tensor) and value.shape == p.shape
-            for value in optimizer.state[p].values()
+
+    counts = []
+    for parameter in parameters.values():
+        values = optimizer.state[parameter].values()
+        counts.append(
+            sum(isinstance(v, torch.Tensor) and v.shape == parameter.shape for v in values)
         )
-        for p in parameters.values()
-    )
+    return max(counts)

@@ -1,10 +1,13 @@
-"""Optimizer states, gradients and parameters in files (ZeRO-Infinity's disk tier), and an optimizer
-step that iterates over them.
+"""Optimizer states, gradients and parameters in files, and an optimizer step that streams them.
 
-The step is computed chunk by chunk: while one chunk is updated, the next are read and the previous
-are written, each by a thread of its own, so that at most `buffer_count` chunks are in memory. The
-optimizer is torch's own and sees ordinary tensors: the results are bitwise equal to those of a step
-in memory. Not for GPUs yet: what is mapped is host memory.
+This is ZeRO-Infinity's disk tier. GPUs are not supported yet: the mapped memory is host memory.
+
+Note [Streaming step]
+    The step is computed chunk by chunk. While one chunk is updated, one thread reads the next
+    chunks and another writes the previous ones, so that at most `buffer_count` chunks are in
+    memory. The optimizer is torch's own and sees ordinary tensors, so the results are bitwise equal
+    to those of a step in memory. An elementwise optimizer is stepped on slices of parameters, any
+    other one on full parameters.
 """
 
 from __future__ import annotations
@@ -34,18 +37,17 @@ from plait.parallel.placed import like_parameter
 T = TypeVar("T")
 
 ELEMENTWISE = ("Adam", "AdamW", "SGD", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta")
-"""torch's optimizers that update every element by itself, so that a parameter may be updated in
-slices.
-"""
+"""torch's optimizers that update each element by itself, so that slices can be updated."""
 ALIGNED = 4096
-"""Elements: slices begin at multiples, so that vectorised kernels meet the same elements at the
-same places.
+"""Alignment of slices in elements.
+
+Vectorised kernels then process the same elements in the same lanes as in a full parameter.
 """
 
 
 @dataclass(frozen=True)
-class _Slice:
-    """Elements `start` to `end` of a parameter's local part."""
+class _ParameterSlice:
+    """Elements `start` to `end` of the flattened local shard of a parameter."""
 
     parameter: nn.Parameter
     start: int
@@ -53,28 +55,43 @@ class _Slice:
 
     @property
     def gradient(self) -> torch.Tensor:
-        """Of the full parameter."""
+        """Gradient of the full parameter."""
         assert self.parameter.grad is not None
         return self.parameter.grad
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """These elements of a tensor of the parameter's shape, flat, sharing its memory."""
+        """Return these elements of a tensor of the parameter's shape: a flat view."""
         return local_tensor(tensor).view(-1)[self.start : self.end]
 
 
 @dataclass(frozen=True)
-class _Use:
-    """A mapped tensor, or a slice of one, that is needed in memory for a while."""
+class _TensorUse:
+    """A mapped tensor, or a slice of one, that is needed in memory for a while.
+
+    Attributes:
+        tensor: The tensor.
+        changes: Whether it is written to.
+        lasts: Whether it is read again later, so that changes have to reach the disk.
+    """
 
     tensor: torch.Tensor
     changes: bool = True
-    """Whether it is written to."""
     lasts: bool = True
-    """Whether it is read again, so that what was written has to reach the disk."""
 
 
 class DiskTier(StepHook):
-    """Made before a model's weights are, given the optimizer afterwards."""
+    """Files with the optimizer states, gradients and parameters of one model.
+
+    It is made before the model has its weights (`adopt`), and receives the optimizer later
+    (`drive`).
+
+    Args:
+        arena: File for gradients and optimizer states, or None to leave them in memory.
+        buffer_bytes: Size of a chunk of the step.
+        buffer_count: Number of chunks that may be in memory.
+        shards: File for the shards of parameters, which may be the same as `arena`, or None.
+        pool_bytes: Bytes of shards that are in memory at once while the model computes.
+    """
 
     def __init__(
         self,
@@ -85,30 +102,30 @@ class DiskTier(StepHook):
         shards: Arena | None = None,
         pool_bytes: int = 0,
     ) -> None:
-        """`arena` is for gradients and states, `shards` (which may be the same) for the shards of
-        parameters; None leaves them in memory. `pool_bytes`: how much of the shards is in memory at
-        once while the model computes.
-        """
         self.arena = arena
         self.shards = shards
         self.pool_bytes = pool_bytes
         self.buffer_bytes = buffer_bytes
         self.buffer_count = buffer_count
         self._gradients: dict[nn.Parameter, torch.Tensor] = {}
+        """Mapped gradients."""
         self._buffers: list[torch.Tensor] = []
-        """Shards in files, padding included."""
+        """Mapped shards of parameters, padding included."""
         self._shard_reader: ShardReader | None = None
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="plait-disk-read")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="plait-disk-write")
         self._leaving: deque[tuple[Future[None], int]] = deque()
-        """Gradients that are being written to the disk."""
+        """Gradients that are being written to the disk, with their sizes in bytes."""
         self._optimizer: Optimizer | None = None
         self._inner_step: Callable[..., Any] | None = None
+        """The optimizer's original `step`."""
         self._factor: torch.Tensor | float = 1.0
+        """Factor of the gradients in the coming step."""
         self._places: dict[tuple[nn.Parameter, str], torch.Tensor] = {}
+        """Mapped states, keyed by parameter and name."""
         self._group_of: dict[nn.Parameter, int] = {}
         self._new: set[nn.Parameter] = set()
-        """Parameters whose first step this is."""
+        """Parameters whose first step is running."""
 
     def adopt(
         self,
@@ -118,10 +135,19 @@ class DiskTier(StepHook):
         units: Collection[str] = ("",),
         shards_of: Collection[str] = ("",),
     ) -> None:
-        """Map the gradients of `units` (by their paths; "": the whole model) and the parameters'
-        shards of `shards_of`, and reserve `states` optimizer states for each. Parameters that are
-        computed with as they are (a model that is not sharded) stay in memory. Raises PlaitError on
-        a full disk, with nothing changed.
+        """Map the gradients and shards of a model, and reserve room for optimizer states.
+
+        Parameters of a model that is not sharded are computed with as they are, and stay in memory.
+
+        Args:
+            model: The model.
+            states: Number of states per parameter that are shaped like it.
+            units: Paths of the units whose gradients and states are in files. "" stands for the
+                full model.
+            shards_of: Paths of the units whose shards are in files.
+
+        Raises:
+            PlaitError: The disk is full. Nothing has changed.
         """
         paths = {module: path for path, module in model.named_modules()}
         moved = [
@@ -129,20 +155,19 @@ class DiskTier(StepHook):
             for unit in sharded_modules(model)
             if isinstance(unit, nn.Module) and ("" in shards_of or paths[unit] in shards_of)
         ]
-        inside = {
-            p
-            for unit in (units if "" not in units else ("",))
-            for p in model.get_submodule(unit).parameters()
-        }
-        trained = [p for p in model.parameters() if p.requires_grad and p in inside]
+        offloaded: set[nn.Parameter] = set()
+        for path in units if "" not in units else ("",):
+            offloaded.update(model.get_submodule(path).parameters())
+        trained = [p for p in model.parameters() if p.requires_grad and p in offloaded]
+
+        # Both are reserved before anything is moved, so that an error changes nothing.
         if self.shards is not None:
-            self.shards.reserve(
-                sum(in_pages(buffer) for unit in moved for buffer in shard_buffers(unit))
-            )
+            buffers = [buffer for unit in moved for buffer in shard_buffers(unit)]
+            self.shards.reserve(sum(map(in_pages, buffers)))
         if self.arena is not None:
-            self.arena.reserve(
-                (1 + states) * sum(in_pages(local_tensor(p.detach())) for p in trained)
-            )
+            per_state = sum(in_pages(local_tensor(p.detach())) for p in trained)
+            self.arena.reserve((1 + states) * per_state)
+
         if self.shards is not None:
             for unit in moved:
                 replace_shard_buffers(unit, self.shards.copy)
@@ -150,23 +175,22 @@ class DiskTier(StepHook):
             self._shard_reader = ShardReader(
                 self.shards, moved, pool_bytes=self.pool_bytes, reader=self._reader
             )
-        if self.arena is None:
-            return
-        for parameter in trained:
-            local = local_tensor(parameter.detach())
-            self._gradients[parameter] = self.arena.empty(local.shape, local.dtype)
-            parameter.register_post_accumulate_grad_hook(self._keep_gradient)
+        if self.arena is not None:
+            for parameter in trained:
+                local = local_tensor(parameter.detach())
+                self._gradients[parameter] = self.arena.empty(local.shape, local.dtype)
+                parameter.register_post_accumulate_grad_hook(self._move_gradient)
 
     @property
     def arenas(self) -> tuple[Arena, ...]:
-        """Each once."""
-        return tuple(
-            dict.fromkeys(arena for arena in (self.arena, self.shards) if arena is not None)
-        )
+        """Files in use, each once."""
+        arenas = [arena for arena in (self.arena, self.shards) if arena is not None]
+        return tuple(dict.fromkeys(arenas))
 
     def close(self) -> None:
-        """End the threads, and close the files. What is mapped stays readable, as long as a tensor
-        of it is there.
+        """End the threads and close the files.
+
+        Mapped memory stays readable as long as a tensor of it exists.
         """
         for pool in (self._writer, self._reader):
             pool.shutdown()
@@ -174,108 +198,121 @@ class DiskTier(StepHook):
             arena.close()
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a plain tensor is in files."""
+        """Return True if a plain tensor is in a file."""
         return any(arena.holds(tensor) for arena in self.arenas)
 
     def fetch(self, tensor: torch.Tensor, *, write: bool) -> None:
-        """See Arena; nothing for a tensor in memory."""
+        """Read a tensor from its file (see `Arena`). Does nothing for a tensor in memory."""
         for arena in self.arenas:
             if arena.holds(tensor):
                 arena.fetch(tensor, write=write)
 
     def evict(self, tensor: torch.Tensor, *, written: bool = True) -> None:
-        """See Arena; nothing for a tensor in memory."""
+        """Remove a tensor from memory (see `Arena`). Does nothing for a tensor in memory only."""
         for arena in self.arenas:
             arena.evict(tensor, written=written)
 
     def evict_parameter(self, parameter: torch.Tensor) -> None:
-        """After it was filled."""
+        """Evict a parameter that was filled."""
         self.evict(local_tensor(parameter.detach()))
 
     def evict_parameters(self) -> None:
-        """After they were filled."""
+        """Evict all parameters, after they were filled."""
         for buffer in self._buffers:
             self.evict(buffer)
         if self.arenas:
-            trim_heap()  # of what was there before it was mapped
+            # Returns the memory that the parameters had before they were mapped.
+            trim_heap()
 
     def end_of_computation(self) -> None:
-        """No parameters are gathered for now: evict what was prefetched."""
+        """Evict prefetched shards. No parameters are gathered until the next forward."""
         if self._shard_reader is not None:
             self._shard_reader.end_step()
 
-    def _keep_gradient(self, parameter: torch.Tensor) -> None:
-        """The gradient leaves memory as soon as it is there."""
+    def _move_gradient(self, parameter: torch.Tensor) -> None:
+        """Move a complete gradient to its file."""
         assert (
             isinstance(parameter, nn.Parameter)
             and parameter.grad is not None
             and self.arena is not None
         )
-        place = self._gradients[parameter]
-        found = local_tensor(parameter.grad)
-        if found.data_ptr() != place.data_ptr():
-            place.copy_(found)
-            parameter.grad = like_parameter(place, parameter)
-        size = place.numel() * place.element_size()
-        self._leaving.append((self._writer.submit(self.arena.evict, place), size))
-        # backward is faster than the disk
+        mapped = self._gradients[parameter]
+        gradient = local_tensor(parameter.grad)
+        if gradient.data_ptr() != mapped.data_ptr():
+            mapped.copy_(gradient)
+            parameter.grad = like_parameter(mapped, parameter)
+        size = mapped.numel() * mapped.element_size()
+        self._leaving.append((self._writer.submit(self.arena.evict, mapped), size))
+        # The backward is faster than the disk, so it waits for the oldest.
         while sum(size for _, size in self._leaving) > self.buffer_bytes:
             self._leaving.popleft()[0].result()
 
     def walk(
         self, tensors: Sequence[torch.Tensor], *, write: bool = False
     ) -> Iterator[list[torch.Tensor]]:
-        """The plain tensors in lists of about a buffer's size, in order, each list fetched before
-        its use and evicted after it.
+        """Yield plain tensors in order, in lists of about the size of a buffer.
+
+        Each list is fetched before its use and evicted after it.
+
+        Args:
+            tensors: The tensors.
+            write: Whether the caller changes them.
         """
-        lists: list[list[torch.Tensor]] = []
-        size = 0
+        chunks: list[list[torch.Tensor]] = []
+        chunk_bytes = 0
         for tensor in tensors:
-            count = tensor.numel() * tensor.element_size()
-            if not lists or size + count > self.buffer_bytes:
-                lists.append([])
-                size = 0
-            lists[-1].append(tensor)
-            size += count
-        yield from self._pipelined(
-            lists, lambda entry: [_Use(tensor, changes=write) for tensor in entry]
-        )
+            size = tensor.numel() * tensor.element_size()
+            if not chunks or chunk_bytes + size > self.buffer_bytes:
+                chunks.append([])
+                chunk_bytes = 0
+            chunks[-1].append(tensor)
+            chunk_bytes += size
 
-    def _pipelined(self, entries: Sequence[T], uses_of: Callable[[T], list[_Use]]) -> Iterator[T]:
-        """Each entry when its tensors are in memory, in order; afterwards they are evicted. As many
-        are prefetched as there is room for, so that the reader never waits for the computation.
+        def uses_of(chunk: list[torch.Tensor]) -> list[_TensorUse]:
+            return [_TensorUse(tensor, changes=write) for tensor in chunk]
+
+        yield from self._pipelined(chunks, uses_of)
+
+    def _pipelined(
+        self, chunks: Sequence[T], uses_of: Callable[[T], list[_TensorUse]]
+    ) -> Iterator[T]:
+        """Yield each chunk in order when its tensors are in memory, and evict them afterwards.
+
+        As many chunks are prefetched as there is room for, so that the reader never waits for the
+        computation. See Note [Streaming step].
         """
 
-        def fetch(uses: list[_Use]) -> None:
+        def fetch(uses: list[_TensorUse]) -> None:
             for use in uses:
                 self.fetch(use.tensor, write=use.changes)
 
-        def evict(uses: list[_Use]) -> None:
+        def evict(uses: list[_TensorUse]) -> None:
             for use in uses:
                 self.evict(use.tensor, written=use.changes and use.lasts)
 
         self.end_of_computation()
-        waiting = iter(entries)
+        waiting = iter(chunks)
         arriving: deque[tuple[T, Future[None]]] = deque()
         leaving: deque[Future[None]] = deque()
 
         def read_ahead() -> None:
-            # besides the one that is computed
+            # One of the buffers belongs to the chunk that is computed.
             while len(arriving) + len(leaving) < self.buffer_count - 1:
-                entry = next(waiting, None)
-                if entry is None:
+                chunk = next(waiting, None)
+                if chunk is None:
                     return
-                arriving.append((entry, self._reader.submit(fetch, uses_of(entry))))
+                arriving.append((chunk, self._reader.submit(fetch, uses_of(chunk))))
 
         read_ahead()
         while arriving:
-            entry, arrived = arriving.popleft()
+            chunk, arrived = arriving.popleft()
             arrived.result()
             while leaving and leaving[0].done():
                 leaving.popleft().result()
             read_ahead()
-            yield entry
-            leaving.append(self._writer.submit(evict, uses_of(entry)))
+            yield chunk
+            leaving.append(self._writer.submit(evict, uses_of(chunk)))
+            # Without a chunk that arrives, the loop would end before the last ones are read.
             while leaving and not arriving:
                 leaving.popleft().result()
                 read_ahead()
@@ -283,8 +320,10 @@ class DiskTier(StepHook):
             future.result()
 
     def drive(self, optimizer: Optimizer) -> None:
-        """Replace `optimizer.step` by one that reads files. Raises ModelError for an optimizer that
-        needs all parameters at once.
+        """Replace `optimizer.step` by a step that streams files.
+
+        Raises:
+            ModelError: The optimizer needs all parameters at once.
         """
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ModelError(
@@ -293,17 +332,30 @@ class DiskTier(StepHook):
             )
         self._optimizer = optimizer
         self._inner_step = optimizer.step
-        # A method of the optimizer, as torch's schedules want it.
-        optimizer.step = MethodType(lambda _, closure=None: self.step(closure), optimizer)  # type: ignore[method-assign]
-        optimizer.register_load_state_dict_post_hook(lambda _: self._map_made())
-        self._map_made()
+
+        def step(_: Optimizer, closure: Callable[[], Any] | None = None) -> None:
+            self.step(closure)
+
+        # torch's schedules require `step` to be a method of the optimizer.
+        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+        optimizer.register_load_state_dict_post_hook(lambda _: self._map_states())
+        self._map_states()
 
     def scale_in_step(self, factor: torch.Tensor | float) -> None:
-        """Multiply gradients in the coming step, so that they are read once less."""
+        """Multiply all gradients by a factor in the coming step.
+
+        This saves a pass over the files.
+        """
         self._factor = factor
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """One step of the optimizer over all parameters that have a gradient."""
+        """Step the optimizer over all parameters that have a gradient.
+
+        See Note [Streaming step].
+
+        Raises:
+            ModelError: A closure is passed.
+        """
         optimizer = self._optimizer
         assert optimizer is not None
         if closure is not None:
@@ -315,52 +367,61 @@ class DiskTier(StepHook):
         self._factor = 1.0
         members = [list(group["params"]) for group in optimizer.param_groups]
         self._group_of = {p: index for index, parameters in enumerate(members) for p in parameters}
-        stepping = [p for p in self._group_of if p.grad is not None]
-        self._new = {p for p in stepping if not optimizer.state.get(p)}
+        updated = [p for p in self._group_of if p.grad is not None]
+        self._new = {p for p in updated if not optimizer.state.get(p)}
         elementwise = is_elementwise(optimizer)
+        scaled = isinstance(factor, torch.Tensor) or factor != 1.0
+        # The inner step sees the parameters of one chunk at a time in the groups.
         try:
-            scaled = isinstance(factor, torch.Tensor) or factor != 1.0
-            for piece in self._pipelined(
-                self._pieces(stepping, elementwise=elementwise),
+            for chunk in self._pipelined(
+                self._chunks(updated, elementwise=elementwise),
                 partial(self._uses_of, scaled=scaled),
             ):
                 if scaled:
-                    multiply_all([part.of(part.gradient) for part in piece], factor)
+                    multiply_all([part.of(part.gradient) for part in chunk], factor)
                 if elementwise:
-                    self._step_slices(optimizer, piece)
+                    self._step_slices(optimizer, chunk)
                 else:
-                    self._step_whole(optimizer, piece)
+                    self._step_parameters(optimizer, chunk)
         finally:
             for group, parameters in zip(optimizer.param_groups, members, strict=True):
                 group["params"] = parameters
 
-    def _pieces(
+    def _chunks(
         self, parameters: Sequence[nn.Parameter], *, elementwise: bool
-    ) -> list[list[_Slice]]:
-        """Slices whose parameter, gradient and states, as far as they are in files, together take
-        about a buffer.
+    ) -> list[list[_ParameterSlice]]:
+        """Divide parameters into chunks.
+
+        The parameters, gradients and states of a chunk, as far as they are in files, together have
+        about the size of a buffer.
         """
-        pieces: list[list[_Slice]] = [[]]
-        left = self.buffer_bytes
+        chunks: list[list[_ParameterSlice]] = [[]]
+        room_bytes = self.buffer_bytes
         for parameter in parameters:
             count = local_tensor(parameter.detach()).numel()
-            each = parameter.element_size()
+            element_bytes = parameter.element_size()
             if self.arena is not None:
-                each *= 2 + max(2, len(self._large_states(parameter)))
+                # The parameter, its gradient and its states. Before the first step there are no
+                # states to count, and two are assumed.
+                element_bytes *= 2 + max(2, len(self._large_states(parameter)))
+
             start = 0
             while start < count or start == 0:
-                room = max(ALIGNED, left // each // ALIGNED * ALIGNED) if elementwise else count
-                end = min(count, start + room)
-                pieces[-1].append(_Slice(parameter, start, end))
-                left -= (end - start) * each
+                length = count
+                if elementwise:
+                    length = max(ALIGNED, room_bytes // element_bytes // ALIGNED * ALIGNED)
+                end = min(count, start + length)
+                chunks[-1].append(_ParameterSlice(parameter, start, end))
+                room_bytes -= (end - start) * element_bytes
+                # An empty parameter has one slice, too.
                 start = max(end, 1)
-                if left < ALIGNED * each:
-                    pieces.append([])
-                    left = self.buffer_bytes
-        return [piece for piece in pieces if piece]
+                if room_bytes < ALIGNED * element_bytes:
+                    chunks.append([])
+                    room_bytes = self.buffer_bytes
+        return [chunk for chunk in chunks if chunk]
 
     def _large_states(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        """The states that are shaped like the parameter."""
+        """Return the states that are shaped like the parameter."""
         assert self._optimizer is not None
         states = self._optimizer.state.get(parameter, {})
         return {
@@ -369,60 +430,58 @@ class DiskTier(StepHook):
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape
         }
 
-    def _uses_of(self, piece: list[_Slice], *, scaled: bool) -> list[_Use]:
-        """A gradient ends with the step, so what the step made of it need not reach the disk."""
-        found = []
-        for part in piece:
-            large = self._large_states(part.parameter).values()
-            found += [_Use(part.of(tensor)) for tensor in (part.parameter.detach(), *large)]
-            found.append(_Use(part.of(part.gradient), changes=scaled, lasts=False))
-        return found
+    def _uses_of(self, chunk: list[_ParameterSlice], *, scaled: bool) -> list[_TensorUse]:
+        uses = []
+        for part in chunk:
+            uses.append(_TensorUse(part.of(part.parameter.detach())))
+            states = self._large_states(part.parameter).values()
+            uses += [_TensorUse(part.of(state)) for state in states]
+            # The gradient ends with the step, so a scaled one need not reach the disk.
+            uses.append(_TensorUse(part.of(part.gradient), changes=scaled, lasts=False))
+        return uses
 
-    def _only(self, optimizer: Optimizer, members: Sequence[tuple[int, nn.Parameter]]) -> None:
+    def _select(self, optimizer: Optimizer, members: Sequence[tuple[int, nn.Parameter]]) -> None:
+        """Set the parameters of all groups. `members` are (index of the group, parameter) pairs."""
         for index, group in enumerate(optimizer.param_groups):
             group["params"] = [parameter for owner, parameter in members if owner == index]
 
-    def _step_whole(self, optimizer: Optimizer, piece: list[_Slice]) -> None:
+    def _step_parameters(self, optimizer: Optimizer, chunk: list[_ParameterSlice]) -> None:
+        """Step the full parameters of a chunk."""
         assert self._inner_step is not None
-        self._only(optimizer, [(self._group_of[part.parameter], part.parameter) for part in piece])
+        members = [(self._group_of[part.parameter], part.parameter) for part in chunk]
+        self._select(optimizer, members)
         self._inner_step()
-        for part in piece:
+        for part in chunk:
             for name, value in self._large_states(part.parameter).items():
                 optimizer.state[part.parameter][name] = self._mapped(part.parameter, name, value)
 
-    def _step_slices(self, optimizer: Optimizer, piece: list[_Slice]) -> None:
-        """Plain parameters in place of the slices, with slices of the states."""
+    def _step_slices(self, optimizer: Optimizer, chunk: list[_ParameterSlice]) -> None:
+        """Step plain parameters in place of the slices, with slices of the states."""
         assert self._inner_step is not None
-        slices = []
-        for part in piece:
+        members = []
+        for part in chunk:
             sliced = nn.Parameter(part.of(part.parameter.detach()))
             sliced.grad = part.of(part.gradient)
             if part.parameter not in self._new:
                 large = self._large_states(part.parameter)
                 optimizer.state[sliced] = {
-                    name: part.of(value) if name in large else _own(value)
+                    name: part.of(value) if name in large else _copy(value)
                     for name, value in optimizer.state[part.parameter].items()
                 }
-            slices.append(sliced)
-        self._only(
-            optimizer,
-            [
-                (self._group_of[part.parameter], sliced)
-                for part, sliced in zip(piece, slices, strict=True)
-            ],
-        )
+            members.append((self._group_of[part.parameter], sliced))
+        self._select(optimizer, members)
         self._inner_step()
-        for part, sliced in zip(piece, slices, strict=True):
-            self._take(optimizer, part, optimizer.state.pop(sliced, {}))
+        for part, (_, sliced) in zip(chunk, members, strict=True):
+            self._store_states(optimizer, part, optimizer.state.pop(sliced, {}))
 
-    def _take(self, optimizer: Optimizer, part: _Slice, found: dict[str, Any]) -> None:
-        """The states of a slice into those of its parameter. Step counts advance with the last
-        slice: the others must see the old ones.
-        """
+    def _store_states(
+        self, optimizer: Optimizer, part: _ParameterSlice, sliced: dict[str, Any]
+    ) -> None:
+        """Store the states of a slice in those of its parameter."""
         parameter = part.parameter
         states = optimizer.state[part.parameter]
         count = local_tensor(parameter.detach()).numel()
-        for name, value in found.items():
+        for name, value in sliced.items():
             if (
                 isinstance(value, torch.Tensor)
                 and value.shape == (part.end - part.start,)
@@ -430,9 +489,10 @@ class DiskTier(StepHook):
             ):
                 if name not in states:
                     states[name] = self._mapped(parameter, name, None)
-                place = part.of(states[name])
-                if place.data_ptr() != value.data_ptr():
-                    place.copy_(value)
+                mapped = part.of(states[name])
+                if mapped.data_ptr() != value.data_ptr():
+                    mapped.copy_(value)
+            # Step counts advance with the last slice: the others must read the old ones.
             elif part.end == count:
                 states[name] = value
 
@@ -444,42 +504,58 @@ class DiskTier(StepHook):
         *,
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """The place of a state in the files, filled with `value`. The same memory for the life of
-        the optimizer. Where the parameter's states stay in memory: `value` itself, or an empty
-        tensor.
+        """Return the mapped tensor of a state, filled with `value`.
+
+        It is the same memory for the life of the optimizer. If the states of the parameter stay in
+        memory, it is `value` itself, or an empty tensor.
+
+        Args:
+            parameter: The parameter.
+            name: Name of the state.
+            value: Value of the state, or None for an empty one.
+            dtype: Dtype of an empty state. The default is the parameter's.
         """
         if self.arena is None or parameter not in self._gradients:
             if value is not None:
                 return value
-            return like_parameter(
-                torch.empty_like(local_tensor(parameter.detach()), dtype=dtype), parameter
-            )
-        if value is not None and type(local_tensor(value.detach())) is not torch.Tensor:
-            kind = type(local_tensor(value.detach())).__name__
-            raise ModelError(
-                f"zero_optimization.offload_optimizer.device = 'nvme': `{name}` of the optimizer is"
-                f" a {kind}, which would lose its form in a file; use an optimizer whose states are"
-                ' plain tensors, or device "none"'
-            )
-        place = self._places.get((parameter, name))
-        if place is None:
             local = local_tensor(parameter.detach())
-            form = value.dtype if value is not None else dtype or parameter.dtype
-            place = self._places[parameter, name] = self.arena.empty(local.shape, form)
-        if value is not None and local_tensor(value).data_ptr() != place.data_ptr():
-            place.copy_(local_tensor(value))
-            self.arena.evict(place)
-        return like_parameter(place, parameter)
+            return like_parameter(torch.empty_like(local, dtype=dtype), parameter)
+
+        local_value = None
+        if value is not None:
+            local_value = local_tensor(value.detach())
+            if type(local_value) is not torch.Tensor:
+                raise ModelError(
+                    f"zero_optimization.offload_optimizer.device = 'nvme': `{name}` of the"
+                    f" optimizer is a {type(local_value).__name__}, which would lose its form in a"
+                    ' file; use an optimizer whose states are plain tensors, or device "none"'
+                )
+            dtype = value.dtype
+
+        mapped = self._places.get((parameter, name))
+        if mapped is None:
+            local = local_tensor(parameter.detach())
+            mapped = self.arena.empty(local.shape, dtype or parameter.dtype)
+            self._places[parameter, name] = mapped
+        if local_value is not None and local_value.data_ptr() != mapped.data_ptr():
+            mapped.copy_(local_value)
+            self.arena.evict(mapped)
+        return like_parameter(mapped, parameter)
 
     def place(self, parameter: nn.Parameter, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """An empty state shaped like the parameter, where its states are kept; for a checkpoint to
-        fill.
+        """Return an empty state shaped like the parameter, for a checkpoint to fill.
+
+        Args:
+            parameter: The parameter.
+            name: Name of the state.
+            dtype: Dtype of the state.
         """
         return self._mapped(parameter, name, None, dtype=dtype)
 
-    def _map_made(self) -> None:
-        """States that others made: a checkpoint that was loaded, an optimizer that makes them when
-        it is built.
+    def _map_states(self) -> None:
+        """Map states that were made outside of the step.
+
+        A loaded checkpoint has them, and an optimizer that makes its states when it is built.
         """
         assert self._optimizer is not None
         for parameter in list(self._optimizer.state):
@@ -489,11 +565,11 @@ class DiskTier(StepHook):
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether it is one of torch's that update every element by itself."""
+    """Return True for an optimizer of torch that updates each element by itself."""
     return type(optimizer).__name__ in ELEMENTWISE and type(optimizer).__module__.startswith(
         "torch.optim"
     )
 
 
-def _own(value: Any) -> Any:
+def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value

@@ -6,7 +6,10 @@ import torch
 
 
 def make_states(optimizer: torch.optim.Optimizer) -> None:
-    """Take a step on gradients without values, so that the states exist; for fake tensors."""
+    """Create the states of an optimizer by a step on zero gradients.
+
+    It changes the parameters, so it is only for fake tensors and dry runs.
+    """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)

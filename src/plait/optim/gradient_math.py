@@ -1,8 +1,8 @@
-"""Norms and scaling of gradients, never in fewer digits than float32.
+"""Norms and scaling of gradients with at least the precision of float32.
 
-torch takes a norm in the tensor's own dtype, and rounds a factor to it: float16 ends at 65504,
-bfloat16 has three digits. A CPU makes a wider copy of what it adds up wider, so long tensors are
-processed there in chunks.
+torch computes a norm in the tensor's own dtype, and rounds a factor to it: float16 ends at 65504,
+bfloat16 has three digits. On a CPU torch makes a wider copy of a tensor that it sums in a wider
+dtype, so long tensors are processed there in chunks.
 """
 
 from __future__ import annotations
@@ -19,41 +19,40 @@ from plait._torch.operators import (
 )
 from plait.cluster import accelerator
 
-_PIECE = 1 << 20
-"""Elements that a CPU widens at a time: 4 MiB in float32."""
+_CHUNK = 1 << 20
+"""Number of elements that a CPU widens at a time: 4 MiB in float32."""
 
 
 def norms_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the Euclidean norm of every plain tensor: 0-dimensional, on its device, float32 or
-    wider.
+    """Return the Euclidean norm of every plain tensor: 0-dimensional, on its device.
+
+    The norms are float32, or wider if the tensor is.
     """
     norms: dict[int, torch.Tensor] = {}
     for indices in grouped_by_device_and_dtype(tensors):
-        alike = [tensors[index] for index in indices]
-        norms.update(zip(indices, _norms_of_alike(alike), strict=True))
+        group = [tensors[index] for index in indices]
+        norms.update(zip(indices, _norms_of_group(group), strict=True))
     return [norms[index] for index in range(len(tensors))]
 
 
 def joined_norm(norms: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the norm of all elements of which `norms` are the norms of parts: 0-dimensional,
-    float64.
+    """Return the norm of a vector from the norms of its parts: 0-dimensional, float64.
 
     Args:
         norms: 0-dimensional tensors, at least one. They may be on several devices; the result is on
             the device of the first.
     """
-    stacks = [
-        torch.stack([norms[index] for index in indices])
-        for indices in grouped_by_device_and_dtype(norms)
-    ]
-    # One cast for all parameters. A cast per parameter would be as many kernels.
-    joined = [torch.linalg.vector_norm(stack, 2.0, dtype=torch.float64) for stack in stacks]
+    joined = []
+    for indices in grouped_by_device_and_dtype(norms):
+        stack = torch.stack([norms[index] for index in indices])
+        # One cast for all parameters. A cast per parameter would be as many kernels.
+        joined.append(torch.linalg.vector_norm(stack, 2.0, dtype=torch.float64))
     if len(joined) == 1:
         return joined[0]
     return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in joined]), 2.0)
 
 
-def _norms_of_alike(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+def _norms_of_group(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Return the norms of tensors of one device and dtype."""
     if tensors[0].dtype.itemsize >= 4:
         return foreach_norm(tensors, 2.0)
@@ -63,33 +62,28 @@ def _norms_of_alike(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
 
 
 def _norm_in_float32(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.numel() <= _PIECE:
+    if tensor.numel() <= _CHUNK:
         return torch.linalg.vector_norm(tensor, 2.0, dtype=torch.float32)
-    pieces = tensor.reshape(-1).split(_PIECE)
-    return torch.linalg.vector_norm(
-        torch.stack(
-            [torch.linalg.vector_norm(piece, 2.0, dtype=torch.float32) for piece in pieces]
-        ),
-        2.0,
-    )
+    chunks = tensor.reshape(-1).split(_CHUNK)
+    norms = [torch.linalg.vector_norm(chunk, 2.0, dtype=torch.float32) for chunk in chunks]
+    return torch.linalg.vector_norm(torch.stack(norms), 2.0)
 
 
 def multiply_all(tensors: Sequence[torch.Tensor], factor: torch.Tensor | float) -> None:
-    """Multiply plain tensors by one factor, in place, in as few kernels as possible."""
+    """Multiply plain tensors by one factor in place, in as few kernels as possible."""
     for indices in grouped_by_device_and_dtype(tensors):
-        alike = [tensors[index] for index in indices]
-        dtype = alike[0].dtype
-        device = alike[0].device
+        group = [tensors[index] for index in indices]
+        dtype = group[0].dtype
+        device = group[0].device
         if dtype.itemsize < 4:
-            foreach_unscale_(
-                alike,
-                torch.zeros((), dtype=torch.float32, device=device),
-                _in_float32(factor, device),
-            )
+            # `mul` would round the factor to the dtype. This kernel of the gradient scaler
+            # multiplies in float32, and raises a flag for infinities, which nobody reads here.
+            found_inf = torch.zeros((), dtype=torch.float32, device=device)
+            foreach_unscale_(group, found_inf, _in_float32(factor, device))
+        elif isinstance(factor, torch.Tensor):
+            foreach_mul_(group, factor.to(device, dtype))
         else:
-            foreach_mul_(
-                alike, factor.to(device, dtype) if isinstance(factor, torch.Tensor) else factor
-            )
+            foreach_mul_(group, factor)
 
 
 def _in_float32(factor: torch.Tensor | float, device: torch.device) -> torch.Tensor:

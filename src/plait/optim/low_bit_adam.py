@@ -1,12 +1,11 @@
-"""AdamW whose averages take fewer bytes than its parameters (`optimizer.states`: bf16, int8,
-float8).
+"""AdamW with moments of fewer bytes than its parameters (`optimizer.states`: bf16, int8, float8).
 
-A step reads the averages, updates them and the parameter in float32 (float64 for parameters in it),
-and writes them back; the update takes the averages before they are rounded. It updates a parameter
-in chunks, so that it needs a few MiB besides the states, whatever the parameter's size. States are
-plain tensors, or DTensors placed as the parameter is, so that checkpoints load on any layout. Every
-number follows from the block that it is in and blocks are never cut, so that a step computes the
-same on every layout.
+A step reads the moments, updates them and the parameter in float32 (float64 for float64
+parameters), and writes them back. The update uses the moments before they are rounded. Parameters
+are updated in chunks, so the step needs a few MiB besides the states, whatever the size of a
+parameter. States are plain tensors, or DTensors placed as the parameter is, so checkpoints load on
+any layout. The result of a block depends on that block only, and blocks are never split between
+ranks, so a step computes the same on every layout.
 """
 
 from __future__ import annotations
@@ -26,16 +25,28 @@ from plait.errors import InputError
 from plait.optim.low_bit_codes import Codec, DynamicInt8, Float8
 from plait.parallel.precision.optimizer_states import CODED, StateForm, block_of
 
-_PIECE = 1 << 18
-_PIECE_ON_DEVICE = 1 << 22
-"""Elements of a chunk, a multiple of the block size: what fits a CPU's cache, what occupies a GPU.
+_CHUNK_ON_CPU = 1 << 18
+_CHUNK_ON_DEVICE = 1 << 22
+"""Number of elements per chunk: what fits a CPU's cache, and what occupies a GPU.
+
+Both are multiples of the block size.
 """
-_AVERAGES = (("exp_avg", True), ("exp_avg_sq", False))
-"""Name, and whether it has a sign."""
+_MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))
+"""Name of each moment, and whether it has a sign."""
 
 
 class SmallStateAdam(Optimizer):
-    """Adam (`decoupled` false: decay is added to gradients) or AdamW. No amsgrad."""
+    """Adam or AdamW with low-bit moments. amsgrad is not supported.
+
+    Args:
+        params: Parameters or parameter groups, as for every optimizer of torch.
+        states: Form of the moments.
+        decoupled: True for AdamW. False adds the weight decay to gradients, as Adam does.
+        lr: Learning rate.
+        betas: Decay rates of the moments.
+        eps: Term that is added to the denominator.
+        weight_decay: Weight decay.
+    """
 
     def __init__(
         self,
@@ -54,6 +65,7 @@ class SmallStateAdam(Optimizer):
         self.states = states
         self.decoupled = decoupled
         self._codecs: dict[tuple[bool, torch.device], Codec] = {}
+        """Codecs, keyed by sign and device."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -70,12 +82,12 @@ class SmallStateAdam(Optimizer):
     def _update(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if not state:
-            self._make(parameter, state)
+            self._init_state(parameter, state)
         state["step"] += 1
         local = local_tensor(parameter.detach())
         values = local.contiguous().view(-1)
         gradient = local_tensor(parameter.grad).reshape(-1)  # type: ignore[arg-type]
-        averages = [self._average(parameter, name, signed) for name, signed in _AVERAGES]
+        moments = [self._moment(parameter, name, signed) for name, signed in _MOMENTS]
         beta1, beta2 = group["betas"]
         lr = float(group["lr"])
         decay = group["weight_decay"]
@@ -83,88 +95,103 @@ class SmallStateAdam(Optimizer):
         steps = state["step"].double()
         rate = lr / (1 - beta1**steps)
         root = (1 - beta2**steps).sqrt()
-        piece = _PIECE if values.device.type == "cpu" else _PIECE_ON_DEVICE
-        for start in range(0, values.numel(), piece):
-            part = slice(start, min(start + piece, values.numel()))
-            exact = torch.promote_types(values.dtype, torch.float32)
-            value = values[part].to(exact)
-            slope = gradient[part].to(exact)
+
+        chunk_size = _CHUNK_ON_CPU if values.device.type == "cpu" else _CHUNK_ON_DEVICE
+        compute_dtype = torch.promote_types(values.dtype, torch.float32)
+        for start in range(0, values.numel(), chunk_size):
+            part = slice(start, min(start + chunk_size, values.numel()))
+            value = values[part].to(compute_dtype)
+            slope = gradient[part].to(compute_dtype)
             if self.decoupled:
                 value.mul_(1 - lr * decay)
             elif decay:
                 slope = slope.add(value, alpha=decay)
-            mean, square = (average.read(part, exact) for average in averages)
+
+            mean, square = (moment.read(part, compute_dtype) for moment in moments)
             mean.lerp_(slope, 1 - beta1)
             square.mul_(beta2).addcmul_(slope, slope, value=1 - beta2)
-            for average, found in zip(averages, (mean, square), strict=True):
-                average.write(part, found)
+            for moment, exact in zip(moments, (mean, square), strict=True):
+                moment.write(part, exact)
+            # With the exact moments, not with those that were rounded for the state.
             update = mean.div(square.sqrt().div_(root).add_(group["eps"])).mul_(rate)
             value.sub_(update)
             if value.dtype != values.dtype:
                 values[part] = value
+
+        # `contiguous` has made a copy.
         if not local.is_contiguous():
             local.copy_(values.view(local.shape))
 
-    def _average(self, parameter: nn.Parameter, name: str, signed: bool) -> _Average:
+    def _moment(self, parameter: nn.Parameter, name: str, signed: bool) -> _StoredMoment:
         state = self.state[parameter]
         if name in state:
-            return _Average(local_tensor(state[name]).view(-1))
-        key = (signed, parameter.device)
-        if key not in self._codecs:
-            self._codecs[key] = (
-                Float8(signed=signed)
-                if self.states == "float8"
-                else DynamicInt8(signed=signed, device=parameter.device)
-            )
-        codes, scales = (
-            local_tensor(state[f"{name}_{self.states}{end}"]).view(-1) for end in ("", "_scale")
-        )
-        return _Average(codes, scales, block_of(parameter.shape), self._codecs[key])
+            return _StoredMoment(local_tensor(state[name]).view(-1))
+        codes = local_tensor(state[f"{name}_{self.states}"]).view(-1)
+        scales = local_tensor(state[f"{name}_{self.states}_scale"]).view(-1)
+        codec = self._codec(signed, parameter.device)
+        return _StoredMoment(codes, scales, block_of(parameter.shape), codec)
 
-    def _make(self, parameter: nn.Parameter, state: dict[str, Any]) -> None:
+    def _codec(self, signed: bool, device: torch.device) -> Codec:
+        key = (signed, device)
+        if key not in self._codecs:
+            if self.states == "float8":
+                self._codecs[key] = Float8(signed=signed)
+            else:
+                self._codecs[key] = DynamicInt8(signed=signed, device=device)
+        return self._codecs[key]
+
+    def _init_state(self, parameter: nn.Parameter, state: dict[str, Any]) -> None:
         local = local_tensor(parameter.detach())
-        exact = torch.promote_types(parameter.dtype, torch.float32)
+        device = local.device
         block = block_of(parameter.shape) if self.states in CODED else 0
         state["step"] = torch.zeros((), dtype=torch.float32)
-        for name, signed in _AVERAGES:
+        for name, signed in _MOMENTS:
             if not block:
-                narrow = self.states == "bf16" and signed
-                zeros = torch.zeros(
-                    local.shape, dtype=torch.bfloat16 if narrow else exact, device=local.device
-                )
-                state[name] = _beside(parameter, zeros, parameter.shape)
+                dtype = torch.promote_types(parameter.dtype, torch.float32)
+                # The second moment stays in float32 (see `precision.optimizer_states`).
+                if self.states == "bf16" and signed:
+                    dtype = torch.bfloat16
+                zeros = torch.zeros(local.shape, dtype=dtype, device=device)
+                state[name] = _sharded_like(parameter, zeros, parameter.shape)
                 continue
-            row = math.prod(local.shape[1:])
-            whole_row = math.prod(parameter.shape[1:])
-            codes = torch.zeros(local.shape, dtype=torch.uint8, device=local.device)
-            scales = torch.zeros(
-                local.shape[0], row // block, dtype=torch.float32, device=local.device
-            )
-            state[f"{name}_{self.states}"] = _beside(parameter, codes, parameter.shape)
-            state[f"{name}_{self.states}_scale"] = _beside(
-                parameter, scales, (parameter.shape[0], whole_row // block)
+
+            # One scale per block of a row: [rows, elements of a row / block]
+            local_columns = math.prod(local.shape[1:]) // block
+            columns = math.prod(parameter.shape[1:]) // block
+            codes = torch.zeros(local.shape, dtype=torch.uint8, device=device)
+            scales = torch.zeros(local.shape[0], local_columns, dtype=torch.float32, device=device)
+            state[f"{name}_{self.states}"] = _sharded_like(parameter, codes, parameter.shape)
+            state[f"{name}_{self.states}_scale"] = _sharded_like(
+                parameter, scales, (parameter.shape[0], columns)
             )
 
     def fresh_states(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """Those of a parameter before its first step, for a checkpoint to fill."""
+        """Return the states of a parameter before its first step, for a checkpoint to fill."""
         state: dict[str, Any] = {}
-        self._make(parameter, state)
+        self._init_state(parameter, state)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore from `state_dict()`. torch's own gives states the parameter's dtype, which codes
-        and scales do not have.
-        """
+        """Restore the optimizer from `state_dict()`."""
         super().load_state_dict(state_dict)
-        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        own = chain.from_iterable(group["params"] for group in self.param_groups)
-        for key, parameter in zip(saved, own, strict=True):
+        # torch has cast the states to the dtype of the parameter, which codes and scales do not
+        # have.
+        saved_keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        parameters = chain.from_iterable(group["params"] for group in self.param_groups)
+        for key, parameter in zip(saved_keys, parameters, strict=True):
             if key in state_dict["state"]:
                 self.state[parameter] = dict(state_dict["state"][key])
 
 
-class _Average:
-    """One of the averages of a parameter's local part, flat, in whatever form."""
+class _StoredMoment:
+    """Moment of a parameter's local shard, flat, quantized or not.
+
+    Args:
+        stored: Numbers or codes, [n].
+        scales: Scales of the blocks, [n / block], or None for plain numbers.
+        block: Number of elements per block.
+        codec: Codec of the codes, or None for plain numbers.
+    """
 
     def __init__(
         self,
@@ -179,37 +206,44 @@ class _Average:
         self.codec = codec
 
     def read(self, part: slice, dtype: torch.dtype) -> torch.Tensor:
-        """Numbers to calculate with; the stored ones themselves where they have this dtype."""
+        """Return the numbers of a part: a view of the stored ones if they have this dtype."""
         if self.codec is None or self.scales is None:
             return self.stored[part].to(dtype)
         return self.codec.decode(self.stored[part], self.scales[self._blocks(part)]).to(dtype)
 
-    def write(self, part: slice, found: torch.Tensor) -> None:
-        """Keep what was calculated."""
+    def write(self, part: slice, numbers: torch.Tensor) -> None:
+        """Store the result of a computation with `read`."""
         if self.codec is not None and self.scales is not None:
-            self.stored[part], self.scales[self._blocks(part)] = self.codec.encode(
-                found, self.block
-            )
-        elif self.stored.dtype != found.dtype:  # else the stored ones were calculated with
-            self.stored[part] = found
+            codes, scales = self.codec.encode(numbers, self.block)
+            self.stored[part] = codes
+            self.scales[self._blocks(part)] = scales
+        # Numbers of the same dtype were changed in place.
+        elif self.stored.dtype != numbers.dtype:
+            self.stored[part] = numbers
 
     def _blocks(self, part: slice) -> slice:
         return slice(part.start // self.block, part.stop // self.block)
 
 
-def _beside(parameter: torch.Tensor, local: torch.Tensor, shape: Iterable[int]) -> torch.Tensor:
-    """This rank's part of a tensor of the unsharded `shape`, which is sharded as the parameter
-    is.
+def _sharded_like(
+    parameter: torch.Tensor, local: torch.Tensor, shape: Iterable[int]
+) -> torch.Tensor:
+    """Return a state as a DTensor with the placements of its parameter, if that is one.
+
+    Args:
+        parameter: The parameter.
+        local: This rank's shard of the state.
+        shape: Shape of the full state.
     """
     if not isinstance(parameter, DTensor):
         return local
-    whole = torch.Size(shape)
-    stride = [math.prod(whole[dim + 1 :]) for dim in range(len(whole))]
+    full_shape = torch.Size(shape)
+    stride = [math.prod(full_shape[dim + 1 :]) for dim in range(len(full_shape))]
     return DTensor.from_local(
         local,
         parameter.device_mesh,
         parameter.placements,
         run_check=False,
-        shape=whole,
+        shape=full_shape,
         stride=tuple(stride),
     )

@@ -1,9 +1,12 @@
-"""DeepSpeed's learning rate schedules as pure functions, equal to DeepSpeed 0.19.8
-(`runtime/lr_schedules.py`) to the last bit.
+"""DeepSpeed's LR schedules as pure functions.
 
-`index` is DeepSpeed's `last_batch_iteration`: -1 when the schedule is made (used by the first
-optimizer step), 0 after its first `step()`. So the first two optimizer steps of a warm-up both run
-at its lowest rate. The order of operations is DeepSpeed's; do not simplify it.
+They are equal to DeepSpeed 0.19.8 (`runtime/lr_schedules.py`) to the last bit.
+
+Note [Index and order of operations]
+    `index` is DeepSpeed's `last_batch_iteration`: -1 when the schedule is made (for the first
+    optimizer step), and 0 after its first `step()`. The first two optimizer steps of a warm-up
+    therefore both run at its lowest rate. The order of operations is DeepSpeed's, because any other
+    order would round differently.
 """
 
 from __future__ import annotations
@@ -24,9 +27,14 @@ from plait.config.schema.lr_schedules import (
 def learning_rate(
     schedule: DeepSpeedSchedule, index: int, *, low: float, high: float, total_steps: int
 ) -> float:
-    """The rate at an index. `low` and `high` are the bounds of one parameter group (see
-    `plait.optim.lr_schedules`); `total_steps`, the length of the run, is only read by the two
-    schedules that have `total_num_steps`.
+    """Return the learning rate at an index.
+
+    Args:
+        schedule: Parameters of the schedule.
+        index: See Note [Index and order of operations].
+        low: Lowest rate of the parameter group.
+        high: Highest rate of the parameter group.
+        total_steps: Length of the run. Only schedules with `total_num_steps` use it.
     """
     match schedule:
         case WarmupCosineLR():
@@ -44,14 +52,19 @@ def learning_rate(
 
 
 def megatron_lr(schedule: MegatronLR, done: int, *, high: float, total_steps: int) -> float:
-    """Megatron-LM's rate (`core/optimizer_param_scheduler.py`) after `done` steps, which it counts
-    in samples, to the same ratios.
+    """Return the rate of Megatron-LM (`core/optimizer_param_scheduler.py`).
+
+    Megatron-LM counts in samples, Plait in steps. The ratios are the same.
+
+    Args:
+        schedule: Parameters of the schedule.
+        done: Number of steps so far.
+        high: Highest rate.
+        total_steps: Length of the run.
     """
-    warm = (
-        schedule.warmup_num_steps
-        if schedule.warmup_fraction is None
-        else schedule.warmup_fraction * total_steps
-    )
+    warm: float = schedule.warmup_num_steps
+    if schedule.warmup_fraction is not None:
+        warm = schedule.warmup_fraction * total_steps
     if warm > 0 and done <= warm:
         return schedule.init_lr + (high - schedule.init_lr) * done / warm
     if schedule.decay_style == "constant":
@@ -63,14 +76,15 @@ def megatron_lr(schedule: MegatronLR, done: int, *, high: float, total_steps: in
     if schedule.decay_style == "inverse-square-root":
         return max(schedule.min_lr, high * float(max(warm, 1)) ** 0.5 / float(max(done, 1)) ** 0.5)
     ratio = (done - warm) / (total_steps - warm)
-    share = (
-        1.0 - ratio if schedule.decay_style == "linear" else 0.5 * (math.cos(math.pi * ratio) + 1.0)
-    )
+    if schedule.decay_style == "linear":
+        share = 1.0 - ratio
+    else:
+        share = 0.5 * (math.cos(math.pi * ratio) + 1.0)
     return schedule.min_lr + share * (high - schedule.min_lr)
 
 
 def _wsd_share(schedule: MegatronLR, done: int, total_steps: int) -> float:
-    """Megatron-LM's coefficient of warm-up, stable, decay."""
+    """Return Megatron-LM's coefficient of the warm-up, stable, decay schedule."""
     decay = schedule.wsd_decay_steps or 0
     start = total_steps - decay
     if done <= start:
@@ -88,47 +102,54 @@ def _wsd_share(schedule: MegatronLR, done: int, total_steps: int) -> float:
 
 
 def warmup_steps(schedule: WarmupLR | WarmupCosineLR) -> int:
-    """n, the steps of the warm-up: at least 2, because ln(1) is 0."""
+    """Return n, the number of warm-up steps: at least 2, because ln(1) is 0."""
     return max(2, schedule.warmup_num_steps)
 
 
 def warmup_fraction(schedule: WarmupLR | WarmupCosineLR, index: int) -> float | None:
-    """How far the warm-up has come: `log` ln(index + 1) / ln(n), `linear` index / n; 0 at index -1;
-    None once it is over.
+    """Return the progress of the warm-up, or None after its end.
+
+    It is ln(index + 1) / ln(n) for `log`, index / n for `linear`, and 0 at index -1.
     """
     steps = warmup_steps(schedule)
     if index < 0:
         return 0.0
     if index >= steps:
         return None
-    return (
-        1.0 / math.log(steps) * math.log(index + 1)
-        if schedule.warmup_type == "log"
-        else index / steps
-    )
+    if schedule.warmup_type == "log":
+        return 1.0 / math.log(steps) * math.log(index + 1)
+    return index / steps
 
 
 def warmup_lr(schedule: WarmupLR, index: int, *, low: float, high: float) -> float:
-    """low + (high - low) x warm-up fraction, then `high`."""
+    """Return low + (high - low) x warm-up fraction, and `high` after the warm-up."""
     fraction = warmup_fraction(schedule, index)
-    return low + (high - low) * (1.0 if fraction is None else fraction)
+    if fraction is None:
+        fraction = 1.0
+    return low + (high - low) * fraction
 
 
 def warmup_decay_lr(
     schedule: WarmupDecayLR, index: int, *, low: float, high: float, total_steps: int
 ) -> float:
-    """As `warmup_lr`, then low + (high - low) x max(0, (total - index) / max(1, total - n))."""
+    """Return the rate of a warm-up followed by a linear decay.
+
+    The warm-up is that of `warmup_lr`. After it the rate is
+    low + (high - low) x max(0, (total - index) / max(1, total - n)).
+    """
     fraction = warmup_fraction(schedule, index)
     if fraction is None:
-        fraction = max(
-            0.0, float(total_steps - index) / float(max(1.0, total_steps - warmup_steps(schedule)))
-        )
+        decay_steps = max(1.0, total_steps - warmup_steps(schedule))
+        fraction = max(0.0, float(total_steps - index) / float(decay_steps))
     return low + (high - low) * fraction
 
 
 def warmup_cosine_ratio(schedule: WarmupCosineLR, index: int, *, total_steps: int) -> float:
-    """0 at index -1; min + (1 - min) x warm-up fraction; then cos_min + (1 - cos_min) x (1 + cos(pi
-    p)) / 2 with p = min(1, (index - n + 1) / max(1, total - n)).
+    """Return the ratio of a warm-up followed by a cosine decay to the highest rate.
+
+    It is 0 at index -1, and min + (1 - min) x warm-up fraction during the warm-up. After it the
+    ratio is cos_min + (1 - cos_min) x (1 + cos(pi p)) / 2 with
+    p = min(1, (index - n + 1) / max(1, total - n)).
     """
     if index < 0:
         return 0.0
@@ -142,8 +163,9 @@ def warmup_cosine_ratio(schedule: WarmupCosineLR, index: int, *, total_steps: in
 
 
 def lr_range_test(schedule: LRRangeTest, index: int, *, low: float) -> float:
-    """low x (1 + step_rate x (index + 1) / step_size), the fraction rounded down for a
-    staircase.
+    """Return low x (1 + step_rate x (index + 1) / step_size).
+
+    For a staircase the fraction is rounded down.
     """
     intervals = float(index + 1) / schedule.lr_range_test_step_size
     if schedule.lr_range_test_staircase:
@@ -152,36 +174,48 @@ def lr_range_test(schedule: LRRangeTest, index: int, *, low: float) -> float:
 
 
 def cycle_halves(schedule: OneCycle) -> tuple[float, float]:
-    """Steps of the rising and of the falling half."""
+    """Return the number of steps of the rising and of the falling half."""
     first = float(schedule.cycle_first_step_size)
-    return first, (
-        first if schedule.cycle_second_step_size is None else float(schedule.cycle_second_step_size)
-    )
+    if schedule.cycle_second_step_size is None:
+        return first, first
+    return first, float(schedule.cycle_second_step_size)
 
 
 def cycle_height(schedule: OneCycle, index: int) -> float:
-    """Height in the cycle, 0 at both ends and 1 in the middle, in stairs where they are asked for.
-    For 0 <= index < first + second.
+    """Return the height in the cycle: 0 at both ends and 1 in the middle.
+
+    With stair counts it is rounded down to stairs.
+
+    Args:
+        schedule: Parameters of the schedule.
+        index: Index from 0 to first + second - 1.
     """
     first, second = cycle_halves(schedule)
     total = first + second
-    at = index + 1
+    step = index + 1
     peak = first / total
-    x = 1.0 + at / total - math.floor(1 + at / total)
+    x = 1.0 + step / total - math.floor(1 + step / total)
     stairs = schedule.cycle_first_stair_count
     if x > peak and schedule.cycle_second_stair_count is not None:
         stairs = schedule.cycle_second_stair_count
+
     if stairs > 0:
-        offset = at % total
-        position = (
-            offset * stairs / first if offset <= first else (total - offset) * stairs / second
-        )
+        offset = step % total
+        if offset <= first:
+            position = offset * stairs / first
+        else:
+            position = (total - offset) * stairs / second
         return math.floor(position) / stairs
-    return x / peak if x <= peak else (x - 1) / (peak - 1)
+    if x <= peak:
+        return x / peak
+    return (x - 1) / (peak - 1)
 
 
 def one_cycle_lr(schedule: OneCycle, index: int, *, low: float, high: float) -> float:
-    """low + (high - low) x height in the cycle; after it low / (1 + decay_lr_rate x intervals)."""
+    """Return low + (high - low) x height in the cycle.
+
+    After the cycle it is low / (1 + decay_lr_rate x intervals).
+    """
     total = sum(cycle_halves(schedule))
     if index < 0:
         return low
@@ -193,9 +227,10 @@ def one_cycle_lr(schedule: OneCycle, index: int, *, low: float, high: float) -> 
 
 
 def one_cycle_momentum(schedule: OneCycle, index: int, *, low: float, high: float) -> float:
-    """high - (high - low) x height in the cycle; after it high x (1 + decay_mom_rate x intervals).
-    At index -1 it is `low`, not `high`: DeepSpeed's first step has the momentum of the middle of
-    the cycle.
+    """Return high - (high - low) x height in the cycle.
+
+    After the cycle it is high x (1 + decay_mom_rate x intervals). At index -1 it is `low`, not
+    `high`: DeepSpeed's first step has the momentum of the middle of the cycle.
     """
     total = sum(cycle_halves(schedule))
     if index < 0:

@@ -1,9 +1,8 @@
-"""From a SchedulerSpec to a learning rate schedule on an optimizer: DeepSpeed's, torch's, or
-Transformers'.
+"""LR schedules on an optimizer, built from a SchedulerSpec: DeepSpeed's, torch's, Transformers'.
 
-The caller calls `step()` once after every optimizer step that was not skipped; the rate it sets is
-used by the next one. The rate of the first step is set here, when the schedule is made. All of them
-are torch `LRScheduler`s; what is skipped or resumed is not known here.
+All of them are torch `LRScheduler`s. The caller calls `step()` once after every optimizer step that
+was not skipped, which sets the rate of the next step. The rate of the first step is set when the
+schedule is made.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ from plait.optim.lr_formulas import learning_rate, one_cycle_momentum
 log = logging.getLogger(__name__)
 
 BETA2 = 0.99
-"""DeepSpeed's OneCycle replaces the second of `betas` by this wherever it cycles the first."""
+"""Second of `betas` while DeepSpeed's OneCycle cycles the first."""
 
 
 class Scheduler(Protocol):
-    """What a learning rate schedule must do; torch's and Plait's all do."""
+    """Interface of an LR schedule. All of torch's and Plait's have it."""
 
     def step(self) -> Any: ...
     def get_last_lr(self) -> list[Any]: ...
@@ -48,25 +47,34 @@ class Scheduler(Protocol):
 
 @dataclass(frozen=True)
 class ScheduleSource:
-    """What a schedule was built from, where a configuration says it."""
+    """Specification in a configuration that a schedule was built from.
+
+    Attributes:
+        spec: The specification.
+        total_steps: Length of the run in optimizer steps, if it is known.
+    """
 
     spec: SchedulerSpec
     total_steps: int | None
 
     @property
     def facts(self) -> Any:
-        """In a checkpoint: equal for schedules that give the same rates."""
+        """Description for a checkpoint. It is equal for schedules with the same rates."""
         return exact.encode(
             {"spec": self.spec.model_dump(), "total_steps": self.total_steps}, "scheduler"
         )
 
 
 class DeepSpeedScheduler(LRScheduler):
-    """One of DeepSpeed's schedules on an optimizer. `rates` (and `momenta`, where momentum is
-    cycled) give the value of every parameter group at DeepSpeed's index, which is torch's
-    `last_epoch` less 1.
+    """LR schedule of DeepSpeed on an optimizer.
 
     Its state is the position alone, so a changed schedule takes effect on resume.
+
+    Args:
+        optimizer: The optimizer.
+        rates: Maps DeepSpeed's index, which is torch's `last_epoch` less 1, to the learning rate of
+            every parameter group.
+        momenta: Maps the index to the momentum of every parameter group, if momentum is cycled.
     """
 
     def __init__(
@@ -78,10 +86,11 @@ class DeepSpeedScheduler(LRScheduler):
     ) -> None:
         self._rates = rates
         self._momenta = momenta
-        super().__init__(optimizer)  # calls step() once, which sets the values of index -1
+        # The base class calls step() once, which sets the values of index -1.
+        super().__init__(optimizer)
 
     def get_lr(self) -> list[Any]:
-        """The rate of every group now."""
+        """Return the current learning rate of every group."""
         return list(self._rates(self.last_epoch - 1))
 
     def step(self, epoch: int | None = None) -> None:
@@ -90,19 +99,21 @@ class DeepSpeedScheduler(LRScheduler):
         self._set_momenta()
 
     def _set_momenta(self) -> None:
-        if self._momenta is not None:
-            for group, momentum in zip(
-                self.optimizer.param_groups, self._momenta(self.last_epoch - 1), strict=True
-            ):
-                group["betas"] = (momentum, BETA2)
+        if self._momenta is None:
+            return
+        momenta = self._momenta(self.last_epoch - 1)
+        for group, momentum in zip(self.optimizer.param_groups, momenta, strict=True):
+            group["betas"] = (momentum, BETA2)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position: one plain number."""
+        """Return the position, which is one plain number."""
         return {"last_epoch": self.last_epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a position, and give the optimizer this schedule's values there. Raises
-        CheckpointError for what is no such state.
+        """Continue from a position, and set the optimizer's values to those of the schedule there.
+
+        Raises:
+            CheckpointError: The state has no position.
         """
         position = state_dict.get("last_epoch")
         if not isinstance(position, int):
@@ -110,10 +121,12 @@ class DeepSpeedScheduler(LRScheduler):
                 "the saved schedule has no `last_epoch` (it has"
                 f" {', '.join(map(str, state_dict)) or 'nothing'})"
             )
+        # torch's own method would restore all attributes, also those of a changed schedule.
         self.last_epoch = position
         self._step_count = position + 1
         rates = self.get_lr()
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            # A compiled or capturable optimizer reads the rate from its tensor.
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(rate)
             else:
@@ -125,19 +138,24 @@ class DeepSpeedScheduler(LRScheduler):
 def build_scheduler(
     spec: SchedulerSpec, optimizer: Optimizer, *, total_steps: int | None
 ) -> LRScheduler:
-    """The schedule that a file asks for, with the rates of the first step set in `optimizer`.
+    """Build the schedule of a configuration, and set the rates of the first step.
 
-    `total_steps`, the length of the run in optimizer steps, is used where the file leaves it to the
-    run. Raises ConfigError where it is needed and None, and for values that do not fit the schedule
-    or the optimizer.
+    Args:
+        spec: Specification of the schedule.
+        optimizer: The optimizer, whose groups are changed.
+        total_steps: Length of the run in optimizer steps, for schedules that do not specify it.
+
+    Raises:
+        ConfigError: `total_steps` is required and None, or a value does not fit the schedule or the
+            optimizer.
     """
     if spec.type in lr_schedules.DEEPSPEED:
-        return _deepspeed(spec, optimizer, total_steps=total_steps)
-    params = {name: _filled(spec, name, total_steps) for name in spec.params}
+        return _build_deepspeed(spec, optimizer, total_steps=total_steps)
+    params = {name: _parameter_value(spec, name, total_steps) for name in spec.params}
     try:
         if spec.type in lr_schedules.TRANSFORMERS:
-            return _transformers(spec, params, optimizer, total_steps=total_steps)
-        return _torch(spec, params, optimizer, total_steps=total_steps)
+            return _build_transformers(spec, params, optimizer, total_steps=total_steps)
+        return _build_torch(spec, params, optimizer, total_steps=total_steps)
     except (TypeError, ValueError, KeyError, ArithmeticError) as error:
         raise ConfigError(
             Problem(
@@ -146,15 +164,13 @@ def build_scheduler(
         ) from error
 
 
-def _filled(spec: SchedulerSpec, name: str, total_steps: int | None) -> Any:
-    """A parameter as it was written, or what `auto` stands for."""
+def _parameter_value(spec: SchedulerSpec, name: str, total_steps: int | None) -> Any:
+    """Return the value of a parameter of a specification, or the value that `auto` stands for."""
     if spec.params[name] != lr_schedules.AUTO:
         return spec.params[name]
-    return (
-        _run_length(spec, name, total_steps)
-        if name in lr_schedules.RUN_LENGTH
-        else lr_schedules.auto_value(name)
-    )
+    if name in lr_schedules.RUN_LENGTH:
+        return _run_length(spec, name, total_steps)
+    return lr_schedules.auto_value(name)
 
 
 def _run_length(spec: SchedulerSpec, name: str, total_steps: int | None) -> int:
@@ -167,23 +183,24 @@ def _run_length(spec: SchedulerSpec, name: str, total_steps: int | None) -> int:
     return total_steps
 
 
-def _torch(
+def _build_torch(
     spec: SchedulerSpec, params: dict[str, Any], optimizer: Optimizer, *, total_steps: int | None
 ) -> LRScheduler:
     if spec.type == "CosineAnnealingLR" and "T_max" not in params:
         params["T_max"] = _run_length(spec, "T_max", total_steps)
     if spec.type == "OneCycleLR" and not {"total_steps", "epochs"} & set(params):
         params["total_steps"] = _run_length(spec, "total_steps", total_steps)
-    found = lr_schedules.TORCH[spec.type]
-    build: Callable[..., LRScheduler] = found
+    # The constructors have different arguments, so a value that does not fit is a TypeError.
+    build: Callable[..., LRScheduler] = lr_schedules.TORCH[spec.type]
     return build(optimizer, **params)
 
 
-def _transformers(
+def _build_transformers(
     spec: SchedulerSpec, params: dict[str, Any], optimizer: Optimizer, *, total_steps: int | None
 ) -> LRScheduler:
-    """By `transformers.get_scheduler`. Steps of warm-up that are left out are 0, as in
-    `TrainingArguments`.
+    """Build a schedule with `transformers.get_scheduler`.
+
+    The default number of warm-up steps is 0, as in `TrainingArguments`.
     """
     try:
         from transformers import get_scheduler
@@ -209,11 +226,11 @@ def _transformers(
     return scheduler
 
 
-def _deepspeed(
+def _build_deepspeed(
     spec: SchedulerSpec, optimizer: Optimizer, *, total_steps: int | None
 ) -> LRScheduler:
     schedule = lr_schedules.deepspeed_schedule(spec.type, spec.params)
-    total = 0
+    total = 0  # For schedules without a length.
     if isinstance(schedule, WarmupCosineLR | WarmupDecayLR):
         total = schedule.total_num_steps or _run_length(spec, "total_num_steps", total_steps)
         if total < schedule.warmup_num_steps:
@@ -227,11 +244,9 @@ def _deepspeed(
         total = schedule.total_num_steps or _run_length(spec, "total_num_steps", total_steps)
         _refuse_megatron(schedule, optimizer, total)
     bounds = _bounds(schedule, optimizer)
-    momenta = (
-        _momenta(schedule, optimizer, total_steps=total_steps)
-        if isinstance(schedule, OneCycle)
-        else None
-    )
+    momenta = None
+    if isinstance(schedule, OneCycle):
+        momenta = _momenta(schedule, optimizer, total_steps=total_steps)
 
     def rates(index: int) -> list[float]:
         return [
@@ -243,83 +258,55 @@ def _deepspeed(
 
 
 def _bounds(schedule: DeepSpeedSchedule, optimizer: Optimizer) -> list[tuple[float, float]]:
-    """The lowest and highest rate of every parameter group."""
-    own = [float(group["lr"]) for group in optimizer.param_groups]
+    """Return the lowest and highest rate of every parameter group."""
+    optimizer_rates = [float(group["lr"]) for group in optimizer.param_groups]
+    groups = len(optimizer_rates)
     match schedule:
         case WarmupCosineLR() | MegatronLR():
-            return [(0.0, lr) for lr in own]
+            return [(0.0, lr) for lr in optimizer_rates]
         case LRRangeTest():
-            lows = highs = _per_group(
-                "lr_range_test_min_lr", schedule.lr_range_test_min_lr, len(own)
-            )
+            lows = _per_group("lr_range_test_min_lr", schedule.lr_range_test_min_lr, groups)
+            highs = lows
         case OneCycle():
-            lows = _per_group("cycle_min_lr", schedule.cycle_min_lr, len(own))
-            highs = _per_group("cycle_max_lr", schedule.cycle_max_lr, len(own))
+            lows = _per_group("cycle_min_lr", schedule.cycle_min_lr, groups)
+            highs = _per_group("cycle_max_lr", schedule.cycle_max_lr, groups)
         case _:
-            lows = _per_group("warmup_min_lr", schedule.warmup_min_lr, len(own))
-            highs = (
-                own
-                if schedule.warmup_max_lr is None
-                else _per_group("warmup_max_lr", schedule.warmup_max_lr, len(own))
-            )
+            lows = _per_group("warmup_min_lr", schedule.warmup_min_lr, groups)
+            highs = optimizer_rates
+            if schedule.warmup_max_lr is not None:
+                highs = _per_group("warmup_max_lr", schedule.warmup_max_lr, groups)
     return list(zip(lows, highs, strict=True))
 
 
 def _refuse_megatron(schedule: MegatronLR, optimizer: Optimizer, total: int) -> None:
-    """What Megatron-LM asserts. Raises ConfigError."""
+    """Raise ConfigError for settings that Megatron-LM's assertions refuse."""
     highest = min(float(group["lr"]) for group in optimizer.param_groups)
-    problems = [
-        Problem(
-            f"scheduler.params.{name}",
-            value,
-            f"the optimizer's lr is {highest:g}, which is the highest rate",
-            f"use at most {highest:g}",
-        )
-        for name, value in (("min_lr", schedule.min_lr), ("init_lr", schedule.init_lr))
-        if value > highest
-    ]
-    if schedule.warmup_fraction is not None and schedule.warmup_num_steps:
-        rule = (
-            f"scheduler.params.warmup_num_steps = {schedule.warmup_num_steps:g} says the same"
-            " otherwise"
-        )
-        problems.append(
-            Problem(
-                "scheduler.params.warmup_fraction",
-                schedule.warmup_fraction,
-                rule,
-                "keep one of them",
-            )
-        )
-    falls = schedule.wsd_decay_steps
-    if schedule.decay_style == "WSD" and (
-        falls is None or falls + schedule.warmup_num_steps > total
-    ):
+    problems = []
+
+    def add(name: str, value: Any, rule: str, remedy: str) -> None:
+        problems.append(Problem(f"scheduler.params.{name}", value, rule, remedy))
+
+    for name, value in (("min_lr", schedule.min_lr), ("init_lr", schedule.init_lr)):
+        if value > highest:
+            rule = f"the optimizer's lr is {highest:g}, which is the highest rate"
+            add(name, value, rule, f"use at most {highest:g}")
+
+    warmup = schedule.warmup_num_steps
+    if schedule.warmup_fraction is not None and warmup:
+        rule = f"scheduler.params.warmup_num_steps = {warmup:g} sets the same length"
+        add("warmup_fraction", schedule.warmup_fraction, rule, "keep one of them")
+
+    decay = schedule.wsd_decay_steps
+    if schedule.decay_style == "WSD" and (decay is None or decay + warmup > total):
         rule = (
             f"WSD needs the steps in which the rate falls: at most {total}, less those of the"
-            f" warm-up ({schedule.warmup_num_steps:g})"
+            f" warm-up ({warmup:g})"
         )
-        problems.append(
-            Problem(
-                "scheduler.params.wsd_decay_steps",
-                falls,
-                rule,
-                "set it, for example to a tenth of the steps",
-            )
-        )
-    if schedule.warmup_num_steps >= total and schedule.decay_style != "constant":
-        rule = (
-            f"the decay ends at step {total}, before a warm-up of {schedule.warmup_num_steps:g}"
-            " steps does"
-        )
-        problems.append(
-            Problem(
-                "scheduler.params.warmup_num_steps",
-                schedule.warmup_num_steps,
-                rule,
-                f"use less than {total}",
-            )
-        )
+        add("wsd_decay_steps", decay, rule, "set it, for example to a tenth of the steps")
+
+    if warmup >= total and schedule.decay_style != "constant":
+        rule = f"the decay ends at step {total}, before a warm-up of {warmup:g} steps does"
+        add("warmup_num_steps", warmup, rule, f"use less than {total}")
     if problems:
         raise ConfigError(*problems)
 
@@ -332,34 +319,28 @@ def _per_group(name: str, value: float | tuple[float, ...], groups: int) -> list
             f"it has {len(value)} values and the optimizer has {groups} parameter"
             f" group{'s' if groups > 1 else ''}"
         )
-        raise ConfigError(
-            Problem(
-                f"scheduler.params.{name}",
-                value,
-                rule,
-                "give one number for all groups, or one for each",
-            )
-        )
+        remedy = "give one number for all groups, or one for each"
+        raise ConfigError(Problem(f"scheduler.params.{name}", value, rule, remedy))
     return list(value)
 
 
 def _momenta(
     schedule: OneCycle, optimizer: Optimizer, *, total_steps: int | None
 ) -> Callable[[int], list[float]] | None:
-    """The cycle of the first of `betas`; None where it is switched off or the optimizer has none.
+    """Return a function from the index to the first of `betas` of every parameter group.
 
-    A momentum that decays upwards reaches 1 some day, where Adam divides by zero. DeepSpeed lets
-    it; here it is refused, when the schedule is made if the length of the run is known, else at the
-    step.
+    A momentum that decays upwards reaches 1 at some step, and Adam would divide by zero there.
+    DeepSpeed allows it. Here it is refused: when the schedule is made if the length of the run is
+    known, and at that step otherwise.
+
+    Returns:
+        The function, or None if momentum is not cycled or the optimizer has no betas.
     """
     has_betas = all("betas" in group for group in optimizer.param_groups)
     if schedule.cycle_momentum and not has_betas:
         rule = f"{type(optimizer).__name__} has no betas, so there is no momentum to cycle"
-        raise ConfigError(
-            Problem(
-                "scheduler.params.cycle_momentum", True, rule, "set it to false, or leave it out"
-            )
-        )
+        remedy = "set it to false, or leave it out"
+        raise ConfigError(Problem("scheduler.params.cycle_momentum", True, rule, remedy))
     if schedule.cycle_momentum is False or not has_betas:
         return None
     groups = len(optimizer.param_groups)
@@ -373,13 +354,9 @@ def _momenta(
         ]
         if not all(0 <= value < 1 for value in values):
             rule = f"the momentum is {max(values, key=abs):.4g} at step {index + 1}, outside 0 to 1"
+            rate = schedule.decay_mom_rate
             raise ConfigError(
-                Problem(
-                    "scheduler.params.decay_mom_rate",
-                    schedule.decay_mom_rate,
-                    rule,
-                    "use a smaller rate, or 0",
-                )
+                Problem("scheduler.params.decay_mom_rate", rate, rule, "use a smaller rate, or 0")
             )
         return values
 

@@ -1,9 +1,11 @@
-"""From an OptimizerSpec and a model's parameters to one torch optimizer.
+"""Construction of a torch optimizer from an OptimizerSpec and a model's parameters.
 
-Parameters may be plain tensors or shards (DTensor); each step updates a rank's own shard. Weight
-decay goes to every parameter, as in DeepSpeed. Which kernel runs (`fused`) is chosen here for this
-device and layout, and is not taken from a checkpoint: a checkpoint of another layout may name a
-kernel that these parameters do not have.
+Parameters may be plain tensors or shards (DTensor). Each step updates this rank's shards. Weight
+decay applies to every parameter, as in DeepSpeed.
+
+Note [Choice of kernels]
+    `fused` is chosen here for this device and layout. It is never taken from a checkpoint, because
+    a checkpoint of another layout may name a kernel that these parameters do not support.
 """
 
 from __future__ import annotations
@@ -30,19 +32,24 @@ from plait.parallel.memory_layout import dims_in_memory
 from plait.parallel.precision.optimizer_states import refuse_cut_blocks
 
 Named = tuple[str, nn.Parameter]
-_KERNEL = ("fused", "foreach")
+"""A parameter with its name."""
+_KERNEL_KEYS = ("fused", "foreach")
 _FUSED = {**dict.fromkeys(("Adam", "AdamW", "SGD"), ("cpu", accelerator.NAME)), "Adagrad": ("cpu",)}
-"""Devices with a fused kernel that is used without asking."""
+"""Devices on which the fused kernel of an optimizer is used by default."""
 _FUSED_SHARDED = ("Adam", "AdamW")
-"""torch 2.13 has no rule for the other fused kernels on shards (`aten._fused_sgd_ does not have a
-sharding strategy`).
+"""Optimizers whose fused kernel supports shards.
+
+torch 2.13 has no rule for the others (`aten._fused_sgd_ does not have a sharding strategy`).
 """
 _EMBEDDING = ("embed", "lm_head", "wte", "wpe")
-"""DeepSpeed's words for what Muon leaves to AdamW, and GPT-2's names for its embeddings."""
+"""Parts of the names of parameters that Muon leaves to AdamW.
+
+They are DeepSpeed's, and GPT-2's names for its embeddings.
+"""
 
 
 def refuse_nothing_to_train(model: nn.Module) -> None:
-    """Raises ModelError for a model without a parameter that requires a gradient."""
+    """Raise ModelError for a model without a parameter that requires a gradient."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError(
             "no parameter of the model requires a gradient, so there is nothing to train; unfreeze"
@@ -51,11 +58,18 @@ def refuse_nothing_to_train(model: nn.Module) -> None:
 
 
 def build_optimizer(spec: OptimizerSpec, named_parameters: Iterable[Named]) -> Optimizer:
-    """The optimizer that a file asks for, over the parameters that require a gradient; one without
-    parameters for a pipeline stage that has none of these.
+    """Build the optimizer of a configuration over the parameters that require a gradient.
 
-    A parameter that appears under two names is updated once. Raises ConfigError for parameters that
-    do not fit the optimizer, and ModelError for a model that the optimizer cannot train.
+    A pipeline stage without such parameters gets an optimizer without parameters. A parameter that
+    appears under two names is updated once.
+
+    Args:
+        spec: Specification of the optimizer.
+        named_parameters: (name, parameter) pairs.
+
+    Raises:
+        ConfigError: Values of the specification do not fit the optimizer.
+        ModelError: The optimizer cannot train the model.
     """
     unique: dict[int, Named] = {}
     for name, parameter in named_parameters:
@@ -63,41 +77,42 @@ def build_optimizer(spec: OptimizerSpec, named_parameters: Iterable[Named]) -> O
             unique.setdefault(id(parameter), (name, parameter))
     named = list(unique.values())
     spec = spec.resolved()
-    # a library's class may have a parameter of such a name, and means it
-    own_names = optimizers.is_path(spec.type)
+    # A library's class may have a parameter with the name of one of Plait's settings. In that case
+    # it is meant for the class.
+    is_library_class = optimizers.is_path(spec.type)
     params = {
         name: value
         for name, value in spec.params.items()
-        if own_names or name not in optimizers.ONLY
+        if is_library_class or name not in optimizers.ONLY
     }
     if spec.type == "Muon":
-        return _keep_kernel(_muon(params, named))
+        return _keep_kernel(_build_muon(params, named))
     if spec.states is not None:
-        return _small_states(spec, params, named)
-    found, params = _class_and_params(spec.type, params)
-    return _keep_kernel(_make(found, params, named))
+        return _build_small_state_adam(spec, params, named)
+    kind, params = _class_and_params(spec.type, params)
+    return _keep_kernel(_build(kind, params, named))
 
 
-def _small_states(spec: OptimizerSpec, params: dict[str, Any], named: Sequence[Named]) -> Optimizer:
-    """Adam or AdamW with averages of fewer bytes. What torch's kernels would be told was refused by
-    the configuration.
+def _build_small_state_adam(
+    spec: OptimizerSpec, params: dict[str, Any], named: Sequence[Named]
+) -> Optimizer:
+    """Build Adam or AdamW with low-bit moments.
+
+    The configuration has refused parameters that only torch's kernels support.
     """
-    found, params = _adam(spec.type, params)
-    own = {
-        name: value
-        for name, value in params.items()
-        if name in ("lr", "betas", "eps", "weight_decay")
-    }
-    if found is torch.optim.AdamW and "weight_decay" not in own:
-        own["weight_decay"] = 0.01  # torch's default, which `torch_adam` asks for
     assert spec.states is not None
+    kind, params = _adam(spec.type, params)
+    supported = ("lr", "betas", "eps", "weight_decay")
+    arguments = {name: value for name, value in params.items() if name in supported}
+    is_adamw = kind is torch.optim.AdamW
+    if is_adamw and "weight_decay" not in arguments:
+        # torch's default, which `torch_adam` selects.
+        arguments["weight_decay"] = 0.01
+    # A block of codes must not be divided between ranks.
     refuse_cut_blocks(spec.states, named)
     parameters = [parameter for _, parameter in named]
     return SmallStateAdam(
-        parameters or [{"params": []}],
-        states=spec.states,
-        decoupled=found is torch.optim.AdamW,
-        **own,
+        parameters or [{"params": []}], states=spec.states, decoupled=is_adamw, **arguments
     )
 
 
@@ -105,22 +120,20 @@ def _class_and_params(kind: str, params: dict[str, Any]) -> tuple[type[Optimizer
     if kind in ("Adam", "AdamW"):
         return _adam(kind, params)
     if kind == "Lion":
-        return _imported("lion_pytorch.Lion", "pip install lion-pytorch"), {
-            **optimizers.LION,
-            **params,
-        }
+        lion = _import_class("lion_pytorch.Lion", "pip install lion-pytorch")
+        return lion, {**optimizers.LION, **params}
     if optimizers.is_path(kind):
-        return (
-            _imported(kind, f"install the package `{kind.split('.')[0]}`, or correct the path"),
-            params,
-        )
+        remedy = f"install the package `{kind.split('.')[0]}`, or correct the path"
+        return _import_class(kind, remedy), params
     return optimizers.torch_class(kind), params
 
 
 def _adam(kind: str, params: dict[str, Any]) -> tuple[type[Optimizer], dict[str, Any]]:
-    """DeepSpeed 0.19.8 (`runtime/engine.py`, `_configure_basic_optimizer`): `Adam` is AdamW unless
-    `adam_w_mode` is false, which `AdamW` ignores; weight decay is 0 by default, torch's 0.01 only
-    with `torch_adam`.
+    """Return the class and parameters of Adam or AdamW by the rules of DeepSpeed.
+
+    They are those of DeepSpeed 0.19.8 (`runtime/engine.py`, `_configure_basic_optimizer`): `Adam`
+    is AdamW unless `adam_w_mode` is false, which `AdamW` ignores. The default weight decay is 0;
+    with `torch_adam` it is torch's 0.01.
     """
     decoupled = params.pop("adam_w_mode", True) or kind == "AdamW"
     if not params.pop("torch_adam", False):
@@ -128,78 +141,61 @@ def _adam(kind: str, params: dict[str, Any]) -> tuple[type[Optimizer], dict[str,
     return (torch.optim.AdamW if decoupled else torch.optim.Adam), params
 
 
-def _imported(path: str, remedy: str) -> type[Optimizer]:
+def _import_class(path: str, remedy: str) -> type[Optimizer]:
     module, _, name = path.rpartition(".")
     try:
-        found = getattr(importlib.import_module(module), name)
+        kind = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            Problem("optimizer.type", path, f"it cannot be imported ({error})", remedy)
-        ) from error
-    if not (isinstance(found, type) and issubclass(found, Optimizer)):
-        raise ConfigError(
-            Problem(
-                "optimizer.type",
-                path,
-                "it is not a subclass of torch.optim.Optimizer",
-                "name an optimizer class",
-            )
-        )
-    return found
+        rule = f"it cannot be imported ({error})"
+        raise ConfigError(Problem("optimizer.type", path, rule, remedy)) from error
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
+        rule = "it is not a subclass of torch.optim.Optimizer"
+        raise ConfigError(Problem("optimizer.type", path, rule, "name an optimizer class"))
+    return kind
 
 
-def _make(found: type[Optimizer], params: Mapping[str, Any], named: Sequence[Named]) -> Optimizer:
-    allowed = optimizers.settable(found)
+def _build(kind: type[Optimizer], params: Mapping[str, Any], named: Sequence[Named]) -> Optimizer:
+    allowed = optimizers.settable(kind)
     unknown = [name for name in params if name not in allowed]
     if unknown:
-        rule = f"{found.__name__} has no such parameter"
+        rule = f"{kind.__name__} has no such parameter"
         raise ConfigError(
             *(
                 Problem(f"optimizer.params.{name}", params[name], rule, instead(name, allowed))
                 for name in unknown
             )
         )
-    if needs_closure(found):
+    if needs_closure(kind):
         rule = (
             "its step calls a function that computes the loss again, and a training step has none"
-            " to give"
+            " to pass"
         )
-        raise ConfigError(
-            Problem(
-                "optimizer.type",
-                found.__name__,
-                rule,
-                "use an optimizer of one gradient a step, AdamW for one",
-            )
-        )
-    refuse_sharded(found, named)
-    build: Callable[..., Optimizer] = found
+        remedy = "use an optimizer that needs one gradient per step, such as AdamW"
+        raise ConfigError(Problem("optimizer.type", kind.__name__, rule, remedy))
+    refuse_sharded(kind, named)
+
+    constructor: Callable[..., Optimizer] = kind
     try:
-        optimizer = build(_groups(found, params, [parameter for _, parameter in named]), **params)
+        groups = _groups(kind, params, [parameter for _, parameter in named])
+        optimizer = constructor(groups, **params)
     except (TypeError, ValueError, RuntimeError, AssertionError) as error:
         shown = ", ".join(f"{name}={value!r}" for name, value in params.items())
-        reason = str(error) or type(error).__name__
-        raise ConfigError(
-            Problem(
-                "optimizer.params",
-                None,
-                f"{found.__name__}({shown}) says: {reason}",
-                "correct the value",
-            )
-        ) from error
-    step_by_placement(optimizer)  # before other hooks of the step, which look at groups
-    if found is torch.optim.SGD:
+        rule = f"{kind.__name__}({shown}) says: {str(error) or type(error).__name__}"
+        raise ConfigError(Problem("optimizer.params", None, rule, "correct the value")) from error
+    # Before other hooks of the step, which look at groups.
+    step_by_placement(optimizer)
+    if kind is torch.optim.SGD:
         optimizer.register_step_pre_hook(_start_late_momentum)
     return optimizer
 
 
 @torch.no_grad()
 def _start_late_momentum(optimizer: Optimizer, *_: object) -> None:
-    """Give a momentum to parameters of fused SGD whose first gradient comes after that of others.
+    """Create the momentum of parameters of fused SGD that get their first gradient late.
 
-    torch's fused kernel starts all momenta of a group in one step, and fails where only some of
-    them exist (an unused branch, a block that is unfrozen). The other kernels of SGD start each by
-    itself, with the gradient. The buffer is such that the kernel's own update makes it the
+    torch's fused kernel creates all momenta of a group in one step, and fails if only some of them
+    exist (an unused branch, a block that is unfrozen). The other kernels of SGD create each by
+    itself, equal to the gradient. The buffer is set so that the kernel's own update makes it the
     gradient.
     """
     for group in optimizer.param_groups:
@@ -208,8 +204,8 @@ def _start_late_momentum(optimizer: Optimizer, *_: object) -> None:
             continue
         trained = [p for p in group["params"] if p.grad is not None]
         late = [p for p in trained if optimizer.state.get(p, {}).get("momentum_buffer") is None]
-        if len(late) == len(trained):  # torch starts them, in one step
-            continue
+        if len(late) == len(trained):
+            continue  # torch creates all of them in this step.
 
         for parameter in late:
             gradient = -parameter.grad if group["maximize"] else parameter.grad
@@ -221,59 +217,58 @@ def _start_late_momentum(optimizer: Optimizer, *_: object) -> None:
 
 
 def needs_closure(kind: type[Optimizer]) -> bool:
-    """Whether `step` cannot be called without a function (LBFGS)."""
+    """Return True if an optimizer's `step` requires a closure, as LBFGS does."""
     closure = inspect.signature(kind.step).parameters.get("closure")
     return closure is not None and closure.default is closure.empty
 
 
-def refuse_sharded(found: type[Optimizer], named: Sequence[Named]) -> None:
-    """Raises ModelError for torch's optimizers that fail at their first step on shards."""
-    why = (
-        optimizers.NOT_SHARDED.get(found.__name__)
-        if found.__module__.startswith("torch.optim")
-        else None
-    )
+def refuse_sharded(kind: type[Optimizer], named: Sequence[Named]) -> None:
+    """Raise ModelError if an optimizer of torch would fail at its first step on shards.
+
+    Args:
+        kind: Class of the optimizer.
+        named: (name, parameter) pairs.
+    """
+    if not kind.__module__.startswith("torch.optim"):
+        return
+    reason = optimizers.NOT_SHARDED.get(kind.__name__)
     sharded = [name for name, parameter in named if isinstance(parameter, DTensor)]
-    if why and sharded:
+    if reason and sharded:
         raise ModelError(
-            f"the optimizer {found.__name__}: {why}, and torch cannot do that on sharded parameters"
-            f" ({len(sharded)} here, first `{sharded[0]}`); use AdamW, or zero_optimization.stage 0"
-            " without tensor parallelism"
+            f"the optimizer {kind.__name__}: {reason}, and torch cannot do that on sharded"
+            f" parameters ({len(sharded)} here, first `{sharded[0]}`); use AdamW, or"
+            " zero_optimization.stage 0 without tensor parallelism"
         )
 
 
 def _groups(
-    found: type[Optimizer], params: Mapping[str, Any], parameters: Sequence[nn.Parameter]
+    kind: type[Optimizer], params: Mapping[str, Any], parameters: Sequence[nn.Parameter]
 ) -> list[dict[str, Any]]:
     # One group on every layout: a schedule's state and a script's code count groups.
-    kernel = _kernel(found, params, parameters) if parameters else {}
+    kernel = _kernel(kind, params, parameters) if parameters else {}
     return [{"params": list(parameters), **kernel}]
 
 
 def _kernel(
-    found: type[Optimizer], params: Mapping[str, Any], parameters: Sequence[nn.Parameter]
+    kind: type[Optimizer], params: Mapping[str, Any], parameters: Sequence[nn.Parameter]
 ) -> dict[str, bool]:
-    """`fused` for one group. What a user wrote is used as written, or refused; otherwise torch's
-    default stays where fused is not available.
+    """Return the value of `fused` for one group, or nothing for torch's default.
+
+    A value in the configuration is used as it is, or refused. See Note [Choice of kernels].
     """
-    if found.__module__.partition(".")[0] != "torch" or "fused" not in optimizers.settable(found):
+    if kind.__module__.partition(".")[0] != "torch" or "fused" not in optimizers.settable(kind):
         return {}
-    why_not = _why_not_fused(found.__name__, parameters)
+    why_not = _why_not_fused(kind.__name__, parameters)
     if params.get("fused") and why_not:
-        raise ConfigError(
-            Problem(
-                "optimizer.params.fused",
-                True,
-                why_not,
-                "leave it out: it is used wherever it works",
-            )
-        )
+        remedy = "leave it out: it is used wherever it works"
+        raise ConfigError(Problem("optimizer.params.fused", True, why_not, remedy))
     if params.get("fused") is not None or params.get("foreach") or params.get("capturable"):
         return {}
     return {} if why_not else {"fused": True}
 
 
 def _why_not_fused(name: str, parameters: Sequence[nn.Parameter]) -> str | None:
+    """Return the reason why the fused kernel is not used for these parameters, or None."""
     devices = {parameter.device.type for parameter in parameters}
     dtypes = {parameter.dtype for parameter in parameters}
     if not devices <= set(_FUSED.get(name, ())):
@@ -294,53 +289,52 @@ def _why_not_fused(name: str, parameters: Sequence[nn.Parameter]) -> str | None:
     return None
 
 
-def _muon(params: dict[str, Any], named: Sequence[Named]) -> Optimizer:
-    """Muon for the matrices inside the model, AdamW for everything else, with DeepSpeed's split and
-    defaults (`set_optimizer_flags`, `MuonWithAuxAdam`).
+def _build_muon(params: dict[str, Any], named: Sequence[Named]) -> Optimizer:
+    """Build Muon for the matrices inside the model, and AdamW for all other parameters.
+
+    The split and the defaults are DeepSpeed's (`set_optimizer_flags`, `MuonWithAuxAdam`).
 
     torch's Muon orthogonalises full matrices: on shards every rank gathers them, which costs
-    traffic that AdamW does not have. It multiplies in bfloat16, which makes a difference of 1e-7
-    between the gradients of two layouts one of about 1e-2 between their updates (norms), of up to
-    7e-2 where gradients have a low rank, and single elements differ by up to half of the largest.
+    traffic that AdamW does not have. It multiplies in bfloat16. A difference of 1e-7 between the
+    gradients of two layouts becomes one of about 1e-2 between their updates (norms), and of up to
+    7e-2 if gradients have a low rank. Single elements differ by up to half of the largest.
     """
     matrices = [
         (name, p)
         for name, p in named
         if p.ndim == 2 and not any(word in name.lower() for word in _EMBEDDING)
     ]
-    chosen = {id(parameter) for _, parameter in matrices}
-    rest = [(name, p) for name, p in named if id(p) not in chosen]
+    matrix_ids = {id(parameter) for _, parameter in matrices}
+    others = [(name, p) for name, p in named if id(p) not in matrix_ids]
     if named and not matrices:
         raise ModelError(
             "optimizer.type = 'Muon': it trains two-dimensional weights inside a model, and this"
             " one has none; use AdamW"
         )
     shared = {"weight_decay": params.get("weight_decay", 0.0)}
-    own: dict[str, Any] = {
-        name: params[name]
-        for name in ("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")
-        if name in params
-    }
-    muon = _make(
-        torch.optim.Muon,
-        {"lr": params.get("muon_lr", params.get("lr", 0.02)), **shared, **own},
-        matrices,
-    )
-    if not rest:
+    muon_params: dict[str, Any] = {"lr": params.get("muon_lr", params.get("lr", 0.02)), **shared}
+    for name in ("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn"):
+        if name in params:
+            muon_params[name] = params[name]
+    muon = _build(torch.optim.Muon, muon_params, matrices)
+    if not others:
         return muon
-    adam = {
+    adam_params = {
         "lr": params.get("adam_lr", params.get("lr", 3e-4)),
         "betas": params.get("betas", (0.9, 0.95)),
         "eps": params.get("eps", 1e-10),
     }
-    return JoinedOptimizer(muon, _make(torch.optim.AdamW, {**adam, **shared}, rest))
+    return JoinedOptimizer(muon, _build(torch.optim.AdamW, {**adam_params, **shared}, others))
 
 
 class JoinedOptimizer(Optimizer):
-    """Several optimizers, each with its own parameters, that look and are saved as one.
+    """Several optimizers, each with its own parameters, that are used and saved as one.
 
-    The groups and the states of the parts are those of one optimizer, so schedules, checkpoints and
-    clipping need not know.
+    Its groups and states contain those of all parts, so schedules, checkpoints and clipping treat
+    it as any other optimizer.
+
+    Args:
+        parts: The optimizers.
     """
 
     def __init__(self, *parts: Optimizer) -> None:
@@ -350,7 +344,11 @@ class JoinedOptimizer(Optimizer):
         self._share()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only while it is built: a group added later would belong to none of the parts."""
+        """Add a group during the construction.
+
+        Raises:
+            ModelError: The optimizer has been built. The group would belong to none of the parts.
+        """
         if self.parts:
             raise ModelError(
                 "optimizer.type = 'Muon': parameters cannot be added to it later; build a new"
@@ -359,6 +357,7 @@ class JoinedOptimizer(Optimizer):
         super().add_param_group(param_group)
 
     def _share(self) -> None:
+        """Make the groups and states of the parts the same objects as those of this optimizer."""
         groups = iter(self.param_groups)
         for part in self.parts:
             part.param_groups = [next(groups) for _ in part.param_groups]
@@ -381,19 +380,21 @@ class JoinedOptimizer(Optimizer):
 
 
 def _keep_kernel(optimizer: Optimizer) -> Optimizer:
-    """Loading a state keeps this optimizer's own kernels. Done before torch looks at the state,
-    because a fused kernel wants its step counts on the device of the parameters.
+    """Make an optimizer keep its own kernels when a state is loaded.
+
+    See Note [Choice of kernels]. The state is changed before torch looks at it, because a fused
+    kernel requires its step counts on the device of the parameters.
     """
 
-    def own_kernels(receiver: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        own = receiver.param_groups
-        if len(own) != len(state["param_groups"]):
-            return state  # torch's own message about the number of groups follows
-        groups = [
-            {**saved, **{key: group[key] for key in _KERNEL if key in group}}
-            for saved, group in zip(state["param_groups"], own, strict=True)
-        ]
+    def keep(receiver: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        own_groups = receiver.param_groups
+        if len(own_groups) != len(state["param_groups"]):
+            return state  # torch's own message about the number of groups follows.
+        groups = []
+        for saved, group in zip(state["param_groups"], own_groups, strict=True):
+            kernel = {key: group[key] for key in _KERNEL_KEYS if key in group}
+            groups.append({**saved, **kernel})
         return {**state, "param_groups": groups}
 
-    optimizer.register_load_state_dict_pre_hook(own_kernels)
+    optimizer.register_load_state_dict_pre_hook(keep)
     return optimizer

@@ -26,10 +26,10 @@ def step_by_placement(optimizer: Optimizer) -> None:
             own in their groups.
     """
     if type(optimizer).__module__.startswith("torch.optim"):
-        _Splitter(optimizer)
+        _GroupSplitter(optimizer)
 
 
-class _Splitter:
+class _GroupSplitter:
     """Replaces an optimizer's groups before its step and puts them back after it."""
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -39,8 +39,9 @@ class _Splitter:
         optimizer.register_step_post_hook(self._restore)
 
     def _split(self, optimizer: Optimizer, *_: object) -> None:
-        self._restore(optimizer)  # torch calls no hook after a step that raises
-        groups = [part for group in optimizer.param_groups for part in _by_placement(group)]
+        # torch calls no post hook after a step that raises.
+        self._restore(optimizer)
+        groups = [split for group in optimizer.param_groups for split in _by_placement(group)]
         if len(groups) > len(optimizer.param_groups):
             self._groups = optimizer.param_groups
             optimizer.param_groups = groups
@@ -52,10 +53,10 @@ class _Splitter:
 
 
 def _by_placement(group: Group) -> list[Group]:
-    kinds: dict[Any, list[nn.Parameter]] = {}
+    by_mesh: dict[Any, list[nn.Parameter]] = {}
     for parameter in group["params"]:
-        kind = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        kinds.setdefault(kind, []).append(parameter)
-    return (
-        [group] if len(kinds) <= 1 else [{**group, "params": members} for members in kinds.values()]
-    )
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        by_mesh.setdefault(mesh, []).append(parameter)
+    if len(by_mesh) <= 1:
+        return [group]
+    return [{**group, "params": members} for members in by_mesh.values()]

@@ -1,1 +1,6 @@
-"""One technique a file: what can be set, what it does to a model, what it costs."""
+"""Techniques of distributed training.
+
+Each technique declares its settings, its changes to a model (`apply`), its hooks of a training step
+(`attach`) and its cost (`account`). `technique` defines this contract, `order` applies all
+techniques in one order, and `hooks` defines what a step calls.
+"""

@@ -1,16 +1,22 @@
-"""Buffers that a forward changes (running means, moving averages): every data-parallel rank has
-rank 0's, as under DistributedDataParallel.
+"""Synchronisation of buffers that a forward changes, such as running means and moving averages.
 
-Data-parallel ranks see other samples, so their buffers drift apart. After every step the first
-data-parallel rank's values are sent to the others, so the next forward, an evaluation and a
-checkpoint find the same. Changed buffers are detected, not guessed: a tensor counts its writes, and
-an assignment leaves another object. The ranks compare what they saw after the first step, and again
-when one of them sees another persistent buffer change; a model whose buffers never change (rotary
-frequencies, masks) sends nothing after that.
+All data-parallel ranks have the values of rank 0, as under DistributedDataParallel.
 
-Buffers that are not persistent are taken only if they change in place in the first step: one made
-anew may be a cache of this rank's lengths. In a pipeline the lowest stage that changed a buffer
-outside of the blocks has the right values; later ones saw no inputs.
+Note [Changing buffers]
+    Data-parallel ranks see different samples, so their buffers drift apart. After every step the
+    values of the first data-parallel rank are broadcast, so that the next forward, an evaluation
+    and a checkpoint find the same values on all ranks.
+
+    Changed buffers are detected by the version counter of a tensor, and by the identity of the
+    tensor for an assignment. Ranks may see different changes. They therefore exchange the names
+    after the first step, and again when one of them sees another persistent buffer change. A model
+    whose buffers never change (rotary frequencies, masks) sends nothing after that.
+
+    Buffers that are not persistent are included only if they change in place in the first step. A
+    new tensor may be a cache whose size depends on this rank's sequences.
+
+    In a pipeline several stages may hold a buffer outside of the blocks. The lowest stage that
+    changed it has the right values, because later stages saw no inputs.
 """
 
 from __future__ import annotations
@@ -35,7 +41,9 @@ from plait.parallel.hooks import StepEnd, StepHook
 
 
 @dataclass
-class _Seen:
+class _WatchedBuffer:
+    """Buffer of a module, with its state when it was last compared."""
+
     module: nn.Module
     leaf: str
     persistent: bool
@@ -43,177 +51,208 @@ class _Seen:
     version: int
 
     def changed(self) -> bool:
-        """Since it was looked at last."""
-        now = own_buffers(self.module).get(self.leaf)
-        if now is None:
+        """Return True if the buffer has changed since the last call."""
+        current = own_buffers(self.module).get(self.leaf)
+        if current is None:
             return False
-        found = version_of(now) != self.version if now is self.tensor else self.persistent
-        self.tensor, self.version = now, version_of(now)
-        # torch's batch_norm writes these without counting it.
-        return found or (self.leaf in ("running_mean", "running_var") and self.module.training)
+        if current is self.tensor:
+            has_changed = version_of(current) != self.version
+        else:
+            has_changed = self.persistent
+        self.tensor = current
+        self.version = version_of(current)
+        # torch's batch_norm writes these without increasing the version.
+        is_statistic = self.leaf in ("running_mean", "running_var")
+        return has_changed or (is_statistic and self.module.training)
 
 
 class ChangingBuffers(StepHook):
-    """`send` is called once a step, on all ranks."""
+    """Broadcasts changed buffers after every step. See Note [Changing buffers]."""
 
     def __init__(
         self, model: nn.Module, blocks: Collection[str], mesh: Mesh, batch_axes: Sequence[str]
     ) -> None:
-        """`batch_axes`: those whose ranks see other data."""
-        self.names: tuple[str, ...] = ()
-        """Those that are sent after every step."""
-        self.accumulating = False
-        """In your own training loop: the step continues after this micro-batch."""
-        self._in_forward: RemovableHandle | None = None
-        self._mesh, self._blocks = mesh, tuple(blocks)
-        real = mesh.layout.world_size > 1 and not is_fake()
-        self._data, self._stages = (
-            mesh.group(*axes) if real else None for axes in (batch_axes, ("pp",))
-        )
-        self._all = mesh.group("pp", *batch_axes) if real else None
-        self._seen: dict[str, _Seen] = {}
-        for owner_name, owner in model.named_modules() if self._all is not None else ():
-            for leaf, tensor in own_buffers(owner).items():
-                if tensor is not None:
-                    persistent = is_persistent(owner, leaf)
-                    name = f"{owner_name}.{leaf}" if owner_name else leaf
-                    self._seen[name] = _Seen(owner, leaf, persistent, tensor, version_of(tensor))
-        self._from_stage: dict[int, list[str]] = {}
-        """Rank over pp to the buffers outside of blocks whose values are right there."""
-        self._new: set[str] = set()
-        """Seen to change here, and not sent yet."""
-        self._asked: Largest | None = None
-        """Whether any rank saw another buffer change, and what says that the answer is there."""
-        self._watches = self._agreed = False
-        """Whether on any rank another persistent buffer may begin to change; whether the first step
-        is over.
+        """Watch the buffers of a model.
+
+        Args:
+            model: The model on this rank.
+            blocks: Names of its blocks.
+            mesh: The mesh of all ranks.
+            batch_axes: Axes whose ranks see different data.
         """
+        self.names: tuple[str, ...] = ()
+        """Buffers that are sent after every step."""
+        self.accumulating = False
+        """True if the step continues after this micro-batch, in the user's training loop."""
+        self._forward_hook: RemovableHandle | None = None
+        self._mesh = mesh
+        self._blocks = tuple(blocks)
+        self._data_group: dist.ProcessGroup | None = None
+        self._stage_group: dist.ProcessGroup | None = None
+        self._group: dist.ProcessGroup | None = None
+        if mesh.layout.world_size > 1 and not is_fake():
+            self._data_group = mesh.group(*batch_axes)
+            self._stage_group = mesh.group("pp")
+            self._group = mesh.group("pp", *batch_axes)
+
+        self._buffers: dict[str, _WatchedBuffer] = {}
+        if self._group is not None:
+            self._watch(model)
+        self._names_of_stage: dict[int, list[str]] = {}
+        """Buffers outside of the blocks, by the rank over pp whose values are right."""
+        self._unsent: set[str] = set()
+        """Buffers that have changed on this rank, but are not in `names`."""
+        self._any_unsent: Largest | None = None
+        """Exchange of whether any rank has unsent buffers, or None if none is in flight."""
+        self._may_find_more = False
+        """True if another persistent buffer may begin to change on any rank."""
+        self._has_agreed = False
+        """True if the first step is over."""
+
+    def _watch(self, model: nn.Module) -> None:
+        for owner_name, owner in model.named_modules():
+            for leaf, tensor in own_buffers(owner).items():
+                if tensor is None:
+                    continue
+                name = leaf
+                if owner_name:
+                    name = f"{owner_name}.{leaf}"
+                self._buffers[name] = _WatchedBuffer(
+                    owner, leaf, is_persistent(owner, leaf), tensor, version_of(tensor)
+                )
 
     def look(self) -> None:
-        """What was written so far was the same on all ranks (a checkpoint)."""
-        for seen in self._seen.values():
-            seen.changed()
+        """Ignore all changes so far, because they were the same on all ranks (a checkpoint)."""
+        for buffer in self._buffers.values():
+            buffer.changed()
 
     def before_microbatch(self, last: bool) -> None:
-        """See `accumulating`."""
+        """Record whether the step continues after this micro-batch."""
         self.accumulating = not last
 
     def after_step(self, end: StepEnd) -> str:
-        """The next forward finds the same on all ranks."""
+        """Send the changed buffers, so that the next forward finds equal values on all ranks."""
         self.send()
         return ""
 
     def load_state(self, saved: Mapping[str, torch.Tensor]) -> None:
-        """A checkpoint has written to buffers."""
+        """Ignore the changes of a checkpoint that was loaded."""
         self.look()
 
     def release(self) -> None:
-        """See `send_in_forward`."""
-        if self._in_forward is not None:
-            self._in_forward.remove()
+        """Remove the hook of `send_in_forward`."""
+        if self._forward_hook is not None:
+            self._forward_hook.remove()
 
     def send_in_forward(self, model: nn.Module) -> None:
-        """For your own training loop, whose steps Plait does not see: in training, before the first
-        forward of every step but the first.
+        """Send buffers before the first training forward of every step but the first.
+
+        This is for the user's own training loop, in which Plait does not see the end of a step.
         """
-        due = [False]
-        mine = weakref.ref(model)
+        is_due = False
+        model_ref = weakref.ref(model)
 
-        def before(module: nn.Module, _: Any) -> None:
-            if module is not mine():
-                return  # a copy of the model has this hook too
+        def send_if_due(module: nn.Module, _: Any) -> None:
+            nonlocal is_due
+            if module is not model_ref():
+                # A copy of the model has a copy of this hook.
+                return
             if module.training and torch.is_grad_enabled():
-                if due[0]:
+                if is_due:
                     self.send()
-                due[0] = not self.accumulating
+                is_due = not self.accumulating
 
-        self._in_forward = model.register_forward_pre_hook(before)
+        self._forward_hook = model.register_forward_pre_hook(send_if_due)
 
     def send(self) -> None:
-        """The first data-parallel rank's values to the others. Collective."""
-        if self._all is None:
+        """Broadcast the changed buffers of the first data-parallel rank. Collective."""
+        if self._group is None:
             return
-        self._new |= {name for name, seen in self._seen.items() if seen.changed()} - set(self.names)
-        if not self._agreed or self._somebody_saw():
+        changed = {name for name, buffer in self._buffers.items() if buffer.changed()}
+        self._unsent |= changed - set(self.names)
+        if not self._has_agreed or self._has_any_unsent():
             self._agree()
-        elif self._watches:
-            self._ask()
-        self._send()
+        elif self._may_find_more:
+            # The next step reads the result, so the exchange overlaps with it.
+            self._any_unsent = Largest(int(bool(self._unsent)), self._mesh.device, self._group)
+        self._broadcast_all()
 
-    def _ask(self) -> None:
-        """Overlaps with the next step, which reads the result."""
-        self._asked = Largest(int(bool(self._new)), self._mesh.device, self._all)
-
-    def _somebody_saw(self) -> bool:
-        if self._asked is None:
+    def _has_any_unsent(self) -> bool:
+        """Return the result of the exchange that the previous step has started."""
+        if self._any_unsent is None:
             return False
-        asked = self._asked
-        self._asked = None
-        return bool(asked.value())
+        exchange = self._any_unsent
+        self._any_unsent = None
+        return bool(exchange.value())
 
     def _agree(self) -> None:
-        """What any rank saw is sent from here on. Stages of a pipeline have buffers of their own in
-        their blocks, and share the others.
-        """
-        self._agreed, every = True, sorted(self._seen)
-        found = {*self.names, *self._new}
-        if self._data is not None and every:
+        """Exchange which buffers have changed on any rank. All of them are sent from now on."""
+        self._has_agreed = True
+        all_names = sorted(self._buffers)
+        changed = {*self.names, *self._unsent}
+        if self._data_group is not None and all_names:
             flags = torch.tensor(
-                [name in found for name in every], dtype=torch.uint8, device=self._mesh.device
+                [name in changed for name in all_names],
+                dtype=torch.uint8,
+                device=self._mesh.device,
             )
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._data)
-            found = {name for name, flag in zip(every, flags.tolist(), strict=True) if flag}
-        self._new, self.names = set(), tuple(sorted(found))
-        self._watches = any(
-            seen.persistent and name not in found for name, seen in self._seen.items()
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._data_group)
+            changed = {name for name, flag in zip(all_names, flags.tolist(), strict=True) if flag}
+        self._unsent = set()
+        self.names = tuple(sorted(changed))
+        self._may_find_more = any(
+            buffer.persistent and name not in changed for name, buffer in self._buffers.items()
         )
-        if self._stages is None:
-            return
-        outside = [
-            name
-            for name in every
-            if not any(name.startswith(f"{block}.") for block in self._blocks)
-        ]
-        told: list[Any] = [None] * self._stages.size()
-        dist.all_gather_object(told, (self.names, outside, self._watches), group=self._stages)
-        self._watches = any(watches for *_, watches in told)
-        shared = set.intersection(*(set(theirs) for _, theirs, _ in told))
-        first = {
-            name: rank
-            for rank in reversed(range(len(told)))
-            for name in told[rank][0]
-            if name in shared
-        }
-        self._from_stage = {
-            rank: sorted(name for name in first if first[name] == rank)
-            for rank in sorted(set(first.values()))
-        }
+        if self._stage_group is not None:
+            self._agree_over_stages(self._stage_group)
 
-    def _send(self) -> None:
-        if self._data is not None and self.names:
-            self._broadcast(self.names, self._data, 0)
-        for source, names in self._from_stage.items():
-            assert self._stages is not None
-            self._broadcast(names, self._stages, source)
+    def _agree_over_stages(self, group: dist.ProcessGroup) -> None:
+        """Select the stage whose values are right, for every buffer that all stages share."""
+        prefixes = tuple(f"{block}." for block in self._blocks)
+        outside = [name for name in sorted(self._buffers) if not name.startswith(prefixes)]
+        answers: list[Any] = [None] * group.size()
+        dist.all_gather_object(answers, (self.names, outside, self._may_find_more), group=group)
+
+        # All stages must agree, because each of them takes part in the next exchange.
+        self._may_find_more = any(may_find_more for *_, may_find_more in answers)
+        shared = set.intersection(*(set(names) for _, names, _ in answers))
+        first: dict[str, int] = {}
+        for rank, (changed, _, _) in enumerate(answers):
+            for name in changed:
+                if name in shared:
+                    first.setdefault(name, rank)
+        self._names_of_stage = {rank: [] for rank in sorted(set(first.values()))}
+        for name in sorted(first):
+            self._names_of_stage[first[name]].append(name)
+
+    def _broadcast_all(self) -> None:
+        if self._data_group is not None and self.names:
+            self._broadcast(self.names, self._data_group, 0)
+        for source, names in self._names_of_stage.items():
+            assert self._stage_group is not None
+            self._broadcast(names, self._stage_group, source)
 
     @torch.no_grad()
     def _broadcast(self, names: Sequence[str], group: dist.ProcessGroup, source: int) -> None:
-        """In one message, as bytes."""
-        tensors = [self._seen[name].tensor for name in names]
+        """Broadcast buffers of any dtypes in one message of bytes."""
+        tensors = [self._buffers[name].tensor for name in names]
         flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
         dist.broadcast(flat, group_src=source, group=group)
         if group.rank() == source:
             return
+
         parts = flat.split([tensor.numel() * tensor.element_size() for tensor in tensors])
         for name, tensor, part in zip(names, tensors, parts, strict=True):
-            # a part of bytes is not aligned
+            # A part starts at any byte, and a view in another dtype needs alignment.
             tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
-            self._seen[name].changed()
+            # The write of the broadcast itself is no change.
+            self._buffers[name].changed()
 
 
 def bind_sync_batch_norm(model: nn.Module, mesh: Mesh) -> None:
-    """SyncBatchNorm without a group of its own takes all processes; its batch is that of the
-    data-parallel ranks.
+    """Restrict each SyncBatchNorm without a group to the data-parallel ranks.
+
+    Its default is all processes, but only data-parallel ranks have parts of the batch.
     """
     if mesh.layout.world_size == mesh.layout.dp:
         return

@@ -1,5 +1,6 @@
-"""Pairs of settings that do not go together yet, as data. Each is refused with its reason until a
-test proves it.
+"""Combinations of settings that are not supported yet.
+
+Each one is refused with its reason until a test proves it.
 """
 
 from __future__ import annotations
@@ -14,64 +15,73 @@ from plait.parallel.technique import Context
 
 
 @dataclass(frozen=True)
-class Refusal:
-    """`applies` says whether a choice has the pair."""
+class UnsupportedCombination:
+    """A combination of settings that is refused."""
 
     field: str
+    """Setting that the error names."""
     value: Callable[[Context], object]
+    """Returns the value of the setting."""
     applies: Callable[[Context], bool]
+    """Returns True if a context has the combination."""
     rule: str
     remedy: str
 
 
-REFUSALS: tuple[Refusal, ...] = (
-    Refusal(
+UNSUPPORTED_COMBINATIONS: tuple[UnsupportedCombination, ...] = (
+    UnsupportedCombination(
         field="parallel.cp",
-        value=lambda choice: choice.layout.cp,
-        applies=lambda choice: (
-            choice.layout.cp > 1
-            and not any("cp" in technique.batch_axes for technique in choice.techniques)
+        value=lambda context: context.layout.cp,
+        applies=lambda context: (
+            context.layout.cp > 1
+            and not any("cp" in technique.batch_axes for technique in context.techniques)
         ),
         rule="no technique cuts sequences over cp",
         remedy="use 1; the processes become data parallel",
     ),
-    Refusal(
+    UnsupportedCombination(
         field="compile.enabled",
         value=lambda _: "true",
-        applies=lambda choice: choice.chosen(Compile).enabled and choice.layout.tp > 1,
+        applies=lambda context: context.chosen(Compile).enabled and context.layout.tp > 1,
         rule=(
             "blocks that tensor parallelism has split are not proven to keep their gradients under"
             " torch.compile"
         ),
         remedy="use false, or parallel.tp = 1",
     ),
-    Refusal(
+    UnsupportedCombination(
         field="compile.enabled",
         value=lambda _: "true",
-        applies=lambda choice: choice.chosen(Compile).enabled and choice.layout.pp > 1,
+        applies=lambda context: context.chosen(Compile).enabled and context.layout.pp > 1,
         rule="pipeline stages are not proven under torch.compile",
         remedy="use false, or parallel.pp = 1",
     ),
-    Refusal(
+    UnsupportedCombination(
         field="parallel.secondary_partition",
-        value=lambda choice: choice.chosen(DataParallel).secondary_partition,
-        applies=lambda choice: (
-            choice.chosen(DataParallel).secondary_partition > 0
-            and choice.layout.pp * choice.layout.tp > 1
+        value=lambda context: context.chosen(DataParallel).secondary_partition,
+        applies=lambda context: (
+            context.chosen(DataParallel).secondary_partition > 0
+            and context.layout.pp * context.layout.tp > 1
         ),
         rule=(
-            "all processes make the groups of a secondary partition together, and other stages and"
-            " slices make others: it hangs"
+            "all processes create the groups of a secondary partition together, but other pipeline"
+            " stages and tp slices create other groups: it would hang"
         ),
         remedy="use 0, or parallel.pp = 1 and parallel.tp = 1",
     ),
 )
 
 
-def refuse_incompatible(choice: Context) -> None:
-    """Raise ConfigError with every refused pair."""
+def refuse_incompatible(context: Context) -> None:
+    """Refuse all unsupported combinations at once.
+
+    Raises:
+        ConfigError: It lists every combination that applies.
+    """
     problems = [
-        Problem(r.field, r.value(choice), r.rule, r.remedy) for r in REFUSALS if r.applies(choice)
+        Problem(combination.field, combination.value(context), combination.rule, combination.remedy)
+        for combination in UNSUPPORTED_COMBINATIONS
+        if combination.applies(context)
     ]
     if problems:
         raise ConfigError(*problems)

@@ -1,5 +1,6 @@
-"""torch.compile, block by block and in place: one small graph that all equal blocks share, and
-parameter names stay as they are.
+"""torch.compile of each block, in place.
+
+Equal blocks share one small graph, and parameter names stay as they are.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from plait.parallel.technique import Context, Parts, Technique
 
 
 class Compile(Technique):
-    """Compile every block, or the whole model where it has none."""
+    """Compilation of every block, or of the whole model if it has no blocks."""
 
     enabled: bool = False
-    """Off by default: on a CPU the first step takes tens of seconds."""
+    """True to compile. Off by default, because on a CPU the first step takes tens of seconds."""
     backend: str = "inductor"
-    """A backend name that torch.compile knows."""
+    """Name of a torch.compile backend."""
     mode: str | None = None
-    """torch.compile's mode, e.g. `max-autotune`."""
+    """Mode of torch.compile, e.g. `max-autotune`, or None for its default."""
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
-        """Compile in place; the forward of a block becomes its compiled form."""
+        """Compile the blocks in place. The forward of a block becomes its compiled form."""
         if not self.enabled:
             return parts
         targets = [parts.model.get_submodule(name) for name in parts.blocks] or [parts.model]
@@ -36,11 +37,17 @@ class Compile(Technique):
         return parts
 
     def check(self, context: Context) -> None:
-        """Raise ConfigError for a backend or a mode that torch does not have. Compiles nothing."""
+        """Check that torch has the backend and the mode. Compiles nothing.
+
+        Raises:
+            ConfigError: torch does not have one of them.
+        """
         if not self.enabled:
             return
-        both: dict[str, Any] = {"backend": self.backend, "mode": self.mode}
-        for name, settings in (("backend", {"backend": self.backend}), ("mode", both)):
+        # The backend is tested alone first, so that an error names the right setting.
+        backend: dict[str, Any] = {"backend": self.backend}
+        backend_and_mode: dict[str, Any] = {"backend": self.backend, "mode": self.mode}
+        for name, settings in (("backend", backend), ("mode", backend_and_mode)):
             try:
                 torch.compile(nn.Identity(), **settings)
             except Exception as error:  # each backend refuses in its own way
@@ -55,5 +62,5 @@ class Compile(Technique):
                 ) from error
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
-        """Compilation holds no state and sends nothing."""
+        """Return the ledger unchanged: compilation holds no state and sends nothing."""
         return ledger

@@ -1,5 +1,6 @@
-"""What a batch may be made of: mappings, tuples, named tuples, lists and dataclasses, nested. They
-keep their class when what is in them changes, because a loss may ask for `batch.labels`.
+"""Containers of a batch: mappings, tuples, named tuples, lists and dataclasses, nested.
+
+They keep their class when their entries change, because a loss may access `batch.labels`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 
 
 def entries(value: Any) -> Mapping[Any, Any] | None:
-    """What a container holds, by key, position or field; None for anything else."""
+    """Return the entries of a container by key, position or field, or None for any other value."""
     if isinstance(value, Mapping):
         return value
     if isinstance(value, tuple | list):
@@ -24,7 +25,12 @@ def entries(value: Any) -> Mapping[Any, Any] | None:
 
 
 def rebuilt(value: Any, inside: Mapping[Any, Any]) -> Any:
-    """A container like `value`, of the same class, with other entries."""
+    """Return a container of the same class with other entries.
+
+    Args:
+        value: The container.
+        inside: The new entries, with the keys of `entries(value)`.
+    """
     if isinstance(value, Mapping):
         if type(value) is dict or not isinstance(value, MutableMapping):
             return dict(inside)
@@ -33,19 +39,21 @@ def rebuilt(value: Any, inside: Mapping[Any, Any]) -> Any:
             changed[key] = entry
         return changed
     if isinstance(value, tuple):
-        return (
-            type(value)(*inside.values()) if hasattr(value, "_fields") else tuple(inside.values())
-        )
+        # A named tuple.
+        if hasattr(value, "_fields"):
+            return type(value)(*inside.values())
+        return tuple(inside.values())
     if isinstance(value, list):
         return list(inside.values())
     changed = copy.copy(value)
     for name, entry in inside.items():
+        # A dataclass may be frozen.
         object.__setattr__(changed, name, entry)
     return changed
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in it, in order."""
+    """Yield every tensor of a nested container, in order."""
     if isinstance(value, torch.Tensor):
         yield value
         return

@@ -1,5 +1,7 @@
-"""`load_state_dict` of full tensors into a sharded model: every parameter loads this rank's slice.
-torch has no rule for a plain tensor and a DTensor, and says so in its own words.
+"""`load_state_dict` of full tensors into a sharded model.
+
+Each rank loads its slice of every parameter. torch itself cannot copy a plain tensor into a
+DTensor.
 """
 
 from __future__ import annotations
@@ -15,25 +17,27 @@ from plait._torch.modules import own_parameters
 
 
 def accept_full_tensors(model: nn.Module) -> None:
-    """Let `load_state_dict`, of the model or of a part of it, take full tensors as well as sharded
-    ones.
-    """
+    """Let `load_state_dict` of a model, or of a part of it, also take full tensors."""
     for module in model.modules():
         if any(isinstance(parameter, DTensor) for parameter in own_parameters(module).values()):
-            module.register_load_state_dict_pre_hook(_cut)
+            module.register_load_state_dict_pre_hook(_slice_full_tensors)
 
 
-def _cut(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Full tensors of the right shape become this rank's; a wrong shape is left for torch to
-    name.
+def _slice_full_tensors(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
+) -> None:
+    """Replace full tensors of the right shape by this rank's slice.
+
+    Tensors of a wrong shape stay, because torch's error names them.
     """
-    own: dict[str, Any] = {**own_parameters(module)}
-    for leaf, parameter in own.items():
-        given: Any = state_dict.get(f"{prefix}{leaf}")
-        if not isinstance(parameter, DTensor) or type(given) not in (torch.Tensor, nn.Parameter):
+    own_parameters_by_name: dict[str, Any] = {**own_parameters(module)}
+    for leaf, parameter in own_parameters_by_name.items():
+        value: Any = state_dict.get(f"{prefix}{leaf}")
+        if not isinstance(parameter, DTensor) or type(value) not in (torch.Tensor, nn.Parameter):
             continue
-        if given.shape == parameter.shape:
-            local = given.detach()[local_window(parameter)].to(parameter.device)
+        # torch's error names a tensor of another shape.
+        if value.shape == parameter.shape:
+            local = value.detach()[local_window(parameter)].to(parameter.device)
             state_dict[f"{prefix}{leaf}"] = DTensor.from_local(
                 local,
                 parameter.device_mesh,

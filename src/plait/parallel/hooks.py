@@ -1,9 +1,15 @@
-"""Hooks of a training step, besides forward, backward and the optimizer: a technique attaches them,
-the step calls them.
+"""Hooks of a training step: techniques attach them, and the step calls them.
 
-A step is: `transform` of every micro-batch; for every micro-batch `before_microbatch`, its forward,
-its backward inside of `backward`; then `finish_reduction`, the norm and the decision to update or
-to skip, `before_update`, the optimizer, `after_step`. A hook overrides what it needs.
+Note [Hooks of a step]
+    A step makes these calls, and a hook overrides those that it needs:
+
+    1. `transform` for every micro-batch.
+    2. For every micro-batch: `before_microbatch`, the forward, and the backward inside of the
+       context `backward`.
+    3. `finish_reduction`. Gradients are the sums over all ranks afterwards.
+    4. The global norm, and the decision to update or to skip. Without a skip: `before_update` and
+       the optimizer.
+    5. `after_step`.
 """
 
 from __future__ import annotations
@@ -18,111 +24,119 @@ import torch
 from plait.parallel.micro_batches import explicit
 
 Lost = Literal["forward", "step"]
-"""What a failure has lost: a forward, which has not changed gradients, or all gradients of the
-step.
-"""
+"""Work that a failure has lost: a forward, without effect on gradients, or the step's gradients."""
 
 
 @dataclass(frozen=True)
 class StepEnd:
-    """How a step has ended."""
+    """Outcome of a step."""
 
     skipped: bool
-    """Gradients were not finite; nothing was updated."""
+    """True if the update was skipped, because gradients were not finite."""
     rescaled: float = 1.0
-    """The factor by which the loss scale, and so the next gradients, have changed."""
+    """Factor by which the loss scale, and with it the next gradients, has changed."""
 
 
 class StepHook:
-    """A hook that does nothing; subclasses override its methods."""
+    """Base class of hooks, which does nothing. See Note [Hooks of a step]."""
 
     said: str = ""
-    """A description of what it does on this machine, with the reason, where that was decided at the
-    start.
-    """
+    """Description of the selections that it made on this machine at the start, with the reason."""
 
     said_is_default: bool = False
-    """Whether `said` describes a default, which the first lines of a run leave out."""
+    """True if `said` describes a default, which the first lines of a run leave out."""
 
     has_refused: bool = False
-    """Whether it has refused a gradient, so that what came before it has to be dropped."""
+    """True if it has refused a gradient. Earlier gradients of the step have to be dropped then."""
 
     def transform(self, batch: Any) -> Any:
-        """The micro-batch that model and loss are given in place of `batch`, which is on the
-        device: in `train_batch`, `eval_batch` and `predict`. A mapping has `shift_labels` and
-        `position_ids` (see `explicit`), so that its sequences can be cut.
+        """Return the micro-batch that replaces `batch` for the model and the loss.
+
+        It is called in `train_batch`, `eval_batch` and `predict`. Tensors are on the device. A
+        mapping has `shift_labels` and `position_ids` (see `explicit`), so that its sequences can be
+        cut.
         """
         return batch
 
     def join(self, output: Any, batch: Any) -> Any:
-        """What `predict` returns for a micro-batch, from the outputs of what `transform` made of
-        it. Collective.
+        """Return the output for `batch` from the outputs of its transformed parts. Collective.
+
+        It is called in `predict`.
         """
         return output
 
     def before_microbatch(self, last: bool) -> None:
-        """Before the forward of a micro-batch. `last`: of its step."""
+        """Prepare the forward of a micro-batch. `last`: it is the last one of its step."""
 
     def backward(self) -> AbstractContextManager[Any]:
-        """Around every backward that the engine runs."""
+        """Return a context that wraps every backward of the engine."""
         return nullcontext()
 
     def after_backward(self) -> None:
-        """After a backward whose gradients the caller may read before the step ends."""
+        """Handle the end of a backward whose gradients the caller may read before the step ends."""
 
     def finish_reduction(self) -> None:
-        """After the last backward: gradients are the sums over all ranks when all hooks have done
-        this. Collective.
+        """Finish the sums of gradients after the last backward. Collective.
+
+        Gradients are the sums over all ranks when all hooks have done this.
         """
 
     def before_update(self) -> None:
-        """Gradients are unscaled and clipped, and the optimizer is next. Not called in a step that
-        is skipped.
+        """Prepare the update. Gradients are unscaled and clipped, and the optimizer is next.
+
+        It is not called in a step that is skipped.
         """
 
     def after_step(self, end: StepEnd) -> str:
-        """The step has ended, skipped or not. Returns a description of a decision about the next
-        steps; empty where there is none.
+        """Handle the end of a step, skipped or not.
+
+        Returns:
+            A description of a decision about the next steps, or an empty string.
         """
         return ""
 
     def drop_gradients(self) -> None:
-        """The gradients of the step so far are dropped."""
+        """Drop all state of the gradients of the step so far."""
 
     def on_error(self, lost: Lost) -> None:
-        """A failure of all ranks is cleared, before the model is used again; where the step was
-        lost, `drop_gradients` follows. Collective.
+        """Clear a failure of all ranks before the model is used again. Collective.
+
+        If the step was lost, `drop_gradients` follows.
         """
 
     def state(self) -> dict[str, torch.Tensor]:
-        """This rank's state between steps, by name, for a checkpoint; the tensors themselves."""
+        """Return this rank's tensors between steps for a checkpoint, by name, not copies."""
         return {}
 
     def load_state(self, saved: Mapping[str, torch.Tensor]) -> None:
-        """A checkpoint was loaded. `saved` holds what `state` of all hooks gave on this rank;
-        nothing where that was on another layout.
+        """Restore the state of a checkpoint.
+
+        Args:
+            saved: States of all hooks on this rank. Empty if the checkpoint has another layout.
         """
 
     def release(self) -> None:
-        """The model is passed to another owner: remove all hooks from it."""
+        """Remove all hooks from the model, which is passed to another owner."""
 
     def close(self) -> None:
-        """After `release`, where the engine is closed: end threads and files."""
+        """End threads and close files. Called after `release` when the engine is closed."""
 
 
 Hook = TypeVar("Hook", bound=StepHook)
-_UNDERWAY: list[Hooks] = []
-"""Of the engines whose backward runs now."""
+_RUNNING_BACKWARDS: list[Hooks] = []
+"""Hooks of the engines whose backward is running."""
 
 
 def backward_underway() -> bool:
-    """Whether a backward of any engine of this process runs now."""
-    return bool(_UNDERWAY)
+    """Return True if any engine of this process runs a backward now."""
+    return bool(_RUNNING_BACKWARDS)
 
 
 class Hooks:
-    """The hooks of a model, in the order in which they are called. Each list has the calls of those
-    that override the method, made once.
+    """Hooks of a model, in the order in which they are called.
+
+    For each method, a list holds the calls of the hooks that override it. It is made once, so that
+    a step does not call empty methods.
     """
 
     def __init__(self, hooks: Iterable[StepHook] = ()) -> None:
@@ -146,6 +160,7 @@ class Hooks:
         self.close: list[Callable[[], None]] = self._bound("close")
 
     def _bound(self, name: str) -> list[Callable[..., Any]]:
+        # Methods that a class does not override do nothing, and a step need not call them.
         return [
             getattr(hook, name)
             for hook in self.all
@@ -153,21 +168,23 @@ class Hooks:
         ]
 
     def of(self, kind: type[Hook]) -> Hook | None:
-        """The first hook of a kind."""
+        """Return the first hook of a class, or None."""
         return next((hook for hook in self.all if isinstance(hook, kind)), None)
 
     @property
     def said(self) -> str:
-        """A description of what all of them decided at the start."""
+        """Description of all selections made at the start."""
         return ". ".join(hook.said for hook in self.all if hook.said)
 
     @property
     def notable(self) -> str:
-        """The part of `said` that does not describe a default."""
+        """Description of the selections that are not a default."""
         return ". ".join(hook.said for hook in self.all if hook.said and not hook.said_is_default)
 
     def prepared(self, batch: Any) -> Any:
-        """A micro-batch as all of them transform it; itself where none does."""
+        """Return a micro-batch after the `transform` of all hooks."""
+        # A transform may cut sequences. Targets and positions that follow from the place of a
+        # token in its sequence must be entries before that.
         if self.transform:
             batch = explicit(batch)
         for transform in self.transform:
@@ -175,21 +192,22 @@ class Hooks:
         return batch
 
     def joined(self, output: Any, batch: Any) -> Any:
-        """The output for a micro-batch as it was before `prepared`."""
+        """Return the output for a micro-batch as it was before `prepared`. Collective."""
         for join in self.join:
             output = join(output, batch)
         return output
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Around a backward."""
+        """Return a context that wraps a backward."""
         with ExitStack() as stack:
             for around in self.around_backward:
                 stack.enter_context(around())
-            _UNDERWAY.append(self)
-            stack.callback(_UNDERWAY.remove, self)
+            # A model of another engine that receives a gradient now can name the cause.
+            _RUNNING_BACKWARDS.append(self)
+            stack.callback(_RUNNING_BACKWARDS.remove, self)
             yield
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Of all of them."""
+        """Return the state of all hooks, by name."""
         return {name: tensor for hook in self.all for name, tensor in hook.state().items()}

@@ -1,18 +1,20 @@
 """Initial weights for a model that was built on `meta` and sharded there.
 
-The weights have the same bits on every layout, and no process ever holds the whole model.
+The weights have the same bits on every layout, and no process ever holds the full model.
 
-Each unit (a block, or an outer module without blocks) is built unsharded on the CPU, initialised by
-its own class, copied slice by slice into the sharded model, and freed. Every module draws from a
-generator seeded by its name, so the order of units and the layout do not matter. Memory is filled
-with NaN first. A tensor that still has one afterwards was not initialised, and is refused by name.
+Note [Initialisation of a meta model]
+    Each unit (a block, or an outer module without blocks) is built unsharded on the CPU,
+    initialised by its own class, copied slice by slice into the sharded model, and freed. Every
+    module draws from a generator seeded by its name, so the order of units and the layout do not
+    matter. Memory is filled with NaN first. A tensor that still has one afterwards was not
+    initialised, and is refused by name.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -29,10 +31,12 @@ from plait.errors import ModelError
 from plait.model.tied import tied_names
 
 Initialise = Callable[[nn.Module], None]
-"""Fills the parameters and buffers that a module owns itself, in place, as `_init_weights` of
-Transformers and `reset_parameters` of torch do."""
+"""Function that fills the parameters and buffers that a module owns itself, in place.
+
+`_init_weights` of Transformers and `reset_parameters` of torch are of this kind.
+"""
 _WRITES = "_plait_writes"
-"""Attribute of a template: how often each parameter was written to on `meta`, by name."""
+"""Attribute of a template: number of writes to each parameter on `meta`, by name."""
 
 
 def is_meta(model: nn.Module) -> bool:
@@ -65,20 +69,26 @@ def allocate(model: nn.Module, device: torch.device, *, host_units: Collection[s
     Args:
         model: The sharded model, of which each rank allocates its shards only.
         device: The device of the parameters and buffers.
-        host_units: Names of modules whose parameters are on the CPU instead. "" stands for the
-            whole model.
+        host_units: Names of modules whose parameters are on the CPU instead. "" stands for all
+            modules.
     """
     ties = tied_names(model)
     model.to_empty(device=device)
-    for unit in host_units if "" not in host_units else ("",):
+    if "" in host_units:
+        host_units = ("",)
+    for unit in host_units:
         model.get_submodule(unit).to_empty(device=torch.device("cpu"))
     if host_units:
+        # `to_empty` has moved the buffers too, and only parameters are offloaded.
         for module in model.modules():
             for name, buffer in own_buffers(module).items():
-                own_buffers(module)[name] = buffer.to(device) if buffer is not None else None
-    for first, *others in ties:
+                if buffer is not None:
+                    own_buffers(module)[name] = buffer.to(device)
+
+    # `to_empty` makes a separate tensor for each name of a tied parameter.
+    for first, *other_names in ties:
         parameter = model.get_parameter(first)
-        for name in others:
+        for name in other_names:
             owner, _, leaf = name.rpartition(".")
             own_parameters(model.get_submodule(owner))[leaf] = parameter
 
@@ -91,7 +101,7 @@ def initialise(
     seed: int,
     filled: Callable[[torch.Tensor], None] = lambda _: None,
 ) -> None:
-    """Fill `model` with initial weights that have the same bits on every layout.
+    """Fill `model` with initial weights. See Note [Initialisation of a meta model].
 
     Args:
         model: The model, sharded or not.
@@ -104,39 +114,45 @@ def initialise(
         ModelError: A parameter or buffer has no initialisation that can be run again.
     """
     targets = _targets(model)
-    expected = {id(target): name for name, target in reversed(targets.items())}
-    # All names of a tied parameter get one target: its value is that of the first name, which a
-    # pipeline stage may lack.
-    for group in tied_names(template):
-        tied = next((targets[name] for name in group if name in targets), None)
-        if tied is not None:
-            targets.update(dict.fromkeys(group, tied))
-    seen: set[int] = set()
+    name_of_target = {id(target): name for name, target in reversed(targets.items())}
+    ties = tied_names(template)
+    _tie(targets, ties)
+
+    filled_targets: set[int] = set()
     rules = _rules(template)
     writes: dict[str, int] = getattr(template, _WRITES, {})
-    tied_parameters = {name for group in tied_names(template) for name in group}
+    tied_parameters = {name for names in ties for name in names}
     for prefix, unit, recurse in _units(template, blocks):
         if not any(name in targets for name, _ in _own_tensors(unit, prefix, recurse=recurse)):
-            continue  # on another pipeline stage
+            # On another pipeline stage.
+            continue
+
         _allocate_poisoned(unit, recurse=recurse)
-        members = list(unit.named_modules(prefix=prefix)) if recurse else [(prefix, unit)]
-        before = {
+        versions = {
             name: version_of(value) for name, value in _own_tensors(unit, prefix, recurse=recurse)
         }
+        members = [(prefix, unit)]
+        if recurse:
+            members = list(unit.named_modules(prefix=prefix))
         # Children before parents, which may override them (GPT-2's residual projections).
         for name, module in reversed(members):
             _run(rules[name], module, name, seed)
+
         for name, value in _own_tensors(unit, prefix, recurse=recurse):
             if name not in targets:
                 continue
-            # A tied parameter counts the writes under all of its names.
+            # Models of Transformers repeat `_init_weights` only, which is less than their
+            # constructors did. A tied parameter counts the writes under all of its names.
             if (
                 name in writes
                 and name not in tied_parameters
                 and not rules[name.rpartition(".")[0]].is_of_transformers
             ):
                 _refuse_lost_writes(
-                    name, unit, made=writes[name], repeated=version_of(value) - before[name]
+                    name,
+                    unit,
+                    original_writes=writes[name],
+                    repeated_writes=version_of(value) - versions[name],
                 )
             if _is_poisoned(value):
                 raise ModelError(
@@ -145,16 +161,30 @@ def initialise(
                     " fills it, load weights from a folder, or build the model with real weights"
                 )
             target = targets[name]
-            if id(target) not in seen:  # a tied parameter takes the value of its first name
-                seen.add(id(target))
+            # A tied parameter takes the value of its first name.
+            if id(target) not in filled_targets:
+                filled_targets.add(id(target))
                 _copy_slice(target, value)
                 filled(target)
         unit.to_empty(device="meta", recurse=recurse)
-    if left := [name for target, name in expected.items() if target not in seen]:
+
+    missing = [name for target, name in name_of_target.items() if target not in filled_targets]
+    if missing:
         raise ModelError(
-            f"{left[0]} was given no values: after sharding it is tied otherwise than in the model"
-            " that was built"
+            f"{missing[0]} received no values: after sharding it is tied to other parameters than"
+            " in the model that was built"
         )
+
+
+def _tie(targets: dict[str, torch.Tensor], ties: Iterable[Sequence[str]]) -> None:
+    """Give all names of a tied parameter one target.
+
+    Its value is that of the first name, which a pipeline stage may lack.
+    """
+    for names in ties:
+        target = next((targets[name] for name in names if name in targets), None)
+        if target is not None:
+            targets.update(dict.fromkeys(names, target))
 
 
 def broadcast(model: nn.Module, *, group: dist.ProcessGroup | None = None) -> None:
@@ -169,7 +199,8 @@ def broadcast(model: nn.Module, *, group: dist.ProcessGroup | None = None) -> No
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             unexpanded = _each_element_once(tensor.data)
-            buffer = unexpanded.contiguous()  # the memory layouts of ranks may differ
+            # The memory layouts of ranks may differ, and a broadcast copies storage in order.
+            buffer = unexpanded.contiguous()
             dist.broadcast(buffer, group_src=0, group=group)
             if buffer is not unexpanded:
                 unexpanded.copy_(buffer)
@@ -212,18 +243,20 @@ def fill_buffers(model: nn.Module, template: nn.Module) -> None:
 
 
 def _join(prefix: str, leaf: str) -> str:
-    return f"{prefix}.{leaf}" if prefix else leaf
+    if not prefix:
+        return leaf
+    return f"{prefix}.{leaf}"
 
 
 def _units(template: nn.Module, blocks: tuple[str, ...]) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Yield (name, module, whole subtree?) such that each tensor of the model is in one entry.
+    """Yield (name, module, all of its subtree) such that each tensor of the model is in one entry.
 
     Entries are the blocks, outer modules without a block inside, and the modules around both, whose
     entry has only the tensors that they own themselves.
     """
 
     def walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
-        holds_block = any(block.startswith(f"{name}.") if name else True for block in blocks)
+        holds_block = any(block.startswith(f"{name}.") for block in blocks)
         if name in blocks or (name and not holds_block):
             yield name, module, True
             return
@@ -234,15 +267,18 @@ def _units(template: nn.Module, blocks: tuple[str, ...]) -> Iterator[tuple[str, 
     yield from walk("", template)
 
 
-def _refuse_lost_writes(name: str, unit: nn.Module, *, made: int, repeated: int) -> None:
+def _refuse_lost_writes(
+    name: str, unit: nn.Module, *, original_writes: int, repeated_writes: int
+) -> None:
     """Refuse a parameter that was written to on `meta` more often than its classes repeat."""
-    if made > repeated:
+    if original_writes > repeated_writes:
         raise ModelError(
-            f"{name} was written to {made} times while the model was built on meta, where values "
-            f"are lost, and reset_parameters and _init_weights repeat {repeated} of that number: "
-            f"{type(unit).__name__} or a class around it sets it in its constructor; set it in "
-            "reset_parameters of its class or in _init_weights(self, module) of the model, load "
-            "weights from a folder, or build the model with real weights"
+            f"{name} was written to {original_writes} times while the model was built on meta,"
+            " where values are lost, and reset_parameters and _init_weights repeat"
+            f" {repeated_writes} of that number: {type(unit).__name__} or a class around it sets"
+            " it in its constructor; set it in reset_parameters of its class or in"
+            " _init_weights(self, module) of the model, load weights from a folder, or build the"
+            " model with real weights"
         )
 
 
@@ -291,7 +327,7 @@ def _is_of_transformers(module: nn.Module) -> bool:
 
 
 def _takes_a_module(method: Callable[..., Any]) -> bool:
-    """Whether a bound method can be called with one argument, as `nn.Module.apply` calls it."""
+    """Return True if a bound method takes one argument, as `nn.Module.apply` passes it."""
     try:
         inspect.signature(method).bind(None)
     except (TypeError, ValueError):
@@ -309,6 +345,7 @@ def _run(rule: _Rule, module: nn.Module, name: str, seed: int) -> None:
 
 
 def _allocate_poisoned(module: nn.Module, *, recurse: bool) -> None:
+    """Allocate CPU tensors, and fill them with values that no initialisation leaves."""
     module.to_empty(device="cpu", recurse=recurse)
     with torch.no_grad():
         for _, tensor in _own_tensors(module, "", recurse=recurse):

@@ -1,4 +1,4 @@
-"""How a tensor lies in memory: contiguous, transposed, channels last, or with gaps.
+"""Memory layout of tensors: contiguous, transposed, channels last, or with gaps.
 
 A gradient that an optimizer's fused kernel reads must have the memory layout of its parameter.
 """
@@ -11,14 +11,16 @@ import torch
 
 
 def dims_in_memory(tensor: torch.Tensor) -> list[int] | None:
-    """The dimensions, the one with the largest stride first, of a tensor that fills its memory
-    without gaps or overlaps; else None.
+    """Return the dimensions in the order of their strides, largest first.
+
+    The result is None if the tensor has gaps or overlaps.
     """
     dims = sorted(
         range(tensor.ndim), key=lambda dim: (tensor.stride(dim), tensor.shape[dim]), reverse=True
     )
     expected = 1
     for dim in reversed(dims):
+        # A dimension of length 1 may have any stride.
         if tensor.shape[dim] != 1 and tensor.numel():
             if tensor.stride(dim) != expected:
                 return None
@@ -27,8 +29,13 @@ def dims_in_memory(tensor: torch.Tensor) -> list[int] | None:
 
 
 def like_in_memory(flat: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """`flat` [tensor.numel()], contiguous, as a view of the shape of `tensor`, with its strides
-    where that has no gaps.
+    """View a flat tensor in the shape and the memory layout of another one.
+
+    If the layout of `tensor` has gaps, the view is contiguous.
+
+    Args:
+        flat: A contiguous tensor [tensor.numel()].
+        tensor: The tensor with the shape and the strides.
     """
     if dims_in_memory(tensor) is None or tensor.is_contiguous():
         return flat.view(tensor.shape)
@@ -36,13 +43,17 @@ def like_in_memory(flat: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether two elements share memory, as those of an expanded tensor do. May say so of unusual
-    strides that do not.
+    """Return True if two elements share memory, as in an expanded tensor.
+
+    Unusual strides may give a false positive.
     """
     dims = sorted((dim for dim in range(tensor.ndim) if tensor.shape[dim] > 1), key=tensor.stride)
-    reached = 0
-    for dim in dims if prod(tensor.shape) else ():
-        if tensor.stride(dim) <= reached:
+    end = 0
+    if not prod(tensor.shape):
+        return False
+    # From the smallest stride to the largest, each must step over all elements before it.
+    for dim in dims:
+        if tensor.stride(dim) <= end:
             return True
-        reached += (tensor.shape[dim] - 1) * tensor.stride(dim)
+        end += (tensor.shape[dim] - 1) * tensor.stride(dim)
     return False

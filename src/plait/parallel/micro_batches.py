@@ -1,6 +1,4 @@
-"""From what a user passes to `train_batch` to micro-batches on the device, and from a micro-batch
-to the model's arguments.
-"""
+"""Batches of `train_batch`: micro-batches, transfer to the device, call of the model."""
 
 from __future__ import annotations
 
@@ -20,56 +18,62 @@ from plait.parallel.containers import entries as entries_of
 from plait.parallel.containers import rebuilt, tensors_in
 
 Forward = Callable[[nn.Module, Any], Any]
-"""How a micro-batch goes through the model: (model, micro-batch) -> output."""
+"""Function (model, micro-batch) -> output."""
 
 LABELS = "labels"
 SHIFTED = "shift_labels"
-"""The keys of a mapping that are not passed to the model, because the loss is computed from its
-logits, in one place for every layout. `labels` [batch, seq] int64 are a sequence's own tokens;
-`shift_labels`, Transformers' name, are what each position predicts.
+"""Keys of a mapping that are not passed to the model.
+
+The loss is computed from logits outside of the model, so that it is the same on every layout.
+`labels` [batch, seq] int64 are the tokens of a sequence. `shift_labels`, a name of Transformers,
+are the tokens that each position predicts.
 """
 CACHES = ("past_key_values", "cache")
-"""Arguments by which models of Transformers take a KV cache: the first before 5.24, the second
-since then.
-"""
+"""Arguments of Transformers models for a KV cache: the first before 5.24, the second since then."""
 IGNORED = -100
 """Label of a position that is not a target, as in Transformers and torch's cross entropy."""
 
 
 def default_forward(model: nn.Module, batch: Any) -> Any:
-    """Mapping: every entry but `labels` and `shift_labels` by name. Tuple or list: every entry but
-    the last (the target) in order. Anything else: as it is.
+    """Call the model with a micro-batch.
+
+    Args:
+        model: The model.
+        batch: A mapping is passed by name, except for `labels` and `shift_labels`. A tuple or list
+            is passed by position, except for the last entry, the target. Anything else is the only
+            argument.
     """
     if isinstance(batch, Mapping):
-        return call_model(
-            model, **{key: value for key, value in batch.items() if key not in (LABELS, SHIFTED)}
-        )
+        inputs = {key: value for key, value in batch.items() if key not in (LABELS, SHIFTED)}
+        return call_model(model, **inputs)
     if isinstance(batch, tuple | list):
         return model(*batch[:-1])
     return model(batch)
 
 
 def shifted(labels: torch.Tensor) -> torch.Tensor:
-    """What every position [..., seq] predicts: the next one's label; the last position predicts
-    nothing.
+    """Return the targets of labels [..., seq]: each position predicts the label of the next one.
+
+    The last position predicts nothing.
     """
     return F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
 
 
 def explicit(batch: Any) -> Any:
-    """A mapping with what otherwise follows from where a token stands in its sequence: the targets
-    `shift_labels` of `labels`, and `position_ids` [batch, seq] of `input_ids`; what is given stays.
-    Anything else is returned as it is.
+    """Add the entries that otherwise follow from the position of a token in its sequence.
+
+    These are the targets `shift_labels` of `labels`, and `position_ids` [batch, seq] of
+    `input_ids`. Existing entries stay, and batches that are not mappings are returned unchanged.
     """
     if not isinstance(batch, Mapping):
         return batch
     ids = batch.get("input_ids")
-    found = dict(batch)
+    result = dict(batch)
     if LABELS in batch and SHIFTED not in batch:
-        found[SHIFTED] = shifted(batch[LABELS])
+        result[SHIFTED] = shifted(batch[LABELS])
     if isinstance(ids, torch.Tensor) and batch.get("position_ids") is None:
-        found["position_ids"] = torch.arange(ids.shape[-1], device=ids.device).expand_as(ids)
-    return found
+        result["position_ids"] = torch.arange(ids.shape[-1], device=ids.device).expand_as(ids)
+    return result
 
 
 def with_cache(batch: Any, cache: Any, *, argument: str) -> Any:
@@ -87,22 +91,31 @@ def with_cache(batch: Any, cache: Any, *, argument: str) -> Any:
 
 
 def micro_batches(batch: Any, *, count: int, size: int | None) -> list[Any]:
-    """Cut a step's batch into `count` micro-batches of `size` samples, or into equal ones for None.
+    """Split the batch of a step into micro-batches.
 
-    A mapping, tuple, dataclass or tensor holds count x size samples in dim 0 of every tensor, and
-    so does a list as torch's default collation makes it, `[x, y]`. What has no dimension goes to
-    every micro-batch. Any other list, or an iterator, gives `count` ready micro-batches, whose
-    lengths may differ. Raises InputError for any other amount, and for a list that could be either.
+    A mapping, tuple, dataclass or tensor has count x size samples in dim 0 of every tensor, and so
+    does a list as torch's default collation makes it, `[x, y]`. Values without dimensions go to
+    every micro-batch. Any other list, or an iterator, provides ready micro-batches, whose lengths
+    may differ.
+
+    Args:
+        batch: The batch, or a list or iterator of micro-batches.
+        count: Micro-batches per step.
+        size: Samples of a micro-batch, or None for equal parts.
+
+    Raises:
+        InputError: The batch has another number of samples or micro-batches, or a list could be
+            either a batch or micro-batches.
     """
     if isinstance(batch, list):
         if not _is_one_batch(batch, count=count, size=size):
-            return _exactly(batch, count)
+            return _require_count(batch, count)
     elif isinstance(batch, Iterator):
-        return _exactly(list(islice(batch, count)), count)
+        return _require_count(list(islice(batch, count)), count)
     elif entries_of(batch) is None and not isinstance(batch, torch.Tensor):
         if isinstance(batch, Iterable):
             raise InputError(
-                f"train_batch got a {type(batch).__name__}, which would begin anew at every step;"
+                f"train_batch got a {type(batch).__name__}, which would restart at every step;"
                 " make `batches = iter(...)` of it once and pass that, or pass one batch or a list"
                 " of micro-batches"
             )
@@ -110,39 +123,39 @@ def micro_batches(batch: Any, *, count: int, size: int | None) -> list[Any]:
             "train_batch takes a mapping, a tuple, a dataclass, a tensor or an iterator of"
             f" micro-batches, not {type(batch).__name__}"
         )
-    found = samples(batch)
+    sample_count = samples(batch)
     if size is None:
-        size = max(1, found // count)
-    if found != count * size:
+        size = max(1, sample_count // count)
+    if sample_count != count * size:
         raise InputError(
-            f"train_batch got {found} samples; this rank's share of a step is {count * size}"
+            f"train_batch got {sample_count} samples; this rank's share of a step is {count * size}"
             f" (train_micro_batch_size_per_gpu {size} x gradient_accumulation_steps {count}); pass"
             f" {count * size}, or a list of {count} micro-batches of any size"
         )
-    return (
-        [_cut(batch, index * size, size, count * size) for index in range(count)]
-        if count > 1
-        else [batch]
-    )
+    if count <= 1:
+        return [batch]
+    return [_slice(batch, index * size, size, count * size) for index in range(count)]
 
 
 def samples(batch: Any) -> int:
-    """Dim 0 of the batch's first tensor that has dimensions; where all are in lists and differ, the
-    length of the first list, one entry a sample. Raises InputError where there is no tensor.
+    """Return the number of samples of a batch.
+
+    It is dim 0 of the first tensor with dimensions outside of lists, or of all tensors in lists if
+    they agree. Otherwise it is the length of the first list, with one entry per sample.
+
+    Raises:
+        InputError: The batch has no tensor with dimensions.
     """
-    fields = (
-        [batch] if isinstance(batch, torch.Tensor) else list((entries_of(batch) or {}).values())
-    )
-    found = next(
-        (
-            rows
-            for field in fields
-            if not isinstance(field, list) and (rows := _rows(field)) is not None
-        ),
-        None,
-    )
-    if found is not None:
-        return found
+    fields = list((entries_of(batch) or {}).values())
+    if isinstance(batch, torch.Tensor):
+        fields = [batch]
+    for field in fields:
+        if isinstance(field, list):
+            continue
+        rows = _rows(field)
+        if rows is not None:
+            return rows
+
     lengths = {int(tensor.shape[0]) for tensor in tensors_in(batch) if tensor.ndim}
     if not lengths:
         raise InputError(
@@ -150,37 +163,38 @@ def samples(batch: Any) -> int:
             " has none; lists of numbers become tensors in the collation (a tokenizer:"
             " return_tensors='pt')"
         )
-    return (
-        lengths.pop()
-        if len(lengths) == 1
-        else len(next(field for field in fields if isinstance(field, list)))
-    )
+    if len(lengths) == 1:
+        return lengths.pop()
+    return len(next(field for field in fields if isinstance(field, list)))
 
 
-def _exactly(pieces: list[Any], count: int) -> list[Any]:
-    if len(pieces) != count:
+def _require_count(batches: list[Any], count: int) -> list[Any]:
+    if len(batches) != count:
         raise InputError(
-            f"train_batch got {len(pieces)} micro-batches and a step has"
+            f"train_batch got {len(batches)} micro-batches and a step has"
             f" gradient_accumulation_steps {count}; every step needs all of them"
         )
-    return pieces
+    return batches
 
 
 def _is_one_batch(entries: list[Any], *, count: int, size: int | None) -> bool:
-    """Whether a list is one collated batch, `[x, y]`, and not micro-batches."""
+    """Return True if a list is one collated batch, `[x, y]`, and not a list of micro-batches."""
     lengths = {
         int(tensor.shape[0]) for entry in entries for tensor in tensors_in(entry) if tensor.ndim
     }
+    # The fields of a batch have equally many samples.
     if len(lengths) != 1:
         return False
     if len(entries) == 1:
         return False
-    if not all(_alike(entries[0], entry) for entry in entries[1:]):
+    if not all(_have_one_form(entries[0], entry) for entry in entries[1:]):
         return True  # micro-batches of one model have one form
+    # A mapping or a tuple is a complete micro-batch.
     if not isinstance(entries[0], torch.Tensor | list):
         return False
     if len(entries) != count:
         return True
+    # As many entries as micro-batches: the number of rows decides, if it can.
     length = lengths.pop()
     if size is not None and length in (size, count * size):
         return length == count * size
@@ -193,32 +207,38 @@ def _is_one_batch(entries: list[Any], *, count: int, size: int | None) -> bool:
     )
 
 
-def _alike(one: Any, other: Any) -> bool:
-    """Whether two entries of a list can be micro-batches of one model: lengths may differ, and
-    optional keys.
+def _have_one_form(first: Any, second: Any) -> bool:
+    """Return True if two entries of a list can be micro-batches of one model.
+
+    Their lengths may differ, and so may optional keys.
     """
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+    if isinstance(first, torch.Tensor) or isinstance(second, torch.Tensor):
         return (
-            isinstance(one, torch.Tensor)
-            and isinstance(other, torch.Tensor)
-            and (one.dtype, one.ndim) == (other.dtype, other.ndim)
+            isinstance(first, torch.Tensor)
+            and isinstance(second, torch.Tensor)
+            and (first.dtype, first.ndim) == (second.dtype, second.ndim)
         )
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        shared = one.keys() & other.keys()
-        return bool(shared) and all(_alike(one[key], other[key]) for key in shared)
-    if isinstance(one, Sequence) and isinstance(other, Sequence) and not isinstance(one, str):
-        return type(one) is type(other) and len(one) == len(other) and all(map(_alike, one, other))
-    return type(one) is type(other)
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        shared = first.keys() & second.keys()
+        return bool(shared) and all(_have_one_form(first[key], second[key]) for key in shared)
+    if isinstance(first, Sequence) and isinstance(second, Sequence) and not isinstance(first, str):
+        return (
+            type(first) is type(second)
+            and len(first) == len(second)
+            and all(map(_have_one_form, first, second))
+        )
+    return type(first) is type(second)
 
 
-def _cut(value: Any, start: int, size: int, whole: int) -> Any:
+def _slice(value: Any, start: int, size: int, sample_count: int) -> Any:
+    """Return `size` samples of a nested batch, from sample `start` on."""
     if isinstance(value, torch.Tensor):
         if value.ndim == 0:
             return value
-        if value.shape[0] != whole:
+        if value.shape[0] != sample_count:
             raise InputError(
-                f"a tensor of shape {tuple(value.shape)} does not have the step's {whole} samples"
-                " in dim 0"
+                f"a tensor of shape {tuple(value.shape)} does not have the step's"
+                f" {sample_count} samples in dim 0"
             )
         return value.narrow(0, start, size)
     inside = entries_of(value)
@@ -226,20 +246,23 @@ def _cut(value: Any, start: int, size: int, whole: int) -> Any:
         return value
     if (
         isinstance(value, list)
-        and len(value) == whole
-        and not any(_rows(entry) == whole for entry in value)
+        and len(value) == sample_count
+        and not any(_rows(entry) == sample_count for entry in value)
     ):
-        return value[start : start + size]  # one entry a sample, as collation leaves texts
-    return rebuilt(value, {key: _cut(entry, start, size, whole) for key, entry in inside.items()})
+        return value[start : start + size]  # one entry per sample, as collation leaves texts
+    parts = {key: _slice(entry, start, size, sample_count) for key, entry in inside.items()}
+    return rebuilt(value, parts)
 
 
 def _rows(entry: Any) -> int | None:
+    """Return dim 0 of the first tensor with dimensions, or None."""
     return next((int(tensor.shape[0]) for tensor in tensors_in(entry) if tensor.ndim), None)
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Move every tensor of a micro-batch; a no-op for what is there. Objects that can move
-    themselves do.
+    """Move every tensor of a micro-batch to a device.
+
+    Tensors on the device stay as they are. Objects with a method `to` move themselves.
     """
     if isinstance(value, torch.Tensor):
         if (
@@ -248,12 +271,11 @@ def to_device(value: Any, device: torch.device) -> Any:
             and type(value) is torch.Tensor
             and value.layout == torch.strided
         ):
-            if any(
-                size > 1 and not stride
-                for size, stride in zip(value.shape, value.stride(), strict=True)
-            ):
-                value = value.contiguous()  # an expanded tensor cannot be pinned
-            # from other memory the copy would block this thread, whatever it is asked for
+            dims = zip(value.shape, value.stride(), strict=True)
+            if any(size > 1 and not stride for size, stride in dims):
+                # An expanded tensor cannot be pinned.
+                value = value.contiguous()
+            # A copy from pageable memory blocks this thread in spite of `non_blocking`.
             value = value.pin_memory()
         return value.to(device, non_blocking=True)
     # Transformers' BatchEncoding, a UserDict, would change in place.
@@ -263,8 +285,6 @@ def to_device(value: Any, device: torch.device) -> Any:
     if inside is None:
         return value
     moved = {key: to_device(entry, device) for key, entry in inside.items()}
-    return (
-        value
-        if all(moved[key] is entry for key, entry in inside.items())
-        else rebuilt(value, moved)
-    )
+    if all(moved[key] is entry for key, entry in inside.items()):
+        return value
+    return rebuilt(value, moved)

@@ -1,5 +1,7 @@
-"""The one order of techniques, and the iterations over them: to refuse, with modules by the engine,
-with numbers by the planner.
+"""Order of the techniques, and the loops over them.
+
+`check_all` refuses impossible settings, `apply_all` changes the modules of the engine, and
+`account_all` adds up the numbers of the planner.
 """
 
 from __future__ import annotations
@@ -52,28 +54,31 @@ ORDER: tuple[type[Technique], ...] = (
     Compression,
     DataParallel,
 )
-"""What changes a block's forward comes before what shards it; precision, offload and compression
-leave settings that the technique which shards and reduces consumes. Precision comes first because
-the others ask for the size of an element when they are priced. A pipeline comes after the split
-over tp, which is decided for the whole model, and before what is done to a rank's own blocks.
+"""Order in which techniques are applied.
+
+What changes the forward of a block comes before what shards it. Precision, offload and compression
+leave settings for the technique that shards and reduces. Precision comes first, because the account
+of all others depends on the size of an element. A pipeline comes after tensor parallelism, whose
+plan covers the full model, and before what changes the blocks of this rank.
 """
 
 
 def in_order(techniques: Iterable[Technique]) -> tuple[Technique, ...]:
-    """Sort by ORDER. One that is not in it, which the caller brings, comes after the pipeline:
-    before what is done to the forward of a rank's own blocks, and before what shards them.
+    """Sort techniques by ORDER.
+
+    A technique of the user's, which is not in it, comes after the pipeline, before what changes the
+    forward of this rank's blocks and what shards them.
     """
-    position = {kind: index for index, kind in enumerate(ORDER)}
-    return tuple(
-        sorted(
-            techniques,
-            key=lambda technique: position.get(type(technique), position[Pipeline] + 0.5),
-        )
-    )
+    positions: dict[type, float] = {kind: index for index, kind in enumerate(ORDER)}
+
+    def position(technique: Technique) -> float:
+        return positions.get(type(technique), positions[Pipeline] + 0.5)
+
+    return tuple(sorted(techniques, key=position))
 
 
 def batch_axes(techniques: Iterable[Technique]) -> tuple[str, ...]:
-    """The axes over which the batch is split, by any of the techniques."""
+    """Return the axes over which any of the techniques splits the batch."""
     used = {axis for technique in techniques for axis in technique.batch_axes}
     return tuple(axis for axis in AXES if axis in used)
 
@@ -92,31 +97,42 @@ HOOKS: tuple[type[StepHook], ...] = (
     CompressionAutotuner,
     Residuals,
 )
-"""The order in which a step calls hooks; others come after these. A gradient is summed over the
-data-parallel ranks, then None is put back where no rank used the parameter, then the parts of
-sequences are summed, then tied parameters over the stages that hold them: each asks for what the
-one before left. What chooses the collectives comes before what is carried in them, so that a
-checkpoint's residuals find theirs.
+"""Order in which a step calls hooks. Hooks of other classes come last.
+
+Each reduction reads what the one before has left: a gradient is summed over the data-parallel
+ranks, None is restored where no rank used the parameter, the parts of sequences are summed, and
+tied parameters are summed over the stages that hold them. The selection of compression comes before
+the state of the compressed collectives, so that a checkpoint's residuals find their collectives.
 """
 
 
 def check_all(context: Context) -> dict[type, object]:
-    """Refuse what cannot be: pairs first, then by every technique. Returns the notes that `Parts`
-    begins with.
+    """Refuse impossible settings: unsupported combinations first, then those of each technique.
+
+    Returns:
+        The initial notes of `Parts`.
     """
     refuse_incompatible(context)
     return notes_of(technique.check(context) for technique in context.techniques)
 
 
 def groups_of(context: Context) -> Groups:
-    """The groups that all techniques need, in order; `context` has the notes of the checks."""
+    """Return the groups that all techniques need, in order.
+
+    Args:
+        context: The context, with the notes of `check_all`.
+    """
     return sum((technique.groups(context) for technique in context.techniques), start=Groups())
 
 
 def apply_all(techniques: Iterable[Technique], parts: Parts, mesh: Mesh) -> Parts:
-    """Apply every technique to the model, in order; parameter names are checked to be unchanged.
-    Attributes that a user has set on a parameter (to tell an optimizer which ones not to decay,
-    say) are on what takes its place.
+    """Apply every technique to the model, in order.
+
+    Attributes that a user has set on a parameter (for example to exclude it from weight decay) are
+    copied to its replacement.
+
+    Raises:
+        ModelError: A technique changed parameter names.
     """
     techniques = in_order(techniques)
     parts = parts.with_(batch_axes=batch_axes(techniques))
@@ -125,41 +141,40 @@ def apply_all(techniques: Iterable[Technique], parts: Parts, mesh: Mesh) -> Part
     names = [name for name, _ in parts.model.named_parameters(remove_duplicate=False)]
     for technique in techniques:
         parts = technique.apply(parts, mesh)
-        now = [name for name, _ in parts.model.named_parameters(remove_duplicate=False)]
-        kept = (
-            [name for name in names if name in set(now)]
-            if isinstance(technique, Pipeline)
-            else names
-        )
-        if now != kept:
-            changed = sorted(set(now) ^ set(kept))[:4]
+        new_names = [name for name, _ in parts.model.named_parameters(remove_duplicate=False)]
+        if isinstance(technique, Pipeline):
+            # A rank keeps the parameters of its stages.
+            remaining = set(new_names)
+            names = [name for name in names if name in remaining]
+        if new_names != names:
+            changed = sorted(set(new_names) ^ set(names))[:4]
             raise ModelError(
                 f"{type(technique).__name__} changed parameter names ({', '.join(changed)}); a"
                 " technique must keep them"
             )
-        names = now
-    for name, parameter in (
-        parts.model.named_parameters(remove_duplicate=False) if attributes else ()
-    ):
-        for key, value in attributes.get(name, {}).items():
-            if key not in vars(parameter):
-                setattr(parameter, key, value)
+
+    if attributes:
+        for name, parameter in parts.model.named_parameters(remove_duplicate=False):
+            for key, value in attributes.get(name, {}).items():
+                # What a technique has set itself stays.
+                if key not in vars(parameter):
+                    setattr(parameter, key, value)
     return parts
 
 
 def attach_all(techniques: Iterable[Technique], parts: Parts, mesh: Mesh) -> Parts:
-    """Attach every technique to the steps of a model that has its weights; the hooks are in their
-    order.
-    """
+    """Attach every technique to a model that has its weights, and sort their hooks. Collective."""
     hooks = [hook for technique in in_order(techniques) for hook in technique.attach(parts, mesh)]
-    position = {kind: index for index, kind in enumerate(HOOKS)}
-    return parts.with_(
-        hooks=Hooks(sorted(hooks, key=lambda hook: position.get(type(hook), len(HOOKS))))
-    )
+    positions = {kind: index for index, kind in enumerate(HOOKS)}
+
+    def position(hook: StepHook) -> int:
+        return positions.get(type(hook), len(HOOKS))
+
+    return parts.with_(hooks=Hooks(sorted(hooks, key=position)))
 
 
 def account_all(techniques: Iterable[Technique], ledger: Ledger, facts: ModelFacts) -> Ledger:
-    """Price every technique, in order."""
+    """Account for every technique, in order."""
     for technique in in_order(techniques):
         ledger = technique.account(ledger, facts)
     return ledger

@@ -1,5 +1,6 @@
-"""Parameters that a layout cannot train as one process does, refused by name before any process
-group exists.
+"""Checks for parameters that a layout cannot train like a single process.
+
+They run before any process group exists, and name the parameter.
 """
 
 from __future__ import annotations
@@ -20,8 +21,17 @@ from plait.parallel.memory_layout import overlaps_itself
 def refuse_unusable_parameters(
     model: nn.Module, *, sharded: bool, moved: bool, summed: bool
 ) -> None:
-    """Raise ModelError. `moved`: parameters go to another place, so what shares memory would be
-    torn apart, as by sharding. `summed`: their gradients are summed over ranks.
+    """Refuse parameters that this layout cannot train.
+
+    Args:
+        model: The model of the user.
+        sharded: Whether parameters are sharded.
+        moved: Whether parameters are moved to another device, which separates tensors that share
+            memory, as sharding does.
+        summed: Whether gradients are summed over ranks.
+
+    Raises:
+        ModelError: It names the first such parameter, with a remedy.
     """
     for name, parameter in model.named_parameters():
         if (
@@ -48,21 +58,26 @@ def refuse_unusable_parameters(
     if sharded or moved:
         _refuse_shared_memory(model)
     if summed:
-        for name, module in model.named_modules():
-            if (
-                isinstance(module, nn.Embedding | nn.EmbeddingBag)
-                and module.sparse
-                and module.weight.requires_grad
-            ):
-                raise ModelError(
-                    f"{name or 'the model'} makes sparse gradients ({type(module).__name__},"
-                    " sparse=True), and ranks sum dense ones; build it with sparse=False"
-                )
+        _refuse_sparse_gradients(model)
+
+
+def _refuse_sparse_gradients(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if (
+            isinstance(module, nn.Embedding | nn.EmbeddingBag)
+            and module.sparse
+            and module.weight.requires_grad
+        ):
+            raise ModelError(
+                f"{name or 'the model'} makes sparse gradients ({type(module).__name__},"
+                " sparse=True), and ranks sum dense ones; build it with sparse=False"
+            )
 
 
 def quantised_by_bitsandbytes(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Weights in 8 or 4 bits by name, replicated on every rank: their scales are in attributes, and
-    belong to all of them. Frozen.
+    """Return the frozen 8-bit and 4-bit weights of bitsandbytes, by name.
+
+    They are replicated on every rank, because attributes of a weight hold the scales of all of it.
     """
     return {
         name: parameter
@@ -72,9 +87,17 @@ def quantised_by_bitsandbytes(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def refuse_quantised(model: nn.Module, *, moved: bool, cast: bool, several: bool) -> None:
-    """Raise ModelError for weights that another library has quantised, where they would not be what
-    they were. `moved`: to another device, by offload, or split by tensor parallelism. `cast`:
-    blocks compute in another dtype. `several`: there are other processes.
+    """Refuse weights that another library has quantised, if the layout would break them.
+
+    Args:
+        model: The model of the user.
+        moved: Whether parameters are moved to another device, offloaded, or split by tensor
+            parallelism.
+        cast: Whether blocks compute in another dtype.
+        several: Whether there are other processes.
+
+    Raises:
+        ModelError: It names the first such weight, with a remedy.
     """
     for name, parameter in quantised_by_bitsandbytes(model).items():
         if moved:
@@ -97,26 +120,32 @@ def _library(parameter: nn.Parameter) -> str:
 
 
 def refuse_several_dtypes(model: nn.Module, blocks: Sequence[str]) -> None:
-    """Raise ModelError where parameters that are gathered together (of a block, or all outside of
-    the blocks) have several dtypes, which torch does not shard.
+    """Refuse units with parameters of several dtypes, which torch cannot shard.
+
+    A unit is a block, or all parameters outside of the blocks.
+
+    Raises:
+        ModelError: It names two parameters of a unit.
     """
     first: dict[str, tuple[str, torch.dtype]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             unit = next((block for block in blocks if name.startswith(f"{block}.")), "")
-            other, dtype = first.setdefault(unit, (name, parameter.dtype))
+            first_name, dtype = first.setdefault(unit, (name, parameter.dtype))
             if dtype != parameter.dtype:
                 raise ModelError(
-                    f"{name} is {_short(parameter.dtype)} and {other} {_short(dtype)}, and what is"
-                    f" sharded together ({unit or 'all outside of the blocks'}) has to be of one"
-                    " dtype; convert one of them, name modules of one dtype each in"
+                    f"{name} is {_short(parameter.dtype)} and {first_name} {_short(dtype)}, and"
+                    f" what is sharded together ({unit or 'all outside of the blocks'}) has to be"
+                    " of one dtype; convert one of them, name modules of one dtype each in"
                     " parallel.blocks, or use ZeRO stage 0"
                 )
 
 
 def refuse_complex(model: nn.Module) -> None:
-    """Raise ModelError for complex parameters that would be computed with, or reduced, as real
-    numbers of 16 or 32 bits.
+    """Refuse complex parameters that would be cast to real numbers of 16 or 32 bits.
+
+    Raises:
+        ModelError: It names the first complex parameter.
     """
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.is_complex():
@@ -135,36 +164,43 @@ def _refuse_shared_memory(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.numel() and not isinstance(tensor, DTensor):
             by_storage.setdefault(storage_key(tensor), []).append((name, tensor))
-    for (first, one), (second, other) in (
-        pair for held in by_storage.values() for pair in combinations(held, 2)
-    ):
-        if (one.requires_grad or other.requires_grad) and _share_elements(one, other):
-            raise ModelError(
-                f"{first} and {second} are two tensors in the same memory, which sharding or moving"
-                " them would tear apart; make them one parameter (`b.weight = a.weight`), or use"
-                " ZeRO stage 0 with real weights on the training device"
-            )
+    for tensors in by_storage.values():
+        for (first_name, first), (second_name, second) in combinations(tensors, 2):
+            trains = first.requires_grad or second.requires_grad
+            if trains and _share_elements(first, second):
+                raise ModelError(
+                    f"{first_name} and {second_name} are two tensors in the same memory, which"
+                    " sharding or moving them would separate; make them one parameter"
+                    " (`b.weight = a.weight`), or use ZeRO stage 0 with real weights on the"
+                    " training device"
+                )
 
 
-def _share_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
-    (low, high), (other_low, other_high) = _extent(one), _extent(other)
-    if one.dtype != other.dtype or max(low, other_low) >= min(high, other_high):
-        return one.dtype != other.dtype and one.untyped_storage().nbytes() > 0
-    if one.is_contiguous() and other.is_contiguous():
+def _share_elements(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return True if two tensors of one storage have an element in common."""
+    if first.dtype != second.dtype:
+        # Their elements are not comparable, so any memory in common counts.
+        return first.untyped_storage().nbytes() > 0
+    start, end = _extent(first)
+    second_start, second_end = _extent(second)
+    if max(start, second_start) >= min(end, second_end):
+        return False
+    if first.is_contiguous() and second.is_contiguous():
         return True
-    found = [torch.zeros(max(high, other_high), dtype=torch.bool) for _ in range(2)]
-    for marks, tensor in zip(found, (one, other), strict=True):
-        marks.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).fill_(True)
-    return bool((found[0] & found[1]).any())
+
+    # Interleaved strides: mark the elements of each tensor, and compare.
+    masks = []
+    for tensor in (first, second):
+        mask = torch.zeros(max(end, second_end), dtype=torch.bool)
+        mask.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).fill_(True)
+        masks.append(mask)
+    return bool((masks[0] & masks[1]).any())
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """The first element of the storage that a tensor has, and the one after its last."""
-    start = tensor.storage_offset()
-    return int(start), int(
-        start
-        + 1
-        + sum(
-            (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-        )
-    )
+    """Return the range of elements of the storage that a tensor spans."""
+    start = int(tensor.storage_offset())
+    end = start + 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        end += (size - 1) * stride
+    return start, int(end)

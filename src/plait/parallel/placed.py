@@ -1,4 +1,4 @@
-"""Plain tensors placed as a parameter is."""
+"""Placement of plain tensors like a parameter."""
 
 from __future__ import annotations
 
@@ -7,8 +7,14 @@ from torch.distributed.tensor import DTensor
 
 
 def like_parameter(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A plain tensor as what stands beside `parameter`: itself, or this rank's part of a DTensor
-    with the parameter's placements.
+    """Wrap a local tensor in the placements of a parameter.
+
+    Args:
+        local: This rank's part, with the local shape of `parameter`.
+        parameter: A plain parameter or a DTensor.
+
+    Returns:
+        `local` itself for a plain parameter, otherwise a DTensor.
     """
     if not isinstance(parameter, DTensor):
         return local

@@ -1,8 +1,7 @@
-"""Which ranks hold what of a parameter, and whose gradients are summed into its own: one value for
-the norm, for sums and for checkpoints.
+"""Distribution of a parameter over the ranks, for norms, sums and checkpoints.
 
-An axis either splits a tensor, or replicates it, and replicas are equal to the bit once gradients
-are reduced. In numbers the same is `accounting.ledger.Part`.
+An axis either splits a tensor or replicates it. Replicas are bitwise equal once gradients are
+reduced. The counterpart in numbers is `accounting.ledger.ParameterPart`.
 """
 
 from __future__ import annotations
@@ -18,46 +17,56 @@ from plait.cluster.layout import AXES, EXPERT_AXES, SPLIT_AXES
 
 @dataclass(frozen=True)
 class Reduction:
-    """Of one parameter, its gradient and what is shaped like it."""
+    """Distribution of one parameter, its gradient and its optimizer states."""
 
     sharded: tuple[str, ...] = ()
-    """Axes over which it is split; over the others it is replicated."""
+    """Axes that split it. All other axes replicate it."""
     summed: tuple[str, ...] = ()
-    """Axes whose ranks compute its gradient from other parts of the batch: it is the sum over them,
-    once all hooks have reduced.
+    """Axes whose ranks compute its gradient from different parts of the batch.
+
+    The gradient is the sum over them, once all hooks have reduced.
     """
     stages: tuple[int, ...] = ()
-    """Coordinates along pp that hold it; empty: each stage has a tensor of its own."""
+    """Coordinates along pp that hold a tied parameter. Empty if each stage has a separate tensor.
+    """
 
     def is_first_stage(self, at: Mapping[str, int]) -> bool:
-        """Whether no earlier pipeline stage holds it: of a tied parameter one stage counts and
-        writes.
+        """Return True if no earlier pipeline stage holds it.
+
+        Only this stage counts and writes a tied parameter.
         """
         return not self.stages or at["pp"] == min(self.stages)
 
     def counts_at(self, at: Mapping[str, int]) -> bool:
-        """Whether the part of the rank at these coordinates belongs into a sum over
-        `Mesh.norm_axes`: that of the first replica does.
+        """Return True if the part of a rank belongs to a sum over `Mesh.norm_axes`.
+
+        It does for the first replica only.
+
+        Args:
+            at: Coordinates of the rank by axis.
         """
-        return self._first(at, SPLIT_AXES if "ep" not in at else AXES)
+        if "ep" in at:
+            return self._is_first_replica(at, AXES)
+        return self._is_first_replica(at, SPLIT_AXES)
 
     def is_written_at(self, at: Mapping[str, int]) -> bool:
-        """Whether the rank at these coordinates writes its part into a checkpoint: of all replicas
-        the first one does.
-        """
-        return self._first(at, AXES)
+        """Return True if a rank writes its part to a checkpoint, which the first replica does.
 
-    def _first(self, at: Mapping[str, int], among: Collection[str]) -> bool:
-        # which take the place of all others but pp
+        Args:
+            at: Coordinates of the rank by axis.
+        """
+        return self._is_first_replica(at, AXES)
+
+    def _is_first_replica(self, at: Mapping[str, int], axes: Collection[str]) -> bool:
+        # For a parameter of experts, these axes take the place of all others but pp.
         if not set(self.sharded).isdisjoint(EXPERT_AXES):
-            among = EXPERT_AXES
-        return self.is_first_stage(at) and all(
-            at.get(axis, 0) == 0 for axis in among if axis != "pp" and axis not in self.sharded
-        )
+            axes = EXPERT_AXES
+        replicating = [axis for axis in axes if axis != "pp" and axis not in self.sharded]
+        return self.is_first_stage(at) and all(at.get(axis, 0) == 0 for axis in replicating)
 
 
 def sharded_axes(tensor: torch.Tensor) -> tuple[str, ...]:
-    """The mesh axes over which a tensor is split; none for a replicated or plain one."""
+    """Return the mesh axes that split a tensor. A replicated or plain tensor has none."""
     if not isinstance(tensor, DTensor):
         return ()
     names = tensor.device_mesh.mesh_dim_names or ()

@@ -1,9 +1,11 @@
-"""The contract of a technique, and the data that passes through the ordered list of techniques.
+"""Contract of a technique, and the data that passes through the ordered list of techniques.
 
-The engine applies the list to modules (`apply` on Parts), the planner applies the same list to
-numbers (`account` on a Ledger). A technique never changes parameter names. Settings that belong to
-one call of torch (precision and sharding both go to `fully_shard`) are kept in Parts until the
-technique that makes the call consumes them.
+The engine applies the list to modules (`apply` on `Parts`), and the planner applies the same list
+to numbers (`account` on a `Ledger`). A technique never changes parameter names.
+
+Some settings of several techniques are arguments of one call of torch: precision, offload and
+sharding all go to `fully_shard`. They are collected in `Parts.shard` until the technique that makes
+the call consumes them.
 """
 
 from __future__ import annotations
@@ -30,165 +32,184 @@ Kind = TypeVar("Kind", bound="Technique")
 
 @dataclass(frozen=True)
 class Context:
-    """The settings and, once it is built, the model: everything that is known before a process
-    group exists.
+    """Everything that is known before a process group exists.
+
+    These are the settings and, once it is built, the model.
     """
 
     layout: Layout
-    """The degrees."""
+    """Degrees of the axes."""
     techniques: tuple[Technique, ...] = ()
-    """All selected techniques, in order."""
+    """All techniques, in order."""
     accumulation: int = 1
-    """Micro-batches of a step."""
+    """Micro-batches per step."""
     device_type: str = "cpu"
     """Device type of the processes."""
     model: nn.Module | None = None
-    """Unsharded; None where only the configuration is known."""
+    """The unsharded model, or None if only the configuration is known."""
     blocks: tuple[str, ...] = ()
-    """Names (FQNs) of its repeated blocks."""
+    """Names (FQNs) of the repeated blocks of the model."""
     notes: Mapping[type, object] = field(default_factory=dict)
-    """What the checks found, by type; empty while they run."""
+    """Results of the checks, by type. Empty while the checks run."""
 
     def chosen(self, kind: type[Kind]) -> Kind:
-        """The technique of a class; the default one where none is selected."""
-        return (
-            next((technique for technique in self.techniques if isinstance(technique, kind)), None)
-            or kind()
-        )
+        """Return the technique of a class, or its default if none was configured."""
+        for technique in self.techniques:
+            if isinstance(technique, kind):
+                return technique
+        return kind()
 
 
-def notes_of(found: Iterable[object | None]) -> dict[type, object]:
-    """What checks returned, by its type."""
-    return {type(note): note for note in found if note is not None}
+def notes_of(results: Iterable[object | None]) -> dict[type, object]:
+    """Index the results of checks by their type, without None."""
+    return {type(note): note for note in results if note is not None}
 
 
 @dataclass(frozen=True)
 class ShardSettings:
-    """Settings of the one call that shards a model, and of its gradients."""
+    """Settings of the call that shards a model, and of the reduction of its gradients."""
 
     compute_dtype: torch.dtype | None = None
-    """What parameters are cast to for forward and backward; None keeps their own dtype."""
+    """Dtype of parameters in forward and backward, or None for their own dtype."""
     reduce_dtype: torch.dtype | None = None
-    """What gradients are cast to for their reduction; None keeps the gradient's dtype."""
+    """Dtype of the gradient reduction, or None for the dtype of the gradients."""
     float32_modules: tuple[str, ...] = ()
     """Modules (FQNs) that compute in float32, whatever `compute_dtype` is."""
     master_weights_on_host: bool = False
-    """Whether shards of parameters and gradients, and with them the optimizer's states, are stored
-    in host memory.
-    """
+    """True if host memory stores shards of parameters and gradients, and the optimizer states."""
     pin_master_weights: bool = False
-    """Whether that memory is pinned, so that copies overlap with computation."""
+    """True if that memory is pinned, so that copies overlap with computation."""
     offloaded_units: frozenset[str] = frozenset()
-    """Blocks, and "" for what is outside of them, whose master weights, gradients and states are
-    not in the device's memory.
+    """Units whose master weights, gradients and states are not in the device's memory.
+
+    These are names of blocks, and "" for all parameters outside of the blocks.
     """
-    own_mesh: Mapping[str, DeviceMesh] = field(default_factory=dict)
-    """Modules (FQNs) whose parameters are not reduced with the others: they are sharded over a mesh
-    of their own, and where nothing is sharded, another hook sums their gradients.
+    separate_mesh: Mapping[str, DeviceMesh] = field(default_factory=dict)
+    """Modules (FQNs) with a separate mesh, such as experts.
+
+    Their parameters are not reduced with the others. They are sharded over this mesh, or another
+    hook sums their gradients if nothing is sharded.
     """
     always_shard: bool = False
-    """Whether parameters are sharded also where one process holds all of them, in their own dtype.
-    """
+    """True if parameters are sharded even if one process holds all of them, in their own dtype."""
     mean: bool = False
-    """Whether reduced gradients are means, complete when the backward ends: for your own training
-    loop, as under DistributedDataParallel. Otherwise sums: the engine has divided every loss
-    before.
+    """True if reduced gradients are means, complete when the backward ends.
+
+    This is for the user's own training loop, as under DistributedDataParallel. Otherwise they are
+    sums, because the engine has already divided every loss.
     """
 
 
 @dataclass(frozen=True)
 class Parts:
-    """A model that is transformed from one process to a layout."""
+    """A model while techniques transform it from one process to a layout."""
 
     model: nn.Module
-    """Changed in place; the object a user holds stays the one that trains."""
+    """The model, changed in place: the object that a user holds is the one that trains."""
     blocks: tuple[str, ...]
-    """Names (FQNs) of the repeated blocks on this rank: the units of sharding, recompute and
-    compilation.
-    """
+    """Names (FQNs) of the repeated blocks on this rank, the units of sharding and recompute."""
     shard: ShardSettings = ShardSettings()
-    """Set by the techniques before the one that shards."""
+    """Settings of earlier techniques for the one that shards."""
     batch_axes: tuple[str, ...] = ()
-    """Axes whose ranks are given different parts of the batch, by all techniques
-    (`Technique.batch_axes`).
-    """
+    """Axes whose ranks have different parts of the batch, those of all techniques."""
     hooks: Hooks = field(default_factory=Hooks)
-    """The hooks of a step, once all are attached."""
+    """Hooks of a step, once all techniques are attached."""
     notes: Mapping[type, object] = field(default_factory=dict)
-    """Results of one technique for later ones (a plan, the tp region), by type."""
+    """Results of a technique for later ones (a plan, the tp region), by type."""
 
     def with_(self, **changes: Any) -> Parts:
-        """A copy with some fields replaced."""
+        """Return a copy with some fields replaced."""
         return replace(self, **changes)
 
     def with_shard(self, **changes: Any) -> Parts:
-        """A copy with some settings of the shards replaced."""
+        """Return a copy with some settings of the shards replaced."""
         return replace(self, shard=replace(self.shard, **changes))
 
     @property
-    def apart(self) -> frozenset[nn.Parameter]:
-        """The parameters of `ShardSettings.own_mesh`."""
+    def separately_reduced(self) -> frozenset[nn.Parameter]:
+        """Parameters of `ShardSettings.separate_mesh`, whose gradients another hook reduces."""
         return frozenset(
-            p for name in self.shard.own_mesh for p in self.model.get_submodule(name).parameters()
+            p
+            for name in self.shard.separate_mesh
+            for p in self.model.get_submodule(name).parameters()
         )
 
     def reduction(self, parameter: nn.Parameter) -> Reduction:
-        """Which ranks hold what of a parameter of this rank, and over which its gradient is
-        summed.
-        """
+        """Return which axes split a parameter of this rank, and which ones sum its gradient."""
         sharded = sharded_axes(parameter)
+        # The all-to-all of ep has already brought the tokens of all its ranks to an expert.
         return Reduction(sharded, ("edp",) if "ep" in sharded else self.batch_axes)
 
     def noted(self, kind: type[T]) -> T | None:
-        """The note of a type, if there is one."""
+        """Return the note of a type, or None."""
         return cast("T | None", self.notes.get(kind))
 
     def with_notes(self, *notes: object | None) -> Parts:
-        """A copy with more notes, each in place of one of the same type; None is none."""
+        """Return a copy with more notes.
+
+        A note replaces one of the same type, and None is ignored.
+        """
         return replace(self, notes={**self.notes, **notes_of(notes)})
 
 
 class Technique(Policy):
-    """A technique of distributed training. Subclasses add fields and override the methods below,
-    which take all of its decisions.
+    """Base class of the techniques of distributed training.
+
+    Subclasses add fields, and override the methods below, which take all of its decisions.
     """
 
     batch_axes: ClassVar[tuple[str, ...]] = ()
-    """Axes whose ranks it gives different parts of the batch: over these, gradients and the weight
-    of a loss are sums.
+    """Axes whose ranks have different parts of the batch.
+
+    Gradients and the weight of a loss are summed over them.
     """
 
     def check(self, context: Context) -> object | None:
-        """Raise ConfigError or ModelError, with the numbers and a remedy, for an impossible
-        setting. Runs before any process group exists; where the context has no model, it checks the
-        configuration alone. Returns a result about the model that `apply` needs (a plan), which is
-        added to the notes of `Parts`.
+        """Check the settings before any process group exists.
+
+        Returns:
+            A result about the model that `apply` needs (a plan), or None. It is added to
+            `Parts.notes`.
+
+        Raises:
+            ConfigError: A setting is impossible. The message has the numbers and a remedy. Without
+                a model in the context, only the configuration is checked.
+            ModelError: The model does not allow the settings.
         """
         return None
 
     def groups(self, context: Context) -> Groups:
-        """The process groups that it needs besides those that every mesh has: all are made with the
-        mesh, after the checks, and none later.
+        """Return the process groups that it needs besides those of every mesh.
+
+        All groups are created with the mesh, after the checks, and none later.
         """
         return Groups()
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
-        """Change the model in place. Parameter names do not change; a pipeline rank keeps only its
-        own parameters.
+        """Change the model in place.
+
+        Parameter names do not change. A pipeline rank keeps only the parameters of its stages.
         """
         raise NotImplementedError
 
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
-        """The hooks of a training step. Called once the model has its weights. Collective."""
+        """Return the hooks of a training step. Collective.
+
+        Called once the model has its weights.
+        """
         return []
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
-        """Add this technique's bytes and traffic to the ledger. Fields may be arrays of candidates
-        (see `sweep`).
+        """Add this technique's bytes and traffic to the ledger.
+
+        Fields may be arrays with one entry per candidate (see `sweep`).
         """
         raise NotImplementedError
 
     @classmethod
     def sweep(cls, **arrays: Any) -> Self:
-        """A technique whose fields are arrays, one entry a candidate layout; only for `account`."""
+        """Create a technique whose fields are arrays with one entry per candidate.
+
+        It is for `account` only.
+        """
         return cls.model_construct(**arrays)  # type: ignore[return-value]

@@ -1,5 +1,7 @@
-"""Which places of a micro-batch are tokens, for what counts them in a forward. A part of a sequence
-has an attention mask of another form, and places that the cut has added.
+"""Token masks of a forward: which positions of a micro-batch are tokens, and which are padding.
+
+Whatever counts tokens in a forward cannot read `attention_mask` if sequences are cut over cp. The
+mask of a part has another form, and cutting adds positions.
 """
 
 from __future__ import annotations
@@ -14,9 +16,16 @@ _ATTRIBUTE = "_plait_tokens"
 
 
 def mark(mask: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:
-    """A mask that takes the place of `attention_mask`, and knows the `tokens` [batch, seq], 0 for
-    padding; None: there is none.
+    """Attach the token mask of a part of sequences to the mask that replaces `attention_mask`.
+
+    Args:
+        mask: The replacement.
+        tokens: Token mask [batch, seq], 0 for padding, or None if there is no padding.
+
+    Returns:
+        `mask` itself.
     """
+    # In a tuple, so that None (no padding) differs from a mask without the attribute.
     setattr(mask, _ATTRIBUTE, (tokens,))
     return mask
 
@@ -28,18 +37,20 @@ def tokens_of(mask: Any) -> Any:
 
 
 class TokensOfForward:
-    """`now`: those of the forward that runs, or ran last, as in `mark`."""
+    """Observer of the token mask of a model's forward."""
 
     def __init__(self, model: nn.Module) -> None:
         self.now: torch.Tensor | None = None
+        """Token mask of the running or the last forward (see `mark`), or None."""
         self._signature = inspect.signature(model.forward)
-        self._handle = model.register_forward_pre_hook(self._note, with_kwargs=True)
+        self._handle = model.register_forward_pre_hook(self._record_mask, with_kwargs=True)
 
-    def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.now = tokens_of(
-            self._signature.bind_partial(*args, **kwargs).arguments.get("attention_mask")
-        )
+    def _record_mask(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        arguments = self._signature.bind_partial(*args, **kwargs).arguments
+        self.now = tokens_of(arguments.get("attention_mask"))
 
     def release(self) -> None:
-        """Look no more."""
+        """Remove the hook from the model."""
         self._handle.remove()

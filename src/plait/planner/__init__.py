@@ -1,3 +1,12 @@
-"""The planner: what fits, how fast, and why. Arithmetic alone: no process group, no GPU, no
-environment, no network.
+"""Planner: predict which layouts of a training run fit into memory, and how fast each one is.
+
+The planner is pure arithmetic on the shapes of a model and the datasheet of a device. It needs no
+process group, GPU, environment variable or network. `plan` (`plait.planner.search`) searches all
+layouts of a `Request`; `price` (`plait.planner.choice`) predicts chosen ones; `complete`
+(`plait.planner.auto`) replaces "auto" in a configuration.
+
+Note [Arrays of candidates]
+    A layout that is considered is a candidate. All formulas work on arrays with one entry per
+    candidate (`plait.planner.job.Layouts`), because a search prices several hundred thousand of
+    them. `Numbers` in an annotation means a scalar or such an array.
 """

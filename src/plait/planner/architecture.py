@@ -1,8 +1,7 @@
-"""The shape of a decoder-only language model: what the planner needs to count parameters, products
-and activations.
+"""Shape of a decoder-only language model, from which parameters, FLOPs and activations are counted.
 
-Where it comes from is in `models`. Fields may be arrays with one entry a candidate. Invariant:
-`parameters` counts what the Transformers model of that configuration has (tests compare them).
+`plait.planner.models` creates it. Fields may be arrays with one entry per candidate. Invariant:
+`parameters` counts what the Transformers model of the same configuration has (tests compare them).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from plait.planner.hardware import Numbers
 
 @dataclass(frozen=True)
 class Architecture:
-    """Sizes of a model. Widths in elements."""
+    """Sizes of a model. Widths are in elements."""
 
     layers: Numbers
     hidden: Numbers
@@ -27,84 +26,79 @@ class Architecture:
     ffn: Numbers
     vocab: Numbers
     gated: Numbers = 1
-    """1: an MLP of three matrices (gate, up, down); 0: of two."""
+    """1 if an MLP has three matrices (gate, up, down), 0 if it has two."""
     tied: Numbers = 0
-    """1: the head is the embedding."""
+    """1 if the head shares the embedding."""
     positions: Numbers = 0
     """Rows of a learned position embedding."""
     bias: Numbers = 0
-    """1: every matrix has a bias, and norms too."""
+    """1 if all matrices and norms have a bias."""
     qkv_bias: Numbers = 0
-    """1: only query, key and value have a bias."""
+    """1 if only the query, key and value projections have a bias."""
     qk_norm: Numbers = 0
-    """1: query and key are normalised by head."""
+    """1 if queries and keys are normalized per head."""
     experts: Numbers = 0
     active: Numbers = 0
-    """Experts that a token goes to."""
+    """Experts per token."""
     expert_ffn: Numbers = 0
     shared_ffn: Numbers = 0
     dropout: Numbers = 0
-    """1: what attention and MLP return passes a dropout in training."""
+    """1 if the outputs of attention and MLP have a dropout in training."""
     attention_dropout: Numbers = 0
     embedding_dropout: Numbers = 0
     activation: Any = ""
-    """The activation function, by Transformers' name; empty for the family's own."""
+    """Name of the activation function in Transformers; empty for the family's default."""
     dense_layers: Numbers = 0
     """Leading layers without experts, in a model with experts."""
     query_rank: Numbers = 0
-    """Of latent attention (DeepSeek's MLA): width that queries are compressed to; 0 where they are
-    not.
-    """
+    """Width of compressed queries in latent attention (DeepSeek's MLA), 0 without compression."""
     latent_rank: Numbers = 0
-    """Width that keys and values are compressed to together; 0 where attention is not latent.
-    `head_dim` is then a query's and a key's.
+    """Width of the latent from which keys and values are computed, 0 without latent attention.
+
+    With latent attention `head_dim` is the width of queries and keys.
     """
     rope_dim: Numbers = 0
-    """Of `head_dim`, with latent attention, what has a rotary position; all heads have one key for
-    it.
-    """
+    """Part of `head_dim` with rotary positions in latent attention. All heads share its key."""
     value_dim: Numbers = 0
-    """Of a head's value, with latent attention."""
+    """Width of a head's value in latent attention."""
     layer_parameters: Numbers = 0
-    """Parameters of a layer, the mean of them, where they were counted of the model itself; 0: what
-    the sizes give.
-    """
+    """Mean parameters per layer if counted on the built model, 0 to compute them from the sizes."""
     end_parameters: Numbers = 0
-    """The same of everything outside of the layers."""
+    """Parameters outside of the layers if counted on the built model, else 0."""
     uncut: Any = ""
-    """Why no pipeline cuts its layers, where that was asked of the model itself; else empty."""
+    """Reason why the layers of the built model cannot be split into pipeline stages, else empty."""
     name: Any = ""
     model_type: Any = "llama"
 
     @property
     def is_latent(self) -> Numbers:
-        """Whether keys and values are made of a latent (arXiv 2405.04434, section 2.1)."""
+        """True for latent attention (arXiv 2405.04434, section 2.1)."""
         return np.asarray(self.latent_rank) > 0
 
     @property
     def is_counted(self) -> bool:
-        """Of one model, whether what its blocks keep is counted for Plait and not guessed
-        (`own`).
-        """
+        """True if the saved tensors of the blocks are known to the byte (`own`). For one model."""
         return not self.experts and not self.latent_rank
 
     @property
     def value_width(self) -> Numbers:
-        """Of a head's value, and of what attention returns for it."""
+        """Width of a head's value and of its attention output."""
         return np.where(self.is_latent, self.value_dim, self.head_dim)
 
     @property
     def products_of_attention(self) -> tuple[tuple[Numbers, Numbers], ...]:
-        """(rows of the matrix that are summed over, columns) of the products of a layer's attention
-        with weights, in the order of their computation: with latent attention the queries' two, the
-        latent, keys with values, and the output; else none, queries, keys, values, output. Columns
-        are 0 where there is no such product.
+        """(input, output) widths of the weight matrices of attention, in the order of computation.
+
+        Latent attention has two query projections, the latent, keys with values, and the output.
+        Other attention has none, queries, keys, values, and the output. The output width of a
+        missing matrix is 0.
         """
         latent = self.is_latent
         width = self.heads * self.head_dim
         kv_width = self.kv_heads * self.head_dim
         both = self.heads * (self.head_dim - self.rope_dim + self.value_dim)
         compresses = np.asarray(self.query_rank) > 0
+
         return (
             (self.hidden, self.query_rank),
             (np.where(compresses, self.query_rank, self.hidden), width),
@@ -115,12 +109,12 @@ class Architecture:
 
     @property
     def attention_parameters(self) -> Numbers:
-        """Matrix parameters of a layer's attention."""
+        """Matrix parameters of attention per layer."""
         return sum(inner * columns for inner, columns in self.products_of_attention)
 
     @property
     def expert_layers(self) -> Numbers:
-        """Layers with experts."""
+        """Number of layers with experts."""
         return np.where(np.asarray(self.experts) > 0, self.layers - self.dense_layers, 0)
 
     @property
@@ -135,14 +129,12 @@ class Architecture:
 
     @property
     def shared_parameters(self) -> Numbers:
-        """Matrix parameters that every token uses besides the routed experts: shared experts and
-        the router.
-        """
+        """Matrix parameters of shared experts and router, which every token uses."""
         return (2 + self.gated) * self.hidden * self.shared_ffn + self.hidden * self.experts
 
     @property
     def small_parameters(self) -> Numbers:
-        """Norms and biases of a layer."""
+        """Parameters of norms and biases per layer."""
         widths = (
             2 * self.hidden + self.qk_norm * 2 * self.head_dim + self.query_rank + self.latent_rank
         )
@@ -158,9 +150,7 @@ class Architecture:
 
     @property
     def unexplained_parameters(self) -> Numbers:
-        """What a layer was counted to have besides what the sizes give; less than 0 where it has
-        less.
-        """
+        """Counted minus computed parameters per layer; may be negative."""
         return np.where(
             np.asarray(self.layer_parameters) > 0,
             self.layer_parameters - self._blocks_by_sizes / self.layers,
@@ -169,8 +159,9 @@ class Architecture:
 
     @property
     def products_counted(self) -> Numbers:
-        """What a layer was counted to have in its products, of what the sizes give; 1 with experts,
-        of which a token uses some.
+        """Ratio of counted to computed matrix parameters of a layer.
+
+        1 with experts, because a token uses only some of them.
         """
         by_sizes = self._blocks_by_sizes / self.layers - self.small_parameters
         return np.where(
@@ -196,7 +187,7 @@ class Architecture:
 
     @property
     def embedding_parameters(self) -> Numbers:
-        """The embedding, with learned positions, and whatever else is before the layers."""
+        """Parameters of embedding and learned positions, and others before the layers."""
         by_sizes = (self.vocab + self.positions) * self.hidden
         return np.where(
             np.asarray(self.end_parameters) > 0,
@@ -206,19 +197,17 @@ class Architecture:
 
     @property
     def head_parameters(self) -> Numbers:
-        """The head where it is not the embedding, and the final norm."""
+        """Parameters of the final norm, and of the head unless it is tied."""
         return (1 - self.tied) * self.vocab * self.hidden + (1 + self.bias) * self.hidden
 
     @property
     def parameters(self) -> Numbers:
-        """All parameters, tied ones once."""
+        """All parameters; tied ones count once."""
         return self.block_parameters + self.embedding_parameters + self.head_parameters
 
     @property
     def active_matrix_parameters(self) -> Numbers:
-        """Matrix parameters that a token is multiplied with, the head included, the embedding
-        not.
-        """
+        """Matrix parameters that a token is multiplied with: all except the embedding."""
         dense = (self.layers - self.expert_layers) * self.dense_mlp_parameters
         routed = self.active * (2 + self.gated) * self.hidden * self.expert_ffn
         expert = self.expert_layers * (routed + self.shared_parameters)
@@ -226,10 +215,16 @@ class Architecture:
         return in_layers * self.products_counted + self.vocab * self.hidden
 
     def model_flops(self, sequence: Numbers) -> Numbers:
-        """FLOPs of a token, forward and backward: 6 a matrix parameter, and causal attention
-        counted by half (6 L s a d), as Megatron-LM counts since 2025; d is the mean of a key's
-        width and a value's.
+        """Return the FLOPs per token of forward and backward.
+
+        6 per matrix parameter, and half of the attention square, because attention is causal (6 *
+        layers * sequence * heads * width), as in Megatron-LM since 2025. The width is the mean of
+        those of a key and a value.
+
+        Args:
+            sequence: Tokens per sample.
         """
+
         return 6 * self.active_matrix_parameters + 3 * self.layers * sequence * self.heads * (
             self.head_dim + self.value_width
         )

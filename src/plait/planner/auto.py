@@ -1,9 +1,8 @@
-"""A configuration with "auto" in it, completed by a search: what it fixes is kept as it is written,
-"auto" is chosen.
+"""Complete a configuration that contains "auto" by a search.
 
-`read_file` says what a file leaves open and what it fixes, in the fields of a layout; `complete` is
-what `plait train` does with it: what is left out has its default. Pure; the caller provides the
-cluster.
+Values in the file are fixed; "auto" is chosen by the search. `read_file` separates the two, in
+terms of the fields of a layout, and `complete` returns the finished configuration, as `plait train`
+uses it. Options that are left out have their defaults. The caller provides the cluster.
 """
 
 from __future__ import annotations
@@ -46,9 +45,7 @@ FIELDS: dict[str, tuple[str, Any]] = {
     "train_micro_batch_size_per_gpu": ("micro_batch", "auto"),
     "gradient_accumulation_steps": ("accumulation", "auto"),
 }
-"""Path in a file to the field of a layout, and what it means to leave the path out. Any of them may
-say "auto".
-"""
+"""Layout field and default value per path of a configuration. Each of them may be "auto"."""
 
 DETAILS: dict[str, tuple[str, str]] = {
     "parallel.pipeline.schedule": ("schedule", "parallel.pp"),
@@ -58,79 +55,99 @@ DETAILS: dict[str, tuple[str, str]] = {
     "parallel.loss_chunk_tokens": ("loss_chunk", "parallel.recompute.mode"),
     "zero_optimization.offload_optimizer.device": ("offload", "zero_optimization.stage"),
 }
-"""Path in a file to the field of a layout, and the path of which it is a detail: left out, it is
-chosen where that one is.
+"""Layout field of a path, and the path that it is a detail of.
+
+A detail that is left out is chosen if that path is "auto".
 """
 
 PATHS = {name: path for path, (name, _) in (FIELDS | DETAILS).items()}
-"""The other way round: the field of a layout to its path in a file."""
+"""Path in a configuration per layout field."""
 
 _SIZES = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 @dataclass(frozen=True)
 class File:
-    """A configuration to plan for."""
+    """Configuration to plan for."""
 
     raw: Mapping[str, Any]
-    """As it is written, with the overrides of the command line."""
+    """Configuration as written, with the overrides of the command line."""
     tree: Mapping[str, Any]
-    """The same settings under the schema's names."""
+    """Settings under the schema's names."""
     config: Config
-    """The same without what a search answers."""
+    """Validated configuration without the options that the search chooses."""
 
 
 def asks(tree: Mapping[str, Any]) -> tuple[str, ...]:
-    """The paths that say "auto" and that a search can answer."""
+    """Return the paths that are "auto" and that a search can choose."""
     return tuple(path for path in FIELDS if at_path(tree, path) == "auto")
 
 
 def searched(tree: Mapping[str, Any]) -> tuple[str, ...]:
-    """The paths that say "auto" and that nothing but a search answers."""
+    """Return the paths that are "auto" and that only a search can choose.
+
+    A batch size that follows from the other batch sizes needs no search.
+    """
     open_sizes = [path for path in _SIZES if at_path(tree, path) == "auto"]
-    # one from the other and the whole batch
+
+    # With the whole batch, one of the two sizes determines the other.
     follows = len(open_sizes) < 2 and all(at_path(tree, path) is not None for path in _SIZES)
-    given = (
+    has_batch = (
         isinstance(at_path(tree, "train_batch_size"), int | float | str)
         and at_path(tree, "train_batch_size") != "auto"
     )
     return tuple(
         path
         for path in asks(tree)
-        if path in PLANNED or (path in open_sizes and given and not follows)
+        if path in PLANNED or (path in open_sizes and has_batch and not follows)
     )
 
 
-def read_file(found: Examined) -> File:
-    """What was looked up of a file, as something to plan for. Raises ConfigError with every problem
-    but what a search answers.
+def read_file(examined: Examined) -> File:
+    """Return an examined file as something to plan for.
+
+    Raises:
+        ConfigError: With all problems of the file, except options that the search chooses.
     """
-    return File(found.raw, found.tree, checked(found, _without(found.tree, asks(found.tree))))
+    return File(
+        examined.raw, examined.tree, checked(examined, _without(examined.tree, asks(examined.tree)))
+    )
 
 
 def complete(
     file: File, *, cluster: Cluster, calibration: Calibration | None = None
 ) -> tuple[dict[str, Any], Plan]:
-    """(the configuration with nothing of the layout left open, the plan it comes from).
+    """Choose the layout of a configuration.
 
-    Raises ConfigError where the file has no model or no batch to plan for, or fixes what cannot be,
-    and InputError where nothing fits.
+    Args:
+        file: The configuration.
+        cluster: Devices to plan for.
+        calibration: Constants of this machine. None uses those that ship.
+
+    Returns:
+        The configuration without "auto" in its layout, and the plan.
+
+    Raises:
+        ConfigError: The file has no model or batch size, or fixes values that contradict each
+            other.
+        InputError: No layout fits into memory.
     """
     request = request_of(file, cluster)
-    found = plan(
+    result = plan(
         request, fixed=_meant(fixed_by(file) | _defaults(file)), calibration=calibration, best=1
     )
-    if not found.best:
-        least = min(found.shortages, key=lambda shortage: shortage.needed, default=None)
+    if not result.best:
+        least = min(result.shortages, key=lambda shortage: shortage.needed, default=None)
         why = f"{least.region} {least}" if least else "no layout fits with enough certainty"
         raise InputError(
             f'"auto": nothing fits on {cluster}: {why}; use more or larger GPUs, or fix less'
         )
-    return config_of(request, found.best[0], file.raw), found
+
+    return config_of(request, result.best[0], file.raw), result
 
 
 def request_of(file: File, cluster: Cluster) -> Request:
-    """What is planned for a file. Raises ConfigError where it does not say enough."""
+    """Return the request for a file. Raises ConfigError if the model or batch size is missing."""
     config = file.config
     problems = []
     batch = config.train_batch_size
@@ -144,6 +161,7 @@ def request_of(file: File, cluster: Cluster) -> Request:
                 "give the samples of an optimizer step",
             )
         )
+
     if section is None:
         problems.append(
             Problem("model", None, 'what "auto" is planned for', "give model.config or model.path")
@@ -155,6 +173,7 @@ def request_of(file: File, cluster: Cluster) -> Request:
         ):
             rule = "is a command line's choice (Transformers' --bf16 or --fp16), and none is here"
             problems.append(Problem(f"{name}.enabled", "auto", rule, "write true or false"))
+
     refuse(problems)
     assert isinstance(batch, int)
     model = model_of(config)
@@ -166,9 +185,7 @@ def request_of(file: File, cluster: Cluster) -> Request:
 
 
 def model_of(config: Config) -> Model | None:
-    """The model that a file describes or names, by its section as it is written; None where it has
-    none.
-    """
+    """Return the model that a configuration describes or names, or None without a model section."""
     section = config.model
     if section is None:
         return None
@@ -181,16 +198,19 @@ def model_of(config: Config) -> Model | None:
 
 
 def precision_of(config: Config) -> str | None:
-    """bf16, fp16 or fp32, as a file says; None where it leaves the choice to its caller
-    ("auto").
-    """
-    found = next((name for name in ("bf16", "fp16") if getattr(config, name).enabled is True), None)
-    return found or (None if "auto" in (config.bf16.enabled, config.fp16.enabled) else "fp32")
+    """Return bf16, fp16 or fp32; None if the precision is "auto", that is, chosen by the caller."""
+    for name in ("bf16", "fp16"):
+        if getattr(config, name).enabled is True:
+            return name
+    if "auto" in (config.bf16.enabled, config.fp16.enabled):
+        return None
+    return "fp32"
 
 
 def with_settings_of(config: Config, request: Request) -> Request:
-    """`request` with the settings of a file besides the layout that the planner models:
-    compilation, the dtype of the Adam moments, the reduction's dtype.
+    """Return a request with the settings outside of the layout that the planner models.
+
+    These are compilation, the dtype of Adam's moments, and the dtype of the gradient reduction.
     """
     states = config.optimizer.states if config.optimizer is not None else request.optimizer_states
     reduce = config.communication_data_type or request.precision
@@ -203,9 +223,7 @@ def with_settings_of(config: Config, request: Request) -> Request:
 
 
 def fixed_by(file: File) -> dict[str, int]:
-    """The fields of a layout that a file gives a value. Raises ConfigError for a value that no plan
-    can keep.
-    """
+    """Return the layout fields that a file fixes. Raises ConfigError for unsupported values."""
     fixed: dict[str, int] = {}
     config = file.config
     problems = []
@@ -226,6 +244,7 @@ def fixed_by(file: File) -> dict[str, int]:
                 continue
             value = RECOMPUTE_INDEX[value]
         fixed[name] = int(value)
+
     if (
         config.parallel.recompute.budget_gib is not None
         and config.parallel.recompute.mode != "budget"
@@ -239,6 +258,7 @@ def fixed_by(file: File) -> dict[str, int]:
                 "leave it out",
             )
         )
+
     problems += _fix_details(config, fixed)
     refuse(problems)
     return fixed
@@ -262,6 +282,7 @@ def _fix_details(config: Config, fixed: dict[str, int]) -> list[Problem]:
                     f"use {', '.join(SCHEDULE_INDEX)}",
                 )
             )
+
     if pipeline.stages_per_rank is not None and several:
         fixed["vpp"] = pipeline.stages_per_rank
     if pipeline.blocks_per_stage is not None and "pp" not in fixed:
@@ -274,6 +295,7 @@ def _fix_details(config: Config, fixed: dict[str, int]) -> list[Problem]:
                 "give parallel.pp, or leave it out",
             )
         )
+
     if "context" in config.parallel.model_fields_set and fixed.get("cp") != 1:
         fixed["context"] = CONTEXT.index(config.parallel.context)
     if "loss_chunk_tokens" in config.parallel.model_fields_set:
@@ -283,19 +305,21 @@ def _fix_details(config: Config, fixed: dict[str, int]) -> list[Problem]:
     ) != RECOMPUTE.index("none"):
         fixed["every"] = config.parallel.recompute.every
     if "device" in offload.model_fields_set:
-        fixed["offload"] = round(100 * offload.ratio) if offload.device != "none" else 0
+        fixed["offload"] = 0
+        if offload.device != "none":
+            fixed["offload"] = round(100 * offload.ratio)
     return problems
 
 
 def _defaults(file: File) -> dict[str, int]:
-    """What a file leaves out has its default, but for the details of what it leaves open."""
-    found = {
+    """Return the defaults of options that are left out, unless they detail an "auto"."""
+    defaults = {
         name: default
         for path, (name, default) in FIELDS.items()
         if at_path(file.tree, path) is None and default != "auto"
     }
-    if found.get("recompute") is not None:
-        found["recompute"] = RECOMPUTE.index("none")
+    if defaults.get("recompute") is not None:
+        defaults["recompute"] = RECOMPUTE.index("none")
     open_paths = asks(file.tree)
     plain = {
         "schedule": SCHEDULES.index("1f1b"),
@@ -308,71 +332,75 @@ def _defaults(file: File) -> dict[str, int]:
     fixed = fixed_by(file)
     for name, owner in DETAILS.values():
         if name not in fixed and owner not in open_paths:
-            found[name] = plain[name]
+            defaults[name] = plain[name]
     if fixed.get("vpp", 1) > 1 and "schedule" not in fixed:
-        found["schedule"] = SCHEDULES.index("interleaved")
+        defaults["schedule"] = SCHEDULES.index("interleaved")
     elif "schedule" in fixed and "vpp" not in fixed:
-        found.pop("vpp", None)  # the schedule's own number
-    return {name: int(value) for name, value in found.items()}
+        # The schedule determines its number of chunks.
+        defaults.pop("vpp", None)
+
+    return {name: int(value) for name, value in defaults.items()}
 
 
 def _meant(fixed: Mapping[str, int]) -> dict[str, int]:
-    """`fixed` without the details of a pipeline, of parts of sequences and of recomputation where
-    there is none, which `plait train` leaves unused.
-    """
-    unused = {"schedule", "vpp"} if fixed.get("pp") == 1 else set()
-    unused |= {"context"} if fixed.get("cp") == 1 else set()
-    unused |= {"every"} if fixed.get("recompute") == RECOMPUTE.index("none") else set()
+    """Drop details of a pipeline, context parallelism or recomputation that are not used."""
+    # `plait train` ignores them.
+    unused = set()
+    if fixed.get("pp") == 1:
+        unused |= {"schedule", "vpp"}
+    if fixed.get("cp") == 1:
+        unused.add("context")
+    if fixed.get("recompute") == RECOMPUTE.index("none"):
+        unused.add("every")
     return {name: value for name, value in fixed.items() if name not in unused}
 
 
 def _without(tree: Mapping[str, Any], paths: Sequence[str]) -> dict[str, Any]:
-    """A copy in which some paths are left out."""
-    whole = copy.deepcopy(dict(tree))
+    """Return a copy without some paths."""
+    result = copy.deepcopy(dict(tree))
     for path in paths:
         *sections, name = path.split(".")
-        here = whole
+        parent = result
         for section in sections:
-            here = here[section]
-        del here[name]
-    return whole
+            parent = parent[section]
+        del parent[name]
+    return result
 
 
 def layout_of(resolved: Resolved) -> dict[str, Any]:
-    """The fields of a layout that a resolved configuration has. A schedule and a recomputation that
-    are priced have the planner's names for them; `vpp` is left out where the file does not say it.
+    """Return the layout fields of a resolved configuration.
+
+    Schedule and recomputation mode have the planner's names if they can be priced. `vpp` is missing
+    if the file does not contain it.
     """
-    at = resolved.layout
+    layout = resolved.layout
     pipeline = resolved.pipeline
-    schedules, modes = (
-        {name: priced for priced, name in names.items()}
-        for names in (SCHEDULE_NAMES, RECOMPUTE_NAMES)
-    )
-    several = at.pp > 1
-    found = {
-        "pp": at.pp,
-        "schedule": (
-            schedules.get(pipeline.schedule, pipeline.schedule) if several else SCHEDULES[0]
-        ),
-        "tp": at.tp,
+    schedules = {name: priced for priced, name in SCHEDULE_NAMES.items()}
+    modes = {name: priced for priced, name in RECOMPUTE_NAMES.items()}
+    schedule = SCHEDULES[0]
+    if layout.pp > 1:
+        schedule = schedules.get(pipeline.schedule, pipeline.schedule)
+    offload_share = 0.0
+    if resolved.optimizer_offload.device != "none":
+        offload_share = resolved.optimizer_offload.ratio
+    fields = {
+        "pp": layout.pp,
+        "schedule": schedule,
+        "tp": layout.tp,
         "sp": int(resolved.tensor_parallel.sequence_parallel),
-        "cp": at.cp,
+        "cp": layout.cp,
         "context": CONTEXT.index(resolved.context_parallel.context),
-        "ep": at.ep,
-        "dp_replicate": at.dp_replicate,
-        "dp_shard": at.dp_shard,
+        "ep": layout.ep,
+        "dp_replicate": layout.dp_replicate,
+        "dp_shard": layout.dp_shard,
         "stage": resolved.data_parallel.stage,
         "recompute": modes.get(resolved.recompute.mode, resolved.recompute.mode),
         "every": resolved.recompute.every,
         "loss_chunk": resolved.loss_chunk_tokens,
         "micro_batch": resolved.batch.micro_batch_size,
         "accumulation": resolved.batch.accumulation,
-        "offload": (
-            resolved.optimizer_offload.ratio if resolved.optimizer_offload.device != "none" else 0.0
-        ),
+        "offload": offload_share,
     }
-    return found | (
-        {"vpp": pipeline.stages_per_rank}
-        if several and pipeline.stages_per_rank is not None
-        else {}
-    )
+    if layout.pp > 1 and pipeline.stages_per_rank is not None:
+        fields["vpp"] = pipeline.stages_per_rank
+    return fields

@@ -1,5 +1,6 @@
-"""The model of a configuration as Transformers builds it, without memory: what is counted of
-families that no formula knows.
+"""Model of a configuration as Transformers builds it, on the meta device.
+
+Its parameters are counted for families that the planner has no formulas for.
 """
 
 from __future__ import annotations
@@ -21,44 +22,54 @@ from plait.model.stages import block_list
 from plait.planner.architecture import Architecture
 
 COUNTED_BY_FORMULA = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "deepseek_v2", "deepseek_v3")
-"""Families that formulas know; tests compare. DeepSeek's values are narrower than its keys, for
-which CPU cores, where a count is made, have no kernel, and GPUs do.
+"""Families that the formulas cover exactly; tests compare.
+
+DeepSeek's values are narrower than its keys. CPU cores, where blocks would be counted, have no
+kernel for this; GPUs have one.
 """
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a causal language model; tied parameters once."""
+    """Numbers of blocks and parameters of a causal language model. Tied parameters count once."""
 
     blocks: int
     in_blocks: int
-    """Parameters of all of them."""
+    """Parameters of all blocks."""
     outside: int
     uncut: str
-    """Why no pipeline cuts its blocks; empty where one does."""
+    """Reason why the blocks cannot be split into pipeline stages; empty if they can."""
 
 
 def built(config: Mapping[str, Any], *, dropout: bool) -> nn.Module:
-    """On meta; without `dropout` it drops nowhere. Raises whatever Transformers raises for a
-    configuration that it does not build.
+    """Build the model of a configuration on the meta device.
+
+    Args:
+        config: Hugging Face configuration.
+        dropout: Whether the model has the dropout of the configuration. False disables it.
+
+    Raises:
+        Exception: Any error of Transformers for a configuration that it does not build.
     """
     from transformers import AutoModelForCausalLM
 
-    found = _configuration(config)
-    for part in _parts(found):
+    hf_config = _configuration(config)
+    for part in _parts(hf_config):
         part.use_cache = False
         for name in _dropouts(part):
-            if not dropout or "layer" in name:  # which layers run is a value
+            # LayerDrop decides by a random value which layers run; a dry run has no values.
+            if not dropout or "layer" in name:
                 setattr(part, name, 0.0)
+
     with torch.device("meta"):
         model: nn.Module = AutoModelForCausalLM.from_config(
-            found, dtype=torch.float32, trust_remote_code=False
+            hf_config, dtype=torch.float32, trust_remote_code=False
         )
     return model
 
 
 def drops(config: Mapping[str, Any]) -> bool:
-    """Whether Transformers' model of a configuration drops anywhere in training."""
+    """Return True if the model of a configuration has dropout in training."""
     return any(
         value > 0 for part in _parts(_configuration(config)) for value in _dropouts(part).values()
     )
@@ -71,7 +82,6 @@ def _configuration(config: Mapping[str, Any]) -> Any:
 
 
 def _dropouts(part: Any) -> dict[str, float]:
-    """Rates by their names."""
     return {
         name: value
         for name, value in vars(part).items()
@@ -80,7 +90,7 @@ def _dropouts(part: Any) -> dict[str, float]:
 
 
 def _parts(config: Any) -> Iterator[Any]:
-    """A configuration and those inside it."""
+    """Yield a configuration and those nested in it."""
     yield config
     for value in list(vars(config).values()):
         if hasattr(value, "to_diff_dict"):
@@ -88,21 +98,21 @@ def _parts(config: Any) -> Iterator[Any]:
 
 
 def sizes_of(config: Mapping[str, Any]) -> Sizes | None:
-    """Of the model of a configuration; None without Transformers, and where it builds none."""
+    """Return the sizes of a model, or None if Transformers is missing or cannot build it."""
     if find_spec("transformers") is None:
         return None
     return _sizes(json.dumps(config, sort_keys=True, default=str))
 
 
 _MOST_BLOCKS = 2000
-"""Of more, a model is not built: each takes Transformers a millisecond or more."""
+"""Largest number of blocks to build. Each takes Transformers a millisecond or more."""
 
 
 @lru_cache(maxsize=64)
 def _sizes(config: str) -> Sizes | None:
     try:
         model = built(json.loads(config), dropout=False)
-    except Exception:  # what Transformers refuses it tells where the model is built
+    except Exception:  # `plait train` reports the error when it builds the model
         return None
     blocks = find_blocks(model)
     inside = {
@@ -113,6 +123,7 @@ def _sizes(config: str) -> Sizes | None:
     outside = sum(
         parameter.numel() for parameter in model.parameters() if id(parameter) not in inside
     )
+
     try:
         block_list(model, blocks)
     except ModelError as error:
@@ -121,31 +132,35 @@ def _sizes(config: str) -> Sizes | None:
 
 
 def as_built(model: Architecture, config: Mapping[str, Any]) -> Architecture:
-    """`model`, described by a configuration, with the blocks and parameters that Transformers
-    builds from it; as it is for families that formulas know, alone and not beside a tower, and
-    where Transformers builds none.
+    """Return an architecture with the blocks and parameters that Transformers builds.
+
+    Families that formulas cover, and configurations that Transformers cannot build, are returned
+    unchanged.
     """
     if config.get("model_type") in COUNTED_BY_FORMULA:
         return model
-    found = sizes_of(config) if model.layers <= _MOST_BLOCKS else None
-    if found is None:
+    sizes = sizes_of(config) if model.layers <= _MOST_BLOCKS else None
+    if sizes is None:
         return model
-    # none are found that are alike: those of the description, and what is left of the parameters
-    # outside
-    if not found.blocks:
-        ends = max(found.outside - int(model.block_parameters), 1)
-        return replace(model, end_parameters=ends, uncut=found.uncut)
-    layers = {"layers": found.blocks, "dense_layers": min(int(model.dense_layers), found.blocks)}
-    sizes = {"layer_parameters": found.in_blocks / found.blocks, "end_parameters": found.outside}
-    return replace(model, **layers, **sizes, uncut=found.uncut)
+
+    # Without repeated blocks, the layers are those of the description, and all other parameters are
+    # outside of them.
+    if not sizes.blocks:
+        ends = max(sizes.outside - int(model.block_parameters), 1)
+        return replace(model, end_parameters=ends, uncut=sizes.uncut)
+    layers = {"layers": sizes.blocks, "dense_layers": min(int(model.dense_layers), sizes.blocks)}
+    fields = {"layer_parameters": sizes.in_blocks / sizes.blocks, "end_parameters": sizes.outside}
+    return replace(model, **layers, **fields, uncut=sizes.uncut)
 
 
 def why_refused(config: Mapping[str, Any]) -> str | None:
-    """What keeps `plait train` from building the model of a configuration; None where nothing does,
-    and without Transformers.
+    """Return the reason why `plait train` cannot build the model of a configuration.
+
+    None if it can, and without Transformers.
     """
     if find_spec("transformers") is None:
         return None
+
     try:
         described_config(config, follow={})
         built(config, dropout=True)
@@ -153,4 +168,5 @@ def why_refused(config: Mapping[str, Any]) -> str | None:
         return "; and ".join(str(error).splitlines())
     except Exception as error:  # each model validates in its own way
         return f"Transformers builds no such model ({type(error).__name__}: {first_line(error)})"
+
     return None

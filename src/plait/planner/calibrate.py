@@ -1,9 +1,9 @@
-"""Fits constants to measured runs: the most probable logarithms under normal priors and
-heavy-tailed noise, with their covariance.
+"""Fit the planner's constants to measured runs.
 
-Gauss-Newton with reweighted residuals (Student's t, 4 degrees of freedom), so that a few wild rows
-do not decide. With few rows the priors decide; with none the result is the priors. The covariance
-is what intervals are made of.
+The fit finds the most probable logarithms of the constants under normal priors and heavy-tailed
+noise, with their covariance, from which intervals are computed. It is a Gauss-Newton iteration with
+reweighted residuals (Student's t, 4 degrees of freedom), so that a few outliers do not decide. With
+few rows the priors decide; without rows the result is the priors.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ROUNDS = 25
 
 @dataclass(frozen=True)
 class Fit:
-    """Constants with the covariance of their logarithms; `spread` is the noise that remains."""
+    """Fitted constants with the covariance of their logarithms. `spread` is the remaining noise."""
 
     names: tuple[str, ...]
     rates: Rates
@@ -48,7 +48,7 @@ class Fit:
 
 
 def unfitted(names: Sequence[str], known: Knowledge, *, spread: float) -> Fit:
-    """The priors as a fit of no rows."""
+    """Return the priors as a fit of no rows."""
     return Fit(
         tuple(names), known.rates, np.diag([known.constants[n].width ** 2 for n in names]), spread
     )
@@ -192,26 +192,36 @@ def _log(value: float) -> float:
     return math.log(value) if value > 0 else -math.inf
 
 
-def sensitivity(predict: Callable[[Rates], Array], found: Fit, names: Sequence[str]) -> Array:
-    """Derivative of the predicted logarithms by the logarithms of the constants `names` [rows,
-    constants]; of others it is 0.
+def sensitivity(predict: Callable[[Rates], Array], fitted: Fit, names: Sequence[str]) -> Array:
+    """Return the derivatives of predicted logarithms by the logarithms of constants.
+
+    Args:
+        predict: Returns the predicted logarithms [rows].
+        fitted: Point of the derivative.
+        names: Constants that matter. The derivatives by other constants are 0.
+
+    Returns:
+        Array [rows, constants].
     """
-    at = predict(found.rates)
-    values = found.rates.values
+    base = predict(fitted.rates)
+    values = fitted.rates.values
+
     columns = []
-    for name in found.names:
+    for name in fitted.names:
+        if name not in names:
+            columns.append(np.zeros_like(base))
+            continue
         moved = Rates({**values, name: values[name] * np.exp(_STEP)})
-        columns.append((predict(moved) - at) / _STEP if name in names else np.zeros_like(at))
+        columns.append((predict(moved) - base) / _STEP)
+
     return np.stack(columns, axis=1)
 
 
-def deviation(predict: Callable[[Rates], Array], found: Fit, job: Job) -> Array:
-    """Standard deviation of measured about predicted, in logarithms: of the constants and of the
-    noise.
-    """
-    derivative = sensitivity(predict, found, relevant(found.names, job))
+def deviation(predict: Callable[[Rates], Array], fitted: Fit, job: Job) -> Array:
+    """Return the standard deviation of measured from predicted logarithms: constants and noise."""
+    derivative = sensitivity(predict, fitted, relevant(fitted.names, job))
     return np.sqrt(
-        np.einsum("ij,jk,ik->i", derivative, found.covariance, derivative) + found.spread**2
+        np.einsum("ij,jk,ik->i", derivative, fitted.covariance, derivative) + fitted.spread**2
     )
 
 
@@ -219,36 +229,34 @@ MEMORY_NAMES = tuple(f"memory:{name}" for name in MEMORY_CONSTANTS)
 
 
 def time_of(job: Job) -> Callable[[Rates], Array]:
-    """Logarithms of predicted seconds."""
+    """Return a function that predicts the logarithms of seconds per step."""
     return lambda rates: np.log(np.asarray(step_seconds(job, rates).seconds, dtype=float))
 
 
 def memory_of(job: Job, kinds: Sequence[str]) -> Callable[[Rates], Array]:
-    """Logarithms of predicted bytes, of the kind (allocated, reserved, total) that each row
-    measured.
+    """Return a function that predicts the logarithms of bytes, of the kind that each row measured.
+
+    Args:
+        job: Rows.
+        kinds: allocated, reserved or total, per row.
     """
     chosen = np.array([("allocated", "reserved", "total").index(kind) for kind in kinds])
     memory_at = memory_by_rates(job, account_rows(job) if job.own else None)
 
     def predict(rates: Rates) -> Array:
         memory = memory_at(rates)
-        return np.log(
-            np.choose(
-                chosen, np.broadcast_arrays(memory.allocated, memory.reserved, memory.total)
-            ).astype(float)
-        )
+        by_kind = np.broadcast_arrays(memory.allocated, memory.reserved, memory.total)
+        return np.log(np.choose(chosen, by_kind).astype(float))
 
     return predict
 
 
 _OF_GPUS = ("ramp", "contention")
-"""Constants that cancel on a CPU, besides those that it has its own of."""
+"""Constants without meaning on a CPU, besides those that have a variant for CPUs."""
 
 
 def relevant(names: Sequence[str], job: Job) -> tuple[str, ...]:
-    """Of `names` those that this job's devices, precisions and frameworks have anything to do
-    with.
-    """
+    """Return the constants that apply to a job's devices, precisions and frameworks."""
     families = {FAMILIES[index] for index in np.unique(job.device.family)}
     kinds = set(np.unique(np.asarray(job.framework.name)))
     precisions = {PRECISIONS[index] for index in np.unique(job.precision)}
@@ -256,14 +264,14 @@ def relevant(names: Sequence[str], job: Job) -> tuple[str, ...]:
     cpu = {"cpu"}
 
     def concerns(name: str) -> bool:
-        head, _, rest = name.partition(".")
+        head, _, suffix = name.partition(".")
         if families == cpu and (f"{name}.cpu" in CONSTANTS or name in _OF_GPUS):
             return False
         if head == "stack":
-            return rest in kinds
-        if rest in FAMILIES:
-            return rest in families
-        return rest in precisions if head == "gemm" else True
+            return suffix in kinds
+        if suffix in FAMILIES:
+            return suffix in families
+        return head != "gemm" or suffix in precisions
 
     return tuple(name for name in names if concerns(name))
 
@@ -277,9 +285,7 @@ class Calibration:
 
 
 def uncalibrated(known: Knowledge | None = None) -> Calibration:
-    """The shipped constants, as uncertain as between machines and frameworks that were never
-    measured.
-    """
+    """Return the shipped constants, with the uncertainty for unknown machines and frameworks."""
     known = known or knowledge()
     time = unfitted(known.time_names, known, spread=known.time_spread)
     return Calibration(time, unfitted(MEMORY_NAMES, known, spread=known.memory_spread))
@@ -292,8 +298,8 @@ def calibrate(
 
     Args:
         runs: At least one run.
-        known: Where the fit starts; the constants that ship by default.
-        within: Noise believed of repeated runs, as a logarithm.
+        known: Priors. By default the constants that ship.
+        within: Assumed noise of repeated runs, as a logarithm.
     """
     known = known or knowledge()
     base = uncalibrated(known)
@@ -314,56 +320,63 @@ def calibrate(
             time, spread=_remaining(time, time_of(job), measured, within, base.time.spread)
         )
 
-    space = base.memory
+    memory = base.memory
     sized = [index for index, peak in enumerate(runs.peaks) if peak is not None]
     if sized:
         peaks = [peak for peak in runs.peaks if peak is not None]
         measured = np.log([nbytes for nbytes, _ in peaks])
         predict = memory_of(runs.job.take(np.array(sized)), [kind for _, kind in peaks])
-        space = fit(predict, measured, MEMORY_NAMES, known=known.constants, spread=within)
-        space = replace(
-            space, spread=_remaining(space, predict, measured, within, base.memory.spread)
+        memory = fit(predict, measured, MEMORY_NAMES, known=known.constants, spread=within)
+        memory = replace(
+            memory, spread=_remaining(memory, predict, measured, within, base.memory.spread)
         )
-    return Calibration(time, space)
+
+    return Calibration(time, memory)
 
 
 def _remaining(
-    found: Fit, predict: Callable[[Rates], Array], measured: Array, within: float, between: float
+    fitted: Fit, predict: Callable[[Rates], Array], measured: Array, within: float, between: float
 ) -> float:
-    """Noise for rows not fitted: between what fitted rows still differ by and what is usual, by how
-    many there are.
+    """Return the noise of rows outside of the fit.
+
+    It lies between the remaining error of the fitted rows and the usual noise, by their number.
     """
-    residual = measured - predict(found.rates)
+    residual = measured - predict(fitted.rates)
     robust = float(np.sqrt(np.mean(np.clip(residual, -3 * between, 3 * between) ** 2)))
     n = len(measured)
     return max(within, float(np.sqrt((n * robust**2 * 1.5 + 4 * (0.7 * between) ** 2) / (n + 4))))
 
 
 def merged(calibration: Calibration) -> Rates:
-    """Constants of time from one fit and of memory from the other."""
+    """Return the constants of time from one fit and those of memory from the other."""
     time = calibration.time.rates.values
     memory = calibration.memory.rates.values
-    return Rates({name: (memory if name.startswith("memory:") else time)[name] for name in time})
+    of_memory = {name: value for name, value in memory.items() if name.startswith("memory:")}
+    return Rates({**time, **of_memory})
 
 
 def errors_with(runs: MeasuredRuns, calibration: Calibration) -> tuple[int, float, float]:
-    """Return (runs with a time, median, largest) of the size of predicted / measured - 1."""
+    """Return the number of timed runs, and the median and largest |predicted / measured - 1|."""
     errors = np.abs(_ratios(runs, calibration) - 1)
     errors = errors[np.isfinite(errors)]
     return len(errors), float(np.median(errors)), float(errors.max())
 
 
 def errors_left_out(runs: MeasuredRuns, known: Knowledge | None = None) -> tuple[int, float, float]:
-    """Return the same with every run predicted by a fit to the others: the error of an unseen
-    layout of this kind.
+    """Return the same statistics if every run is predicted by a fit to the other runs.
+
+    This is the error for an unseen layout of this kind.
     """
     errors = []
     for index in np.flatnonzero(np.isfinite(runs.seconds)):
         others = np.array(
             [other for other in range(len(runs.seconds)) if other != index], dtype=np.int64
         )
-        fitted = calibrate(runs.take(others), known=known) if len(others) else uncalibrated(known)
+        fitted = uncalibrated(known)
+        if len(others):
+            fitted = calibrate(runs.take(others), known=known)
         errors.append(abs(_ratios(runs, fitted)[index] - 1))
+
     return len(errors), float(np.median(errors)), float(np.max(errors))
 
 

@@ -1,8 +1,7 @@
-"""A calibration as a file (JSON): the constants of one kind of device, how certain they are, and
-what they were fitted to.
+"""JSON file of a calibration: constants of one kind of device, their uncertainty, and their origin.
 
-`save` and `load` are inverse. A file of another device, or of another processor where it is a CPU,
-is refused: its constants would be wrong without a word.
+`save` and `load` are inverse. The file of another device, or of another processor if the device is
+a CPU, is refused, because its constants would silently be wrong.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ FORMAT = "plait calibration 1"
 
 @dataclass(frozen=True)
 class Origin:
-    """What a calibration is of."""
+    """Device that a calibration was measured on."""
 
     gpu: str
     machine: str = ""
-    """The processor and its threads a process, where the device is a CPU."""
+    """Processor and threads per process, if the device is a CPU."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """A description: when and from what it was made."""
+    """Description: time and source of the calibration."""
 
 
 def save(path: Path, calibration: Calibration, origin: Origin) -> None:
-    """Write the file. Raises InputError where it cannot be."""
+    """Write the file. Raises InputError if it cannot be written."""
     content = {
         "format": FORMAT,
         "gpu": origin.gpu,
@@ -48,9 +47,12 @@ def save(path: Path, calibration: Calibration, origin: Origin) -> None:
 
 
 def load(path: Path) -> tuple[Calibration, Origin]:
-    """Raises InputError for a file that is missing or holds no calibration of this version's
-    constants.
+    """Read a calibration.
+
+    Raises:
+        InputError: The file is missing, or is not a calibration of this version's constants.
     """
+
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -61,6 +63,7 @@ def load(path: Path) -> tuple[Calibration, Origin]:
         raise InputError(
             f"{path}: not JSON ({error}); name a file that `plait calibrate` wrote"
         ) from None
+
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise InputError(f"{path}: holds no {FORMAT!r}; write one with `plait calibrate`")
     try:
@@ -74,12 +77,13 @@ def load(path: Path) -> tuple[Calibration, Origin]:
 
 
 def refuse_other(path: Path, origin: Origin, *, gpu: str, machine: str) -> None:
-    """Raises InputError where a calibration is of another device than the plan's."""
+    """Raise InputError if a calibration is for another device than the plan's."""
     if origin.gpu != gpu:
         raise InputError(
             f"{path}: is a calibration of {origin.gpu}, and the plan is for {gpu}; calibrate on"
             " that device"
         )
+
     if gpu == "cpu" and origin.machine != machine:
         raise InputError(
             f"{path}: is a calibration of {origin.machine!r}, and this is {machine!r}; calibrate"
@@ -87,23 +91,23 @@ def refuse_other(path: Path, origin: Origin, *, gpu: str, machine: str) -> None:
         )
 
 
-def _fit_facts(found: Fit) -> dict[str, Any]:
+def _fit_facts(fitted: Fit) -> dict[str, Any]:
     known = knowledge().constants
-    deviations = np.sqrt(np.diag(found.covariance))
+    deviations = np.sqrt(np.diag(fitted.covariance))
     return {
         "constants": {
             name: {
-                "value": float(found.rates[name]),
+                "value": float(fitted.rates[name]),
                 "deviation": float(deviation),
                 "shipped": known[name].median,
                 "shipped_deviation": known[name].width,
                 "meaning": known[name].meaning,
             }
-            for name, deviation in zip(found.names, deviations, strict=True)
+            for name, deviation in zip(fitted.names, deviations, strict=True)
         },
-        "covariance": found.covariance.tolist(),
-        "spread": found.spread,
-        "rows": found.rows,
+        "covariance": fitted.covariance.tolist(),
+        "spread": fitted.spread,
+        "rows": fitted.rows,
     }
 
 

@@ -1,7 +1,7 @@
-"""What a live calibration measures: a few short runs that tell the constants apart, and the rates
-of the device as what is believed before.
+"""Runs and priors of a live calibration: layouts to measure, and constants from measured rates.
 
-Pure: which layouts, and what a measured rate says of a constant. `engine` measures.
+A few short runs are chosen that separate the constants from each other. The rates of the device
+become the priors of the fit. The engine measures; this module is pure.
 """
 
 from __future__ import annotations
@@ -16,29 +16,41 @@ from plait.planner.job import RECOMPUTE, SCHEDULES
 from plait.planner.traffic import BASE, INSIDE_STEP
 
 RATE_WIDTH = 0.15
-"""How far the rate of a product alone is from that of products in a step, as a logarithm."""
+"""Uncertainty of a rate that was measured alone, compared to that in a step, as a logarithm."""
 
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """What a process of the machine reaches while the others do the same."""
+    """Rates that one process of the machine reaches while the others do the same."""
 
     products: Mapping[str, float]
-    """`rows x inner x columns` to FLOP/s, in the precision of the runs."""
+    """FLOP/s by `rows x inner x columns`, in the precision of the runs."""
     memory_bytes_per_second: float
-    """Of an addition: two tensors read, one written."""
+    """Bandwidth of an addition, which reads two tensors and writes one."""
     all_reduce: tuple[float, float] | None = None
-    """(seconds, seconds a byte) over all processes; None for one process."""
+    """(seconds, seconds per byte) over all processes; None for one process."""
 
 
 def believed(
     known: Knowledge, device: Device, rates: DeviceRates, *, processes: int, precision: str
 ) -> Knowledge:
-    """`known` with what was measured in the place of what is usual; processes of one machine."""
+    """Return priors in which measured rates replace the usual ones.
+
+    Args:
+        known: Priors for any machine.
+        device: Device of the machine.
+        rates: Measured rates.
+        processes: Processes of one machine that were measured together.
+        precision: Precision of the products.
+    """
     family = FAMILIES[int(device.family)]
-    suffix = ".cpu" if family == "cpu" else ""
-    crowd = processes ** known.constants["crowding.cpu"].median if family == "cpu" else 1.0
-    found = {
+    suffix = ""
+    crowd = 1.0
+    if family == "cpu":
+        # Processes share the memory, and the constants are those of a process alone.
+        suffix = ".cpu"
+        crowd = processes ** known.constants["crowding.cpu"].median
+    measured = {
         f"gemm.{family}": (
             max(rates.products.values()) * crowd / float(device.flops[precision] * device.power)
         ),
@@ -47,20 +59,15 @@ def believed(
     if rates.all_reduce is not None and processes <= int(device.domain):
         fixed, per_byte = rates.all_reduce
         # `traffic.collective_seconds`, solved for its constants.
-        share = (
-            2
-            * (processes - 1)
-            / processes
-            * (processes + 0.5)
-            / processes
-            / float(device.link_bandwidth)
-        )
+        ring = 2 * (processes - 1) / processes
+        share = ring * (processes + 0.5) / processes / float(device.link_bandwidth)
         if per_byte > 0:
-            found[f"link{suffix}"] = share / per_byte
+            measured[f"link{suffix}"] = share / per_byte
         if fixed > 0:
-            found[f"latency{suffix}"] = fixed / (BASE + 2 * (processes - 1) * INSIDE_STEP)
+            measured[f"latency{suffix}"] = fixed / (BASE + 2 * (processes - 1) * INSIDE_STEP)
+
     constants = dict(known.constants)
-    for name, value in found.items():
+    for name, value in measured.items():
         constants[name] = replace(
             constants[name], median=float(value), width=max(RATE_WIDTH, 0.4 * constants[name].width)
         )
@@ -68,40 +75,45 @@ def believed(
 
 
 def calibration_layouts(processes: int, *, batch: int, heads: int) -> list[dict[str, Any]]:
-    """Layouts of `processes` that differ in one thing each: the micro-batch, the ZeRO stage, tp,
-    pp, recomputation. `batch` is a multiple of 4 x `processes`; where `heads` do not split, tp is
-    left out.
+    """Return layouts that differ in one property each.
+
+    These are the micro-batch, the ZeRO stage, tp, pp, and recomputation.
+
+    Args:
+        processes: Number of processes.
+        batch: Global batch, a multiple of 4 x `processes`.
+        heads: Attention heads. With an odd number tp is left out.
     """
     full = RECOMPUTE.index("full")
     operators = RECOMPUTE.index("operators")
     per_rank = batch // processes
-    found = [
+    layouts = [
         _layout(batch, replicate=processes, micro=per_rank),
         _layout(batch, replicate=processes, micro=1),
         _layout(batch, replicate=processes, micro=per_rank // 2, recompute=full),
         _layout(batch, replicate=processes, micro=per_rank // 2, recompute=operators),
     ]
     if processes > 1:
-        found += [
+        layouts += [
             _layout(batch, shard=processes, stage=1, micro=per_rank // 2),
             _layout(batch, shard=processes, stage=2, micro=1),
             _layout(batch, shard=processes, stage=3, micro=per_rank),
             _layout(batch, shard=processes, stage=3, micro=1),
         ]
+
     if processes % 2 == 0:
         half = processes // 2
         if heads % 2 == 0:
-            found += [
+            layouts += [
                 _layout(batch, replicate=half, tp=2, micro=batch // half),
                 _layout(batch, replicate=half, tp=2, micro=2),
             ]
-        found += [
-            _layout(batch, replicate=half, pp=2, micro=batch // half // micros) for micros in (2, 4)
-        ]
-    return [
-        dict(layout)
-        for layout in {tuple(sorted(layout.items())): layout for layout in found}.values()
-    ]
+        for micro_batches in (2, 4):
+            micro = batch // half // micro_batches
+            layouts.append(_layout(batch, replicate=half, pp=2, micro=micro))
+
+    unique = {tuple(sorted(layout.items())): layout for layout in layouts}
+    return list(unique.values())
 
 
 def _layout(

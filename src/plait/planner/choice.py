@@ -1,4 +1,4 @@
-"""One layout with what it is predicted to cost, and how far two of them can be told apart."""
+"""Layouts with their predicted costs, and which of them are equally fast within the uncertainty."""
 
 from __future__ import annotations
 
@@ -29,18 +29,17 @@ from plait.planner.request import Request, check, job_of, states_of
 from plait.planner.simulate import simulated_terms
 from plait.planner.step import TERMS
 
-_TIE = 0.25
+_TIE_PROBABILITY = 0.25
+"""Probability of being the fastest from which on a layout ties with the first one."""
 _LAYOUT_SPREAD = 0.04
-"""See `ties`; the noise of one layout of a model on one machine, as a logarithm
-(`calibrate.calibrate`'s).
-"""
+"""Noise of one layout of a model on one machine, as a logarithm, as in `calibrate.calibrate`."""
 NINETY = 1.645
 """Standard deviations on either side of a 90 % interval."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One layout with what it is predicted to cost. Seconds and bytes; intervals are of 90 %."""
+    """Layout with its predicted cost in seconds and bytes. Intervals are 90 % intervals."""
 
     layout: Mapping[str, Any]
     seconds: float
@@ -48,14 +47,15 @@ class Choice:
     seconds_high: float
     tokens_per_second: float
     mfu: float
-    """Share of the devices' peak in the computation's precision; model FLOPs, causal attention
-    counted by half, no recomputation.
+    """Model FLOPs utilization in the precision of the computation.
+
+    Causal attention counts by half, recomputation does not count.
     """
     terms: Mapping[str, float]
     allocated: float
     reserved: float
     needed: float
-    """With the device's context."""
+    """Bytes with the device's context."""
     needed_high: float
     fit_probability: float
     memory_terms: Mapping[str, float]
@@ -63,21 +63,19 @@ class Choice:
 
     @property
     def budget(self) -> float | None:
-        """Bytes that activations take at the peak, where what recomputes is solved from that; else
-        None.
-        """
+        """Bytes of activations at the peak if recomputation follows a budget, else None."""
         if RECOMPUTE[int(self.layout["recompute"])] != "budget":
             return None
         return sum(self.memory_terms[name] for name in ("activations", "working", "logits"))
 
     @property
     def schedule(self) -> str:
-        """Its name."""
+        """Name of the pipeline schedule."""
         return SCHEDULES[int(self.layout["schedule"])]
 
 
 def layouts_of(choice: Choice) -> Layouts:
-    """A choice as the one candidate of what is priced."""
+    """Return a choice as arrays with one candidate."""
     return Layouts.of([choice.layout])
 
 
@@ -87,16 +85,22 @@ def price(
     *,
     calibration: Calibration | None = None,
 ) -> list[Choice]:
-    """What given layouts cost, fitting or not."""
+    """Predict the cost of given layouts, whether they fit or not.
+
+    Args:
+        request: Model, cluster and batch.
+        layouts: Fields of `Layouts` as plain numbers.
+        calibration: Constants of this machine. None uses those that ship.
+    """
     check(request)
     return choices_of(request, Layouts.of(layouts), calibration or uncalibrated())
 
 
-def walked(request: Request, found: list[Choice], calibration: Calibration) -> list[Choice]:
-    """Choices with their pipelines simulated by their own tables, fastest first."""
+def walked(request: Request, choices: list[Choice], calibration: Calibration) -> list[Choice]:
+    """Return choices with their pipelines simulated by the schedule's table, fastest first."""
     rates = merged(calibration)
     refined = []
-    for choice in found:
+    for choice in choices:
         terms = simulated_terms(job_of(request, layouts_of(choice)), rates, choice.terms)
         refined.append(choice if terms is None else _with_terms(choice, terms))
     return sorted(refined, key=lambda choice: choice.seconds)
@@ -116,13 +120,13 @@ def _with_terms(choice: Choice, terms: Mapping[str, float]) -> Choice:
 
 
 def choices_of(request: Request, layouts: Layouts, calibration: Calibration) -> list[Choice]:
-    """The same of candidates as arrays."""
+    """Predict the cost of candidates in arrays. See `price`."""
     rates = merged(calibration)
     job = job_of(request, layouts)
     states = states_of(request, job)
-    found = estimate(job, rates, states)
+    estimated = estimate(job, rates, states)
     count = np.size(layouts.tp)
-    everywhere = _one_entry_each(job, count)
+    everywhere = _broadcast_job(job, count)
     time_spread = deviation(time_of(everywhere), calibration.time, everywhere)
     memory_spread = deviation(
         memory_of(everywhere, ["total"] * count), calibration.memory, everywhere
@@ -136,13 +140,14 @@ def choices_of(request: Request, layouts: Layouts, calibration: Calibration) -> 
     def each(value: Any) -> NDArray[np.float64]:
         return np.broadcast_to(np.asarray(value, float), (count,))
 
-    memory = found.memory
-    moment = np.broadcast_to(found.memory.moment, (count,))
-    terms = {name: each(value) for name, value in found.step.terms.items()}
+    memory = estimated.memory
+    moment = np.broadcast_to(estimated.memory.moment, (count,))
+    terms = {name: each(value) for name, value in estimated.step.terms.items()}
     memory_terms = {name: each(value) for name, value in memory.terms.items()}
     seconds, total, allocated, reserved = map(
-        each, (found.seconds, memory.total, memory.allocated, memory.reserved)
+        each, (estimated.seconds, memory.total, memory.allocated, memory.reserved)
     )
+
     return [
         Choice(
             layout=layouts.at(i),
@@ -165,25 +170,30 @@ def choices_of(request: Request, layouts: Layouts, calibration: Calibration) -> 
     ]
 
 
-def _one_entry_each(job: Job, count: int) -> Job:
-    """Everything with one entry a candidate."""
+def _broadcast_job(job: Job, count: int) -> Job:
+    """Return a job in which every number has one entry per candidate."""
     return job.mapped(lambda value: np.broadcast_to(np.asarray(value), (count,)), job.layouts)
 
 
 def ties(request: Request, choices: Sequence[Choice], calibration: Calibration) -> int:
-    """How many of the first are faster than the first with a probability of at least _TIE: what is
-    uncertain in both, such as the share of the peak that products reach, does not tell them apart.
+    """Return how many of the first choices may be as fast as the first one.
+
+    A choice ties if it is faster with a probability of at least `_TIE_PROBABILITY`. Uncertainty
+    that two layouts share, such as that of the speed of matrix products, does not separate them.
     """
     if not choices:
         return 0
-    job = _one_entry_each(
+    job = _broadcast_job(
         job_of(request, Layouts.of([choice.layout for choice in choices])), len(choices)
     )
     derivative = sensitivity(time_of(job), calibration.time, relevant(calibration.time.names, job))
-    apart = derivative - derivative[0]
+    difference = derivative - derivative[0]
     spread = np.sqrt(
-        np.einsum("ij,jk,ik->i", apart, calibration.time.covariance, apart) + 2 * _LAYOUT_SPREAD**2
+        np.einsum("ij,jk,ik->i", difference, calibration.time.covariance, difference)
+        + 2 * _LAYOUT_SPREAD**2
     )
     slower = np.log([choice.seconds / choices[0].seconds for choice in choices])
-    tied = slower <= -NormalDist().inv_cdf(_TIE) * spread
-    return int(np.argmin(tied)) if not tied.all() else len(choices)
+    tied = slower <= -NormalDist().inv_cdf(_TIE_PROBABILITY) * spread
+    if tied.all():
+        return len(choices)
+    return int(np.argmin(tied))

@@ -1,9 +1,9 @@
-"""Seconds of a layer and of the head on one device: matrix products, attention, element-wise
-kernels, the host that launches them.
+"""Seconds of a layer and of the head on one device.
 
-Closed forms over arrays of candidates. A product takes its FLOPs over the reached share of the
-peak, more where its tiles do not fill the last wave of multiprocessors, and a ramp; never less than
-its bytes over the memory's bandwidth. Forward unless a name says otherwise.
+The parts are matrix products, attention, element-wise kernels, and the host that launches them, in
+closed forms over arrays of candidates. A product takes its FLOPs over the reached share of the
+peak, longer if its tiles do not fill the last wave of multiprocessors, plus a ramp, but at least
+its bytes over the memory bandwidth. Values are of the forward unless a name says otherwise.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from plait.planner.job import RECOMPUTE, Job, recompute_share
 from plait.planner.products import Products, again_share, products_of
 
 _TILE = (128, 256)
-"""Rows and columns of a product that one multiprocessor computes at a time: the usual tile of
-cuBLAS from Ampere on.
-"""
+"""Rows and columns of a product per multiprocessor: the usual tile of cuBLAS since Ampere."""
 _RANDOM = 56
-"""Bytes that pass through memory while a CPU core draws a random number: 5.6 ns, at 10 GB/s."""
-_FP8, _FP4 = (PRECISIONS.index(name) for name in ("fp8", "fp4"))
+"""Bytes that pass through memory while a CPU core draws a random number: 5.6 ns at 10 GB/s."""
+_FP8 = PRECISIONS.index("fp8")
+_FP4 = PRECISIONS.index("fp4")
 
 
 @dataclass(frozen=True)
@@ -36,21 +35,21 @@ class LayerCost:
     attention: Numbers
     elementwise: Numbers
     host: Numbers
-    """To launch the forward."""
+    """Seconds to launch the forward."""
     products_backward: Numbers
     attention_backward: Numbers
     elementwise_backward: Numbers
     again: Numbers
-    """Recomputed in the backward."""
+    """Seconds of recomputation in the backward."""
 
     @property
     def forward(self) -> Numbers:
-        """Seconds on the device."""
+        """Seconds of the forward on the device."""
         return self.products + self.attention + self.elementwise
 
     @property
     def backward(self) -> Numbers:
-        """Seconds on the device, recomputation included."""
+        """Seconds of the backward on the device, with recomputation."""
         return (
             self.products_backward
             + self.attention_backward
@@ -60,14 +59,16 @@ class LayerCost:
 
 
 def layer_cost(job: Job, rates: Rates) -> LayerCost:
-    """A layer, experts and dense layers averaged."""
+    """Return the cost of a layer, averaged over dense layers and layers with experts."""
     model = job.model
-    at = job.layouts
+    layouts = job.layouts
     tokens = job.tokens
-    tp = at.tp
-    each = products_of(model)
+    tp = layouts.tp
+    block_products = products_of(model)
     scale = model.products_counted
-    projections, projections_again = (scale * seconds for seconds in _projections(job, rates, each))
+    projections, projections_again = _projections(job, rates, block_products)
+    projections = scale * projections
+    projections_again = scale * projections_again
     share = model.expert_layers / model.layers
     last = scale * (1 - share) * _product(job, rates, tokens, model.ffn / tp, model.hidden)
     dense = (
@@ -76,14 +77,15 @@ def layer_cost(job: Job, rates: Rates) -> LayerCost:
         * _product(job, rates, tokens, model.hidden, (1 + model.gated) * model.ffn / tp)
         + last
     )
-    experts, experts_again = _experts(job, rates, each, share)
+    experts, experts_again = _experts(job, rates, block_products, share)
     products = projections + dense + experts
     attention, attention_backward = _attention(job, rates)
     elementwise = _elementwise(job, rates)
     full = products + attention + elementwise - job.stops_early * last
+
     # torch's checkpoint and XLA, which choose operators, compute nothing again that no backward
     # needs.
-    dense_again = again_share(each.dense, without_last=~job.needs_last) * dense
+    dense_again = again_share(block_products.dense, without_last=~job.needs_last) * dense
     operators = (
         projections_again
         + dense_again
@@ -91,20 +93,21 @@ def layer_cost(job: Job, rates: Rates) -> LayerCost:
         + elementwise
         + np.where(job.attention_in_parts, attention, 0.0)
     )
-    kind = np.asarray(at.recompute)
+    kind = np.asarray(layouts.recompute)
     again = np.select(
         [kind == RECOMPUTE.index(name) for name in RECOMPUTE[1:]],
         [
             attention,
             full,
             operators,
-            at.kept_operators * operators + (1 - at.kept_operators) * full,
+            layouts.kept_operators * operators + (1 - layouts.kept_operators) * full,
         ],
         0.0,
     )
-    # the collectives of tensor parallelism are launched too
+
+    # Collectives of tensor parallelism are launched as well.
     launches = 1 + job.framework.tp_launches * (np.asarray(tp) > 1)
-    hooks = job.framework.hook_seconds * (np.asarray(at.stage) == 3)
+    hooks = job.framework.hook_seconds * (np.asarray(layouts.stage) == 3)
     host = (job.framework.host_seconds * launches + hooks) * rates["host"]
     return LayerCost(
         products=products,
@@ -118,33 +121,37 @@ def layer_cost(job: Job, rates: Rates) -> LayerCost:
     )
 
 
-def _projections(job: Job, rates: Rates, each: Products) -> tuple[Numbers, Numbers]:
-    """(all, those that are computed again where every second product is kept) of what makes
-    queries, keys and values, and attention's output. Latents are of all heads, so every rank of tp
-    computes them, with sequence parallelism for its part of the sequence.
+def _projections(job: Job, rates: Rates, block_products: Products) -> tuple[Numbers, Numbers]:
+    """Return the seconds of the projections of attention, and of those that are recomputed.
+
+    The second value applies if every second product is saved. Latents are shared by all heads, so
+    every rank of tp computes them, with sequence parallelism only for its part of the sequence.
     """
     model = job.model
     tokens = job.tokens
     tp = job.layouts.tp
     (_, queries), (_, keys), (_, values), (width, _) = model.products_of_attention[1:]
-    one = _product(job, rates, tokens, model.hidden, (queries + keys + values) / tp)
+    inputs = _product(job, rates, tokens, model.hidden, (queries + keys + values) / tp)
     last = _product(job, rates, tokens, width / tp, model.hidden)
-    plain = one + last
-    plain_again = again_share(each.attention) * plain
+    plain = inputs + last
+    plain_again = again_share(block_products.attention) * plain
     if not np.any(model.is_latent):
         return plain, plain_again
     part = tokens / np.where(np.asarray(job.layouts.sp) > 0, tp, 1)
+
     parts = []
     for product, (rows, split) in zip(
-        each.attention[:-1], ((part, 1), (tokens, tp)) * 2, strict=True
+        block_products.attention[:-1], ((part, 1), (tokens, tp)) * 2, strict=True
     ):
         seconds = _product(
             job, rates, rows, np.maximum(product.inner, 1), np.maximum(product.columns, 1) / split
         )
         parts.append(np.where(np.asarray(product.columns) > 0, seconds, 0.0))
+
     parts.append(last)
     again = sum(
-        seconds * (1 - product.kept) for seconds, product in zip(parts, each.attention, strict=True)
+        seconds * (1 - product.is_saved)
+        for seconds, product in zip(parts, block_products.attention, strict=True)
     )
     return np.where(model.is_latent, sum(parts), plain), np.where(
         model.is_latent, again, plain_again
@@ -152,20 +159,23 @@ def _projections(job: Job, rates: Rates, each: Products) -> tuple[Numbers, Numbe
 
 
 def head_cost(job: Job, rates: Rates) -> Numbers:
-    """Head and loss, forward and backward, of a micro-batch: three products in 16 bits, and the
-    logits that pass through memory.
+    """Return the seconds of head and loss, forward and backward, per micro-batch.
+
+    These are three products in 16 bits, and the logits that pass through memory.
     """
     tokens = job.tokens
     columns = job.model.vocab / job.layouts.tp
     flops = 6 * tokens * job.model.hidden * columns
     seconds = flops / (job.other_flops * rates.by_family("gemm", job.device) * _speed(job, rates))
-    moved = 2 * job.framework.logits * tokens * columns  # each of the buffers is written and read
+    # Each of the buffers is written and read.
+    moved = 2 * job.framework.logits * tokens * columns
     return seconds + moved / (memory_rate(job, rates))
 
 
 def optimizer_seconds(job: Job, rates: Rates, parameters: Numbers) -> Numbers:
-    """The step over `parameters` on a rank: bytes over the bandwidth of the memory that holds the
-    states.
+    """Return the seconds of the optimizer step for `parameters` on a rank.
+
+    The bytes of states are divided by the bandwidth of the memory that contains them.
     """
     device = parameters * job.framework.step_bytes / (memory_rate(job, rates))
     # On the host: 30 bytes a parameter over its memory, of which devices of a node have their
@@ -175,20 +185,22 @@ def optimizer_seconds(job: Job, rates: Rates, parameters: Numbers) -> Numbers:
 
 
 def kernel_seconds(job: Job, rates: Rates) -> Numbers:
-    """What a kernel of a GPU takes beyond its work, to start, to end, and until the next one; what
-    a core takes to begin is in the host's time.
+    """Return the seconds that a GPU kernel takes beyond its work, until the next one starts.
+
+    On CPU cores they are part of the host's time.
     """
     return np.where(job.device.on_cpu, 0.0, rates["ramp"])
 
 
 def memory_rate(job: Job, rates: Rates) -> Numbers:
-    """Bytes/s that element-wise kernels reach."""
+    """Return the bytes/s that element-wise kernels reach."""
     return job.device.memory_bandwidth * rates.on("memory", job.device) / _crowd(job, rates)
 
 
 def accumulation_seconds(job: Job, rates: Rates, parameters: Numbers) -> Numbers:
-    """To add the gradients of every micro-batch but the first to those before it: both are read,
-    and the sum is written.
+    """Return the seconds to accumulate the gradients of all micro-batches after the first.
+
+    Two gradients are read and their sum is written.
     """
     moved = (
         job.framework.accumulate_bytes * parameters * np.maximum(job.layouts.accumulation - 1, 0)
@@ -197,8 +209,9 @@ def accumulation_seconds(job: Job, rates: Rates, parameters: Numbers) -> Numbers
 
 
 def _crowd(job: Job, rates: Rates) -> Numbers:
-    """How much slower a process computes than alone on its machine, where processes share the
-    memory: on CPU cores.
+    """Return the slowdown of a process by others on its machine.
+
+    Only processes on CPU cores share their memory.
     """
     together = np.minimum(job.layouts.world, job.device.devices_per_node)
     return np.where(job.device.on_cpu, np.power(together, rates["crowding.cpu"]), 1.0)
@@ -217,10 +230,11 @@ def _speed(job: Job, rates: Rates) -> Numbers:
 
 
 def _product(job: Job, rates: Rates, rows: Numbers, inner: Numbers, columns: Numbers) -> Numbers:
-    """Seconds of [rows, inner] x [inner, columns]."""
+    """Return the seconds of a product [rows, inner] x [inner, columns]."""
     peak = job.linear_flops
     tiles = np.ceil(rows / _TILE[0]) * np.ceil(columns / _TILE[1])
     waves = tiles / job.device.units
+
     # Libraries choose other tiles and split the inner dimension where a wave is poorly filled: half
     # of the loss remains.
     filled = np.sqrt(waves / np.ceil(waves))
@@ -231,6 +245,7 @@ def _product(job: Job, rates: Rates, rows: Numbers, inner: Numbers, columns: Num
         * (rows * inner + inner * columns + rows * columns)
         / (memory_rate(job, rates))
     )
+
     # To cast inputs (2 read, 1 written); with dynamic scaling to find the largest (2 read), and
     # both for the weights.
     dynamic = job.framework.dynamic_scaling
@@ -242,10 +257,14 @@ def _product(job: Job, rates: Rates, rows: Numbers, inner: Numbers, columns: Num
     return np.maximum(seconds, moved) + casts / memory_rate(job, rates)
 
 
-def _experts(job: Job, rates: Rates, each: Products, share: Numbers) -> tuple[Numbers, Numbers]:
-    """(all, those that are computed again where every second product is kept) of routed and shared
-    experts. Products of experts of 1,536 and 2,048 columns reach half of what large ones do
-    (SimuMax's table for B200); those of experts as wide as a dense layer's reach what it does.
+def _experts(
+    job: Job, rates: Rates, block_products: Products, share: Numbers
+) -> tuple[Numbers, Numbers]:
+    """Return the seconds of routed and shared experts, and of those that are recomputed.
+
+    The second value applies if every second product is saved. Products of experts with 1,536 and
+    2,048 columns reach half the speed of large ones (SimuMax's table for B200); experts as wide as
+    a dense layer reach its speed.
     """
     if not np.any(share):
         return 0.0, 0.0
@@ -258,23 +277,25 @@ def _experts(job: Job, rates: Rates, each: Products, share: Numbers) -> tuple[Nu
     columns = model.expert_ffn / tp
     reached = np.maximum(columns / (columns + 1700), 0.55)
     rate = job.linear_flops * _gemm_share(job, rates)
-    # permuted, and back
+
+    # Tokens are permuted to their experts and back.
     moved = job.element_bytes * job.tokens * model.active * model.hidden * 8 / tp
     seconds = routed / reached / rate + moved / memory_rate(job, rates)
     return share * (seconds + shared / rate), share * (
-        seconds + again_share(each.shared) * shared / rate
+        seconds + again_share(block_products.shared) * shared / rate
     )
 
 
 def _attention(job: Job, rates: Rates) -> tuple[Numbers, Numbers]:
-    """(forward, backward). One kernel computes half of the square: scores from queries and keys,
-    outputs from values; backward the scores again, two gradients as wide as a key and two as wide
-    as a value. With scores in memory all of the square is computed, and written and read several
-    times.
+    """Return the seconds of attention, forward and backward.
+
+    One kernel computes half of the square: scores from queries and keys, outputs from values. Its
+    backward computes the scores again, two gradients as wide as a key and two as wide as a value.
+    With scores in memory the full square is computed, and written and read several times.
     """
     model = job.model
-    at = job.layouts
-    tp = 1 if job.whole_attention else at.tp
+    layouts = job.layouts
+    tp = job.attention_tp
     widths = model.head_dim + model.value_width
     flops = 2 * job.tokens * job.sequence * model.heads * widths / tp
     reached = (
@@ -297,14 +318,14 @@ def _attention(job: Job, rates: Rates) -> tuple[Numbers, Numbers]:
     )
     gemm = job.other_flops * 0.6 * rates.by_family("gemm", job.device) * _speed(job, rates)
     unfused = flops / gemm + scores
-    one_kernel = np.asarray(job.framework.attention) == 0
+    is_fused = np.asarray(job.framework.attention) == 0
     backward = np.where(
-        one_kernel, (3 * model.head_dim + 2 * model.value_width) / widths * flash, 2 * unfused
+        is_fused, (3 * model.head_dim + 2 * model.value_width) / widths * flash, 2 * unfused
     )
     in_parts, parts_backward = _attention_in_parts(job, rates, flops)
-    forward = np.where(job.attention_in_parts, in_parts, np.where(one_kernel, flash, unfused))
+    forward = np.where(job.attention_in_parts, in_parts, np.where(is_fused, flash, unfused))
     backward = np.where(job.attention_in_parts, parts_backward, backward)
-    uses_cp = job.is_plait & (np.asarray(at.cp) > 1) & ~np.asarray(job.device.on_cpu)
+    uses_cp = job.is_plait & (np.asarray(layouts.cp) > 1) & ~np.asarray(job.device.on_cpu)
     if not np.any(uses_cp):
         return forward, backward
     cp_forward, cp_backward = _attention_with_cp(job, rates, forward)
@@ -328,13 +349,14 @@ def _attention_with_cp(job: Job, rates: Rates, forward: Numbers) -> tuple[Number
     model = job.model
     layouts = job.layouts
     element = job.element_bytes
-    tp = 1 if job.whole_attention else layouts.tp
+    tp = job.attention_tp
     cp = np.asarray(layouts.cp)
     padding = (
         2 * np.maximum(model.head_dim, model.value_width) / (model.head_dim + model.value_width)
     )
     has_capped_scores = np.isin(np.asarray(model.model_type), WITH_CAPPED_SCORES)
     kernel = padding * forward
+
     # The backward has five products of one width where the forward has two.
     kernel_backward = 2.5 * kernel + has_capped_scores * kernel
 
@@ -365,17 +387,20 @@ def _attention_with_cp(job: Job, rates: Rates, forward: Numbers) -> tuple[Number
     moved_backward = np.choose(
         kinds, np.broadcast_arrays(gathered_backward, ring_backward, ulysses)
     )
-    kernels = np.choose(kinds, np.broadcast_arrays(6.0, 6.0 * cp, 9.0))  # the backward has as many
+    # The backward has as many kernels.
+    kernels = np.choose(kinds, np.broadcast_arrays(6.0, 6.0 * cp, 9.0))
     launches = kernels * kernel_seconds(job, rates)
-    seconds_per_byte = job.tokens / memory_rate(job, rates)  # for one byte of every token
+    # For one byte of every token.
+    seconds_per_byte = job.tokens / memory_rate(job, rates)
     forward = kernel + moved * seconds_per_byte + launches
     return forward, kernel_backward + moved_backward * seconds_per_byte + launches
 
 
 def _attention_in_parts(job: Job, rates: Rates, flops: Numbers) -> tuple[Numbers, Numbers]:
-    """(forward, backward) where torch has no kernel for it, in float32 whatever the precision.
-    Scores are written, masked, made a softmax and read (24 bytes); their dropout draws a number for
-    each, multiplies and is read (12); backward the gradients pass the same.
+    """Return the seconds of attention without a kernel, forward and backward.
+
+    It runs in float32 in any precision. Scores are written, masked, normalized and read (24 bytes).
+    Dropout draws a random number for each, multiplies, and is read (12). The gradients do the same.
     """
     gemm = (
         job.device.flops.get("fp32", np.nan)
@@ -384,13 +409,10 @@ def _attention_in_parts(job: Job, rates: Rates, flops: Numbers) -> tuple[Numbers
         * _speed(job, rates)
     )
     scores = (
-        job.tokens
-        * job.sequence
-        * job.model.heads
-        / (1 if job.whole_attention else job.layouts.tp)
-        / memory_rate(job, rates)
+        job.tokens * job.sequence * job.model.heads / job.attention_tp / memory_rate(job, rates)
     )
     drops = np.asarray(job.model.attention_dropout) > 0
+
     return (
         flops / gemm + (24 + (12 + _RANDOM) * drops) * scores,
         2 * flops / gemm + (24 + 12 * drops) * scores,
@@ -398,23 +420,29 @@ def _attention_in_parts(job: Job, rates: Rates, flops: Numbers) -> tuple[Numbers
 
 
 def _elementwise(job: Job, rates: Rates) -> Numbers:
-    """Norms, residuals, rotary positions, activation function: bytes through memory, counted by
-    operation.
+    """Return the seconds of norms, residuals, rotary positions and activation functions.
+
+    The bytes through memory are counted per operation.
     """
     model = job.model
-    at = job.layouts
+    layouts = job.layouts
     framework = job.framework
-    wide = job.element_bytes / 2
-    # and with it RMS norms and rotary positions; torch has a kernel for layer norms
+    width_factor = job.element_bytes / 2
+
+    # Gated models have RMS norms and rotary positions; torch has a kernel for layer norms.
     gated = np.asarray(model.gated) > 0
     # To float32 (2 read, 4 written), square (4, 4), mean (4), scale (4, 4), back (4, 2), times the
     # weight (2, 2); in float32 all but casts.
-    norm = 4 * wide + np.where(gated, framework.norms_apart * np.where(wide > 1, 20, 32), 0)
+    norm = 4 * width_factor + np.where(
+        gated, framework.norms_apart * np.where(width_factor > 1, 20, 32), 0
+    )
+
     # Latents are normalised too, by every rank of tp.
     latents = norm * (model.query_rank + model.latent_rank)
-    whole = ((2 * norm + 12 * wide) * model.hidden + latents) / np.where(
-        np.asarray(at.sp) > 0, at.tp, 1
+    replicated = ((2 * norm + 12 * width_factor) * model.hidden + latents) / np.where(
+        np.asarray(layouts.sp) > 0, layouts.tp, 1
     )
+
     # Times cosine (2, 2), half negated (1, 1), halves joined (2, 2), times sine (2, 2), the sum (4,
     # 2).
     places = np.where(
@@ -422,13 +450,15 @@ def _elementwise(job: Job, rates: Rates) -> Numbers:
         (model.heads + 1) * model.rope_dim,
         (model.heads + model.kv_heads) * model.head_dim,
     )
-    rotary = (4 + np.where(gated, 16 * framework.rotary_apart, 0)) * wide * places
+    rotary = (4 + np.where(gated, 16 * framework.rotary_apart, 0)) * width_factor * places
+
     # Queries and keys with latents are put together of two parts, which are read and written.
-    rotary = rotary + np.where(model.is_latent, 8 * wide * model.heads * model.head_dim, 0)
+    rotary = rotary + np.where(model.is_latent, 8 * width_factor * model.heads * model.head_dim, 0)
     share = model.expert_layers / model.layers
     # Queries and keys are normalised by head, each as a norm of the hidden states is.
     rotary = rotary + norm * model.qk_norm * (model.heads + model.kv_heads) * model.head_dim
     ffn = (1 - share) * model.ffn + share * (model.active * model.expert_ffn + model.shared_ffn)
+
     # GPT-2's GELU is eight operations on what is 4 bytes an element of two kernels: where attention
     # is written out, so is it.
     written_out = framework.activation_apart * (
@@ -436,7 +466,7 @@ def _elementwise(job: Job, rates: Rates) -> Numbers:
     )
     activation = (
         (4 + 2 * model.gated + np.where(gated, 4 * framework.activation_apart, 28 * written_out))
-        * wide
+        * width_factor
         * ffn
     )
     kernels = 6 + np.where(
@@ -444,5 +474,7 @@ def _elementwise(job: Job, rates: Rates) -> Numbers:
         10 * framework.norms_apart + 8 * framework.rotary_apart + framework.activation_apart,
         7 * written_out,
     )
-    seconds = job.tokens * (whole + (rotary + activation) / at.tp) / memory_rate(job, rates)
+    seconds = (
+        job.tokens * (replicated + (rotary + activation) / layouts.tp) / memory_rate(job, rates)
+    )
     return seconds + kernels * kernel_seconds(job, rates)

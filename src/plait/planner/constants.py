@@ -1,9 +1,8 @@
-"""The rates that datasheets do not print: fitted constants with the width of what is believed of
-them.
+"""Fitted constants for rates that datasheets do not print, with their uncertainty.
 
-Every constant is positive and used as a factor; what is fitted is its logarithm, with a normal
-prior. `data/constants.json` holds the values fitted to published runs by `python -m
-benchmarks.planner_accuracy --learn`; `calibrate` moves them for one machine and framework.
+Every constant is a positive factor. The fit determines its logarithm, which has a normal prior.
+`data/constants.json` contains the values that `python -m benchmarks.planner_accuracy --learn` fits
+to published runs; `plait.planner.calibrate` adapts them to one machine and framework.
 """
 
 from __future__ import annotations
@@ -23,8 +22,14 @@ from plait.planner.hardware import FAMILIES, Device, Numbers
 
 @dataclass(frozen=True)
 class Constant:
-    """A prior: median, standard deviation of the logarithm between machines and frameworks, what it
-    means, and the physical range that a fit must not leave.
+    """Prior of a constant.
+
+    Attributes:
+        median: Median value.
+        width: Standard deviation of the logarithm between machines and frameworks.
+        meaning: Description for reports.
+        least: Smallest physically possible value.
+        most: Largest physically possible value.
     """
 
     median: float
@@ -35,7 +40,9 @@ class Constant:
 
 
 def of_kernels(name: str) -> Constant:
-    """The constant `stack.NAME` of a framework, which differ less than machines and people do
+    """Return the prior of `stack.NAME`, the speed of a framework's kernels.
+
+    Frameworks differ less than machines and authors of published runs do
     (`benchmarks/planner_accuracy/learn.py`).
     """
     return Constant(1.0, 0.07, f"speed of the kernels of {name}")
@@ -115,12 +122,10 @@ CONSTANTS: dict[str, Constant] = {
         "computing slows with the processes of a machine to this power: they share its memory",
     ),
     "overall": Constant(1.0, 0.08, "speed of all computation on one machine"),
-    # no run on a GPU is known, and the model is the user's
+    # Wide, because no run of Plait on a GPU was in the fit.
     "stack.plait": replace(of_kernels("plait"), width=0.2),
 }
-"""Name to prior, the values that come from datasheets and the literature; fitted medians replace
-them where there are some.
-"""
+"""Priors by name, from datasheets and the literature. Fitted medians replace their values."""
 
 MEMORY_CONSTANTS: dict[str, Constant] = {
     "states": Constant(1.0, 0.02, "bytes of model states, of those counted"),
@@ -135,7 +140,7 @@ MEMORY_CONSTANTS: dict[str, Constant] = {
 
 @dataclass(frozen=True)
 class Rates:
-    """Constants for the candidates of one job: scalars, or arrays with one entry a candidate."""
+    """Constants for the candidates of one job: scalars, or arrays with one entry per candidate."""
 
     values: Mapping[str, Numbers]
 
@@ -143,22 +148,20 @@ class Rates:
         return self.values[name]
 
     def by_family(self, name: str, device: Device) -> Numbers:
-        """The constant `name` of every candidate's family of devices."""
+        """Return the constant `name` of each candidate's device family."""
         return np.choose(
             np.asarray(device.family), [self.values[f"{name}.{family}"] for family in FAMILIES]
         )
 
     def on(self, name: str, device: Device) -> Numbers:
-        """The constant `name` of GPUs, or of processes on CPU cores, which are too different to
-        share one.
-        """
+        """Return the constant `name` of GPUs, or its variant for processes on CPU cores."""
         return np.where(device.on_cpu, self.values[f"{name}.cpu"], self.values[name])
 
     def by_stack(self, framework: Framework) -> Numbers:
-        """The speed of every candidate's framework."""
+        """Return the speed constant of each candidate's framework."""
         names = np.asarray(framework.name)
         first = str(names.flat[0])
-        # as in every search; sorting the names would take longer than all else
+        # Every search has one framework; sorting the names would take longer than everything else.
         if np.all(names == first):
             return np.full(names.shape, self.values[f"stack.{first}"])
         names, index = np.unique(names, return_inverse=True)
@@ -167,28 +170,26 @@ class Rates:
 
 @dataclass(frozen=True)
 class Knowledge:
-    """What is believed before a machine's own runs are seen."""
+    """Priors of all constants, before a machine's own runs are seen."""
 
     constants: Mapping[str, Constant]
     time_spread: float
-    """Standard deviation of the logarithm of measured over predicted seconds that constants do not
-    explain.
-    """
+    """Standard deviation of log(measured / predicted seconds) that constants do not explain."""
     memory_spread: float
 
     @property
     def rates(self) -> Rates:
-        """The medians."""
+        """Medians of all constants."""
         return Rates({name: constant.median for name, constant in self.constants.items()})
 
     @property
     def time_names(self) -> tuple[str, ...]:
-        """Constants of a step's time."""
+        """Names of the constants of a step's time."""
         return tuple(name for name in self.constants if not name.startswith("memory:"))
 
 
 def unlearned() -> Knowledge:
-    """Datasheets and the literature alone."""
+    """Return the priors from datasheets and the literature alone."""
     return Knowledge(
         {
             **CONSTANTS,
@@ -201,9 +202,7 @@ def unlearned() -> Knowledge:
 
 @cache
 def knowledge() -> Knowledge:
-    """What was learned from published runs (`data/constants.json`), over what is otherwise
-    believed.
-    """
+    """Return the priors with what was learned from published runs (`data/constants.json`)."""
     base = unlearned()
     file = files("plait.planner") / "data" / "constants.json"
     if not file.is_file():
@@ -217,39 +216,39 @@ def knowledge() -> Knowledge:
 
 
 @dataclass(frozen=True)
-class Held:
-    """How often measurements lay in the 90 % intervals of predictions."""
+class IntervalCoverage:
+    """Share of measurements within the 90 % intervals of their predictions."""
 
     rows: int
     share: float
 
 
 @cache
-def unseen() -> Mapping[str, Held]:
-    """Of published runs whose sources nothing had been learned from when they were predicted:
-    "time", "time_experts" and "memory" (`data/unseen.json`).
+def unseen() -> Mapping[str, IntervalCoverage]:
+    """Return the coverage for published runs of sources that were not in the fit.
+
+    Keys are "time", "time_experts" and "memory" (`data/unseen.json`).
     """
-    told = json.loads((files("plait.planner") / "data" / "unseen.json").read_text(encoding="utf-8"))
-    return {name: Held(*entry) for name, entry in told["held"].items()}
+    file = files("plait.planner") / "data" / "unseen.json"
+    content = json.loads(file.read_text(encoding="utf-8"))
+    return {name: IntervalCoverage(*entry) for name, entry in content["held"].items()}
 
 
 def moved(base: Knowledge, learned: Mapping[str, tuple[float, float]]) -> Knowledge:
-    """`base` with the [median, width] of constants that were learned; names that it does not know
-    are left out.
-    """
-    found = {
+    """Return priors with the learned (median, width) of constants. Unknown names are ignored."""
+    updated = {
         name: replace(constant, median=learned[name][0], width=learned[name][1])
         for name, constant in base.constants.items()
         if name in learned
     }
-    return replace(base, constants={**base.constants, **found})
+    return replace(base, constants={**base.constants, **updated})
 
 
 def coverage_of_intervals(*, experts: bool) -> str:
     """Return a sentence on how often 90 % intervals hold for sources outside of the fit."""
-    held = unseen()
-    time = held["time_experts" if experts else "time"]
-    memory = held["memory"]
+    coverage = unseen()
+    time = coverage["time_experts" if experts else "time"]
+    memory = coverage["memory"]
     return (
         "90 %: measured on the sources that the planner was fitted to. Of published runs of other "
         f"sources, {time.share:.0%} of {time.rows} step times and {memory.share:.0%} of "

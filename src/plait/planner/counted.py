@@ -1,10 +1,9 @@
-"""What blocks of a model keep for their backward, counted where Transformers is installed: some of
-them run once without data.
+"""Bytes that blocks of a model save for their backward, counted by running them on fake tensors.
 
-`own` knows a few families to the byte. Of the others it has a formula of Llama's or GPT-2's kind,
-which leaves out what a family does besides (soft caps on scores, norms behind attention, keys that
-torch's kernel does not take): there the formula is held against this count at the planned sequence,
-on one rank, and corrected by it.
+`own` has formulas that are exact for a few families. For other families they approximate: they
+leave out what a family adds (soft caps on scores, norms after attention, head sizes that torch's
+kernel does not support). If Transformers is installed, blocks of such a family run once without
+data, at the planned sequence on one rank, and the formula is corrected by the result.
 """
 
 from __future__ import annotations
@@ -49,64 +48,77 @@ TOO_LOW = {
     ),
     **dict.fromkeys(("glm4", "olmo2", "apertus", "exaone4", "flex_olmo"), "up to a quarter"),
 }
-"""Families of which formulas leave out so much of what a block keeps."""
-_MOST_BLOCKS = 8
-"""That are run: enough for the patterns in which families mix kinds of blocks."""
+"""Families for which formulas leave out this much of the saved bytes of a block."""
+_MAX_BLOCKS = 8
+"""Blocks that are run: enough for the patterns in which families mix kinds of blocks."""
 
-_BY_TOKEN = 32
-"""Tokens of a sequence of which a recurrence is run: their bytes do not depend on its length."""
+_RECURRENT_TOKENS = 32
+"""Tokens that a recurrence is run with. Its bytes per token do not depend on the length."""
 _SAMPLES = 2
-"""Of one, some families copy less than of each of several."""
+"""Samples per run. With a single one, some families copy less per sample."""
 
 
 @dataclass(frozen=True)
-class Kept:
-    """Bytes a token."""
+class SavedBytes:
+    """Saved bytes per token."""
 
     linear: float
-    """Whatever the sequence's length."""
+    """Bytes per token that do not depend on the sequence length."""
     scores: float
-    """What grows with it: attention's scores, of all heads."""
+    """Bytes per token that grow with the sequence length: attention scores of all heads."""
 
 
 @dataclass(frozen=True)
 class Counted:
-    """Of a block, the mean of a model's blocks."""
+    """Saved bytes of a block, averaged over a model's blocks."""
 
-    none: Kept
-    operators: Kept
-    """Where attention and every second product are kept."""
+    none: SavedBytes
+    """Saved bytes without recomputation."""
+    operators: SavedBytes
+    """Saved bytes if attention and every second product are saved."""
     full: float
-    """Where all is computed again: bytes a token of its inputs."""
-    working: Kept
-    """At the peak of a block's backward, what it kept included; of the block that needs most."""
+    """Bytes per token of the inputs, which full recomputation saves."""
+    working: SavedBytes
+    """Bytes at the peak of the backward of the largest block, including what it saved."""
     dropping: bool = False
-    """Whether the model dropped, as the one of the configuration does. One that does not keeps no
-    mask, and formulas have them.
+    """True if the model was counted with the dropout of the configuration.
+
+    Without dropout no masks are counted; formulas add them.
     """
     dropped_scores: float = 0.0
-    """Of a model that drops and was counted without: bytes a token of masks and results of a
-    dropout of scores that are in memory anyway.
+    """Bytes per token of dropout masks and results of attention scores.
+
+    For models that have dropout but were counted without, if their scores are in memory.
     """
 
 
 def counted(
     section: Mapping[str, Any], kind: str, *, sequence: int, precision: str, on_cores: bool
 ) -> Counted | None:
-    """Of the model of a configuration's `model` section; None for a family that needs no count, for
-    one whose code looks at values, and without Transformers. `on_cores`: for processes on CPU
-    cores, which is where a count runs: a model that drops is counted as it drops. Of GPUs, whose
-    kernels drop inside of attention, it is counted without, but for attention that has its scores
-    in memory.
+    """Count the saved bytes of a model.
+
+    Args:
+        section: `model` section of a configuration.
+        kind: model_type.
+        sequence: Tokens per sample.
+        precision: Name in `hardware.PRECISIONS`.
+        on_cores: Whether the run is on CPU cores, like the count. Then dropout is counted as it
+            runs. Kernels of GPUs apply dropout inside of attention, so for them the model is
+            counted without dropout, except for attention whose scores are in memory.
+
+    Returns:
+        None for families that formulas cover, for models whose code reads values, and without
+        Transformers.
     """
     if find_spec("transformers") is None or kind in COUNTED_BY_FORMULA:
         return None
-    config = section.get("config") or _of_folder(section.get("path"))
-    return (
-        _counted(json.dumps(config, sort_keys=True, default=str), sequence, precision, on_cores)
-        if config
-        else None
-    )
+    config = section.get("config") or _config_of_folder(section.get("path"))
+    if not config:
+        return None
+
+    # As text, because the cached function needs hashable arguments.
+    text = json.dumps(config, sort_keys=True, default=str)
+    return _counted(text, sequence, precision, on_cores)
 
 
 def not_counted(
@@ -118,7 +130,7 @@ def not_counted(
     on_cores: bool,
     compiled: bool,
 ) -> str | None:
-    """What to tell of a family that needs a count and has none; None for others."""
+    """Return a note on a family that needs a count but has none, or None."""
     if kind in COUNTED_BY_FORMULA:
         return None
     if compiled:
@@ -132,22 +144,25 @@ def not_counted(
         return None
     else:
         reason = "its blocks do not run without data"
+
     much = TOO_LOW.get(kind)
-    direction = f"leaves out {much} of what they keep" if much else "may be too low"
+    direction = "may be too low"
+    if much:
+        direction = f"leaves out {much} of what they keep"
     return (
         f"{kind}: what its blocks keep for the backward is by formula and not counted ({reason}),"
         f" which {direction}"
     )
 
 
-def _of_folder(path: Any) -> Mapping[str, Any] | None:
+def _config_of_folder(path: Any) -> Mapping[str, Any] | None:
     try:
-        found: Mapping[str, Any] = json.loads(
+        config: Mapping[str, Any] = json.loads(
             (Path(str(path)) / "config.json").read_text(encoding="utf-8")
         )
     except (OSError, ValueError):
         return None
-    return found
+    return config
 
 
 @lru_cache(maxsize=64)
@@ -155,66 +170,74 @@ def _counted(config: str, sequence: int, precision: str, on_cores: bool) -> Coun
     try:
         with without_failed_operators():
             return _count(json.loads(config), sequence, precision, on_cores)
-    except Exception:  # what Transformers or the dry run refuses they tell where the model is built
+    except Exception:  # `plait train` reports the error when it builds the model
         return None
 
 
 def _count(config: dict[str, Any], sequence: int, precision: str, on_cores: bool) -> Counted:
     dropping = drops(config)
     if dropping and on_cores:
-        return _count_one(built(config, dropout=True), sequence, precision, dropping=True)
-    found = _count_one(built(config, dropout=False), sequence, precision, dropping=False)
-    if not dropping or not found.none.scores:
-        return found
-    scores = _kept(built(config, dropout=True), sequence, precision).scores - found.none.scores
+        return _count_model(built(config, dropout=True), sequence, precision, dropping=True)
+    counted_model = _count_model(built(config, dropout=False), sequence, precision, dropping=False)
+    if not dropping or not counted_model.none.scores:
+        return counted_model
+    scores = (
+        _saved_bytes(built(config, dropout=True), sequence, precision).scores
+        - counted_model.none.scores
+    )
     width = 2 if precision in ("bf16", "fp16") else 4
+
     # A mask is a byte an element on GPUs, and on CPU cores as wide as the result.
-    return replace(found, dropped_scores=max(scores, 0.0) * (1 + width) / (2 * width))
+    return replace(counted_model, dropped_scores=max(scores, 0.0) * (1 + width) / (2 * width))
 
 
-def _count_one(model: nn.Module, sequence: int, precision: str, *, dropping: bool) -> Counted:
-    blocks, shares = _first_of_each(model)
+def _count_model(model: nn.Module, sequence: int, precision: str, *, dropping: bool) -> Counted:
+    blocks, shares = _keep_one_block_per_kind(model)
     lengths = _lengths(model, blocks, sequence, precision)
-    long, short = (_run(model, blocks, "none", length, precision) for length in lengths)
+    long = _run(model, blocks, "none", lengths[0], precision)
+    short = _run(model, blocks, "none", lengths[1], precision)
     results = _run(model, blocks, "selective", lengths[0], precision)
     inputs = _run(model, blocks, "full", lengths[0], precision)
     return Counted(
-        none=_line(long.kept(shares), short.kept(shares), lengths, sequence),
-        operators=Kept(results.kept(shares), 0.0),
-        full=inputs.kept(shares),
-        working=_line(long.working, short.working, lengths, sequence),
+        none=_extrapolate(long.saved(shares), short.saved(shares), lengths, sequence),
+        operators=SavedBytes(results.saved(shares), 0.0),
+        full=inputs.saved(shares),
+        working=_extrapolate(long.working, short.working, lengths, sequence),
         dropping=dropping,
     )
 
 
-def _kept(model: nn.Module, sequence: int, precision: str) -> Kept:
-    """Without recomputation."""
-    blocks, shares = _first_of_each(model)
+def _saved_bytes(model: nn.Module, sequence: int, precision: str) -> SavedBytes:
+    """Return the saved bytes without recomputation."""
+    blocks, shares = _keep_one_block_per_kind(model)
     lengths = _lengths(model, blocks, sequence, precision)
-    long, short = (
-        _run(model, blocks, "none", length, precision).kept(shares) for length in lengths
-    )
-    return _line(long, short, lengths, sequence)
+    long = _run(model, blocks, "none", lengths[0], precision).saved(shares)
+    short = _run(model, blocks, "none", lengths[1], precision).saved(shares)
+    return _extrapolate(long, short, lengths, sequence)
 
 
 def _lengths(
     model: nn.Module, blocks: tuple[str, ...], sequence: int, precision: str
 ) -> tuple[int, int]:
-    """Two, of which the bytes tell what grows with the sequence. Some of Transformers' recurrences,
-    without kernels of their own, call operators for every token: of a whole sequence a count would
-    take minutes to hours.
+    """Return two sequence lengths whose bytes show what grows with the sequence.
+
+    Some recurrences of Transformers call operators per token. A count of a full sequence would take
+    minutes to hours, so they are run with few tokens.
     """
     calls = []
     for length in (4, 8):
-        with _Calls() as mode:
+        with _CountCalls() as mode:
             _run(model, blocks, "none", length, precision)
         calls.append(mode.count)
-    most = min(sequence, _BY_TOKEN) if calls[1] > calls[0] else sequence
+    most = sequence
+    if calls[1] > calls[0]:
+        # Twice the tokens take more calls: the model has a recurrence.
+        most = min(sequence, _RECURRENT_TOKENS)
     return most, max(most // 2, 1)
 
 
-class _Calls(TorchFunctionMode):
-    """Counts calls of torch's functions."""
+class _CountCalls(TorchFunctionMode):
+    """Counts the calls of torch's functions."""
 
     count = 0
 
@@ -223,9 +246,11 @@ class _Calls(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _first_of_each(model: nn.Module) -> tuple[tuple[str, ...], list[float]]:
-    """(blocks that are left of a model, of all blocks the share that is like each of them): the
-    first of every list of them, as many as it takes to have one of each kind.
+def _keep_one_block_per_kind(model: nn.Module) -> tuple[tuple[str, ...], list[float]]:
+    """Truncate the lists of blocks of a model to one block of each kind.
+
+    Returns:
+        Names of the remaining blocks, and the share of all blocks that each of them stands for.
     """
     names = find_blocks(model)
     kinds = {name: (name.rpartition(".")[0], *_kind(model.get_submodule(name))) for name in names}
@@ -233,73 +258,74 @@ def _first_of_each(model: nn.Module) -> tuple[tuple[str, ...], list[float]]:
     lists: dict[str, list[str]] = {}
     for name in names:
         lists.setdefault(name.rpartition(".")[0], []).append(name)
+
     blocks = []
     shares = []
     for container, inside in lists.items():
         first = {kinds[name]: index for index, name in reversed(list(enumerate(inside)))}
-        run = min(max(first.values()) + 1, _MOST_BLOCKS)
+        run = min(max(first.values()) + 1, _MAX_BLOCKS)
         blocks += inside[:run]
         shares += [
             many[kinds[name]] / len(names) if first[kinds[name]] == index else 0.0
             for index, name in enumerate(inside[:run])
         ]
         del cast("nn.ModuleList", model.get_submodule(container))[run:]
+
     return tuple(blocks), [share / sum(shares) for share in shares]
 
 
 def _kind(block: nn.Module) -> tuple[Any, ...]:
-    """What makes two blocks keep the same: modules, shapes, and the window that attention sees."""
+    """Return what determines the saved bytes of a block: modules, shapes, and attention windows."""
     shapes = tuple((name, tuple(parameter.shape)) for name, parameter in block.named_parameters())
     windows = tuple(bool(getattr(module, "is_sliding", False)) for module in block.modules())
     return tuple(type(module).__name__ for module in block.modules()), shapes, windows
 
 
-def _line(at_long: float, at_short: float, lengths: tuple[int, int], sequence: int) -> Kept:
-    """From bytes a token at two lengths those at the planned one: what grows with the sequence and
-    what does not. Of a recurrence, which is run of a few tokens, nothing grows, and what it has
-    once a sequence is a part of them that becomes less.
+def _extrapolate(
+    at_long: float, at_short: float, lengths: tuple[int, int], sequence: int
+) -> SavedBytes:
+    """Compute the bytes per token at the planned length from those at two lengths.
+
+    Recurrences are run with few tokens. Nothing of theirs grows with the length, and bytes per
+    sequence are spread over more tokens.
     """
     long, short = lengths
     if long < sequence:
         each = (at_long * long - at_short * short) / max(long - short, 1)
-        return Kept(each + (at_long - each) * long / sequence, 0.0)
+        return SavedBytes(each + (at_long - each) * long / sequence, 0.0)
     each = max((at_long - at_short) / max(long - short, 1), 0.0)
-    return Kept(at_long - each * long, each * sequence)
+    return SavedBytes(at_long - each * long, each * sequence)
 
 
 @dataclass(frozen=True)
 class _Run:
-    """A forward and a backward."""
+    """Result of one forward and backward."""
 
     trace: StageTrace
     tokens: int
 
-    def kept(self, shares: list[float]) -> float:
-        """Bytes a token, the mean of blocks."""
-        return (
-            sum(share * kept for share, kept in zip(shares, self.trace.figures.kept, strict=True))
-            / self.tokens
-        )
+    def saved(self, shares: list[float]) -> float:
+        """Return the saved bytes per token, averaged over blocks."""
+        by_block = zip(shares, self.trace.figures.kept, strict=True)
+        return sum(share * nbytes for share, nbytes in by_block) / self.tokens
 
     @property
     def working(self) -> float:
-        """Bytes a token at the peak of a block's backward, without what the blocks before kept."""
-        kept = self.trace.figures.kept
-        blocks = [moment for moment in self.trace.moments.backward if moment.unit >= 0]
-        return (
-            max(
-                moment.peak.activations + moment.peak.temporaries - sum(kept[: moment.unit])
-                for moment in blocks
-            )
-            / self.tokens
+        """Bytes per token at the peak of a block's backward, without what earlier blocks saved."""
+        saved = self.trace.figures.kept
+        peak = max(
+            moment.peak.activations + moment.peak.temporaries - sum(saved[: moment.unit])
+            for moment in self.trace.moments.backward
+            if moment.unit >= 0
         )
+        return peak / self.tokens
 
 
 def _run(
     model: nn.Module, blocks: tuple[str, ...], mode: BlockMode, length: int, precision: str
 ) -> _Run:
     recompute = Recompute(mode=mode, every=1)
-    alone = cast("Any", SimpleNamespace())  # a mesh, of which nothing is looked at
+    alone = cast("Any", SimpleNamespace())  # stands in for a mesh, which is not used
     dry = DryModel(
         model,
         lambda fake: (recompute.apply(Parts(fake, blocks), alone), None),

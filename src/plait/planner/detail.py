@@ -1,7 +1,6 @@
-"""What a report shows of a plan beyond the search's own figures: the bytes of every pipeline rank,
-the simulation of its table, and a sample of all candidates with the largest cost of each.
+"""Details of a plan for reports: memory of pipeline ranks, timeline, and a sample of candidates.
 
-Nothing is predicted anew: the same closed forms as in the search, asked for more of their terms.
+The closed forms are those of the search; this module only asks for more of their terms.
 """
 
 from __future__ import annotations
@@ -32,9 +31,7 @@ COSTS = {
     "optimizer": ("optimizer", "offload"),
     "other": ("cp", "ep", "accumulate", "stragglers", "fixed"),
 }
-"""The parts of a step besides the computation of the model itself: a group to its terms of
-`step.TERMS`.
-"""
+"""Terms of `step.TERMS` by group: parts of a step besides the computation of the model itself."""
 
 
 @dataclass(frozen=True)
@@ -42,42 +39,43 @@ class RankMemory:
     """Bytes on one pipeline rank at its peak."""
 
     rank: str
-    """Its description."""
+    """Description of the rank."""
     moment: str
     terms: Mapping[str, float]
-    """By `memory.TERMS`, then `slack` (reserved and not allocated) and `context` (outside the
-    allocator).
-    """
+    """Bytes by `memory.TERMS`, then `slack` (reserved, not allocated) and `context`."""
     needed: float
-    """Their sum."""
+    """Sum of the terms."""
     needed_low: float
     needed_high: float
-    """The 90 % interval."""
+    """Upper end of the 90 % interval."""
 
 
 def rank_memory(
     request: Request, choice: Choice, *, calibration: Calibration | None = None
 ) -> tuple[RankMemory, ...]:
-    """Every pipeline rank of a choice, the first first. The one that allocates most is the choice's
-    own figure.
-    """
+    """Return the memory of every pipeline rank. The fullest one has the choice's own figure."""
     rates = merged(calibration or uncalibrated())
     job = job_of(request, layouts_of(choice))
     pp = int(choice.layout["pp"])
     spread = choice.needed_high / choice.needed
 
     def priced(rank: int) -> RankMemory:
-        which = "first" if rank == 0 else "last" if rank == pp - 1 else "inner"
-        found = memory_bytes(job, rates, states_of(request, job, inner=rank), ranks=(which,))
-        terms = {name: only(found.terms[name]) for name in TERMS} | {
-            "slack": only(found.slack),
-            "context": only(found.context),
+        kind = "inner"
+        if rank == 0:
+            kind = "first"
+        elif rank == pp - 1:
+            kind = "last"
+        memory = memory_bytes(job, rates, states_of(request, job, inner=rank), ranks=(kind,))
+        terms = {name: only(memory.terms[name]) for name in TERMS} | {
+            "slack": only(memory.slack),
+            "context": only(memory.context),
         }
         needed = sum(terms.values())
         title = f"rank {rank}" if pp > 1 else "every rank"
+
         return RankMemory(
             title,
-            MOMENTS[int(only(found.moment))],
+            MOMENTS[int(only(memory.moment))],
             terms,
             needed,
             lower_end(needed, needed * spread),
@@ -90,49 +88,51 @@ def rank_memory(
 def timeline(
     request: Request, choice: Choice, *, calibration: Calibration | None = None
 ) -> Timeline:
-    """When every computation of a choice runs. Raises InputError where its schedule has no table
-    that can be simulated.
+    """Return the simulated timeline of a choice.
+
+    Raises:
+        InputError: The schedule has no table that can be simulated.
     """
     return timeline_of(job_of(request, layouts_of(choice)), merged(calibration or uncalibrated()))
 
 
 def beyond(choice: Choice, walked: Timeline) -> dict[str, float]:
-    """Seconds of a choice's step that are not in the simulation of its pipeline, by meaning;
-    together they are the step.
+    """Return the seconds of a step outside of the simulated pipeline, by meaning.
+
+    Together with the timeline they sum to the step.
     """
-    rest = {
+    others = {
         TERM_MEANINGS[name]: size
         for name, size in choice.terms.items()
         if name not in (*RANK_TERMS, "idle") and size > 0
     }
+
     # The closed form spreads the layers evenly; the simulation cuts them as the engine does, and
     # gives the stage with the head fewer.
-    missing = choice.seconds - walked.total - sum(rest.values())
-    return rest | (
-        {"layers that the closed form leaves on the slowest stage": missing}
-        if missing > 1e-9 * choice.seconds
-        else {}
-    )
+    missing = choice.seconds - walked.total - sum(others.values())
+    if missing > 1e-9 * choice.seconds:
+        others["layers that the closed form leaves on the slowest stage"] = missing
+    return others
 
 
 @dataclass(frozen=True)
 class Point:
-    """One candidate of the sample."""
+    """Candidate of a sample."""
 
     layout: Mapping[str, Any]
     seconds: float
-    """By the closed form."""
+    """Seconds by the closed form."""
     needed: float
     fits: bool
     cost: str
-    """The largest of COSTS."""
+    """Largest group of COSTS."""
     cost_share: float
-    """Of the step."""
+    """Share of the step."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """The fastest candidate of every cell of a grid over memory and step time."""
+    """Fastest candidate of every cell of a grid over memory and step time."""
 
     points: tuple[Point, ...]
     candidates: int
@@ -144,9 +144,7 @@ _COLUMNS = 80
 _ROWS = 32
 _WIDEST = 2.5
 _SLOWEST = 30.0
-"""The grid ends at so many times the device's memory, and so many times the fastest candidate's
-step.
-"""
+"""Ends of the grid, as multiples of the device's memory and of the fastest candidate's step."""
 
 
 def sample(
@@ -155,36 +153,34 @@ def sample(
     fixed: Mapping[str, int] | None = None,
     calibration: Calibration | None = None,
 ) -> Sample:
-    """At most `_COLUMNS` x `_ROWS` of all candidates, spread over what they cost."""
+    """Return at most `_COLUMNS` x `_ROWS` candidates, spread over memory and step time."""
     calibration = calibration or uncalibrated()
     rates = merged(calibration)
     space = space_of(request, fixed)
     priced = price_space(request, space, calibration)
     seconds = priced.seconds
     needed = priced.needed
-    room = float(request.cluster.device.memory_bytes)
+    available = float(request.cluster.device.memory_bytes)
     depth = np.log(seconds / seconds.min()) / np.log(_SLOWEST)
-    inside = np.flatnonzero((needed < _WIDEST * room) & (depth < 1))
-    cell = np.floor(needed[inside] / (_WIDEST * room) * _COLUMNS) * _ROWS + np.floor(
+    inside = np.flatnonzero((needed < _WIDEST * available) & (depth < 1))
+    cell = np.floor(needed[inside] / (_WIDEST * available) * _COLUMNS) * _ROWS + np.floor(
         depth[inside] * _ROWS
     )
-    cell = cell * 2 + (needed[inside] <= room)  # the limit never cuts a cell
-    order = np.lexsort((seconds[inside], cell))
-    chosen = (
-        inside[order[np.concatenate([[True], np.diff(cell[order]) != 0])]]
-        if len(inside)
-        else inside
-    )
-    if not len(chosen):
+    if not len(inside):
         return Sample((), len(seconds), len(seconds))
+
+    # A cell has either candidates that fit or candidates that do not.
+    cell = cell * 2 + (needed[inside] <= available)
+    order = np.lexsort((seconds[inside], cell))
+    is_first_of_cell = np.concatenate([[True], np.diff(cell[order]) != 0])
+    chosen = inside[order[is_first_of_cell]]
     at = priced.layouts.take(chosen)
     terms = estimate_of(request, at, rates).step.terms
-    groups = np.stack(
-        [
-            sum(np.broadcast_to(terms[name], len(chosen)) for name in names)
-            for names in COSTS.values()
-        ]
-    )
+
+    def sum_of_terms(names: tuple[str, ...]) -> Any:
+        return sum(np.broadcast_to(terms[name], len(chosen)) for name in names)
+
+    groups = np.stack([sum_of_terms(names) for names in COSTS.values()])
     largest = groups.argmax(axis=0)
     names = list(COSTS)
     points = tuple(
@@ -192,7 +188,7 @@ def sample(
             at.at(i),
             float(seconds[index]),
             float(needed[index]),
-            bool(needed[index] <= room),
+            bool(needed[index] <= available),
             names[largest[i]],
             float(groups[largest[i], i] / seconds[index]),
         )

@@ -1,4 +1,4 @@
-"""Where a model drops in training, by the fields of its Hugging Face configuration."""
+"""Dropout of a model in training, from the fields of its Hugging Face configuration."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ DROPOUTS = {
     "attention_dropout": ("attn_pdrop", "attention_dropout", "attention_probs_dropout_prob"),
     "embedding_dropout": ("embd_pdrop", "emb_pdrop", "embed_dropout", "embedding_dropout"),
 }
-"""Field of an Architecture to the names of what families drop there."""
-_DROPS_UNLESS_TOLD = {
+"""Names in configurations per field of `Architecture`."""
+_DROPOUT_BY_DEFAULT = {
     **dict.fromkeys(("gpt2", "gpt_bigcode"), ("resid_pdrop", "attn_pdrop", "embd_pdrop")),
     "opt": ("dropout",),
     "biogpt": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
     "seed_oss": ("residual_dropout", "attention_dropout"),
 }
-"""Families of which Transformers drops by default, and what."""
+"""Fields with dropout by default in Transformers, per family."""
 
 
 def dropouts_of(config: Mapping[str, Any], kind: str) -> dict[str, int]:
-    """Where a model drops, as fields of an Architecture: what the configuration leaves out is the
-    family's own.
+    """Return the dropout fields of `Architecture` for a configuration.
+
+    Fields that the configuration leaves out have the family's default.
     """
-    shares = dict.fromkeys(_DROPS_UNLESS_TOLD.get(kind, ()), 0.1) | {
-        name: value for name, value in config.items() if value is not None
-    }
-    return {
-        field: int(
-            any(isinstance(shares.get(name), int | float) and shares[name] > 0 for name in names)
-        )
-        for field, names in DROPOUTS.items()
-    }
+    rates: dict[str, Any] = dict.fromkeys(_DROPOUT_BY_DEFAULT.get(kind, ()), 0.1)
+    rates |= {name: value for name, value in config.items() if value is not None}
+
+    def is_positive(name: str) -> bool:
+        rate = rates.get(name)
+        return isinstance(rate, int | float) and rate > 0
+
+    return {field: int(any(map(is_positive, names))) for field, names in DROPOUTS.items()}

@@ -1,6 +1,4 @@
-"""Time and memory of candidate layouts in one call, every term named. The public interface of the
-closed form.
-"""
+"""Time and memory of candidate layouts in one call. Public interface of the closed forms."""
 
 from __future__ import annotations
 
@@ -15,25 +13,32 @@ from plait.planner.step import Step, step_seconds
 
 @dataclass(frozen=True)
 class Estimate:
-    """What candidates cost; arrays with one entry each."""
+    """Predicted cost of candidates; arrays with one entry each."""
 
     step: Step
     memory: Memory
 
     @property
     def seconds(self) -> Numbers:
-        """Of an optimizer step."""
+        """Seconds per optimizer step."""
         return self.step.seconds
 
 
 def estimate(job: Job, rates: Rates | None = None, states: States | None = None) -> Estimate:
-    """Price every candidate of `job`. `states` replaces the framework's bytes of model states."""
+    """Predict time and memory of every candidate.
+
+    Args:
+        job: The candidates.
+        rates: Constants. None uses those that ship.
+        states: Bytes of model states. None computes them from the framework's bytes per parameter.
+    """
     rates = rates or knowledge().rates
     return Estimate(step_seconds(job, rates), memory_bytes(job, rates, states))
 
 
 def lower_end(value: float, high: float) -> float:
-    """Of an interval around `value` whose upper end is `high`: intervals are symmetric in the
-    logarithm.
+    """Return the lower end of an interval around `value` with the upper end `high`.
+
+    Intervals are symmetric in the logarithm.
     """
     return value**2 / high

@@ -1,4 +1,4 @@
-"""What a user fixes of a layout, as text: `tp=4`, `stage=3`, `recompute=full`."""
+"""Layout fields that a user fixes, as text: `tp=4`, `stage=3`, `recompute=full`."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ FIXABLE = (
     ),
     *("recompute", "every", "offload", "loss_chunk", "micro_batch", "accumulation"),
 )
-"""Fields that a user can fix (`tp=4`, `stage=3`, `recompute=full`)."""
-_MOST_DIGITS = 9
-"""Of a degree or a count; arrays hold no more."""
+"""Fields that a user can fix."""
+_MAX_DIGITS = 9
+"""Digits of the largest degree or count that is accepted."""
 _OTHER_NAMES = {
     "zero": "stage",
     "mbs": "micro_batch",
@@ -37,7 +37,7 @@ _OTHER_NAMES = {
 }
 
 
-_WORDS = {
+_NAMED_VALUES = {
     "schedule": {name: index for index, name in enumerate(SCHEDULES)} | SCHEDULE_INDEX,
     "recompute": RECOMPUTE_INDEX,
     "context": {name: index for index, name in enumerate(CONTEXT)},
@@ -48,16 +48,23 @@ _WORDS = {
     },
 }
 """Values with names, as a configuration writes them."""
-_BOUNDS = {"sp": (0, 1), "stage": (0, 3), "loss_chunk": (0, 10**_MOST_DIGITS - 1)}
+_BOUNDS = {"sp": (0, 1), "stage": (0, 3), "loss_chunk": (0, 10**_MAX_DIGITS - 1)}
 
 
 def parse_fixed(texts: list[str] | tuple[str, ...]) -> dict[str, int]:
-    """`tp=4`, `stage=3`, `recompute=full`, `dp_shard=8` to numbers. Raises ConfigError for what is
-    none.
+    """Parse texts such as `tp=4`, `stage=3`, `recompute=full`, or several separated by commas.
+
+    Returns:
+        Numbers by field. Named values are indices; `offload` is in percent.
+
+    Raises:
+        ConfigError: An unknown field or value, or two values for one field.
     """
-    found: dict[str, int] = {}
-    for text in (part.strip() for whole in texts for part in whole.split(",")):
-        name, _, value = (part.strip() for part in text.partition("="))
+    fixed: dict[str, int] = {}
+    for text in (part.strip() for argument in texts for part in argument.split(",")):
+        name, _, value = text.partition("=")
+        name = name.strip()
+        value = value.strip()
         key = _OTHER_NAMES.get(name, name)
         if key not in FIXABLE or not value:
             raise ConfigError(
@@ -68,22 +75,20 @@ def parse_fixed(texts: list[str] | tuple[str, ...]) -> dict[str, int]:
                     f"use one of {', '.join(FIXABLE)}, for example tp=4",
                 )
             )
-        words = _WORDS.get(key)
-        if words is not None:
-            if value not in words:
+        values = _NAMED_VALUES.get(key)
+        if values is not None:
+            if value not in values:
                 raise ConfigError(
-                    Problem(name, value, "not a value of it", f"use {', '.join(words)}")
+                    Problem(name, value, "not a value of it", f"use {', '.join(values)}")
                 )
-            number = words[value]
+            number = values[value]
         else:
             if value.lower() in ("true", "false", "yes", "no"):
                 value = str(int(value.lower() in ("true", "yes")))
-            number = (
-                int(value)
-                if value.isascii() and value.isdigit() and len(value) <= _MOST_DIGITS
-                else -1
-            )
-            least, most = _BOUNDS.get(key, (1, 10**_MOST_DIGITS - 1))
+            number = -1
+            if value.isascii() and value.isdigit() and len(value) <= _MAX_DIGITS:
+                number = int(value)
+            least, most = _BOUNDS.get(key, (1, 10**_MAX_DIGITS - 1))
             if not least <= number <= most:
                 raise ConfigError(
                     Problem(
@@ -93,7 +98,7 @@ def parse_fixed(texts: list[str] | tuple[str, ...]) -> dict[str, int]:
                         f"write for example {name}={max(least, 1)}",
                     )
                 )
-        if found.get(key, number) != number:
+        if fixed.get(key, number) != number:
             raise ConfigError(
                 Problem(
                     name,
@@ -102,13 +107,16 @@ def parse_fixed(texts: list[str] | tuple[str, ...]) -> dict[str, int]:
                     "keep one of them",
                 )
             )
-        found[key] = number
-    return found
+        fixed[key] = number
+
+    return fixed
 
 
 def written(fixed: Mapping[str, int]) -> str:
-    """What `parse_fixed` reads, as a user writes it."""
-    words = {key: {value: name for name, value in table.items()} for key, table in _WORDS.items()}
+    """Return fixed fields as a user writes them, which `parse_fixed` reads."""
+    names = {
+        key: {value: name for name, value in table.items()} for key, table in _NAMED_VALUES.items()
+    }
     return ", ".join(
-        f"{key}={words.get(key, {}).get(value, value)}" for key, value in fixed.items()
+        f"{key}={names.get(key, {}).get(value, value)}" for key, value in fixed.items()
     )

@@ -1,8 +1,7 @@
-"""How a framework computes, as numbers: bytes of its states, what it fuses, what it overlaps.
+"""Properties of a training framework as numbers: bytes of its states, fused kernels, overlap.
 
-The search plans for Plait itself, which is here. Rows that others measured are priced by the same
-class (`benchmarks/planner_accuracy` has a table of published ones). Rates are in `constants`, not
-here.
+The search plans for Plait itself, which is described here. Runs of other frameworks are priced by
+the same class (`benchmarks/planner_accuracy` has a table of them). Rates are in `constants`.
 """
 
 from __future__ import annotations
@@ -14,92 +13,103 @@ from typing import Any
 from plait.planner.hardware import Numbers
 
 ATTENTION = ("flash", "fused", "plain")
-"""One kernel; softmax and mask in one kernel, scores in memory; every step in memory."""
+"""Implementations of attention.
+
+flash: one kernel. fused: softmax and mask in one kernel, scores in memory. plain: every operation
+in memory.
+"""
 
 
 @dataclass(frozen=True)
 class Framework:
-    """Numbers of one framework; arrays hold one entry a candidate."""
+    """Properties of one framework; arrays with one entry per candidate."""
 
     name: Any
-    """What is fitted of its kernels is the constant `stack.NAME`."""
+    """Name, and suffix of the constant `stack.NAME`, the fitted speed of its kernels."""
     weights: Numbers
     gradients: Numbers
     optimizer: Numbers
     gathered: Numbers
-    """Bytes a parameter of model states, and of the copy that a forward uses where weights are kept
-    in another dtype.
+    """Bytes per parameter of the copy that a forward uses, if weights have another dtype.
+
+    The three fields before are the bytes per parameter of the model states.
     """
     wire_gather: Numbers
     wire_reduce: Numbers
-    """Bytes a parameter in the gathering of weights and in the reduction of gradients."""
+    """Bytes per parameter in the reduction of gradients; `wire_gather` in the gather of weights."""
     norms_apart: Numbers
     rotary_apart: Numbers
     activation_apart: Numbers
-    """Share of RMS norms, of rotary positions and of activation functions that run as torch's
-    single operations, each through memory; the rest are one kernel each.
+    """Share of activation functions that run as single operations of torch through memory.
+
+    The rest run as one kernel each. `norms_apart` and `rotary_apart` are the shares of RMS norms
+    and rotary positions.
     """
     attention: Numbers
     """Index into ATTENTION."""
     hidden_tp: Numbers
     hidden_dp: Numbers
-    """Share of that traffic that can be computed over."""
+    """Share of data-parallel traffic that can overlap; `hidden_tp` of tensor-parallel traffic."""
     host_seconds: Numbers
-    """Time of the host to launch one layer's forward."""
+    """Host time to launch one layer's forward."""
     logits: Numbers
-    """Bytes a logit while the loss is computed."""
+    """Bytes per logit while the loss is computed."""
     norms: Numbers
-    """Bytes a hidden element that a layer's norms and residuals keep; dropout masks are extra."""
+    """Saved bytes per hidden element of the norms and residuals of a layer, without dropout masks.
+    """
     slack: Numbers
-    """What the allocator reserves and does not use."""
+    """Share of memory that the allocator reserves and does not use."""
     step_bytes: Numbers
-    """Bytes that the optimizer step moves a parameter."""
+    """Bytes per parameter that the optimizer step moves."""
     accumulate_bytes: Numbers = 0
-    """Bytes a parameter that it takes to add a micro-batch's gradients to those before it; 0 where
-    the product's kernel adds.
-    """
+    """Bytes per parameter to add a micro-batch's gradients; 0 if the product's kernel adds them."""
     flash: Numbers = 1.0
-    """Speed of the attention kernel, of FlashAttention 2's."""
+    """Speed of the attention kernel relative to FlashAttention 2."""
     send_seconds: Numbers = 25e-6
-    """Time that a send between stages costs beyond the link."""
+    """Seconds that a send between stages takes beyond the link."""
     dynamic_scaling: Numbers = 0
-    """1: products in 8 and 4 bits look for the largest input and weight first, in a pass of its
-    own.
-    """
+    """1 if products in 8 and 4 bits find the largest element in a pass of its own."""
     whole_logits: Numbers = 0
-    """1: tensor parallelism gathers the logits before the loss."""
+    """1 if tensor parallelism gathers the logits before the loss."""
     whole_inputs: Numbers = 0
-    """Share of the products' inputs that sequence parallelism keeps gathered, not as shards."""
+    """Share of the inputs of products that sequence parallelism keeps gathered."""
     tp_launches: Numbers = 0.15
-    """What the host launches more with tensor parallelism, of a layer's launches without."""
+    """Additional launches with tensor parallelism, relative to those of a layer."""
     hook_seconds: Numbers = 0
-    """Time of the host to gather and free one layer's weights in a forward of stage 3, where every
-    module does so for itself.
+    """Host time to gather and free one layer's weights at stage 3, if every module does so itself.
     """
     stops_early: Numbers = 0
-    """1: recomputation ends at the input of a block's last product, which is the last thing that
-    the backward needs (torch's checkpoint where it is not reentrant, from 2.1 on, and compiled
-    blocks).
+    """1 if recomputation ends at the input of a block's last product.
+
+    The backward needs nothing after it. Compiled blocks and torch's non-reentrant checkpoint (since
+    2.1) stop there.
     """
     late_gradients: Numbers = 0
-    """1: a step's first backward allocates the gradients, so that none exist before it (torch's
-    FSDP).
-    """
+    """1 if a step's first backward allocates the gradients, as in torch's FSDP."""
 
 
 @cache
 def plait(*, precision: str = "bf16", pure: bool = False) -> Framework:
-    """This package: Transformers' modules, FSDP2, no fused kernels unless compiled. `pure`: weights
-    and states in 16 bits.
+    """Return the properties of Plait: modules of Transformers, FSDP2, no fused kernels.
+
+    Args:
+        precision: Name in `hardware.PRECISIONS`.
+        pure: Whether weights and states have 16 bits.
     """
     wide = precision == "fp32"
-    weights, gradients, optimizer, gathered = (2, 2, 4, 0) if pure else (4, 4, 8, 2)
+    weights, gradients, optimizer, gathered = 4, 4, 8, 2
+    if pure:
+        weights, gradients, optimizer, gathered = 2, 2, 4, 0
+    if wide:
+        # Weights are used in the dtype in which they are stored.
+        gathered = 0
+
     return Framework(
         name="plait",
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
-        gathered=0 if wide else gathered,  # weights are used in the dtype that they are kept in
+        gathered=gathered,
         wire_gather=4 if wide else 2,
         wire_reduce=4,
         norms_apart=1,
@@ -120,10 +130,8 @@ def plait(*, precision: str = "bf16", pure: bool = False) -> Framework:
     )
 
 
-def with_compiled_blocks(found: Framework) -> Framework:
-    """Plait with compiled blocks: element-wise kernels fused and launches fewer, as torchtitan's
-    are.
-    """
+def with_compiled_blocks(framework: Framework) -> Framework:
+    """Return Plait with compiled blocks: fused kernels and fewer launches, like torchtitan's."""
     return replace(
-        found, norms_apart=0, rotary_apart=0, activation_apart=0, host_seconds=150e-6, norms=8
+        framework, norms_apart=0, rotary_apart=0, activation_apart=0, host_seconds=150e-6, norms=8
     )

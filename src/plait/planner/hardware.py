@@ -1,16 +1,14 @@
-"""The catalogue of devices and links (`data/hardware.yaml`), and the cluster that a plan is made
-for.
+"""Catalogue of devices and links (`data/hardware.yaml`), and the cluster that a plan is made for.
 
-Pure: figures of datasheets, read from the package; what a machine really reaches is in `constants`.
-A Device may hold scalars, or arrays with one entry a candidate, so that rows of many machines are
-priced in one call.
+The figures are those of datasheets; reached rates are in `constants`. A Device has scalars or
+arrays with one entry per candidate, so that runs of many machines are priced in one call.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib.resources import files
@@ -25,14 +23,14 @@ from plait.units import GIB
 
 T = TypeVar("T")
 Numbers = Any
-"""A number, or an array with one entry a candidate."""
+"""Scalar, or array with one entry per candidate."""
 
 FAMILIES = ("volta", "ampere", "hopper", "blackwell", "cdna3", "cpu")
-"""Devices of one family share fitted efficiencies."""
+"""Device families. Devices of one family share fitted constants."""
 
 _HOST_GIB = {"volta": 64, "ampere": 128, "hopper": 256, "blackwell": 256, "cdna3": 256, "cpu": 8}
-"""Usual memory of a node by its devices: DGX-1 0.5 TB, DGX A100 1 TB, DGX H100 and B200 and MI300X
-servers 2 TB, of eight devices each.
+"""Usual host memory per device. DGX-1 has 0.5 TB per node of eight devices, DGX A100 1 TB, and
+servers with H100, B200 and MI300X have 2 TB.
 """
 
 PRECISIONS = ("fp32", "fp16", "bf16", "fp8", "fp4")
@@ -40,8 +38,10 @@ PRECISIONS = ("fp32", "fp16", "bf16", "fp8", "fp4")
 
 @dataclass(frozen=True)
 class Device:
-    """One kind of device, with its usual surroundings. Bytes, seconds, FLOP/s; one direction,
-    dense.
+    """Kind of device with its usual network.
+
+    Units are bytes, seconds and FLOP/s. Bandwidths are those of one direction, FLOP/s those without
+    sparsity.
     """
 
     name: Any
@@ -51,30 +51,32 @@ class Device:
     memory_bytes: Numbers
     memory_bandwidth: Numbers
     link_bandwidth: Numbers
-    """To the other devices of the domain, bytes/s."""
+    """Bytes/s to the other devices of the domain."""
     domain: Numbers
-    """Devices that this link joins."""
+    """Number of devices that the link connects."""
     nic_bandwidth: Numbers
-    """To other domains, bytes/s per device."""
+    """Bytes/s per device to other domains."""
     network_step: Numbers
-    """Seconds of one step of a ring between domains: 14 us with NCCL over InfiniBand
-    (`src/graph/tuning.cc`).
+    """Seconds of one step of a ring between domains.
+
+    14 us with NCCL over InfiniBand (`src/graph/tuning.cc`).
     """
     host_bandwidth: Numbers
     host_memory_bytes: Numbers
-    """A device's share of its node's memory."""
+    """Share of the node's memory per device."""
     units: Numbers
     devices_per_node: Numbers
     power: Numbers
-    """Clock under load, of that of the usual device of its family."""
+    """Clock under load, relative to the usual device of its family."""
     flops: dict[str, Numbers]
-    """Precision to peak FLOP/s; NaN or absent: it cannot compute so."""
+    """Peak FLOP/s by precision. NaN or missing if the precision is not supported."""
     source: Any = ""
 
     @property
     def on_cpu(self) -> Numbers:
-        """Whether it is a process on CPU cores: kernels are not queued, and traffic takes the cores
-        that compute.
+        """True for a process on CPU cores.
+
+        Kernels are not queued there, and communication uses the cores that compute.
         """
         return np.asarray(self.family) == FAMILIES.index("cpu")
 
@@ -88,31 +90,29 @@ def _catalogue() -> dict[str, Any]:
 
 
 def device_names() -> tuple[str, ...]:
-    """Names in the catalogue."""
+    """Return the names in the catalogue."""
     return tuple(_catalogue()["devices"])
 
 
 @cache
 def device(name: str) -> Device:
-    """The device that `name` means: a catalogue name, or as published tables write it. Raises
-    InputError for an unknown one.
+    """Return a device by its name in the catalogue, or as published tables write it.
+
+    Raises:
+        InputError: The name is unknown.
     """
     table = _catalogue()["devices"]
-    wanted = name.strip().lower()
-    places = {
-        key: place
-        for key, entry in table.items()
-        if (place := _place(entry["match"], wanted)) is not None
-    }
-    found = wanted if wanted in table else min(places, key=lambda key: places[key], default=None)
-    if found is None:
-        near = difflib.get_close_matches(wanted, table, n=1, cutoff=0.5)
+    query = name.strip().lower()
+    key = query if query in table else _first_mentioned(table, query)
+    if key is None:
+        near = difflib.get_close_matches(query, table, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}? " if near else ""
         raise InputError(f"GPU {name!r}: not in the catalogue; {hint}it has {', '.join(table)}")
-    entry = table[found]
+    entry = table[key]
     link = _catalogue()["links"][entry["link"]]
+
     return Device(
-        name=found,
+        name=key,
         title=entry["title"],
         family=FAMILIES.index(entry["family"]),
         memory_bytes=entry["memory_gib"] * GIB,
@@ -131,41 +131,45 @@ def device(name: str) -> Device:
     )
 
 
+def _first_mentioned(table: Mapping[str, Any], query: str) -> str | None:
+    positions = {}
+    for key, entry in table.items():
+        position = _place(entry["match"], query)
+        if position is not None:
+            positions[key] = position
+    return min(positions, key=lambda key: positions[key], default=None)
+
+
 def _place(patterns: list[str], name: str) -> int | None:
-    """Where in `name` the first pattern begins: of several devices that are named, the first is
-    meant. An H1000 is no H100.
+    """Return the position of the first match of any pattern in a name.
+
+    If a name contains several devices, the first one is meant. A digit after the match is another
+    device: H1000 is not H100.
     """
-    return min(
-        (
-            match.start()
-            for pattern in patterns
-            if (match := re.search(f"(?:{pattern})(?![0-9])", name))
-        ),
-        default=None,
-    )
+    matches = (re.search(f"(?:{pattern})(?![0-9])", name) for pattern in patterns)
+    return min((match.start() for match in matches if match is not None), default=None)
 
 
 def mapped(numbers: T, change: Callable[[Any], Any]) -> T:
-    """A copy of a dataclass of numbers with each of them changed, those in a mapping too."""
+    """Return a copy of a dataclass of numbers with each number changed, also those in mappings."""
 
     def changed(value: Any) -> Any:
-        return (
-            {name: change(inner) for name, inner in value.items()}
-            if isinstance(value, dict)
-            else change(value)
-        )
+        if isinstance(value, dict):
+            return {name: change(inner) for name, inner in value.items()}
+        return change(value)
 
     return replace(numbers, **{f.name: changed(getattr(numbers, f.name)) for f in fields(numbers)})  # type: ignore[type-var, arg-type]
 
 
 def only(value: Numbers) -> float:
-    """The number of the first candidate, or of all."""
+    """Return the number of the first candidate, or of all."""
     return float(np.ravel(value)[0])
 
 
 def stack(entries: Sequence[T]) -> T:
-    """One of several, whose numbers are arrays with an entry each; NaN where a mapping lacks a
-    name.
+    """Combine instances of a dataclass into one whose numbers are arrays with one entry each.
+
+    Names that a mapping lacks become NaN.
     """
 
     def together(values: list[Any]) -> Any:
@@ -186,7 +190,7 @@ def stack(entries: Sequence[T]) -> T:
 
 @dataclass(frozen=True)
 class Cluster:
-    """The machines of a plan: a device, how many, and how they are grouped."""
+    """Devices of a plan: kind, number, and grouping into machines."""
 
     device: Device
     devices: int
@@ -208,21 +212,34 @@ def cluster(
     devices_per_node: int | None = None,
     **figures: float | None,
 ) -> Cluster:
-    """`devices` of the catalogue's `name`, with those of its `figures` (`memory_bytes`,
-    `nic_bandwidth`) replaced that are not None. Raises InputError for what cannot be.
+    """Return a cluster of devices of the catalogue.
+
+    Args:
+        name: Device.
+        devices: Number of all devices.
+        devices_per_node: Devices per machine. None uses the usual number.
+        **figures: Fields of `Device` to replace, such as `memory_bytes`. None keeps the usual
+        value.
+
+    Raises:
+        InputError: The device is unknown, or the devices do not fill the machines.
     """
-    found = device(name)
+    chosen = device(name)
     changes: dict[str, Any] = {key: value for key, value in figures.items() if value is not None}
     if devices < 1:
         raise InputError(
             f"--world-size {devices}: a cluster has at least one device; give the number of all"
             " devices"
         )
+
     if devices_per_node is not None:
-        wide = found.domain if found.domain > found.devices_per_node else devices_per_node
-        changes |= {"devices_per_node": devices_per_node, "domain": wide}
-    found = replace(found, **changes)
-    per_node = int(found.devices_per_node)
+        # A link across nodes, such as that of an NVL72, keeps its domain.
+        spans_nodes = chosen.domain > chosen.devices_per_node
+        domain = chosen.domain if spans_nodes else devices_per_node
+        changes |= {"devices_per_node": devices_per_node, "domain": domain}
+
+    chosen = replace(chosen, **changes)
+    per_node = int(chosen.devices_per_node)
     if devices > per_node and devices % per_node:
         below = devices // per_node * per_node
         rule = (
@@ -230,12 +247,15 @@ def cluster(
             f" {devices % per_node}"
         )
         raise InputError(f"{rule}; use {below} or {below + per_node}, or give --nproc-per-node")
-    return Cluster(found, devices)
+
+    return Cluster(chosen, devices)
 
 
 def cluster_of(topology: Topology, name: str, **changes: float | None) -> Cluster:
-    """The same from a cluster file or a machine that was found. Raises InputError where its
-    machines differ.
+    """Return the cluster of a cluster file or of detected machines. See `cluster`.
+
+    Raises:
+        InputError: The machines have different numbers of devices.
     """
     counts = sorted({node.devices for node in topology.nodes})
     if len(counts) > 1:
@@ -243,6 +263,7 @@ def cluster_of(topology: Topology, name: str, **changes: float | None) -> Cluste
             f"the cluster has machines with {' and '.join(map(str, counts))} devices; plan for"
             " machines of one kind"
         )
+
     memory = changes.pop("memory_bytes", None) or topology.memory_bytes
     return cluster(
         name, topology.world_size, devices_per_node=counts[0], memory_bytes=memory, **changes

@@ -1,10 +1,15 @@
-"""What a rank holds while it computes in a pipeline: which of its stages have how many
-micro-batches in flight, which have gradients.
+"""Tensors that a pipeline rank holds during a step: micro-batches in flight and gradients.
 
-Read from the order of the rank's own actions, which the runtime follows too
-(`parallel.schedules.schedule.row_of`), so that stages of unequal size, odd numbers of micro-batches
-and backwards in halves are what they are. GPipe and 1F1B have one stage a rank and are written as
-they are; schedules without a table are taken for 1F1B.
+The counts follow from the order of the rank's actions, which is also what the runtime executes
+(`parallel.schedules.schedule.row_of`). Stages of unequal size, odd numbers of micro-batches and
+split backwards are therefore exact. GPipe and 1F1B have one stage per rank and simple formulas.
+Schedules without a table are treated as 1F1B.
+
+Note [Peaks of a rank]
+    Which moment has the peak depends on sizes that are known later. For each of several assumptions
+    about the relative sizes (`_WEIGHTS`), the moment with the largest sum is stored. `peak`
+    computes
+    the bytes of these COUNT moments and takes the largest.
 """
 
 from __future__ import annotations
@@ -25,9 +30,7 @@ from plait.planner.job import SCHEDULES
 from plait.planner.offers import SCHEDULE_NAMES
 
 _ROUNDS = 3
-"""Interleaved stages take their micro-batches in rounds; from the third on each is as the one
-before.
-"""
+"""Rounds of micro-batches of interleaved stages after which the pattern repeats."""
 _WEIGHTS = (
     (0.0, 0.0, 0.0, 0.0),
     (0.6, 0.0, 0.0, 1.0),
@@ -38,124 +41,151 @@ _WEIGHTS = (
     (0.3, 10.0, 10.0, 0.3),
     (0.6, 0.1, 0.0, 10.0),
 )
-"""What deferred gradients of a block, gradients of its weights, those of a stage that has ended,
-and what a loss keeps may take, of what a block keeps for a backward: for each the moment with most
-is remembered.
+"""Assumed sizes relative to the saved tensors of a block.
+
+They are: deferred gradients of a block, gradients of its weights, gradients of a stage that has
+finished, and what a loss saves. See Note [Peaks of a rank].
 """
 
 
 @dataclass(frozen=True)
 class Holding:
-    """What a rank holds at one moment of a step, as a backward begins; arrays with one entry a
-    candidate, or of several moments [COUNT, candidates]. `blocks` and what is counted in blocks are
-    sums over micro-batches, of stages that may have different numbers of them.
+    """Contents of a rank at the start of a backward.
+
+    Arrays have one entry per candidate, or are [COUNT, candidates] for several moments. Counts of
+    blocks are sums over micro-batches of stages, which may have different numbers of blocks.
     """
 
     blocks: Numbers
-    """Blocks whose saved tensors are held."""
+    """Blocks whose saved tensors exist."""
     deferred: Numbers
-    """Of these, blocks whose inputs have their gradients, and weights not yet."""
+    """Blocks with computed input gradients and deferred weight gradients."""
     messages: Numbers
-    """Boundary activations that stages received and sent, and one that arrives before it is needed.
-    """
+    """Boundary activations that stages received and sent, and one that arrives early."""
     inputs: Numbers
-    """The same of stages whose blocks keep their input anyway."""
+    """Boundary activations if the blocks of a stage save their input anyway."""
     fronts: Numbers
     """Micro-batches of the model's first stage."""
     losses: Numbers
-    """Micro-batches of its last stage whose backward has not begun."""
+    """Micro-batches of the model's last stage whose backward has not started."""
     late_losses: Numbers
-    """Those whose input has its gradient, and weights not yet."""
+    """Micro-batches whose input gradient is computed and whose weight gradients are not yet."""
     growing: Numbers
-    """Blocks of stages that have had a backward in this step, and have more to come."""
+    """Blocks of stages with some of their backwards done in this step."""
     ended: Numbers
-    """Blocks of stages that have had all of theirs."""
+    """Blocks of stages with all of their backwards done."""
     root: Numbers
-    """1 where what is outside of the blocks has had a backward, and has more to come."""
+    """1 if parameters outside of the blocks had some of their backwards."""
     root_ended: Numbers
-    """1 where it has had all of its."""
+    """1 if they had all of their backwards."""
     running: Numbers
-    """Blocks of the stage that is in its backward; 0 where there is no such moment."""
+    """Blocks of the stage that is in its backward; 0 if there is no such moment."""
     head: Numbers
-    """1 where that is the model's last stage, and its loss is in memory."""
+    """1 if this is the model's last stage, and its loss is in memory."""
     ends_root: Numbers
-    """1 where that backward is the last one of what is outside of the blocks."""
+    """1 if this is the last backward of parameters outside of the blocks."""
 
 
-_USUAL = 2
-"""Of _WEIGHTS."""
+_USUAL_MOMENT = 2
+"""Index into _WEIGHTS of the moment that is the peak most often."""
 COUNT = len(_WEIGHTS)
-"""Holdings of a rank, of each kind."""
-_PLACE = {field.name: index for index, field in enumerate(fields(Holding))}
-_FIELDS = len(_PLACE)
+"""Number of moments per kind."""
+_COLUMN = {field.name: index for index, field in enumerate(fields(Holding))}
+_FIELDS = len(_COLUMN)
 
 
 @dataclass(frozen=True)
 class Holdings:
-    """What a rank may hold at its peak."""
+    """Moments at which a rank may have its peak."""
 
     headed: Holding
-    """While the model's last stage is in its backward, COUNT moments; zeros on a rank without it.
-    """
+    """Moments with the model's last stage in its backward; zeros on a rank without it."""
     others: Holding
-    """While another stage is, COUNT moments."""
+    """Moments with another stage in its backward."""
     endings: Holding | None
-    """While a stage is in its last backward of the step, after which its gradients are complete,
-    COUNT moments; None in a first look.
+    """Moments with a stage in its last backward of the step, after which its gradients are
+    complete.
+
+    None in a first estimate.
     """
     closing: Holding
-    """In the last backward of the rank."""
+    """Last backward of the rank."""
 
 
 def holdings(
-    rows: Sequence[NDArray[np.float64]], of: NDArray[np.int64], *, every_moment: bool = True
+    rows: Sequence[NDArray[np.float64]],
+    row_indices: NDArray[np.int64],
+    *,
+    every_moment: bool = True,
 ) -> Holdings:
-    """For every candidate the row, by `found`, that `of` names. Without `every_moment` of some
-    kinds the one moment that is the peak most often, for a first look at very many candidates.
+    """Return the holdings of candidates.
+
+    Args:
+        rows: Results of `rank_holdings` for different pipelines.
+        row_indices: Index into `rows` of every candidate.
+        every_moment: False returns only the most usual moment of each kind, for a fast first
+            estimate.
     """
     table = np.stack(rows, axis=-1)  # [kinds, COUNT, fields, rows]
-    among = slice(None) if every_moment else slice(_USUAL, _USUAL + 1)
+    selected = slice(None)
+    if not every_moment:
+        selected = slice(_USUAL_MOMENT, _USUAL_MOMENT + 1)
 
     def chosen(moments: NDArray[np.float64]) -> Holding:
-        return Holding(*(np.take(moments[..., place, :], of, axis=-1) for place in range(_FIELDS)))
+        return Holding(
+            *(np.take(moments[..., place, :], row_indices, axis=-1) for place in range(_FIELDS))
+        )
 
-    headed, others = (chosen(kind[among]) for kind in table[:2])
+    headed, others = (chosen(kind[selected]) for kind in table[:2])
     return Holdings(headed, others, chosen(table[2]) if every_moment else None, chosen(table[3, 0]))
 
 
 @lru_cache(maxsize=100_000)
-def found(
+def rank_holdings(
     kind: int, pp: int, microbatches: int, rank: int, blocks: tuple[int, ...]
 ) -> NDArray[np.float64]:
-    """Holdings of a rank as [kinds, COUNT, fields], for stages of the rank with so many `blocks`,
-    the model's first one first.
+    """Return the holdings of a pipeline rank as [kinds, COUNT, fields].
+
+    Args:
+        kind: Index into SCHEDULES.
+        pp: Number of ranks.
+        microbatches: Micro-batches per step.
+        rank: The rank.
+        blocks: Blocks per stage of the rank, in the order of the model.
     """
     name = SCHEDULES[kind]
-    stages = (
-        (rank, 2 * pp - 1 - rank)
-        if name in ("zbv", "dualpipev") and pp > 1
-        else tuple(range(rank, pp * len(blocks), pp))
-    )
+    if name in ("zbv", "dualpipev") and pp > 1:
+        # Stages form a V: the last stage is on the first rank.
+        stages: tuple[int, ...] = (rank, 2 * pp - 1 - rank)
+    else:
+        stages = tuple(range(rank, pp * len(blocks), pp))
+
     table = SCHEDULE_NAMES.get(name, "1f1b")
     if len(stages) > 1 and not problems_of(
         table, pp=pp, microbatches=microbatches, stages_per_rank=len(stages)
     ):
-        moments, endings = _walked(table, pp, microbatches, rank, stages, blocks)
+        moments, endings = _moments_of_table(table, pp, microbatches, rank, stages, blocks)
     else:
-        moments, endings = _written(name, pp, microbatches, rank, stages, sum(blocks))
-    headed = moments[:, _PLACE["head"]] > 0
-    kinds = [moments[headed], moments[~headed], endings]
-    return np.stack(
-        [_chosen(some) if len(some) else np.zeros((COUNT, _FIELDS)) for some in kinds]
-        + [np.repeat(endings[-1:], COUNT, axis=0)]
-    )
+        moments, endings = _moments_without_table(name, pp, microbatches, rank, stages, sum(blocks))
+
+    has_head = moments[:, _COLUMN["head"]] > 0
+    kinds = []
+    for candidates in (moments[has_head], moments[~has_head], endings):
+        if len(candidates):
+            kinds.append(_select_moments(candidates))
+        else:
+            kinds.append(np.zeros((COUNT, _FIELDS)))
+
+    closing = np.repeat(endings[-1:], COUNT, axis=0)
+    return np.stack([*kinds, closing])
 
 
-def _chosen(moments: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Of all moments those with most, by each of _WEIGHTS."""
+def _select_moments(moments: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the moments with the largest sums by each of _WEIGHTS."""
     names = ("blocks", "deferred", "growing", "ended", "losses", "late_losses")
-    blocks, deferred, growing, ended, losses, late = (moments[:, _PLACE[name]] for name in names)
-    besides = 1e-6 * moments.sum(axis=1)  # of equals the one with more of everything else
+    blocks, deferred, growing, ended, losses, late = (moments[:, _COLUMN[name]] for name in names)
+    # Among equal moments, the one with more of everything else.
+    besides = 1e-6 * moments.sum(axis=1)
     sums = (
         blocks + a * deferred + b * growing + c * ended + d * (losses + late) + besides
         for a, b, c, d in _WEIGHTS
@@ -163,17 +193,21 @@ def _chosen(moments: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.stack([moments[np.argmax(most)] for most in sums])
 
 
-def _written(
+def _moments_without_table(
     name: str, pp: int, microbatches: int, rank: int, stages: tuple[int, ...], blocks: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """(moments, those of them that end a stage) of GPipe and 1F1B. Without a table, for a
-    comparison with what does not run, all stages of a rank are one.
+    """Return all moments, and those that end a stage, of GPipe and 1F1B.
+
+    Schedules without a table are priced for comparison only: all stages of a rank count as one.
     """
     first = 0 in stages
     last = pp * len(stages) - 1 in stages
     messages = 2 * len(stages) - first - last
     inputs = len(stages)
-    most = microbatches if name == "gpipe" else min(microbatches, pp - rank)
+    # GPipe runs all forwards before the first backward.
+    deepest = microbatches
+    if name != "gpipe":
+        deepest = min(microbatches, pp - rank)
 
     def moment(flight: int, *, grown: bool, early: int = 1) -> list[float]:
         return [
@@ -193,14 +227,14 @@ def _written(
             1,
         ]
 
-    again = microbatches > 1
-    then = most if microbatches > most else max(most - 1, 1)
-    return np.array([moment(most, grown=False), moment(then, grown=again)], dtype=float), np.array(
-        [moment(1, grown=again, early=0)], dtype=float
-    )
+    has_several = microbatches > 1
+    later = deepest if microbatches > deepest else max(deepest - 1, 1)
+    return np.array(
+        [moment(deepest, grown=False), moment(later, grown=has_several)], dtype=float
+    ), np.array([moment(1, grown=has_several, early=0)], dtype=float)
 
 
-def _walked(
+def _moments_of_table(
     table: str,
     pp: int,
     microbatches: int,
@@ -208,52 +242,58 @@ def _walked(
     stages: tuple[int, ...],
     blocks: tuple[int, ...],
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The same of a schedule with a table, as every backward of the rank begins."""
-    of_row, kinds = _row(table, pp, _as_many(table, pp, microbatches), len(stages), rank)
+    """Return all moments, and those that end a stage, of a schedule with a table."""
+    of_row, kinds = _row(
+        table, pp, _representative_micro_batches(table, pp, microbatches), len(stages), rank
+    )
     last = pp * len(stages) - 1
-    one = of_row[:, None] == np.array(stages)
-    at = one.argmax(axis=1)
+    is_stage = of_row[:, None] == np.array(stages)
+    stage_index = is_stage.argmax(axis=1)
 
     def before(*which: Kind) -> NDArray[np.int64]:
-        """By stage, how many of these have ended as an action begins."""
-        done = np.cumsum(one & np.isin(kinds, which)[:, None], axis=0)
+        """Return how many of these actions of each stage are done before every action."""
+        done = np.cumsum(is_stage & np.isin(kinds, which)[:, None], axis=0)
         return np.concatenate([np.zeros_like(done[:1]), done[:-1]])
 
     forward = before(Kind.FORWARD)
     ended = before(Kind.BACKWARD, Kind.WEIGHT)
-    held = forward - ended
+    in_flight = forward - ended
     deferred = before(Kind.INPUT) - before(Kind.WEIGHT)
-    whole = (one & (kinds == Kind.FORWARD)[:, None]).sum(axis=0)
+    forwards = (is_stage & (kinds == Kind.FORWARD)[:, None]).sum(axis=0)
     begun = ended > 0
-    over = ended >= whole
-    size = np.array(blocks)
+    finished = ended >= forwards
+    stage_blocks = np.array(blocks)
     is_first = np.array(stages) == 0
     is_last = np.array(stages) == last
     ends = is_first | is_last
+
     # A stage that sends to another of its rank shares with it what it sends.
     message = 2 - is_first - is_last - np.array([stage - 1 in stages for stage in stages])
-    halves = kinds == Kind.WEIGHT  # which have no loss in memory
+    # The loss is not in memory during a separate backward of the weights.
+    halves = kinds == Kind.WEIGHT
     index = np.arange(len(kinds))
-    ends_stage = np.isin(kinds, (Kind.BACKWARD, Kind.WEIGHT)) & (ended[index, at] == whole[at] - 1)
-    head = is_last[at] & ~halves
-    root_over = over[:, ends].all(axis=1) & ends.any()
-    still_open = (~over & ends).sum(axis=1)
-    early = index < len(kinds) - 1
+    ends_stage = np.isin(kinds, (Kind.BACKWARD, Kind.WEIGHT)) & (
+        ended[index, stage_index] == forwards[stage_index] - 1
+    )
+    head = is_last[stage_index] & ~halves
+    root_over = finished[:, ends].all(axis=1) & ends.any()
+    still_open = (~finished & ends).sum(axis=1)
+    has_next = index < len(kinds) - 1
     columns = [
-        held @ size,
-        deferred @ size,
-        held @ message + early,
-        held.sum(axis=1) + early,
-        held @ is_first,
-        np.maximum((held - deferred) @ is_last - head, 0),
+        in_flight @ stage_blocks,
+        deferred @ stage_blocks,
+        in_flight @ message + has_next,
+        in_flight.sum(axis=1) + has_next,
+        in_flight @ is_first,
+        np.maximum((in_flight - deferred) @ is_last - head, 0),
         deferred @ is_last,
-        (begun & ~over) @ size,
-        over @ size,
+        (begun & ~finished) @ stage_blocks,
+        finished @ stage_blocks,
         begun[:, ends].any(axis=1) & ~root_over,
         root_over,
-        size[at],
+        stage_blocks[stage_index],
         head,
-        ends_stage & ends[at] & (still_open == 1),
+        ends_stage & ends[stage_index] & (still_open == 1),
     ]
     moments = np.stack(columns, axis=1).astype(float)
     return moments[kinds != Kind.FORWARD], moments[ends_stage]
@@ -263,13 +303,13 @@ def _walked(
 def _row(
     table: str, pp: int, microbatches: int, each: int, rank: int
 ) -> tuple[NDArray[np.int64], NDArray[Any]]:
-    """(stages, kinds) of a rank's actions, in their order."""
+    """Return the stages and kinds of a rank's actions, in order."""
     row = row_of(table, pp=pp, microbatches=microbatches, stages_per_rank=each, rank=rank)
     return np.array([action.stage for action in row]), np.array([action.kind for action in row])
 
 
-def _as_many(table: str, pp: int, microbatches: int) -> int:
-    """So many micro-batches have all moments that a step of more has."""
+def _representative_micro_batches(table: str, pp: int, microbatches: int) -> int:
+    """Return a number of micro-batches with all different moments of a longer step."""
     if TABLES[table].placement == "v":
         return min(microbatches, 3 * pp)
     rounds = max(1, microbatches // pp)

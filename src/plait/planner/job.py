@@ -1,8 +1,8 @@
-"""What is priced: a model, a device, how a framework computes, and candidate layouts as arrays with
-one entry each.
+"""Job to price: a model, a device, a framework, and candidate layouts as arrays.
 
-Everything broadcasts: one model with half a million layouts (a search), or a thousand rows of
-different models and machines (an evaluation).
+All numbers broadcast against each other. A job is one model with half a million layouts (a search),
+or a thousand runs of different models and machines (an evaluation). See Note [Arrays of candidates]
+in `plait.planner`.
 """
 
 from __future__ import annotations
@@ -21,32 +21,34 @@ from plait.planner.frameworks import Framework
 from plait.planner.hardware import PRECISIONS, Device, Numbers, mapped
 
 SCHEDULES = ("none", "gpipe", "1f1b", "interleaved", "zb-h1", "interleaved-zb", "zbv", "dualpipev")
-"""`none` is a single stage."""
+"""Pipeline schedules. `none` is a single stage."""
 CONTEXT = ("all-gather-kv", "ring", "ulysses")
-"""How attention sees other parts of a sequence, by the names of `parallel.context`."""
+"""Algorithms of context parallelism, by the names of `parallel.context`."""
 RECOMPUTE = ("none", "selective", "full", "operators", "budget")
-"""`selective` computes the attention's core again, `full` the full block, `operators` all but
-attention and every second product, and with `budget` some blocks do the one and others the other.
+"""Modes of recomputation.
+
+`selective` recomputes the core of attention, `full` the whole block, `operators` everything except
+attention and every second product. With `budget` some blocks use `operators` and the others `full`.
 """
 
 NORM_LAST = ("olmo2", "olmo3", "glm4", "gemma2", "gemma3_text", "exaone4")
-"""Families whose blocks normalise what their MLP returns."""
+"""Families whose blocks normalize the output of their MLP."""
 
 
 @dataclass(frozen=True)
 class Layouts:
-    """Candidates. Arrays of one length, or scalars."""
+    """Candidate layouts: arrays of one length, or scalars."""
 
     pp: Numbers = 1
     schedule: Numbers = 0
     """Index into SCHEDULES."""
     vpp: Numbers = 1
-    """Chunks of layers a stage."""
+    """Chunks of layers per rank."""
     tp: Numbers = 1
     sp: Numbers = 0
     cp: Numbers = 1
     context: Numbers = 0
-    """Index into CONTEXT, with cp."""
+    """Index into CONTEXT; used with cp."""
     ep: Numbers = 1
     dp_replicate: Numbers = 1
     dp_shard: Numbers = 1
@@ -55,35 +57,34 @@ class Layouts:
     recompute: Numbers = 0
     """Index into RECOMPUTE."""
     every: Numbers = 1
-    """Of a stage's blocks every n-th recomputes, the first included. Of a published run the inverse
-    of the share of blocks that do.
+    """Interval of recomputed blocks: every n-th block of a stage, starting with the first.
+
+    For published runs it is the inverse of the share of recomputed blocks.
     """
     kept_operators: Numbers = 0.0
-    """With `budget`: share of the blocks that keep the results of operators; the others recompute
-    in full.
-    """
+    """Share of the blocks that use `operators` with `budget`; the others use `full`."""
     offload: Numbers = 0
     """Share of the parameters whose optimizer states and step are on the host."""
     offload_activations: Numbers = 0.0
-    """Share of the activations that are kept on the host."""
+    """Share of the saved activations that are on the host."""
     loss_chunk: Numbers = 0
-    """Tokens of which head and loss are computed at a time; 0: of all."""
+    """Tokens per chunk of head and loss; 0 for no chunks."""
     micro_batch: Numbers = 1
     accumulation: Numbers = 1
-    """Micro-batches of a step on one data-parallel rank."""
+    """Micro-batches per step and data-parallel rank."""
 
     @property
     def dp(self) -> Numbers:
-        """Data-parallel ranks."""
+        """Number of data-parallel ranks."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def world(self) -> Numbers:
-        """Devices."""
+        """Number of devices."""
         return self.pp * self.tp * self.cp * self.dp
 
     def take(self, index: Any) -> Layouts:
-        """Some of the candidates."""
+        """Return the candidates at an index."""
         length = max(np.size(getattr(self, f.name)) for f in fields(self))
         return Layouts(
             **{
@@ -93,16 +94,16 @@ class Layouts:
         )
 
     def at(self, index: int) -> dict[str, Any]:
-        """One candidate as plain numbers."""
-        found = {}
+        """Return one candidate as plain numbers."""
+        values = {}
         for field_ in fields(self):
             value = np.asarray(getattr(self, field_.name))
-            found[field_.name] = value.item() if value.size == 1 else value[index].item()
-        return found
+            values[field_.name] = value.item() if value.size == 1 else value[index].item()
+        return values
 
     @classmethod
     def of(cls, layouts: Sequence[Mapping[str, Any]]) -> Layouts:
-        """From candidates as plain numbers; what one leaves out has its default."""
+        """Create candidates from plain numbers. Missing fields have their defaults."""
         return cls(
             **{
                 f.name: np.array([layout.get(f.name, f.default) for layout in layouts])
@@ -113,7 +114,7 @@ class Layouts:
 
 @dataclass(frozen=True)
 class Job:
-    """A model on a device by a framework, in candidate layouts."""
+    """Model on a device with a framework, in candidate layouts."""
 
     model: Architecture
     device: Device
@@ -121,29 +122,30 @@ class Job:
     layouts: Layouts
     sequence: Numbers
     precision: Numbers
-    """Index into PRECISIONS: of the layers' matrix products."""
+    """Index into PRECISIONS of the layers' matrix products."""
     own: bool = False
-    """Plait's own blocks, whose bytes are counted and not guessed."""
+    """True for Plait's own blocks, whose saved bytes are known exactly (`own`)."""
     whole_attention: bool = False
-    """Tensor parallelism splits the projections and leaves attention itself replicated on every
-    rank, as with fused queries, keys and values.
+    """True if tensor parallelism computes attention on all ranks and splits only the projections.
+
+    This is so for fused queries, keys and values.
     """
     counted: Counted | None = None
-    """What the blocks keep, where they have been run without data; for a family that no formula
-    knows.
-    """
+    """Saved bytes of the blocks if they were counted, for families without exact formulas."""
 
     @property
     def is_plait(self) -> NDArray[np.bool_]:
-        """Whether Plait runs it, by its own rules of groups and messages; with compiled blocks and
-        with experts too.
+        """True if Plait runs the job, with its rules for groups and messages.
+
+        Unlike `own`, this includes compiled blocks and models with experts.
         """
         return np.asarray(self.framework.name) == "plait"
 
     @cached_property
     def needs_last(self) -> NDArray[np.bool_]:
-        """Whether a backward needs the result of a block's last product: a norm comes after it, or
-        a dropout, whose mask is made anew.
+        """True if a backward needs the output of a block's last product.
+
+        A norm follows it, or a dropout whose mask is drawn again.
         """
         return np.isin(np.asarray(self.model.model_type), NORM_LAST) | (
             np.asarray(self.model.dropout) > 0
@@ -151,13 +153,14 @@ class Job:
 
     @property
     def stops_early(self) -> Numbers:
-        """1 where recomputation ends at a block's last product."""
+        """1 if recomputation stops before a block's last product."""
         return self.framework.stops_early * ~self.needs_last
 
     @property
     def attention_in_parts(self) -> NDArray[np.bool_]:
-        """Whether torch computes attention product by product, with scores in memory, where it has
-        no kernel for it: on CPU cores with a dropout, or with values of another width than keys.
+        """True if attention runs as separate products with scores in memory.
+
+        torch has no kernel for CPU cores with dropout, or with values of another width than keys.
         """
         other = (np.asarray(self.model.attention_dropout) > 0) | (
             np.asarray(self.model.value_width) != np.asarray(self.model.head_dim)
@@ -165,19 +168,24 @@ class Job:
         return np.asarray(self.device.on_cpu) & other & self.is_plait
 
     @property
+    def attention_tp(self) -> Numbers:
+        """Degree of tensor parallelism of attention itself."""
+        return 1 if self.whole_attention else self.layouts.tp
+
+    @property
     def tokens(self) -> Numbers:
-        """Tokens of a micro-batch on one rank."""
+        """Tokens per micro-batch and rank."""
         return self.layouts.micro_batch * self.sequence / self.layouts.cp
 
     @property
     def loss_tokens(self) -> Numbers:
-        """Tokens of which the logits exist at a time on one rank."""
+        """Tokens whose logits exist at the same time on a rank."""
         chunk = np.asarray(self.layouts.loss_chunk)
         return np.where(chunk > 0, np.minimum(chunk, self.tokens), self.tokens)
 
     @property
     def element_bytes(self) -> Numbers:
-        """Of an activation."""
+        """Bytes per element of an activation."""
         return np.where(np.asarray(self.precision) == PRECISIONS.index("fp32"), 4, 2)
 
     @property
@@ -190,7 +198,7 @@ class Job:
 
     @property
     def other_flops(self) -> Numbers:
-        """Peak FLOP/s of attention and the head, which stay in 16 bits."""
+        """Peak FLOP/s of attention and the head, which use at least 16 bits."""
         index = {name: position for position, name in enumerate(PRECISIONS)}
         sixteen = self.device.flops.get("bf16", np.nan)
         half = np.where(np.isnan(sixteen), self.device.flops.get("fp16", np.nan), sixteen)
@@ -204,11 +212,11 @@ class Job:
         )
 
     def take(self, index: Any) -> Job:
-        """Some of the candidates, where everything has one entry a candidate."""
+        """Return the candidates at an index. All numbers must have one entry per candidate."""
         return self.mapped(lambda value: np.asarray(value)[index], self.layouts.take(index))
 
     def mapped(self, change: Callable[[Numbers], Numbers], layouts: Layouts) -> Job:
-        """With every number changed, in other layouts."""
+        """Return a job with `change` applied to all numbers, and with other layouts."""
         return replace(
             self,
             model=mapped(self.model, change),
@@ -221,7 +229,7 @@ class Job:
 
 
 def recompute_share(job: Job) -> Numbers:
-    """Share of the fullest stage's blocks that recompute."""
+    """Return the share of recomputed blocks on the stage with most blocks."""
     every = job.layouts.every
     if not job.own:
         return 1 / every
@@ -230,11 +238,11 @@ def recompute_share(job: Job) -> Numbers:
 
 
 def stage_layers(job: Job) -> tuple[Numbers, Numbers, Numbers]:
-    """(most layers of a stage, layers of the first stage, layers of the last stage).
+    """Return the largest number of layers of a stage, and those of the first and last stage.
 
-    Layers are spread evenly, the first stages taking what remains. Where only layers + 2 divide
-    into the chunks, embedding and head stand for a layer each, as Megatron-LM's
-    `account_for_embedding_in_pipeline_split` does: the ends then have one layer less.
+    Layers are spread evenly; the first stages take the remainder. If only layers + 2 is divisible
+    by the number of chunks, embedding and head count as a layer each, as with Megatron-LM's
+    `account_for_embedding_in_pipeline_split`. The first and last stage then have one layer less.
     """
     layers = job.model.layers
     chunks = job.layouts.pp * job.layouts.vpp
@@ -246,6 +254,7 @@ def stage_layers(job: Job) -> tuple[Numbers, Numbers, Numbers]:
     last = np.where(
         ends | even, end, np.maximum(layers - most * (job.layouts.pp - 1), layers // job.layouts.pp)
     )
+
     return (
         np.minimum(most, layers),
         np.minimum(end, layers),

@@ -1,4 +1,4 @@
-"""Measured runs of Plait, as the planner prices them and calibration fits to them."""
+"""Measured runs of Plait as a job, which calibration fits to."""
 
 from __future__ import annotations
 
@@ -18,17 +18,24 @@ from plait.planner.job import RECOMPUTE, SCHEDULES, Job, Layouts
 
 @dataclass(frozen=True)
 class Measured:
-    """One measured run of Plait.
+    """Measured run of Plait.
 
-    Attributes: gpu: Device of the catalogue. machine: What the name of the device leaves open: the
-        processor and its threads per process. Empty for GPUs. devices: Number of processes of the
-        run. devices_per_node: Processes per machine. precision: Name in `hardware.PRECISIONS`.
-        compiled: Whether blocks were compiled. sequence: Tokens per sample. architecture: Fields of
-        `Architecture`. layout: Fields of `Layouts`; schedule and recompute by name. seconds:
-        Measured seconds per step. bytes: Peak of the fullest rank's allocator. None where the
-        memory of the process was measured instead. predicted_seconds: Seconds per step by the
-        constants that ship. predicted_bytes: Peak bytes by the constants that ship. steps: Number
-        of steps that were timed. at: Time of the measurement, ISO 8601.
+    Attributes:
+        gpu: Device of the catalogue.
+        machine: Processor and threads per process if the device is a CPU. Empty for GPUs.
+        devices: Number of processes.
+        devices_per_node: Processes per machine.
+        precision: Name in `hardware.PRECISIONS`.
+        compiled: Whether blocks were compiled.
+        sequence: Tokens per sample.
+        architecture: Fields of `Architecture`.
+        layout: Fields of `Layouts`; schedule and recompute by name.
+        seconds: Measured seconds per step.
+        bytes: Peak of the fullest rank's allocator. None if the memory of the process was measured.
+        predicted_seconds: Seconds per step predicted with the constants that ship.
+        predicted_bytes: Peak bytes predicted with the constants that ship.
+        steps: Number of timed steps.
+        at: Time of the measurement, ISO 8601.
     """
 
     gpu: str
@@ -52,9 +59,10 @@ class Measured:
 class MeasuredRuns:
     """Measured runs as one job, for `calibrate`.
 
-    Attributes: job: The runs, one entry each. seconds: Seconds per step [runs]; NaN where they were
-        not measured. peaks: Peak bytes and their kind ("allocated", "reserved", "total") per run;
-        None where they were not measured.
+    Attributes:
+        job: The runs, one entry each.
+        seconds: Seconds per step [runs]; NaN if not measured.
+        peaks: Peak bytes and their kind (allocated, reserved, total) per run; None if not measured.
     """
 
     job: Job
@@ -62,7 +70,7 @@ class MeasuredRuns:
     peaks: Sequence[tuple[float, str] | None]
 
     def take(self, indices: NDArray[np.int64]) -> MeasuredRuns:
-        """Return some of the runs."""
+        """Return the runs at these indices."""
         return MeasuredRuns(
             self.job.take(indices), self.seconds[indices], [self.peaks[index] for index in indices]
         )
@@ -70,23 +78,24 @@ class MeasuredRuns:
 
 def facts_of(model: Architecture) -> dict[str, Any]:
     """Return the fields of an Architecture as plain values."""
-    return {
-        name: value.item() if hasattr(value, "item") else value
-        for name, value in asdict(model).items()
-    }
+    values = asdict(model)
+    for name, value in values.items():
+        if hasattr(value, "item"):
+            values[name] = value.item()
+    return values
 
 
 def layout_facts(layout: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a layout with its schedule and recomputation by name."""
-    found = {f.name: layout.get(f.name, getattr(Layouts(), f.name)) for f in fields(Layouts)}
-    return found | {
-        "schedule": SCHEDULES[int(found["schedule"])],
-        "recompute": RECOMPUTE[int(found["recompute"])],
+    """Return a layout with schedule and recomputation by name."""
+    values = {f.name: layout.get(f.name, getattr(Layouts(), f.name)) for f in fields(Layouts)}
+    return values | {
+        "schedule": SCHEDULES[int(values["schedule"])],
+        "recompute": RECOMPUTE[int(values["recompute"])],
     }
 
 
 def runs_of(measured: Iterable[Measured]) -> MeasuredRuns:
-    """Return measured runs, of which there is at least one, as `calibrate` takes them."""
+    """Convert at least one measured run to a job."""
     runs = list(measured)
     models = [Architecture(**run.architecture) for run in runs]
     devices = [

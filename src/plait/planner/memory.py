@@ -1,9 +1,9 @@
-"""Bytes on a rank at its peak as a sum of named terms, allocated and reserved.
+"""Memory of a rank at its peak as a sum of named terms, allocated and reserved.
 
-Priced are the first stage (most micro-batches in flight, the embedding), the last (head and logits)
-and the second (where the ends have fewer layers, it holds more), at the deepest backward, the loss,
-the optimizer step. The largest counts. Activations: arXiv 2205.05198 table 2, and for gated models
-without dropout the saved tensors counted one by one.
+The peak is the largest over ranks and moments. Ranks are the first (most micro-batches in flight,
+the embedding), the last (head and logits) and one between, which may have more layers. Moments are
+the deepest backward, the loss and the optimizer step. Activations follow arXiv 2205.05198, table 2;
+for gated models without dropout the saved tensors are counted one by one.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import numpy as np
 from plait.planner.constants import Rates
 from plait.planner.hardware import FAMILIES, PRECISIONS, Numbers
 from plait.planner.job import RECOMPUTE, Job, Layouts, recompute_share, stage_layers
-from plait.planner.own import kept_bytes, logits_bytes
+from plait.planner.own import logits_bytes, saved_bytes
 from plait.planner.peak import MOMENTS as OWN_MOMENTS
 from plait.planner.peak import RANKS, States, moments
 from plait.planner.pipeline import in_flight, in_flight_last
-from plait.planner.products import kept_columns, products_of
+from plait.planner.products import products_of, saved_columns
 from plait.units import GIB, MIB
 
 TERMS = {
@@ -37,38 +37,43 @@ MOMENTS = ("backward of the first stage", "loss of the last stage", "optimizer s
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the fullest rank; arrays with one entry a candidate."""
+    """Bytes on the fullest rank; arrays with one entry per candidate."""
 
     terms: dict[str, Numbers]
-    """Allocated bytes by term, at the peak."""
+    """Allocated bytes by term at the peak."""
     moment: Numbers
     """Index into MOMENTS."""
     slack: Numbers
-    """Reserved by the allocator beyond what is allocated."""
+    """Bytes that the allocator reserves beyond the allocated ones."""
     context: Numbers
-    """Outside the allocator: the device's context and communicators."""
+    """Bytes outside of the allocator: the device's context and communicators."""
 
     @property
     def allocated(self) -> Numbers:
-        """What torch calls the peak of allocated memory."""
+        """Peak of allocated memory, as torch reports it."""
         return sum(self.terms.values())
 
     @property
     def reserved(self) -> Numbers:
-        """What torch calls the peak of reserved memory."""
+        """Peak of reserved memory, as torch reports it."""
         return self.allocated + self.slack
 
     @property
     def total(self) -> Numbers:
-        """What the device must have."""
+        """Bytes that the device must have."""
         return self.reserved + self.context
 
 
 def memory_bytes(
     job: Job, rates: Rates, states: States | None = None, *, ranks: tuple[str, ...] = RANKS
 ) -> Memory:
-    """Price every candidate; `states` replaces the framework's recipe, for example by what the
-    techniques' own account says. The fullest of `ranks` counts, where `states` tell them apart.
+    """Predict the memory of every candidate.
+
+    Args:
+        job: The candidates.
+        rates: Constants.
+        states: Bytes of model states. None computes them from the framework's bytes per parameter.
+        ranks: Ranks to consider, of `RANKS`, if `states` distinguishes them.
     """
     return memory_by_rates(job, states, ranks=ranks)(rates)
 
@@ -76,49 +81,52 @@ def memory_bytes(
 def memory_by_rates(
     job: Job, states: States | None = None, *, ranks: tuple[str, ...] = RANKS
 ) -> Callable[[Rates], Memory]:
-    """Return `memory_bytes` as a function of the constants alone, for callers that try several."""
+    """Return `memory_bytes` as a function of the constants, for callers that try several."""
     if job.own and states is not None and states.units is not None:
         # The fullest point of Plait's own step does not depend on the constants.
-        terms, moment = _largest(job, states, ranks)
+        terms, moment = _largest_moment(job, states, ranks)
         return lambda rates: _with_slack(job, rates, terms, moment)
-    return lambda rates: _by_recipe(job, rates, states)
+    return lambda rates: _memory_by_formula(job, rates, states)
 
 
-def _by_recipe(job: Job, rates: Rates, states: States | None) -> Memory:
-    at = job.layouts
-    # the techniques' own account is exact
-    counted = rates["memory:states"] if states is None else 1.0
+def _memory_by_formula(job: Job, rates: Rates, states: States | None) -> Memory:
+    layouts = job.layouts
+    # States from the accounts of the techniques are exact.
+    counted = 1.0
+    if states is None:
+        counted = rates["memory:states"]
     states = states or recipe_states(job)
     first_layers, last_layers = stage_layers(job)[1:]
     per_layer, per_checkpoint = layer_activations(job)
-    single = np.asarray(at.pp) == 1
-    factor = (1.0 if job.own else rates["memory:activations"]) * (1 - at.offload_activations)
-    keeps_all = np.asarray(at.recompute) == RECOMPUTE.index("none")
+    single = np.asarray(layouts.pp) == 1
+    factor = (1.0 if job.own else rates["memory:activations"]) * (1 - layouts.offload_activations)
+    keeps_all = np.asarray(layouts.recompute) == RECOMPUTE.index("none")
     share = recompute_share(job)
     working = (
         np.where(keeps_all, 0.0, per_layer) * np.minimum(1, share)
         + 4 * job.tokens * job.model.hidden
     )
-    kept = share * per_checkpoint + (1 - share) * per_layer
-    first_kept = first_layers * kept * np.where(single, 1.0, in_flight(at)) * factor
-    last_kept = last_layers * kept * np.where(single, 1.0, in_flight_last(at)) * factor
+    saved = share * per_checkpoint + (1 - share) * per_layer
+    first_saved = first_layers * saved * np.where(single, 1.0, in_flight(layouts)) * factor
+    last_saved = last_layers * saved * np.where(single, 1.0, in_flight_last(layouts)) * factor
     logits = _logits(job, rates)
-    zero = np.zeros_like(np.asarray(first_kept, dtype=float))
+    zero = np.zeros_like(np.asarray(first_saved, dtype=float))
 
     first = _with_states(states.first, counted) | {
-        "activations": first_kept,
+        "activations": first_saved,
         "working": working * factor,
         "logits": zero,
     }
     last = _with_states(states.last, counted) | {
-        "activations": last_kept,
+        "activations": last_saved,
         "working": zero,
         "logits": logits,
     }
     last["gathered"] = last["gathered"] - states.last.get("reducing", 0.0) * counted
+
     # Gradients that a backward allocates are not there at its start, where everything is kept,
     # unless another micro-batch left them.
-    before = 1 - np.asarray(job.framework.late_gradients) * (np.asarray(at.accumulation) <= 1)
+    before = 1 - np.asarray(job.framework.late_gradients) * (np.asarray(layouts.accumulation) <= 1)
     first["gradients"], last["gradients"] = first["gradients"] * before, last["gradients"] * before
     # A single tensor of the optimizer's arithmetic, and of the reduced norm, are held besides the
     # states.
@@ -127,34 +135,39 @@ def _by_recipe(job: Job, rates: Rates, states: States | None) -> Memory:
         "working": 64.0 * MIB + zero,
         "logits": zero,
     }
-    step["gathered"] = np.where(np.asarray(at.stage) >= 3, 0.0, step["gathered"])
-    three = [first, last, step]
+    step["gathered"] = np.where(np.asarray(layouts.stage) >= 3, 0.0, step["gathered"])
+    moments_of_step = [first, last, step]
     sums = np.stack(
-        np.broadcast_arrays(*[np.asarray(sum(terms.values()), dtype=float) for terms in three])
+        np.broadcast_arrays(
+            *[np.asarray(sum(terms.values()), dtype=float) for terms in moments_of_step]
+        )
     )
     moment = np.argmax(sums, axis=0)
     shape = moment.shape
     terms = {
         name: np.choose(
-            moment, [np.broadcast_to(np.asarray(each[name], dtype=float), shape) for each in three]
+            moment,
+            [
+                np.broadcast_to(np.asarray(each[name], dtype=float), shape)
+                for each in moments_of_step
+            ],
         )
         for name in TERMS
     }
     return _with_slack(job, rates, terms, moment)
 
 
-def _largest(
+def _largest_moment(
     job: Job, states: States, ranks: tuple[str, ...]
 ) -> tuple[dict[str, Numbers], Numbers]:
-    """(terms at the peak, index into MOMENTS) of Plait's own step, over the ranks and all
-    points.
-    """
+    """Return the terms at the peak of Plait's own step, and its index into MOMENTS."""
     assert states.units is not None
     pp = np.asarray(job.layouts.pp)
     there = {"first": np.ones_like(pp, dtype=bool), "last": pp > 1, "inner": pp > 2}
     offset = MOMENTS.index(OWN_MOMENTS[0])
     most = chosen = np.zeros(1)
     terms: dict[str, Numbers] = dict.fromkeys(TERMS, 0.0)
+
     for rank in ranks:
         if not there[rank].any():
             continue
@@ -166,6 +179,7 @@ def _largest(
             most = np.where(larger, total, most)
             chosen = np.where(larger, offset + index, chosen)
             terms = {name: np.where(larger, part.get(name, 0.0), terms[name]) for name in TERMS}
+
     return terms, chosen.astype(int)
 
 
@@ -187,7 +201,7 @@ def _with_states(states: dict[str, Numbers], factor: Numbers) -> dict[str, Numbe
 
 
 def recipe_states(job: Job) -> States:
-    """Model states by the framework's bytes a parameter."""
+    """Return the model states by the framework's bytes per parameter."""
     first_layers, last_layers = stage_layers(job)[1:]
     model = job.model
     at = job.layouts
@@ -200,12 +214,14 @@ def recipe_states(job: Job) -> States:
     )
     first_count = np.where(single, model.layers, first_layers)
     last_count = np.where(single, model.layers, last_layers)
+
     return States(
-        _recipe(job, first_count, ends), _recipe(job, last_count, np.where(single, ends, head))
+        _states_of_stage(job, first_count, ends),
+        _states_of_stage(job, last_count, np.where(single, ends, head)),
     )
 
 
-def _recipe(job: Job, layers: Numbers, ends: Numbers) -> dict[str, Numbers]:
+def _states_of_stage(job: Job, layers: Numbers, ends: Numbers) -> dict[str, Numbers]:
     model = job.model
     at = job.layouts
     framework = job.framework
@@ -218,7 +234,7 @@ def _recipe(job: Job, layers: Numbers, ends: Numbers) -> dict[str, Numbers]:
     expert_shard = np.maximum(shard / at.ep, 1)
     stage = np.asarray(at.stage)
 
-    def held(width: Numbers, sharded: Numbers) -> Numbers:
+    def sharded_bytes(width: Numbers, sharded: Numbers) -> Numbers:
         return width * (
             dense / np.where(sharded, shard, 1) + experts / np.where(sharded, expert_shard, 1)
         )
@@ -228,28 +244,31 @@ def _recipe(job: Job, layers: Numbers, ends: Numbers) -> dict[str, Numbers]:
     sharded = (stage >= 3) | (
         (stage == 2) & (np.asarray(framework.late_gradients) > 0) & ~job.is_plait
     )
-    weights = held(framework.weights, sharded)
-    gradients = held(framework.gradients, stage >= 2)
-    optimizer = held(framework.optimizer, stage >= 1) * (1 - at.offload)
+    weights = sharded_bytes(framework.weights, sharded)
+    gradients = sharded_bytes(framework.gradients, stage >= 2)
+    optimizer = sharded_bytes(framework.optimizer, stage >= 1) * (1 - at.offload)
+
     # Weights in another dtype are kept as a copy while they are used: all of them, or with stage 3
     # the ends (gathered from the forward to the end of the backward) and two blocks, with the
     # gradient of one and its reduction.
     width = np.where(sharded, 2, framework.gathered)
     unit = (block - routed + routed / at.ep) / at.tp
-    whole = width * (dense + experts)
+    unsharded = width * (dense + experts)
     reducing = (2 + framework.wire_reduce) * unit
     few = width * (ends / at.tp + 2 * unit)
     return {
         "weights": weights,
         "gradients": gradients,
         "optimizer": optimizer,
-        "gathered": np.where(stage >= 3, np.minimum(few + reducing, whole + 6 * unit), whole),
+        "gathered": np.where(
+            stage >= 3, np.minimum(few + reducing, unsharded + 6 * unit), unsharded
+        ),
         "reducing": np.where(stage >= 3, reducing, 0.0),
     }
 
 
 def _logits(job: Job, rates: Rates) -> Numbers:
-    """Bytes of head and loss at their peak, for one micro-batch."""
+    """Return the bytes of head and loss at their peak for one micro-batch."""
     if job.own:
         return logits_bytes(job)
     columns = job.model.vocab / np.where(
@@ -258,36 +277,41 @@ def _logits(job: Job, rates: Rates) -> Numbers:
     return job.framework.logits * job.loss_tokens * columns * rates["memory:logits"]
 
 
-def _attention_kept(job: Job) -> Numbers:
-    """Bytes a token that attention itself keeps: queries, keys, values, and what it returns. Of
-    latent attention the keys are put together anew, and eager values are a part of the product that
-    made them with the keys.
+def _attention_saved(job: Job) -> Numbers:
+    """Return the bytes per token that attention saves: queries, keys, values, and its output.
+
+    Latent attention assembles the keys anew. Its eager values are a view of the product that made
+    them together with the keys.
     """
     model = job.model
     width = model.heads * model.head_dim
     value = model.heads * model.value_width
-    made = model.heads * (model.head_dim - model.rope_dim) * np.asarray(job.framework.norms_apart)
+    split_keys = (
+        model.heads * (model.head_dim - model.rope_dim) * np.asarray(job.framework.norms_apart)
+    )
     plain = 4 * width + 4 * model.kv_heads * model.head_dim
     scores = np.where(job.attention_in_parts, 4 * model.heads * job.sequence, 0)
-    return np.where(model.is_latent, 4 * width + 4 * value + 2 * made, plain) + scores
+    return np.where(model.is_latent, 4 * width + 4 * value + 2 * split_keys, plain) + scores
 
 
-def _operators_kept(job: Job, share: Numbers) -> Numbers:
-    """Bytes a token that a block keeps with every second product and attention: its input and their
-    results. A compiled block does not keep the output of its last product, which nothing in its own
-    backward reads; routed experts keep none.
+def _operators_saved(job: Job, share: Numbers) -> Numbers:
+    """Return the bytes per token that a block saves with recomputation of operators.
+
+    These are its input, and the outputs of attention and of every second product. A compiled block
+    does not save the output of its last product, which its own backward does not read. Routed
+    experts save nothing.
     """
     model = job.model
-    each = products_of(job.model)
-    *inner, down = each.dense
-    dense = kept_columns(tuple(inner)) + down.columns * down.kept * np.asarray(
+    block_products = products_of(job.model)
+    *inner, down = block_products.dense
+    dense = saved_columns(tuple(inner)) + down.columns * down.is_saved * np.asarray(
         job.framework.activation_apart
     )
     elements = (
         model.hidden
-        + kept_columns(each.attention)
+        + saved_columns(block_products.attention)
         + (1 - share) * dense
-        + share * kept_columns(each.shared)
+        + share * saved_columns(block_products.shared)
     )
     core = np.where(
         job.attention_in_parts, 0, 2 * model.heads * model.value_width + 4 * model.heads
@@ -296,39 +320,45 @@ def _operators_kept(job: Job, share: Numbers) -> Numbers:
 
 
 def layer_activations(job: Job) -> tuple[Numbers, Numbers]:
-    """(bytes that a layer's forward keeps, bytes that it keeps where it recomputes), for one
-    micro-batch.
+    """Return the bytes of a layer that its forward saves, without and with recomputation.
+
+    For one micro-batch.
     """
     if job.own or job.counted is None:
         return _by_formula(job)
+
     # By as much as the count of a block on one rank differs from the formula.
     none, full, operators = (RECOMPUTE.index(name) for name in ("none", "full", "operators"))
     alone, _ = _by_formula(replace(job, layouts=Layouts(recompute=none)))
     _, results = _by_formula(replace(job, layouts=Layouts(recompute=operators)))
-    found = job.counted
-    every, kept = _by_formula(job)
+    counted = job.counted
+    every, saved = _by_formula(job)
     kind = np.asarray(job.layouts.recompute)
-    of_all = job.sequence * (found.none.linear + found.none.scores + found.dropped_scores) / alone
-    of_inputs = found.full / (job.element_bytes * job.model.hidden)
+    of_all = (
+        job.sequence * (counted.none.linear + counted.none.scores + counted.dropped_scores) / alone
+    )
+    of_inputs = counted.full / (job.element_bytes * job.model.hidden)
     of_results = np.where(
         np.isin(kind, [operators, RECOMPUTE.index("budget")]),
-        job.sequence * found.operators.linear / results,
+        job.sequence * counted.operators.linear / results,
         1.0,
     )
     of_results = np.where(kind == full, of_inputs, of_results)
-    return every * of_all, kept * np.where(kind == none, of_all, of_results)
+    return every * of_all, saved * np.where(kind == none, of_all, of_results)
 
 
 def _by_formula(job: Job) -> tuple[Numbers, Numbers]:
-    """The same by sizes alone."""
+    """Return the result of `layer_activations` from the sizes of the model alone."""
     if job.own:
-        none, operators, full = kept_bytes(job)
-        attention_alone = np.asarray(none)  # what attention's core keeps is small with one kernel
+        none, operators, full = saved_bytes(job)
+        # The core of attention saves little with one kernel, so recomputing it frees nothing.
+        attention_alone = np.asarray(none)
         mixed = full + job.layouts.kept_operators * (operators - full)
         of_kind = (none, attention_alone, full, operators, mixed)
         return job.tokens * none, job.tokens * np.choose(
             np.asarray(job.layouts.recompute).astype(int), np.broadcast_arrays(*of_kind)
         )
+
     model = job.model
     at = job.layouts
     framework = job.framework
@@ -336,17 +366,18 @@ def _by_formula(job: Job) -> tuple[Numbers, Numbers]:
     width = model.heads * model.head_dim
     kv = model.kv_heads * model.head_dim
     sequence = np.where(np.asarray(at.sp) > 0, at.tp, 1)
+
     # GPT of the old frameworks trains with dropout: a mask a place
     old = (1 - model.gated) * (framework.attention > 0)
     share = model.expert_layers / model.layers
     ffn = (1 - share) * model.ffn + share * (model.active * model.expert_ffn + model.shared_ffn)
     gathered = framework.whole_inputs
-    whole = (framework.norms - 4 + 2 * old) * hidden / sequence + 4 * hidden * (
+    replicated = (framework.norms - 4 + 2 * old) * hidden / sequence + 4 * hidden * (
         gathered + (1 - gathered) / sequence
     )
     inner = np.where(np.asarray(model.gated) > 0, 6 + 2 * framework.activation_apart, 4) * ffn
-    attention_tp = 1 if job.whole_attention else at.tp
-    split = inner / at.tp + (_attention_kept(job) + 4 * model.heads) / attention_tp
+    attention_tp = job.attention_tp
+    split = inner / at.tp + (_attention_saved(job) + 4 * model.heads) / attention_tp
     latents = (4 + 4 * framework.norms_apart) * (model.query_rank + model.latent_rank) / sequence
     split = split + share * 4 * model.active * hidden / at.tp
     split = split + (2 + 6 * framework.norms_apart) * model.qk_norm * (width + kv) / attention_tp
@@ -356,25 +387,26 @@ def _by_formula(job: Job) -> tuple[Numbers, Numbers]:
         * job.sequence
         / attention_tp
     )
+
     # Products in 8 and 4 bits keep their inputs so, but for torchao's, which convert them again in
     # the backward.
     narrow = (np.asarray(job.precision) >= PRECISIONS.index("fp8")) & (
         np.asarray(framework.dynamic_scaling) == 0
     )
     low = np.where(narrow, 0.7, 1.0)
-    whole = (whole + latents) * low
+    replicated = (replicated + latents) * low
     split = split * low
-    every = job.tokens * (whole + split + scores)
+    every = job.tokens * (replicated + split + scores)
     checkpoint = job.tokens * 2 * hidden / sequence
-    operators = np.minimum(every, job.tokens * _operators_kept(job, share) / at.tp)
-    kept = np.choose(
+    operators = np.minimum(every, job.tokens * _operators_saved(job, share) / at.tp)
+    saved = np.choose(
         np.asarray(at.recompute),
         np.broadcast_arrays(
             every,
-            job.tokens * (whole + split),
+            job.tokens * (replicated + split),
             checkpoint,
             operators,
             checkpoint + at.kept_operators * (operators - checkpoint),
         ),
     )
-    return every, kept
+    return every, saved

@@ -1,7 +1,7 @@
-"""Where an Architecture comes from: the table of public models, a Hugging Face configuration, a
-folder that holds one. Weights are never read.
+"""Sources of an Architecture: the table of public models, Hugging Face configurations and folders.
 
-The inverse, `to_config`, makes the configuration that a plan writes for `plait train`.
+Weights are never read. The inverse, `to_config`, creates the configuration that a plan writes for
+`plait train`.
 """
 
 from __future__ import annotations
@@ -37,22 +37,24 @@ def _table() -> dict[str, Any]:
 
 
 def names() -> tuple[str, ...]:
-    """Names of the public models that are known."""
+    """Return the names of all public models in the table."""
     return tuple(_table()["models"])
 
 
 def named(name: str) -> Architecture | None:
-    """The public model of that name; letters' case, `-`, `_` and the organisation before `/` do not
-    matter. None for an unknown one.
+    """Return a public model, or None if it is unknown.
+
+    Case, `-`, `_` and the organization before `/` do not matter.
     """
-    wanted = _plain(name)
-    found = next((key for key in _table()["models"] if _plain(key) == wanted), None)
-    if found is None:
+    query = _normalize(name)
+    match = next((key for key in _table()["models"] if _normalize(key) == query), None)
+    if match is None:
         return None
-    entry = _table()["models"][found]
+    entry = _table()["models"][match]
     family = _table()["families"][entry["family"]]
     layers, hidden, heads, kv_heads, ffn, vocab = entry["shape"]
     experts = entry.get("experts", {})
+
     return Architecture(
         layers=layers,
         hidden=hidden,
@@ -71,13 +73,13 @@ def named(name: str) -> Architecture | None:
         shared_ffn=experts.get("shared", 0),
         dense_layers=experts.get("dense_layers", 0),
         **dict.fromkeys(DROPOUTS, int(family.get("dropout", False))),
-        **_latent(entry.get("mla")),
-        name=found,
+        **_latent_fields(entry.get("mla")),
+        name=match,
         model_type=family["model_type"],
     )
 
 
-def _plain(name: str) -> str:
+def _normalize(name: str) -> str:
     plain = name.rsplit("/", 1)[-1].lower().replace("_", "-").replace(" ", "-")
     for old, new in (
         ("meta-llama-", "llama-"),
@@ -86,12 +88,14 @@ def _plain(name: str) -> str:
         ("llama3-", "llama-3-"),
         ("llama3.1-", "llama-3-"),
     ):
-        plain = plain.replace(old, new) if plain.startswith(old) else plain
+        if plain.startswith(old):
+            plain = plain.replace(old, new)
+
     return plain.replace("llama-3.1-", "llama-3-").replace("-", "")
 
 
-def _latent(mla: Mapping[str, int] | None) -> dict[str, int]:
-    """The fields of an Architecture with latent attention."""
+def _latent_fields(mla: Mapping[str, int] | None) -> dict[str, int]:
+    """Return the fields of an Architecture for latent attention."""
     if not mla:
         return {}
     return {
@@ -199,7 +203,7 @@ _LEARNED_POSITIONS = {
     "biogpt": "max_position_embeddings",
 }
 _LAYER_NORM = _TWO_MATRICES - {"falcon", "nemotron", "arcee", "apertus", "nanochat"}
-_STRUCTURE = {
+_NOT_DECODERS = {
     "mamba",
     "mamba2",
     "falcon_mamba",
@@ -216,23 +220,21 @@ _STRUCTURE = {
 
 _ACTIVATIONS = ("hidden_act", "activation_function", "hidden_activation", "activation")
 
-_MOST_PARAMETERS = 10**15
-_LATENT = ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
-_OTHERS = (
+_MAX_PARAMETERS = 10**15
+_LATENT_SIZES = ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+_OTHER_SIZES = (
     "kv_lora_rank",
     "q_lora_rank",
     "shared_expert_intermediate_size",
-    *_LATENT,
+    *_LATENT_SIZES,
     *_LEARNED_POSITIONS.values(),
 )
 
 
 def _check_optional(config: Mapping[str, Any], source: str) -> None:
-    """Raise ConfigError for sizes that may be left out and are no whole numbers, and for latent
-    attention without its sizes.
-    """
-    names = [name for keys in _OPTIONAL.values() for name in keys] + list(_OTHERS)
-    needed = _LATENT if config.get("kv_lora_rank") else ()
+    """Raise ConfigError for invalid optional sizes and incomplete latent attention."""
+    names = [name for keys in _OPTIONAL.values() for name in keys] + list(_OTHER_SIZES)
+    needed = _LATENT_SIZES if config.get("kv_lora_rank") else ()
     problems = [
         Problem(
             f"{source}: {name}",
@@ -254,36 +256,34 @@ def _check_optional(config: Mapping[str, Any], source: str) -> None:
                 "write one, or leave it out",
             )
         )
+
     refuse(problems)
 
 
 def _check_counts(model: Architecture, source: str) -> None:
-    """Raise ConfigError for a token that goes to more experts than there are, and for a model that
-    is too large to count.
-    """
+    """Raise ConfigError for more active experts than experts, and for absurdly large models."""
     if model.active > model.experts:
         rule = f"a token goes to {model.active} experts, and a layer has {model.experts}"
         raise ConfigError(
             Problem(f"{source}: num_experts_per_tok", model.active, rule, "give at most that many")
         )
+
     widths = (
         4 * model.heads * model.head_dim
         + 3 * (model.ffn + model.experts * model.expert_ffn)
         + model.shared_ffn
     )
     count = model.hidden * (model.layers * widths + 2 * model.vocab)
-    if count > _MOST_PARAMETERS:
+    if count > _MAX_PARAMETERS:
         rule = (
             f"these sizes are {count:.1e} parameters, and no plan counts more than"
-            f" {_MOST_PARAMETERS:.0e}"
+            f" {_MAX_PARAMETERS:.0e}"
         )
         raise ConfigError(Problem(source, None, rule, "correct them"))
 
 
 def unknown_layers(model: Architecture) -> str | None:
-    """What to tell of a model of whose layers the planner does not know that they are what it
-    counts; None for the others.
-    """
+    """Return a note on a model whose layers the planner does not know, or None."""
     kind = str(model.model_type)
     if kind in _GATED | _TWO_MATRICES:
         return None
@@ -295,6 +295,7 @@ def unknown_layers(model: Architecture) -> str | None:
             f" {format_count(float(model.end_parameters))} outside of them), and their time as that"
             " of Llama's layers; measure a step before you trust times"
         )
+
     return (
         f"{kind}: what its layers are is not known to the planner, which counts Llama's from its"
         " sizes; compare the parameters with the model's before you trust times and bytes"
@@ -302,9 +303,10 @@ def unknown_layers(model: Architecture) -> str | None:
 
 
 def _with_defaults(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """`config` with the sizes that it leaves to Transformers, as training builds them: a `qwen3`
-    without head_dim has heads of 128, and a `deepseek_v3` whose q_lora_rank is null does not
-    compress its queries.
+    """Return a configuration with the sizes that Transformers adds, as training builds it.
+
+    A `qwen3` without head_dim has heads of 128, and a `deepseek_v3` whose q_lora_rank is null does
+    not compress its queries.
     """
     written = {name: value for name, value in config.items() if value is not None}
     if find_spec("transformers") is None:
@@ -313,30 +315,32 @@ def _with_defaults(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
 
     if kind not in CONFIG_MAPPING:
         return written
-    # Without the vocabulary, which decides none of them and which it compares with its own special
-    # tokens, aloud.
-    asked = {name: value for name, value in config.items() if name != "vocab_size"}
+    # The vocabulary determines none of these sizes, and Transformers would print a warning about
+    # special tokens outside of it.
+    explicit = {name: value for name, value in config.items() if name != "vocab_size"}
+
     try:
-        whole = CONFIG_MAPPING[kind].from_dict(asked).to_dict()
-    except Exception:  # what Transformers refuses it tells where the model is built
+        complete = CONFIG_MAPPING[kind].from_dict(explicit).to_dict()
+    except Exception:  # `plait train` reports the error when it builds the model
         return written
     read = {
         *(name for keys in _OPTIONAL.values() for name in keys),
-        *_OTHERS,
+        *_OTHER_SIZES,
         "tie_word_embeddings",
         "multi_query",
     }
-    sizes = {name: whole[name] for name in read if isinstance(whole.get(name), int)}
+    sizes = {name: complete[name] for name in read if isinstance(complete.get(name), int)}
     shares = {
-        name: whole[name]
+        name: complete[name]
         for names in DROPOUTS.values()
         for name in names
-        if isinstance(whole.get(name), float)
+        if isinstance(complete.get(name), float)
     }
+
     return (
         sizes
         | shares
-        | {name: whole[name] for name in _ACTIVATIONS if isinstance(whole.get(name), str)}
+        | {name: complete[name] for name in _ACTIVATIONS if isinstance(complete.get(name), str)}
         | written
     )
 
@@ -344,71 +348,85 @@ def _with_defaults(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
 def from_config(
     config: Mapping[str, Any], *, source: str = "the configuration", vocab: int | None = None
 ) -> Architecture:
-    """The shape that a Hugging Face configuration describes; `vocab` is taken where it has none.
-    Raises ConfigError for what is missing or does not fit, InputError for an architecture that is
-    no decoder-only language model.
+    """Return the architecture that a Hugging Face configuration describes.
+
+    Args:
+        config: The configuration.
+        source: Name of the configuration for error messages.
+        vocab: Vocabulary size if the configuration has none.
+
+    Raises:
+        ConfigError: A size is missing or invalid.
+        InputError: The model is not a decoder-only language model.
     """
-    return as_built(_described(config, source=source, vocab=vocab), config)
+    return as_built(_describe(config, source=source, vocab=vocab), config)
 
 
-def _described(config: Mapping[str, Any], *, source: str, vocab: int | None) -> Architecture:
-    """By what the configuration says alone."""
-    kind = config.get("model_type")
-    if not isinstance(kind, str) or not kind:
+def _describe(config: Mapping[str, Any], *, source: str, vocab: int | None) -> Architecture:
+    """Return the architecture from the configuration alone, without building the model."""
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or not model_type:
         raise ConfigError(
             Problem(
                 f"{source}: model_type",
-                kind,
+                model_type,
                 "names no architecture",
                 "set it, for example to llama",
             )
         )
-    inner = text_part(config, kind)
+
+    inner = text_part(config, model_type)
     if inner is not None:
-        return _described(inner, source=source, vocab=vocab)
-    check_places(config, kind, source)
-    if kind in _STRUCTURE:
+        return _describe(inner, source=source, vocab=vocab)
+    check_places(config, model_type, source)
+    if model_type in _NOT_DECODERS:
         raise InputError(
-            f"{source}: {kind!r} is no decoder-only transformer, which is what can be planned"
+            f"{source}: {model_type!r} is no decoder-only transformer, which is what can be planned"
         )
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     problems = []
-    defaults: Mapping[str, int] = (
-        {"layers": 12, "hidden": 768, "heads": 12, "vocab": 50257} if kind == "gpt2" else {}
-    )
+    defaults: Mapping[str, int] = {}
+    if model_type == "gpt2":
+        defaults = {"layers": 12, "hidden": 768, "heads": 12, "vocab": 50257}
+
     for field, keys in NAMES.items():
         value = next(
             (config[key] for key in keys if config.get(key) is not None), defaults.get(field)
         )
-        if value is None:  # as training builds it
-            own = vocab if field == "vocab" else None
-            value = own or next(
-                (size for key in keys if (size := size_of_transformers(kind, key))), None
-            )
+        if value is None and field == "vocab":
+            value = vocab or None
+        if value is None:
+            # Training builds it with the default of Transformers.
+            value = _first_default(model_type, keys)
         if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
-            found[field] = value
+            sizes[field] = value
             continue
         rule = "not a whole number of at least 1"
         if value is None:
-            rule = f"is neither here, nor in a text_config, nor has Transformers a {kind} with one"
+            rule = (
+                "is neither here, nor in a text_config, nor has Transformers a"
+                f" {model_type} with one"
+            )
         problems.append(Problem(f"{source}: {keys[0]}", value, rule, f"set {' or '.join(keys)}"))
+
     refuse(problems)
     check_sizes(config, f"{source}: ")
     _check_optional(config, source)
-    config = _with_defaults(config, kind)
+    config = _with_defaults(config, model_type)
     optional = {
         field: next((config[key] for key in keys if config.get(key) is not None), None)
         for field, keys in _OPTIONAL.items()
     }
-    hidden = found["hidden"]
-    heads = found["heads"]
+    hidden = sizes["hidden"]
+    heads = sizes["heads"]
     if optional["head_dim"] is None and hidden % heads:
         rule = f"num_attention_heads is {heads} and {hidden} % {heads} = {hidden % heads}"
         raise ConfigError(
             Problem(f"{source}: hidden_size", hidden, rule, "give head_dim, or sizes that divide")
         )
-    gated = int(kind not in _TWO_MATRICES)
-    bias = int(kind in _LAYER_NORM)
+
+    gated = int(model_type not in _TWO_MATRICES)
+    bias = int(model_type in _LAYER_NORM)
     mla = None
     if config.get("kv_lora_rank"):
         mla = {
@@ -418,18 +436,16 @@ def _described(config: Mapping[str, Any], *, source: str, vocab: int | None) -> 
             "value": config["v_head_dim"],
             "q_rank": config.get("q_lora_rank"),
         }
+
     kv_heads = optional["kv_heads"] or heads
     activation = next(
         (config[name] for name in _ACTIVATIONS if isinstance(config.get(name), str)), ""
     )
-    if kind == "gpt_bigcode" and config.get("multi_query", True):
+    if model_type == "gpt_bigcode" and config.get("multi_query", True):
         kv_heads = 1
-    if kind == "falcon":
-        kv_heads = (
-            config.get("num_kv_heads", 1)
-            if config.get("new_decoder_architecture") or not config.get("multi_query", True)
-            else 1
-        )
+    if model_type == "falcon":
+        has_several = config.get("new_decoder_architecture") or not config.get("multi_query", True)
+        kv_heads = config.get("num_kv_heads", 1) if has_several else 1
     experts = optional["experts"] or 0
     if experts and optional["active"] == 0:
         name = next(name for name in _OPTIONAL["active"] if config.get(name) == 0)
@@ -441,43 +457,56 @@ def _described(config: Mapping[str, Any], *, source: str, vocab: int | None) -> 
                 "give at least 1",
             )
         )
+
     ffn = optional["ffn"] or 4 * hidden
+    head_dim = optional["head_dim"] or hidden // heads
+    if mla:
+        head_dim = mla["nope"] + mla["rope"]
+    positions = 0
+    if model_type in _LEARNED_POSITIONS:
+        positions = int(config.get(_LEARNED_POSITIONS[model_type], 1024))
     model = Architecture(
-        **found,
+        **sizes,
         kv_heads=kv_heads,
-        head_dim=(mla["nope"] + mla["rope"]) if mla else optional["head_dim"] or hidden // heads,
+        head_dim=head_dim,
         ffn=ffn,
         gated=gated,
-        tied=int(config.get("tie_word_embeddings", kind in _TIED)),
-        positions=(
-            int(config.get(_LEARNED_POSITIONS[kind], 1024)) if kind in _LEARNED_POSITIONS else 0
-        ),
+        tied=int(config.get("tie_word_embeddings", model_type in _TIED)),
+        positions=positions,
         bias=bias,
-        qkv_bias=int(kind in ("qwen2", "qwen2_moe")),
-        qk_norm=int(kind in ("qwen3", "qwen3_moe")),
+        qkv_bias=int(model_type in ("qwen2", "qwen2_moe")),
+        qk_norm=int(model_type in ("qwen3", "qwen3_moe")),
         experts=experts,
         active=(optional["active"] or 2) if experts else 0,
         expert_ffn=(optional["expert_ffn"] or ffn) if experts else 0,
         shared_ffn=int(config.get("shared_expert_intermediate_size") or 0)
         or (optional["shared"] or 0) * (optional["expert_ffn"] or ffn) * bool(experts),
-        dense_layers=min(optional["dense_layers"] or 0, found["layers"]) if experts else 0,
-        **dropouts_of(config, kind),
+        dense_layers=min(optional["dense_layers"] or 0, sizes["layers"]) if experts else 0,
+        **dropouts_of(config, model_type),
         activation=activation,
-        **_latent(mla),
-        name=str(config.get("_name_or_path") or kind),
-        model_type=kind,
+        **_latent_fields(mla),
+        name=str(config.get("_name_or_path") or model_type),
+        model_type=model_type,
     )
     _check_counts(model, source)
     return model
 
 
+def _first_default(model_type: str, keys: tuple[str, ...]) -> int | None:
+    for key in keys:
+        size = size_of_transformers(model_type, key)
+        if size:
+            return size
+    return None
+
+
 @dataclass(frozen=True)
 class Model:
-    """An architecture, and how a training configuration names it."""
+    """Architecture and the section of a training configuration that names it."""
 
     architecture: Architecture
     section: Mapping[str, Any]
-    """The `model` section of a training configuration."""
+    """`model` section of a training configuration."""
 
 
 _NOT_FOR_TRAINING = (
@@ -493,42 +522,46 @@ _NOT_FOR_TRAINING = (
 
 
 def find_model(source: str, *, sequence: int | None = None) -> Model:
-    """A name in the table, a config.json, or a folder that holds one. Raises InputError for what is
-    neither.
+    """Return the model of a name in the table, a config.json, or a folder with one.
+
+    Args:
+        source: Name or path.
+        sequence: Tokens per sample, for the positions of a public model.
+
+    Raises:
+        InputError: There is no such file, folder or model.
     """
     path = user_path(source, "--model")
     if path.is_dir() or path.suffix == ".json":
         file = path / "config.json" if path.is_dir() else path
-        config = _read(file)
-        if (
-            "model" in config
-            and isinstance(config["model"], Mapping)
-            and isinstance(config["model"].get("config"), Mapping)
-        ):
-            config = dict(config["model"]["config"])  # a training configuration
+        config = _read_config(file)
+        section = config.get("model")
+        if isinstance(section, Mapping) and isinstance(section.get("config"), Mapping):
+            # The file is a configuration of `plait train`.
+            config = dict(section["config"])
         architecture = from_config(config, source=str(file))
         if path.is_dir() and any(path.glob("*.safetensors")):
             return Model(architecture, {"path": str(path)})
-        return Model(
-            architecture,
-            {
-                "config": {
-                    k: v for k, v in config.items() if k not in _NOT_FOR_TRAINING and v is not None
-                }
-            },
-        )
-    found = named(source)
-    if found is None:
+        fields = {
+            name: value
+            for name, value in config.items()
+            if name not in _NOT_FOR_TRAINING and value is not None
+        }
+        return Model(architecture, {"config": fields})
+
+    public = named(source)
+    if public is None:
         near = difflib.get_close_matches(source.lower(), names(), n=3, cutoff=0.4)
         hint = f"did you mean {', '.join(near)}? " if near else ""
         raise InputError(
             f"model {source!r}: no file, no folder and no public model that is known; {hint}`plait"
             " plan models` prints them"
         )
-    return Model(found, {"config": to_config(found, positions=sequence or 2048)})
+
+    return Model(public, {"config": to_config(public, positions=sequence or 2048)})
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read_config(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -540,60 +573,68 @@ def _read(file: Path) -> dict[str, Any]:
         raise InputError(
             f"model {file}: no JSON ({error}); name a Hugging Face config.json"
         ) from None
+
     if not isinstance(content, dict):
         raise InputError(
             f"model {file}: holds {type(content).__name__}, not the keys of a Hugging Face"
             " configuration"
         )
+
     return content
 
 
 def to_config(architecture: Architecture, *, positions: int) -> dict[str, Any]:
-    """The Hugging Face configuration of a model in the table, for sequences of `positions`
-    tokens.
+    """Return the Hugging Face configuration of a model in the table.
+
+    Args:
+        architecture: The model.
+        positions: Largest sequence length.
     """
-    a = architecture
+    model = architecture
     names = NAMES | _OPTIONAL
-    if a.model_type == "gpt2":
+    if model.model_type == "gpt2":
         shape = {
-            names[field][1]: getattr(a, field) for field in ("layers", "hidden", "heads", "ffn")
+            names[field][1]: getattr(model, field) for field in ("layers", "hidden", "heads", "ffn")
         }
         return {
             "model_type": "gpt2",
             **shape,
-            "vocab_size": a.vocab,
-            "n_positions": max(a.positions, positions),
+            "vocab_size": model.vocab,
+            "n_positions": max(model.positions, positions),
         }
+
     config = {
-        "model_type": a.model_type,
+        "model_type": model.model_type,
         **{
-            names[field][0]: getattr(a, field)
+            names[field][0]: getattr(model, field)
             for field in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
         },
         "max_position_embeddings": positions,
-        "tie_word_embeddings": bool(a.tied),
+        "tie_word_embeddings": bool(model.tied),
     }
-    if a.head_dim != a.hidden // a.heads and not a.latent_rank:
-        config["head_dim"] = a.head_dim
-    if a.model_type == "mixtral":
-        config |= {"num_local_experts": a.experts, "num_experts_per_tok": a.active}
-    if a.model_type == "qwen3_moe":
+    if model.head_dim != model.hidden // model.heads and not model.latent_rank:
+        config["head_dim"] = model.head_dim
+    if model.model_type == "mixtral":
+        config |= {"num_local_experts": model.experts, "num_experts_per_tok": model.active}
+    if model.model_type == "qwen3_moe":
         config |= {
-            "num_experts": a.experts,
-            "num_experts_per_tok": a.active,
-            "moe_intermediate_size": a.expert_ffn,
+            "num_experts": model.experts,
+            "num_experts_per_tok": model.active,
+            "moe_intermediate_size": model.expert_ffn,
         }
-    if a.model_type == "deepseek_v3":
+
+    if model.model_type == "deepseek_v3":
         config |= {
-            "n_routed_experts": a.experts,
-            "num_experts_per_tok": a.active,
-            "moe_intermediate_size": a.expert_ffn,
-            "n_shared_experts": a.shared_ffn // a.expert_ffn,
-            "first_k_dense_replace": a.dense_layers,
-            "q_lora_rank": a.query_rank,
-            "kv_lora_rank": a.latent_rank,
-            "qk_nope_head_dim": a.head_dim - a.rope_dim,
-            "qk_rope_head_dim": a.rope_dim,
-            "v_head_dim": a.value_dim,
+            "n_routed_experts": model.experts,
+            "num_experts_per_tok": model.active,
+            "moe_intermediate_size": model.expert_ffn,
+            "n_shared_experts": model.shared_ffn // model.expert_ffn,
+            "first_k_dense_replace": model.dense_layers,
+            "q_lora_rank": model.query_rank,
+            "kv_lora_rank": model.latent_rank,
+            "qk_nope_head_dim": model.head_dim - model.rope_dim,
+            "qk_rope_head_dim": model.rope_dim,
+            "v_head_dim": model.value_dim,
         }
+
     return config

@@ -1,5 +1,6 @@
-"""What this version runs, read from the configuration's own schema and the table of refused pairs:
-the search proposes nothing else.
+"""Techniques that this version of Plait runs, which the search may propose.
+
+They are read from the configuration's own schema and the table of incompatible pairs.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ SCHEDULE_NAMES = {
     "zbv": "zbv",
     "dualpipev": "dualpipev",
 }
-"""Schedules that are priced, by the names of `parallel.schedules.schedule`. Others are priced for
-published runs alone.
+"""Priced schedules by the names of `parallel.schedules.schedule`.
+
+Other schedules are priced for published runs only.
 """
 RECOMPUTE_NAMES = {
     "none": "none",
@@ -33,14 +35,12 @@ RECOMPUTE_NAMES = {
     "selective": "attention",
     "budget": "budget",
 }
-"""What is priced, by the names of `parallel.recompute.mode`, which has no mode for attention's core
-alone.
-"""
+"""Priced modes of recomputation by the names of `parallel.recompute.mode`."""
 RECOMPUTE_FIXED = ("none", "full", "selective")
-"""Those that a file can fix; how much a budget recomputes is known once a plan has chosen it."""
+"""Modes that a file can fix. A budget is only known after the plan has chosen it."""
 SCHEDULE_INDEX = {name: SCHEDULES.index(priced) for priced, name in SCHEDULE_NAMES.items()}
 RECOMPUTE_INDEX = {RECOMPUTE_NAMES[priced]: index for index, priced in enumerate(RECOMPUTE)}
-"""Their numbers in a layout, by those names."""
+"""Indices into RECOMPUTE by the names of the configuration; SCHEDULE_INDEX into SCHEDULES."""
 SPLIT_BACKWARD = ("interleaved-zb", "zbv", "dualpipev")
 """Schedules that defer the gradients of weights, which ZeRO stage 3 refuses."""
 
@@ -51,18 +51,16 @@ class Offers:
 
     pipeline: bool
     schedules: tuple[str, ...]
-    """Of SCHEDULES, for more than one stage."""
+    """Names in SCHEDULES, for several stages."""
     recompute: tuple[str, ...]
-    """Of RECOMPUTE."""
+    """Names in RECOMPUTE."""
     offload: bool
-    """Optimizer states and their step on the host."""
+    """True if the optimizer can be on the host."""
     compiled: bool | None = None
-    """Whether blocks are compiled, which some layouts refuse; None asks for nothing that runs."""
+    """True if blocks are compiled, which some layouts refuse. None for plans that do not run."""
 
     def refusal(self, *, tp: int, pp: int) -> str | None:
-        """Why this version does not run a layout of these degrees; None where it does, or need
-        not.
-        """
+        """Return the reason why this version does not run these degrees, or None."""
         if self.compiled is None:
             return None
         try:
@@ -81,38 +79,45 @@ class Offers:
         zero: int,
         recompute: bool = False,
     ) -> bool:
-        """Whether a schedule exists for these numbers, and with this ZeRO stage; and whether
-        recomputation is priced with it: a backward in halves computes a block again for each half,
-        which the engine runs and this planner does not count yet.
+        """Return True if a schedule exists for these numbers and works with the ZeRO stage.
+
+        A split backward recomputes a block for each half. The engine supports this, but it is not
+        priced yet, so such schedules are refused with recomputation.
         """
         if self.compiled is None:
             return micro_batches >= pp
         name = SCHEDULE_NAMES[schedule]
         if (zero == 3 or recompute) and schedule in SPLIT_BACKWARD:
             return False
+
         return micro_batches >= pp and not tables.problems_of(
             name, pp=pp, microbatches=micro_batches, stages_per_rank=chunks
         )
 
 
 EVERYTHING = Offers(True, SCHEDULES[1:], RECOMPUTE, True)
-"""What can be priced, whether it runs or not."""
+"""Techniques that can be priced, whether they run or not."""
 
 
 def offered(*, compiled: bool = False) -> Offers:
-    """The layouts that a configuration of this version can contain and its engine runs."""
-    whole = Offers(
+    """Return the techniques that a configuration can enable and the engine runs."""
+    everything = Offers(
         True,
         tuple(SCHEDULE_NAMES),
         ("none",),
         "offload_optimizer" in ZeroSection.model_fields,
         compiled,
     )
-    kinds = ("none", "full") if compiled else ("none", "full", "operators", "budget")
+    kinds: tuple[str, ...] = ("none", "full", "operators", "budget")
+    if compiled:
+        kinds = ("none", "full")
+    if "recompute" not in ParallelSection.model_fields:
+        kinds = ("none",)
+
     return Offers(
-        pipeline=whole.refusal(tp=1, pp=2) is None,
-        schedules=whole.schedules,
-        recompute=kinds if "recompute" in ParallelSection.model_fields else ("none",),
-        offload=whole.offload,
+        pipeline=everything.refusal(tp=1, pp=2) is None,
+        schedules=everything.schedules,
+        recompute=kinds,
+        offload=everything.offload,
         compiled=compiled,
     )

@@ -1,9 +1,8 @@
-"""What a plan leaves behind: the configuration that `plait train` runs, and a sidecar with every
-predicted term.
+"""Output of a plan: the configuration that `plait train` runs, and a sidecar with all predictions.
 
-The configuration is the file that was planned for, with values in place of "auto" and of what it
-left out; no value in it changes. Invariant: it loads and resolves, for the planned number of
-processes, to the layout that was priced.
+The configuration is the file that was planned for, with values in place of "auto" and of missing
+options. No value in the file changes. Invariant: the configuration resolves, for the planned number
+of processes, to the layout that was priced.
 """
 
 from __future__ import annotations
@@ -36,11 +35,13 @@ from plait.units import GIB
 def config_of(
     request: Request, choice: Choice, base: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The configuration of a choice: `base`, a file's tree as it is written, with what the plan
-    chose where the file has nothing or "auto".
+    """Return the configuration of a choice.
 
-    What the file gives a value stays as it is written, whatever its name for it, planned or not:
-    the choice was made for it.
+    Args:
+        request: What was planned.
+        choice: The layout.
+        base: Configuration as the file has it. Its values are kept under the names that it uses;
+            options that are missing or "auto" are filled.
     """
     tree = copy.deepcopy(dict(base or {}))
     for path, value in chosen(request, choice, base).items():
@@ -50,9 +51,9 @@ def config_of(
 
 
 def check_runs(request: Request, tree: Mapping[str, Any]) -> None:
-    """Raise ConfigError with what keeps a planned configuration from being run, whatever was
-    planned: its settings contradict each other. What says "auto" for a caller (Transformers' lr) is
-    no problem.
+    """Raise ConfigError if a planned configuration cannot run because its settings contradict.
+
+    Options that are "auto" for a caller (Transformers' lr) are not a problem.
     """
     draft = outline(load(tree), world_size=request.cluster.devices)
     refuse([problem for problem in draft.problems if problem.value != "auto"])
@@ -61,55 +62,57 @@ def check_runs(request: Request, tree: Mapping[str, Any]) -> None:
 def chosen(
     request: Request, choice: Choice, base: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """What `config_of` writes into `base`: the key, under the name that the file has for it where
-    it says "auto", and the value.
-    """
-    found = examine(Document("the file", dict(base or {})))
-    at = choice.layout
+    """Return the options that `config_of` writes into `base`, by the name that the file uses."""
+    examined = examine(Document("the file", dict(base or {})))
+    layout = choice.layout
     planned: dict[str, Any] = {
         "train_batch_size": request.global_batch,
-        "train_micro_batch_size_per_gpu": int(at["micro_batch"]),
-        "gradient_accumulation_steps": int(at["accumulation"]),
-        "zero_optimization.stage": int(at["stage"]),
+        "train_micro_batch_size_per_gpu": int(layout["micro_batch"]),
+        "gradient_accumulation_steps": int(layout["accumulation"]),
+        "zero_optimization.stage": int(layout["stage"]),
         **{
-            f"parallel.{name}": int(at[name])
+            f"parallel.{name}": int(layout[name])
             for name in ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
         },
-        "parallel.sequence_parallel": bool(at["sp"]),
-        "parallel.recompute.mode": RECOMPUTE_NAMES[RECOMPUTE[int(at["recompute"])]],
-        "zero_optimization.offload_optimizer.device": "cpu" if at["offload"] else "none",
+        "parallel.sequence_parallel": bool(layout["sp"]),
+        "parallel.recompute.mode": RECOMPUTE_NAMES[RECOMPUTE[int(layout["recompute"])]],
+        "zero_optimization.offload_optimizer.device": "cpu" if layout["offload"] else "none",
         **{f"{name}.enabled": request.precision == name for name in ("fp16", "bf16")},
         "compile.enabled": request.compile,
         "data.sequence_length": request.sequence,
     }
-    if 0 < at["offload"] < 1:
-        planned["zero_optimization.offload_optimizer.ratio"] = at["offload"]
-    if at["cp"] > 1:
-        planned["parallel.context"] = CONTEXT[int(at["context"])]
-    if at["every"] > 1:
-        planned["parallel.recompute.every"] = int(at["every"])
+    if 0 < layout["offload"] < 1:
+        planned["zero_optimization.offload_optimizer.ratio"] = layout["offload"]
+    if layout["cp"] > 1:
+        planned["parallel.context"] = CONTEXT[int(layout["context"])]
+    if layout["every"] > 1:
+        planned["parallel.recompute.every"] = int(layout["every"])
     if choice.budget is not None:
         planned["parallel.recompute.budget_gib"] = round(choice.budget / GIB, 2)
-    if at["loss_chunk"]:
-        planned["parallel.loss_chunk_tokens"] = int(at["loss_chunk"])
-    if at["pp"] > 1:
+    if layout["loss_chunk"]:
+        planned["parallel.loss_chunk_tokens"] = int(layout["loss_chunk"])
+    if layout["pp"] > 1:
         planned |= {
             "parallel.pipeline.schedule": SCHEDULE_NAMES[choice.schedule],
-            "parallel.pipeline.stages_per_rank": int(at["vpp"]),
+            "parallel.pipeline.stages_per_rank": int(layout["vpp"]),
         }
+
     if request.precision != request.reduce:
         planned["communication_data_type"] = request.reduce
-    if "model" not in found.tree:
+    if "model" not in examined.tree:
         planned["model"] = dict(request.model.section)
-    told = {path: at_path(found.tree, path) for path in planned}
-    return {
-        found.written.get(path, path): value
-        for path, value in planned.items()
-        if (told[path] is None and value != _UNSAID.get(path)) or _open(path, told[path])
-    }
+
+    values = {}
+    for path, value in planned.items():
+        current = at_path(examined.tree, path)
+        is_missing = current is None and value != _IMPLIED_VALUES.get(path)
+        if is_missing or _is_open(path, current):
+            values[examined.written.get(path, path)] = value
+
+    return values
 
 
-_UNSAID: dict[str, Any] = {
+_IMPLIED_VALUES: dict[str, Any] = {
     "parallel.cp": 1,
     "parallel.ep": 1,
     "parallel.recompute.mode": "none",
@@ -118,18 +121,18 @@ _UNSAID: dict[str, Any] = {
     "bf16.enabled": False,
     "compile.enabled": False,
 }
-"""Values that a file says by leaving the key out."""
+"""Values that a configuration expresses by leaving the option out."""
 
 
-def _open(path: str, value: Any) -> bool:
-    """Whether a file leaves the choice to the plan. -1 is a degree's "auto"."""
+def _is_open(path: str, value: Any) -> bool:
+    """Return True if a file leaves the option to the plan. -1 means "auto" for degrees."""
     return value == "auto" or (
         path in ("parallel.dp_replicate", "parallel.dp_shard") and value in (-1, "-1")
     )
 
 
 def sidecar_of(plan: Plan, choice: Choice) -> dict[str, Any]:
-    """Every predicted term of a choice, for a comparison with measurements."""
+    """Return every predicted term of a choice, for comparison with measurements."""
     request = plan.request
     return {
         "cluster": {
@@ -156,14 +159,15 @@ def sidecar_of(plan: Plan, choice: Choice) -> dict[str, Any]:
 
 
 def choice_as_json(choice: Choice) -> dict[str, Any]:
-    """A choice as plain values."""
+    """Return a choice as plain values."""
     layout = {name: value for name, value in choice.layout.items() if name != "offload_activations"}
     names = {
         "schedule": SCHEDULES,
         "context": CONTEXT,
         "recompute": [RECOMPUTE_NAMES[name] for name in RECOMPUTE],
     }
-    layout |= {name: words[int(layout[name])] for name, words in names.items()}
+    layout |= {name: labels[int(layout[name])] for name, labels in names.items()}
+
     return {
         "layout": layout,
         "step": {
@@ -190,7 +194,7 @@ def choice_as_json(choice: Choice) -> dict[str, Any]:
 
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:
-    """A whole plan as plain values."""
+    """Return a plan as plain values."""
     return {
         "candidates": plan.candidates,
         "fitting": plan.fitting,
@@ -211,32 +215,38 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
 
 
 def write(plan: Plan, path: str | Path, base: Mapping[str, Any] | None = None) -> tuple[Path, Path]:
-    """Write the best choice as a configuration, and next to it `<name>.plan.json`, which also holds
-    the query (`base`).
+    """Write the best choice as a configuration, and its predictions to `<name>.plan.json`.
 
-    Returns both. Raises InputError where they cannot be written.
+    Args:
+        plan: Plan with at least one choice.
+        path: File that ends in .json.
+        base: Configuration that was planned for.
+
+    Returns:
+        Both paths.
+
+    Raises:
+        InputError: A file cannot be written.
     """
     path = Path(path)
     if path.suffix != ".json":
         raise InputError(
             f"{path}: the configuration is written as JSON; give a name that ends in .json"
         )
-    beside = path.with_suffix(".plan.json")
+    sidecar_path = path.with_suffix(".plan.json")
     best = plan.best[0]
     text = json.dumps(config_of(plan.request, best, base), indent=2) + "\n"
     sidecar = sidecar_of(plan, best) | {"asked": base, "sha256": _digest(text)}
     write_result(path, text)
-    write_result(beside, json.dumps(sidecar, indent=2) + "\n")
-    return path, beside
+    write_result(sidecar_path, json.dumps(sidecar, indent=2) + "\n")
+    return path, sidecar_path
 
 
 def is_own(path: Path) -> bool:
-    """Whether a configuration is, byte for byte, what `write` once wrote there, without later
-    edits.
-    """
+    """Return True if a configuration is unchanged since `write` created it."""
     try:
-        told = json.loads(path.with_suffix(".plan.json").read_text(encoding="utf-8"))
-        return bool(told["sha256"] == _digest(path.read_text(encoding="utf-8")))
+        sidecar = json.loads(path.with_suffix(".plan.json").read_text(encoding="utf-8"))
+        return bool(sidecar["sha256"] == _digest(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError):
         return False
 

@@ -1,10 +1,10 @@
-"""What Plait's own blocks, those of Transformers without compilation, hold on a rank: what they
-keep for the backward, and what the backward of a block needs besides, by recomputation, tp and sp.
+"""Bytes that Plait's uncompiled blocks of Transformers save, and that their backward needs.
 
-Derived from `dryrun.dry_model` and the single-rank dry run, which run the model on fake tensors;
-tests compare them. Eager RMS norms keep their input in float32 and the normalised in 16 bits (6 a
-norm), layer norms are a kernel of torch (2), and sequence parallelism keeps the gathered inputs of
-products (4 a hidden element).
+The formulas depend on recomputation, tp, sp and cp. They are derived from `dryrun.dry_model` and
+the single-rank dry run, which execute the model on fake tensors; tests compare them. Eager RMS
+norms save their input in float32 and the normalized values in 16 bits (6 bytes), layer norms are a
+kernel of torch (2 bytes), and sequence parallelism saves the gathered inputs of products (4 bytes
+per hidden element). All token bytes are those of one rank.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from plait.planner.counted import Kept
+from plait.planner.counted import SavedBytes
 from plait.planner.hardware import FAMILIES, Numbers
 from plait.planner.job import Job, Layouts
-from plait.planner.products import kept_columns, products_of, turns_fused
+from plait.planner.products import products_of, saved_columns, turns_fused
 
 _LAYER_NORMS = (
     *(
@@ -37,18 +37,23 @@ _LAYER_NORMS = (
     ),
     *("persimmon", "stablelm", "nemotron", "jais2"),
 )
-"""Families whose norms are torch's kernel."""
-_ONE_KERNEL = {"relu": 2, "relu2": 4, "gelu": 4, "gelu_pytorch_tanh": 4, "gelu_python_tanh": 4}
-"""Activation functions that are a kernel or two: bytes an element of 16 bits that they and the
-product behind them keep. GPT-2's GELU, written out in five steps, keeps 10.
+"""Families whose norms are torch's layer norm kernel."""
+_FUSED_ACTIVATIONS = {
+    "relu": 2,
+    "relu2": 4,
+    "gelu": 4,
+    "gelu_pytorch_tanh": 4,
+    "gelu_python_tanh": 4,
+}
+"""Saved bytes per element of 16 bits for activation functions of one or two kernels.
+
+They include the input of the product that follows. GPT-2's GELU, written in five steps, saves 10.
 """
 
 
 @dataclass(frozen=True)
 class Working:
-    """A point of a block's backward: bytes per token of activations and their gradients, and
-    gradients of so many elements of its weights.
-    """
+    """Moment of a block's backward: bytes per token, and elements of weights with gradients."""
 
     token_bytes: Numbers
     weights: Numbers
@@ -56,10 +61,10 @@ class Working:
 
 @dataclass(frozen=True)
 class _Widths:
-    """Elements a token on one rank."""
+    """Elements per token on one rank."""
 
     hidden: Numbers
-    """Of what sequence parallelism shards."""
+    """Elements of hidden states, which sequence parallelism shards."""
     query: Numbers
     key: Numbers
     inner: Numbers
@@ -69,127 +74,135 @@ class _Widths:
 def _widths(job: Job) -> _Widths:
     model = job.model
     tp = np.asarray(job.layouts.tp)
-    whole = 1 if job.whole_attention else tp
+    attention_tp = np.asarray(job.attention_tp)
     return _Widths(
         hidden=model.hidden / np.where(np.asarray(job.layouts.sp) > 0, tp, 1),
-        query=model.heads * model.head_dim / whole,
-        key=np.maximum(model.kv_heads / whole, 1)
-        * model.head_dim,  # fewer heads than ranks: each rank computes one
+        query=model.heads * model.head_dim / attention_tp,
+        # With fewer key and value heads than ranks, each rank computes one.
+        key=np.maximum(model.kv_heads / attention_tp, 1) * model.head_dim,
         inner=model.ffn / tp,
-        heads=model.heads / whole,
+        heads=model.heads / attention_tp,
     )
 
 
 def hidden_width(job: Job) -> Numbers:
-    """Elements a token of what passes between blocks, on one rank."""
+    """Return the elements per token of the hidden states between blocks."""
     return _widths(job).hidden
 
 
-def kept_bytes(job: Job) -> tuple[Numbers, Numbers, Numbers]:
-    """(none, operators, full) for a token: what a block keeps in each mode."""
+def saved_bytes(job: Job) -> tuple[Numbers, Numbers, Numbers]:
+    """Return the bytes per token that a block saves in the modes none, operators and full."""
     none, operators, full = _by_formula(job)
-    more = _besides(job)
-    return (
-        none + more[0],
-        operators + more[1],
-        (
-            full
-            if job.counted is None
-            else full * job.counted.full / (job.element_bytes * job.model.hidden)
-        ),
-    )
+    if job.counted is not None:
+        full = full * job.counted.full / (job.element_bytes * job.model.hidden)
+    more_none, more_operators = _saved_besides_formula(job)
+    return none + more_none, operators + more_operators, full
 
 
-def _besides(job: Job) -> tuple[Numbers, Numbers]:
-    """(none, operators): what a block keeps besides the formula, by the count of it on one rank."""
+def _saved_besides_formula(job: Job) -> tuple[Numbers, Numbers]:
+    """Return the counted bytes beyond the formula in the modes none and operators."""
     if job.counted is None:
         return 0.0, 0.0
     return (
-        _difference(job, job.counted.none, lambda one: _by_formula(one)[0]) + _dropped(job),
-        _difference(job, job.counted.operators, lambda one: _by_formula(one)[1]),
+        _difference(job, job.counted.none, lambda variant: _by_formula(variant)[0])
+        + _dropout_of_scores(job),
+        _difference(job, job.counted.operators, lambda variant: _by_formula(variant)[1]),
     )
 
 
-def _dropped(job: Job) -> Numbers:
-    """Masks and results of a dropout of scores, split as heads are."""
-    scores = 0.0 if job.counted is None else job.counted.dropped_scores
-    return scores / (1 if job.whole_attention else np.asarray(job.layouts.tp))
+def _dropout_of_scores(job: Job) -> Numbers:
+    """Return the bytes per token of masks and results of a dropout of scores."""
+    if job.counted is None:
+        return 0.0
+    return job.counted.dropped_scores / np.asarray(job.attention_tp)
 
 
-def _difference(job: Job, found: Kept, formula: Callable[[Job], Numbers]) -> Numbers:
-    """What a count has besides a formula, which drops where the counted model does. More is as
-    norms are, which only sequence parallelism splits; less, as the formula itself; scores are split
-    as heads are.
+def _difference(job: Job, counted: SavedBytes, formula: Callable[[Job], Numbers]) -> Numbers:
+    """Return the counted bytes beyond a formula, on a rank of the layout.
+
+    The formula has dropout only if the counted model has. Additional bytes are assumed to be of
+    norms, which only sequence parallelism shards. Fewer bytes scale like the formula. Scores are
+    split like heads.
     """
     assert job.counted is not None
-    alike = (
-        {}
-        if job.counted.dropping
-        else {"dropout": 0, "attention_dropout": 0, "embedding_dropout": 0}
-    )
-    bare = replace(job, model=replace(job.model, **alike))
-    here = formula(bare)
-    one = formula(replace(bare, layouts=Layouts(), whole_attention=False))
-    more = found.linear - one
-    scores = found.scores / (1 if job.whole_attention else np.asarray(job.layouts.tp))
+    comparable = job
+    if not job.counted.dropping:
+        without_dropout = {"dropout": 0, "attention_dropout": 0, "embedding_dropout": 0}
+        comparable = replace(job, model=replace(job.model, **without_dropout))
+    local = formula(comparable)
+    single_rank = formula(replace(comparable, layouts=Layouts(), whole_attention=False))
+    more = counted.linear - single_rank
+    scores = counted.scores / np.asarray(job.attention_tp)
+
     return (
-        np.where(more > 0, more * _widths(job).hidden / job.model.hidden, more * here / one)
+        np.where(
+            more > 0, more * _widths(job).hidden / job.model.hidden, more * local / single_rank
+        )
         + scores
     )
 
 
 def _by_formula(job: Job) -> tuple[Numbers, Numbers, Numbers]:
-    """The same by sizes alone."""
-    at = job.layouts
-    a = _widths(job)
-    h = job.model.hidden
-    tp = at.tp
-    b = job.element_bytes
-    sharded = np.asarray(at.sp) > 0
+    """Return the bytes of `saved_bytes` from the sizes of the model alone."""
+    layouts = job.layouts
+    widths = _widths(job)
+    hidden = job.model.hidden
+    tp = layouts.tp
+    element = job.element_bytes
+    sharded = np.asarray(layouts.sp) > 0
     several = np.asarray(tp) > 1
-    residual = b * a.hidden
-    none = _attention_kept(job) + _mlp_kept(job)
-    each = products_of(job.model)
-    # its products are none of those that are kept
-    core = np.where(job.attention_in_parts, 0, b * a.query + 4 * a.heads)
-    one = residual + b * (kept_columns(each.attention) + kept_columns(each.dense)) + core
+    residual = element * widths.hidden
+    none = _attention_saved(job) + _mlp_saved(job)
+    block_products = products_of(job.model)
+
+    # Products inside of attention are never saved, so they do not count as every second one.
+    core = np.where(job.attention_in_parts, 0, element * widths.query + 4 * widths.heads)
+    single_rank = (
+        residual
+        + element * (saved_columns(block_products.attention) + saved_columns(block_products.dense))
+        + core
+    )
     if job.whole_attention:
-        operators = residual + b * a.inner + core
+        operators = residual + element * widths.inner + core
     else:
         operators = (
             residual
-            + b * (a.query + a.key + a.inner)
+            + element * (widths.query + widths.key + widths.inner)
             + core
-            + np.where(sharded, b * h * each.dense[-1].kept, 0)
+            + np.where(sharded, element * hidden * block_products.dense[-1].is_saved, 0)
         )
-    return none, np.where(several, operators, one), residual
+
+    return none, np.where(several, operators, single_rank), residual
 
 
 def logits_bytes(job: Job) -> Numbers:
-    """Head and loss at their peak. Whole: float32 log-probabilities and two gradients of them.
-    Split over tp: the logits, them in float32, less their largest, exponentials. A loss in chunks
-    has those of one, and the gradient of what goes into the head.
+    """Return the bytes of head and loss at their peak.
+
+    On one rank these are float32 log-probabilities and two gradients of them. Split over tp they
+    are the logits, a float32 copy, the differences to the largest one, and exponentials. A chunked
+    loss has those of one chunk, and the gradient of the head's input.
     """
     tp = np.asarray(job.layouts.tp)
     tokens = job.tokens
     in_chunks = np.asarray(job.layouts.loss_chunk) > 0
     logits = np.where(tp > 1, 14 / tp, 12) * job.model.vocab * job.loss_tokens
+
     return (
         logits
-        + (_norm_kept(job) + np.where(in_chunks, job.element_bytes * job.model.hidden, 0)) * tokens
+        + (_norm_saved(job) + np.where(in_chunks, job.element_bytes * job.model.hidden, 0)) * tokens
     )
 
 
 def head_sums_bytes(job: Job, *, width: Numbers) -> Numbers:
-    """For an element of the head: its gradient of a chunk, and the sum of those before in float32.
-    Nothing where there is one chunk.
+    """Return the bytes per element of the head for its gradients in a chunked loss.
+
+    These are the gradient of one chunk and the float32 sum of earlier ones; 0 for a single chunk.
     """
     return np.where(job.loss_tokens < job.tokens, width + 4, 0)
 
 
-def kept_head_gradient_bytes(job: Job, *, width: Numbers) -> Numbers:
-    """Return the bytes of the head's gradient per element that exist from the forward to the
-    backward.
+def head_gradient_bytes(job: Job, *, width: Numbers) -> Numbers:
+    """Return the bytes per element of the head's gradient between forward and backward.
 
     Only a chunked loss computes this gradient in the forward. A sum over several chunks is in
     float32.
@@ -203,15 +216,20 @@ def _has_layer_norms(job: Job) -> Numbers:
     return np.isin(np.asarray(job.model.model_type), _LAYER_NORMS)
 
 
-def _norm_kept(job: Job) -> Numbers:
-    """By a norm and the product behind it."""
-    b = job.element_bytes
-    return np.where(_has_layer_norms(job), b, 4 + b) * _widths(job).hidden + b * job.model.hidden
+def _norm_saved(job: Job) -> Numbers:
+    """Return the bytes per token that a norm and the product after it save."""
+    element = job.element_bytes
+    return (
+        np.where(_has_layer_norms(job), element, 4 + element) * _widths(job).hidden
+        + element * job.model.hidden
+    )
 
 
 def _mask(job: Job) -> Numbers:
-    """Bytes a token of a dropout's mask: a byte an element by torch's kernel for GPUs; on CPU cores
-    in the dtype of computation.
+    """Return the bytes per token of a dropout mask.
+
+    torch's kernel for GPUs has one byte per element. On CPU cores the mask has the dtype of
+    computation.
     """
     return (
         np.where(reduces_on_host(job), job.element_bytes, 1)
@@ -221,7 +239,7 @@ def _mask(job: Job) -> Numbers:
 
 
 def embedding_mask(job: Job) -> Numbers:
-    """The same behind the embedding."""
+    """Return the bytes per token of the dropout mask after the embedding."""
     return (
         np.where(reduces_on_host(job), job.element_bytes, 1)
         * job.model.embedding_dropout
@@ -230,56 +248,66 @@ def embedding_mask(job: Job) -> Numbers:
 
 
 def _scores(job: Job) -> Numbers:
-    """Attention's scores a token, where they are in memory."""
+    """Return the number of attention scores per token, if they are in memory."""
     return np.where(job.attention_in_parts, _widths(job).heads * job.sequence, 0)
 
 
-def _attention_kept(job: Job) -> Numbers:
-    """By the first norm and attention, the block's input and a dropout's mask included. In parts
-    attention is computed in float32, and keeps the softmax, and with a dropout its mask and its
-    result.
+def _attention_saved(job: Job) -> Numbers:
+    """Return the bytes per token of the first norm and attention, with input and dropout mask.
+
+    Attention in separate products runs in float32. It saves the softmax, and with dropout also its
+    mask and result.
     """
     model = job.model
-    a = _widths(job)
-    b = job.element_bytes
+    widths = _widths(job)
+    element = job.element_bytes
     several = np.asarray(job.layouts.tp) > 1
     drops = np.asarray(model.attention_dropout) > 0
     in_parts = np.where(drops, 12, 4) * _scores(job) + np.where(
-        job.attention_in_parts, b * (a.query + 2 * a.key) - 4 * a.heads, 0
+        job.attention_in_parts, element * (widths.query + 2 * widths.key) - 4 * widths.heads, 0
     )
-    # queries, keys and values are gathered, and attention's output is split
+
+    # Queries, keys and values are gathered, and the output of attention is split.
     if job.whole_attention:
-        kept = (
-            _norm_kept(job)
-            + 2 * b * (a.query + a.key)
-            + 4 * a.heads
-            + np.where(several, b * a.query / job.layouts.tp, 0)
+        saved = (
+            _norm_saved(job)
+            + 2 * element * (widths.query + widths.key)
+            + 4 * widths.heads
+            + np.where(several, element * widths.query / job.layouts.tp, 0)
         )
     else:
-        kept = _norm_kept(job) + (2 * b + (4 + b) * model.qk_norm) * (a.query + a.key) + 4 * a.heads
-        # there the output is kept in two orders
-        kept = kept + np.where(np.asarray(job.layouts.cp) > 1, b * a.query, 0)
-    # values are a part of what was made with queries and keys
-    kept = kept + np.where(turns_fused(model), b * (a.query + a.key), 0)
-    return kept + in_parts + _mask(job)
+        saved = (
+            _norm_saved(job)
+            + (2 * element + (4 + element) * model.qk_norm) * (widths.query + widths.key)
+            + 4 * widths.heads
+        )
+        # With context parallelism the output is saved in two orders.
+        saved = saved + np.where(np.asarray(job.layouts.cp) > 1, element * widths.query, 0)
+
+    # Values are a view of the fused product, which is saved as a whole.
+    saved = saved + np.where(turns_fused(model), element * (widths.query + widths.key), 0)
+    return saved + in_parts + _mask(job)
 
 
-def _mlp_kept(job: Job) -> Numbers:
-    """By the second norm and the MLP, a dropout's mask included."""
+def _mlp_saved(job: Job) -> Numbers:
+    """Return the bytes per token of the second norm and the MLP, with dropout mask."""
     names = np.asarray(job.model.activation)
-    ungated = np.select([names == name for name in _ONE_KERNEL], list(_ONE_KERNEL.values()), 10)
+    ungated = np.select(
+        [names == name for name in _FUSED_ACTIVATIONS], list(_FUSED_ACTIVATIONS.values()), 10
+    )
     inner = np.where(np.asarray(job.model.gated) > 0, 8, ungated)
-    return _norm_kept(job) + inner * job.element_bytes / 2 * _widths(job).inner + _mask(job)
+    return _norm_saved(job) + inner * job.element_bytes / 2 * _widths(job).inner + _mask(job)
 
 
 def block_backward(job: Job) -> tuple[Working, ...]:
-    """The points of a block's backward that may be its peak: the MLP's product, the second norm,
-    attention, the first norm.
+    """Return the moments of a block's backward that may be its peak.
+
+    They are the MLP's product, the second norm, attention, and the first norm.
     """
     points = _points(job)
     if job.counted is None:
         return points
-    more = _difference(job, job.counted.working, _most) + _dropped(job)
+    more = _difference(job, job.counted.working, _most) + _dropout_of_scores(job)
     return tuple(replace(point, token_bytes=point.token_bytes + more) for point in points)
 
 
@@ -291,104 +319,122 @@ def _most(job: Job) -> Numbers:
 
 
 def _points(job: Job) -> tuple[Working, ...]:
-    """The same by sizes alone."""
+    """Return the moments of `block_backward` from the sizes of the model alone."""
     model = job.model
-    a = _widths(job)
-    h = model.hidden
+    widths = _widths(job)
+    hidden = model.hidden
     wide = job.element_bytes / 2
-    kept = _attention_kept(job)
-    matrices = np.where(np.asarray(model.gated) > 0, 3, 2) * h * a.inner
-    norm = np.where(_has_layer_norms(job), 8, 26) * wide * a.hidden
+    saved = _attention_saved(job)
+    matrices = np.where(np.asarray(model.gated) > 0, 3, 2) * hidden * widths.inner
+    norm = np.where(_has_layer_norms(job), 8, 26) * wide * widths.hidden
     every = model.block_parameters / model.layers / job.layouts.tp
+
     return (
         Working(
-            kept + _mlp_kept(job) - _mask(job) + wide * (4 * a.inner + 2 * a.hidden), h * a.inner
+            saved + _mlp_saved(job) - _mask(job) + wide * (4 * widths.inner + 2 * widths.hidden),
+            hidden * widths.inner,
         ),
-        Working(kept + norm, matrices),
+        Working(saved + norm, matrices),
         Working(
-            kept + 2 * wide * a.hidden + _attention_backward(job),
-            matrices + h * model.heads * model.head_dim / job.layouts.tp,
+            saved + 2 * wide * widths.hidden + _attention_backward(job),
+            matrices + hidden * model.heads * model.head_dim / job.layouts.tp,
         ),
         Working(norm, every),
     )
 
 
 def _attention_backward(job: Job) -> Numbers:
-    """Bytes a token while attention's gradients are made. Between the parts of sequences they are
-    added up in float32: of keys and values of the full sequence, which are gathered, or of a part,
-    of which the next one arrives.
+    """Return the bytes per token while the gradients of attention are computed.
+
+    With context parallelism they are summed in float32: those of the full sequence's keys and
+    values if these are gathered, or those of one part while the next one arrives.
     """
-    a = _widths(job)
+    widths = _widths(job)
     cp = np.asarray(job.layouts.cp)
-    whole = 2 * job.element_bytes * (a.query + a.key) + 4 * _scores(job)
+    without_cp = 2 * job.element_bytes * (widths.query + widths.key) + 4 * _scores(job)
+
     # The kernel of a CPU takes one key-value head per query head, so that gradients of the gathered
     # keys and values are as wide as the queries until they are summed per group. Fitted to dry runs
     # of Llama and Qwen3 at cp 4 and 8.
-    key_gradients = np.where(reduces_on_host(job), a.query, a.key)
-    gathered = (6 * key_gradients + 18 * a.key) * cp + 6.6 * a.key - 3 * a.query
-    ring = 6 * a.query + 32 * a.key
-    ulysses = 8 * a.query + 16 * a.key
+    key_gradients = np.where(reduces_on_host(job), widths.query, widths.key)
+    gathered = (6 * key_gradients + 18 * widths.key) * cp + 6.6 * widths.key - 3 * widths.query
+    ring = 6 * widths.query + 32 * widths.key
+    ulysses = 8 * widths.query + 16 * widths.key
     return np.where(
         cp > 1,
         np.choose(np.asarray(job.layouts.context), np.broadcast_arrays(gathered, ring, ulysses)),
-        whole,
+        without_cp,
     )
 
 
-def kept_while_recomputed(job: Job) -> tuple[Numbers, Numbers]:
-    """(operators, full): bytes a token of what a block keeps in that mode and has no more use for
-    once it has been computed again: its input, and results of products that something was made of.
+def spent_while_recomputed(job: Job) -> tuple[Numbers, Numbers]:
+    """Return the saved bytes per token that a recomputed block no longer needs but still holds.
+
+    These are its input, and outputs of products that other tensors were computed from. For the
+    modes operators and full.
     """
     model = job.model
-    a = _widths(job)
-    each = products_of(job.model)
-    b = job.element_bytes
-    # layer norms keep theirs in either case
-    input_ = np.where(_has_layer_norms(job), 0, b * a.hidden)
-    separate = np.asarray(each.attention[2].columns) > 0
-    queries = np.where(separate, b * a.query, 0)
-    in_parts = b * np.where(
-        job.attention_in_parts, a.query + 2 * a.key - np.where(separate, a.query + a.key, 0), 0
+    widths = _widths(job)
+    block_products = products_of(job.model)
+    element = job.element_bytes
+
+    # Layer norms still need the input.
+    input_ = np.where(_has_layer_norms(job), 0, element * widths.hidden)
+    separate = np.asarray(block_products.attention[2].columns) > 0
+    queries = np.where(separate, element * widths.query, 0)
+    in_parts = element * np.where(
+        job.attention_in_parts,
+        widths.query + 2 * widths.key - np.where(separate, widths.query + widths.key, 0),
+        0,
     )
-    # whose backward needs what it made
-    rectified = np.where(np.asarray(model.activation) == "relu", b * a.inner, 0)
-    return input_ + queries + in_parts + rectified + b * model.hidden * each.dense[-1].kept, input_
+
+    # The backward of ReLU uses its output and not its input.
+    rectified = np.where(np.asarray(model.activation) == "relu", element * widths.inner, 0)
+    down = element * model.hidden * block_products.dense[-1].is_saved
+    return input_ + queries + in_parts + rectified + down, input_
 
 
 def deferred_bytes(job: Job) -> Numbers:
-    """Bytes a token that a block holds besides what it kept, from the backward of its input to that
-    of its weights: gradients of what its products and norms made.
+    """Return the bytes per token that a block holds between its two halves of a split backward.
+
+    These are gradients of the outputs of its products and norms, in addition to its saved tensors.
     """
-    a = _widths(job)
-    return job.element_bytes / 2 * (4 * a.inner + 2 * a.query + 4 * a.key + 12 * a.hidden)
+    widths = _widths(job)
+    return (
+        job.element_bytes
+        / 2
+        * (4 * widths.inner + 2 * widths.query + 4 * widths.key + 12 * widths.hidden)
+    )
 
 
 def deferred_bytes_of_ends(job: Job) -> Numbers:
-    """The same of head and last norm: the logits' gradient, what the norm kept, and as much of its
-    gradients.
+    """Return the bytes per token that head and last norm hold in a split backward.
+
+    These are the gradient of the logits, the norm's saved tensors, and as much for its gradients.
     """
-    # whose loss computes the gradients of the head's weights with those of its input
+    # A chunked loss computes the gradients of the head's weights in the forward.
     in_chunks = np.asarray(job.layouts.loss_chunk) > 0
     return np.where(
         in_chunks, 0, job.element_bytes * job.model.vocab / job.layouts.tp
-    ) + 2 * _norm_kept(job)
+    ) + 2 * _norm_saved(job)
 
 
-def kept_of_ends(job: Job) -> Numbers:
-    """Bytes a token that loss and last norm keep for their backward."""
+def saved_by_ends(job: Job) -> Numbers:
+    """Return the bytes per token that loss and last norm save for their backward."""
     logits = np.where(
         np.asarray(job.layouts.loss_chunk) > 0, 0, 4 * job.model.vocab / job.layouts.tp
     )
-    return logits + _norm_kept(job)
+    return logits + _norm_saved(job)
 
 
 def last_norm_backward(job: Job) -> Numbers:
-    """Bytes a token while the gradient passes the norm before the head."""
+    """Return the bytes per token while the gradient passes the norm before the head."""
     return np.where(_has_layer_norms(job), 6, 24) * job.element_bytes / 2 * _widths(job).hidden
 
 
 def reduces_on_host(job: Job) -> Numbers:
-    """Whether reduce-scatter is an all-to-all and a sum, which takes a second buffer: gloo's, for
-    processes without GPUs.
+    """Return True if reduce-scatter is an all-to-all and a sum, which needs a second buffer.
+
+    gloo does this for processes without GPUs.
     """
     return np.asarray(job.device.family) == FAMILIES.index("cpu")

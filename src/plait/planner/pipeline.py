@@ -1,9 +1,9 @@
-"""Idle time and micro-batches in flight of pipeline schedules, in closed form.
+"""Closed forms for pipeline schedules: idle time and micro-batches in flight.
 
-Published formulas and, for schedules of torch, figures read from its own action lists; an event
-simulation of the schedule's table refines the best candidates. Micro-batches in flight are those of
-other frameworks' runs; what Plait's own ranks hold is read from their actions (`holdings`). Units:
-the time and the activations of one micro-batch in one stage.
+Idle shares are published formulas, or were read from torch's action lists. For the best candidates
+an event simulation of the schedule's table refines them. Micro-batches in flight here are those of
+other frameworks; those of Plait's ranks follow from their actions (`holdings`). Units are the time
+and activations of one micro-batch in one stage.
 """
 
 from __future__ import annotations
@@ -23,14 +23,18 @@ _IDLE = {
     "zbv": 0.17,
     "dualpipev": 0.5,
 }
-"""Share of (p - 1) x (forward + backward) / chunks that the stages wait. 1F1B and interleaving:
-arXiv 2104.04473; zero bubble: arXiv 2401.10241; ZBV and DualPipeV: the READMEs of
-sail-sg/zero-bubble-pipeline-parallelism and deepseek-ai/DualPipe.
+"""Idle time of stages as a share of (p - 1) * (forward + backward) / chunks.
+
+1F1B and interleaving: arXiv 2104.04473. Zero bubble: arXiv 2401.10241. ZBV and DualPipeV: READMEs
+of sail-sg/zero-bubble-pipeline-parallelism and deepseek-ai/DualPipe.
 """
 
 
 def idle_share(layouts: Layouts) -> Numbers:
-    """Share of the other stages' time for one micro-batch that a stage waits in a step."""
+    """Return the idle time of a stage per step.
+
+    As a share of the other stages' time for one micro-batch.
+    """
     share = np.choose(np.asarray(layouts.schedule), [_IDLE[name] for name in SCHEDULES])
     interleaved = np.isin(
         np.asarray(layouts.schedule),
@@ -39,25 +43,27 @@ def idle_share(layouts: Layouts) -> Numbers:
     return share / np.where(interleaved, layouts.vpp, 1)
 
 
-def chunks_apart(layouts: Layouts) -> Numbers:
-    """How many micro-batches' backward lies between the end of a stage's first gradients and that
-    of its last, at least 1: of interleaved chunks each takes `pp` micro-batches in turn, so that
-    those of all chunks but the last are reduced under the others' computation.
+def micro_batches_between_chunks(layouts: Layouts) -> Numbers:
+    """Return the micro-batches between a stage's first and last complete gradients, at least 1.
+
+    Interleaved chunks process `pp` micro-batches in turn, so that the gradients of all chunks
+    except the last are reduced while others compute.
     """
     apart = layouts.pp * (np.asarray(layouts.vpp) - 1) / layouts.vpp
     return np.clip(apart, 1.0, np.maximum(layouts.accumulation, 1))
 
 
 def in_flight(layouts: Layouts, rank: int | Numbers = 0) -> Numbers:
-    """Micro-batches whose activations a rank of the pipeline holds at most, in units of all its
-    stages. For the last rank see `in_flight_last`.
+    """Return the largest number of micro-batches whose activations a rank holds.
+
+    In units of all stages of the rank. For the last rank see `in_flight_last`.
     """
     pp = layouts.pp
     vpp = layouts.vpp
-    m = layouts.accumulation
+    micro_batches = layouts.accumulation
     deepest = [
         np.ones_like(np.asarray(pp, dtype=float)),  # none
-        np.asarray(m, dtype=float),  # gpipe
+        np.asarray(micro_batches, dtype=float),  # gpipe
         np.asarray(pp - rank, dtype=float),  # 1f1b
         pp + (pp - 1 - 2 * rank) / vpp,  # interleaved
         np.asarray(pp - rank, dtype=float),  # zb-h1
@@ -65,24 +71,27 @@ def in_flight(layouts: Layouts, rank: int | Numbers = 0) -> Numbers:
         np.asarray(pp, dtype=float),  # zbv
         pp + 0.5,  # dualpipev
     ]
-    held = np.choose(np.asarray(layouts.schedule), np.broadcast_arrays(*deepest))
-    return np.minimum(held, m)
+    largest = np.choose(np.asarray(layouts.schedule), np.broadcast_arrays(*deepest))
+    return np.minimum(largest, micro_batches)
 
 
 def in_flight_last(layouts: Layouts) -> Numbers:
-    """The same for the last stage."""
+    """Return the largest number of micro-batches whose activations the last rank holds."""
     pp = layouts.pp
     vpp = layouts.vpp
-    m = layouts.accumulation
-    one = np.ones_like(np.asarray(pp, dtype=float))
+    micro_batches = layouts.accumulation
+    single = np.ones_like(np.asarray(pp, dtype=float))
     deepest = [
-        one,
-        np.asarray(m, dtype=float),
-        one,
+        single,
+        np.asarray(micro_batches, dtype=float),
+        single,
         (pp * (vpp - 1) + 1) / vpp,
-        one,
+        single,
         (pp * (vpp - 1) + 1) / vpp,
         np.asarray(pp, dtype=float),
         pp + 0.5,
     ]
-    return np.minimum(np.choose(np.asarray(layouts.schedule), np.broadcast_arrays(*deepest)), m)
+
+    return np.minimum(
+        np.choose(np.asarray(layouts.schedule), np.broadcast_arrays(*deepest)), micro_batches
+    )

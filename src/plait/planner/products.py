@@ -1,8 +1,7 @@
-"""The products with weights of a block in the order of their computation, and which of them a block
-keeps that keeps every second one.
+"""Weight products of a block in the order of computation, and which of them recomputation saves.
 
-As `parallel.activations.selective` counts them: routed experts are computed by torch's grouped
-product, which is none of those that it keeps.
+Recomputation of operators saves every second product, counted like
+`parallel.activations.selective`. Routed experts use torch's grouped product, which is never saved.
 """
 
 from __future__ import annotations
@@ -27,44 +26,44 @@ _FUSED_QUERIES = (
 )
 """Families with one product for queries, keys and values."""
 _ROTARY = ("phi3", "gpt_neox", "persimmon", "falcon")
-"""Those of them that turn queries and keys after it."""
+"""Families of _FUSED_QUERIES that apply rotary positions to queries and keys."""
 _FUSED_GATES = ("phi3", "glm", "glm4")
-"""Families with one product for gate and up."""
+"""Families with one product for gate and up projection."""
 
 
 @dataclass(frozen=True)
 class Product:
-    """[tokens, inner] x [inner, columns]; without columns there is none."""
+    """Product [tokens, inner] x [inner, columns]. There is none if `columns` is 0."""
 
     inner: Numbers
     columns: Numbers
-    kept: Numbers
-    """1 where every second is kept and this is one of them."""
+    is_saved: Numbers
+    """1 if it is saved when every second product is."""
 
 
 @dataclass(frozen=True)
 class Products:
-    """Of a block."""
+    """Weight products of a block."""
 
     attention: tuple[Product, ...]
     dense: tuple[Product, ...]
-    """Of an MLP without experts: gate, up, down."""
+    """Products of an MLP without experts: gate, up, down."""
     shared: tuple[Product, ...]
-    """Of an MLP with experts: the router, and the shared experts' gate, up and down."""
+    """Products of an MLP with experts: router, and gate, up and down of shared experts."""
 
 
 def products_of(model: Architecture) -> Products:
-    """Of every model of an Architecture."""
+    """Return the products of the blocks of a model."""
     kind = np.asarray(model.model_type)
     gated = np.asarray(model.gated) > 0
     fused = np.isin(kind, _FUSED_QUERIES)
     fused_gate = np.isin(kind, _FUSED_GATES)
     compressed, *others = model.products_of_attention
     (inner, queries), keys, values, output = others
-    whole = queries + np.where(fused, keys[1] + values[1], 0)
-    alone = [(part[0], np.where(fused, 0, part[1])) for part in (keys, values)]
-    attention = _alternating([compressed, (inner, whole), *alone, output], 0)
-    before = sum(np.asarray(one.columns) > 0 for one in attention)
+    fused_columns = queries + np.where(fused, keys[1] + values[1], 0)
+    separate = [(sizes[0], np.where(fused, 0, sizes[1])) for sizes in (keys, values)]
+    attention = _alternating([compressed, (inner, fused_columns), *separate, output], 0)
+    before = sum(np.asarray(product.columns) > 0 for product in attention)
 
     def mlp(width: Numbers) -> list[tuple[Numbers, Numbers]]:
         gate = np.where(gated & ~fused_gate, width, 0)
@@ -83,34 +82,43 @@ def products_of(model: Architecture) -> Products:
 
 
 def turns_fused(model: Architecture) -> Numbers:
-    """Whether queries and keys are made anew from one product with the values, which is kept beside
-    them.
+    """Return True if queries and keys are computed from a fused product by rotary positions.
+
+    The fused product is saved in addition to them.
     """
     return np.isin(np.asarray(model.model_type), _ROTARY)
 
 
 def _alternating(sizes: list[tuple[Numbers, Numbers]], before: Numbers) -> tuple[Product, ...]:
-    """The first, third, fifth ... of those that there are is kept, counted on from the number
-    `before`.
+    """Return products of which every second existing one is saved.
+
+    Args:
+        sizes: (inner, columns) of the products; 0 columns if there is none.
+        before: Number of products before them.
     """
-    found = []
+    products = []
     for inner, columns in sizes:
         before = before + (np.asarray(columns) > 0)
-        found.append(Product(inner, columns, np.where(before % 2 == 1, 1, 0)))
-    return tuple(found)
+        products.append(Product(inner, columns, np.where(before % 2 == 1, 1, 0)))
+    return tuple(products)
 
 
 def again_share(products: tuple[Product, ...], *, without_last: Numbers = 0) -> Numbers:
-    """Share of the FLOPs of `products` that is computed again where every second is kept;
-    `without_last` 1 leaves the last out, which no backward needs.
+    """Return the share of FLOPs that is recomputed if every second product is saved.
+
+    Args:
+        products: Products in order.
+        without_last: 1 to skip the last product, whose output no backward needs.
     """
     *_, last = products
-    sizes = [one.inner * one.columns for one in products]
-    again = sum(size * (1 - one.kept) for size, one in zip(sizes, products, strict=True))
-    left_out = without_last * last.inner * last.columns * (1 - last.kept)
+    sizes = [product.inner * product.columns for product in products]
+    again = sum(
+        size * (1 - product.is_saved) for size, product in zip(sizes, products, strict=True)
+    )
+    left_out = without_last * last.inner * last.columns * (1 - last.is_saved)
     return (again - left_out) / np.maximum(sum(sizes), 1)
 
 
-def kept_columns(products: tuple[Product, ...]) -> Numbers:
-    """Elements a token of the results of `products` that are kept."""
-    return sum(one.columns * one.kept for one in products)
+def saved_columns(products: tuple[Product, ...]) -> Numbers:
+    """Return the saved elements per token of the outputs of products."""
+    return sum(product.columns * product.is_saved for product in products)

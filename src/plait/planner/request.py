@@ -1,6 +1,4 @@
-"""What is planned for: a model, devices and a batch, and what candidates of it are as jobs to
-price.
-"""
+"""Request of a plan (model, devices, batch), and its candidates as jobs to price."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ import numpy as np
 
 from plait.errors import InputError, Problem, refuse
 from plait.planner.constants import Rates
-from plait.planner.counted import counted, not_counted
+from plait.planner.counted import Counted, counted, not_counted
 from plait.planner.estimate import Estimate, estimate
 from plait.planner.frameworks import plait, with_compiled_blocks
 from plait.planner.hardware import PRECISIONS, Cluster
@@ -27,38 +25,43 @@ from plait.planner.states import account_states
 
 @dataclass(frozen=True)
 class Request:
-    """What is planned."""
+    """Model, cluster and batch to plan for."""
 
     model: Model
     cluster: Cluster
     global_batch: int
-    """Samples of an optimizer step."""
+    """Samples per optimizer step."""
     sequence: int
-    """Tokens of a sample."""
+    """Tokens per sample."""
     precision: str = "bf16"
     compile: bool = False
     everything: bool = False
-    """Also what this version does not run."""
+    """True to include techniques that this version prices but does not run."""
     optimizer_states: str | None = None
-    """The form of AdamW's averages (`optimizer.states`)."""
+    """Form of AdamW's moments (`optimizer.states`)."""
     reduce: str = "fp32"
-    """What gradients are reduced in: bf16, fp16 or fp32."""
+    """Dtype of the gradient reduction: bf16, fp16 or fp32."""
 
     @property
     def offers(self) -> Offers:
-        """What the search may propose."""
-        found = EVERYTHING if self.everything else offered(compiled=self.compile)
-        return found if self.optimizer_states is None else replace(found, offload=False)
+        """Techniques that the search may propose."""
+        offers = EVERYTHING if self.everything else offered(compiled=self.compile)
+        if self.optimizer_states is not None:
+            offers = replace(offers, offload=False)
+        return offers
 
     @property
     def split(self) -> Split:
-        """What tensor parallelism may do to the model."""
+        """Restrictions of tensor and context parallelism for the model."""
         return split_of(self.model.architecture)
 
 
 def check(request: Request) -> None:
-    """Raise ConfigError for a batch that is none, InputError for a precision that the device does
-    not compute in.
+    """Validate a request.
+
+    Raises:
+        ConfigError: Batch or sequence is smaller than 1.
+        InputError: The device does not support the precision.
     """
     device = request.cluster.device
     problems = []
@@ -71,6 +74,7 @@ def check(request: Request) -> None:
                 "give the samples of an optimizer step",
             )
         )
+
     if request.sequence < 1:
         problems.append(
             Problem(
@@ -80,6 +84,7 @@ def check(request: Request) -> None:
                 "give the tokens of a sample",
             )
         )
+
     refuse(problems)
     if np.isnan(device.flops.get(request.precision, np.nan)):
         has = ", ".join(p for p in ("bf16", "fp16", "fp32") if p in device.flops)
@@ -89,7 +94,7 @@ def check(request: Request) -> None:
 
 
 def space_of(request: Request, fixed: Mapping[str, int] | None = None) -> Space:
-    """Every candidate of a request. Raises ConfigError where the rules leave none."""
+    """Return all candidates of a request. Raises ConfigError if the rules leave none."""
     return build_space(
         request.model.architecture,
         request.cluster,
@@ -102,53 +107,61 @@ def space_of(request: Request, fixed: Mapping[str, int] | None = None) -> Space:
 
 
 def job_of(request: Request, layouts: Layouts) -> Job:
-    """Candidates of a request as something to price."""
+    """Return candidates of a request as a job to price."""
     model = request.model.architecture
-    found = plait(precision=request.precision)
+    framework = plait(precision=request.precision)
     if request.compile:
-        found = with_compiled_blocks(found)
-    found = replace(found, wire_reduce=4 if request.reduce == "fp32" else 2)
+        framework = with_compiled_blocks(framework)
+    framework = replace(framework, wire_reduce=4 if request.reduce == "fp32" else 2)
     return Job(
         model=model,
         device=request.cluster.device,
-        framework=found,
+        framework=framework,
         layouts=layouts,
         sequence=request.sequence,
         precision=PRECISIONS.index(request.precision),
         own=not request.compile and model.is_counted,
         whole_attention=request.split.whole_attention,
-        counted=(
-            None
-            if request.compile
-            else counted(request.model.section, str(model.model_type), **_counting(request))
-        ),
+        counted=_count(request),
     )
 
 
 def formula_notes(request: Request) -> list[str]:
-    """What to tell of a model that formulas do not price as it runs: blocks that are not counted,
-    scores of attention in memory, and dropout on CPU cores.
+    """Return notes on properties of a model that the formulas do not price as they run.
+
+    These are blocks that are not counted, attention scores in memory, and dropout on CPU cores.
     """
     model = request.model.architecture
     counting = _counting(request)
     kind = str(model.model_type)
     notes = [not_counted(request.model.section, kind, compiled=request.compile, **counting)]
-    found = None if request.compile else counted(request.model.section, kind, **counting)
-    if found is not None and found.none.scores > float(model.heads) * request.sequence:
+    saved = _count(request)
+    if saved is not None and saved.none.scores > float(model.heads) * request.sequence:
         notes.append(
-            f"{kind}: its attention has scores in memory, of {found.none.scores / 1024:.4g} KiB a"
+            f"{kind}: its attention has scores in memory, of {saved.none.scores / 1024:.4g} KiB a"
             " token and block: they are in the bytes, and the time to write and read them is not"
             " in the seconds, which are those of one kernel and too low; measure a step first"
         )
+
     if counting["on_cores"] and float(model.dropout):
         notes.append(
             f"{kind} drops hidden states: the random numbers that CPU cores draw for it are not in"
             " the seconds"
         )
+
     return [note for note in notes if note]
 
 
+def _count(request: Request) -> Counted | None:
+    # Compiled blocks save other tensors than the eager ones that are counted.
+    if request.compile:
+        return None
+    kind = str(request.model.architecture.model_type)
+    return counted(request.model.section, kind, **_counting(request))
+
+
 def _counting(request: Request) -> dict[str, Any]:
+    """Return the arguments of `counted` for a request."""
     on_cores = bool(np.all(request.cluster.device.on_cpu))
     return {"sequence": request.sequence, "precision": request.precision, "on_cores": on_cores}
 
@@ -157,7 +170,7 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def estimate_of(request: Request, layouts: Layouts, rates: Rates) -> Estimate:
-    """What candidates of a request cost."""
+    """Predict time and memory of candidates of a request."""
     job = job_of(request, layouts)
     return estimate(job, rates, states_of(request, job))
 
@@ -165,14 +178,21 @@ def estimate_of(request: Request, layouts: Layouts, rates: Rates) -> Estimate:
 def states_of(
     request: Request, job: Job, *, inner: int | None = None, every_moment: bool = True
 ) -> States:
-    """Bytes of model states of its candidates, from the techniques' own accounts; `inner` is the
-    rank to price between the ends of a pipeline, by default the one that keeps most. Without
-    `every_moment` a peak is of few moments of a step: it may be too low, never too high, and takes
-    a fraction of the time.
+    """Return the bytes of model states of candidates, from the accounts of the techniques.
+
+    Args:
+        request: The request.
+        job: Its candidates.
+        inner: Rank to price between the ends of a pipeline. By default the fullest one.
+        every_moment: False considers few moments of a step. The peak may then be too low, but is
+            never too high, and takes a fraction of the time.
     """
-    compute = _DTYPES[request.precision] if request.precision != "fp32" else None
+    compute = None
+    if request.precision != "fp32":
+        compute = _DTYPES[request.precision]
     reduce = _DTYPES[request.reduce]
     form = request.optimizer_states
+
     return account_states(
         job, compute=compute, reduce=reduce, inner=inner, form=form, every_moment=every_moment
     )

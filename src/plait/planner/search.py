@@ -1,8 +1,16 @@
-"""The search: every candidate layout priced in closed form, those that do not fit told apart by
-what they lack, the fastest kept.
+"""Search over all candidate layouts: price each one, drop those that do not fit, rank the others.
 
-`plan` is the one function to call, from a command or from whatever meets "auto" in a configuration.
-Nothing here prints or writes.
+`plan` is the entry point, for commands and for "auto" in a configuration. Nothing here prints or
+writes.
+
+Note [Stages of a search]
+    1. `space_of` creates all candidates that the rules allow, at both ends of Note [Relief] in
+       `plait.planner.relief`.
+    2. `price_space` prices them by the closed forms, at few moments of a step, and adds candidates
+       between the ends where they matter.
+    3. `_fastest` prices the fastest ones that fit again, at all moments and with intervals, and
+       keeps a few per family of layouts.
+    4. Their pipelines are simulated (`walked`), and they are sorted by the result.
 """
 
 from __future__ import annotations
@@ -28,32 +36,29 @@ from plait.planner.space import Excluded, Space, joined
 from plait.units import GIB
 
 _CHUNK = 1 << 15
-"""Candidates priced at a time, so that arrays stay in the cache."""
-_CERTAIN = 0.9
-"""A plan fits with at least this probability."""
-_MOST_SIMULATED = 50
-"""So many of the best are simulated by their schedule's table, and twice as many as are asked for.
-"""
+"""Candidates that are priced at a time, so that arrays stay in the cache."""
+_FIT_PROBABILITY = 0.9
+"""Probability of fitting into memory that a plan must have."""
+_MAX_SIMULATED = 50
+"""Largest number of layouts that are simulated. Usually twice the requested number."""
 FAMILY = ("tp", "pp", "cp", "ep", "stage")
-"""Fields of a layout; those that differ in others alone are near twins, of which a plan shows the
-fastest.
-"""
-_MOST_OF_FAMILY = 3
-"""So many of each are simulated."""
+"""Fields that define a family of layouts. A plan shows the fastest layout of each family."""
+_MAX_PER_FAMILY = 3
+"""Layouts per family that are simulated."""
 _HOST_SHARE = 0.8
-"""Of a node's memory, what states may take."""
+"""Share of a node's memory that states may use."""
 
 
 @dataclass(frozen=True)
 class Shortage:
-    """A region of the space in which nothing fits: what its smallest candidate needs."""
+    """Region of the space in which nothing fits, and what its smallest candidate needs."""
 
     region: str
     candidates: int
     needed: float
     room: float
     parts: tuple[tuple[str, float], ...]
-    """The largest terms of it."""
+    """Largest terms of the needed memory."""
 
     def __str__(self) -> str:
         parts = ", ".join(f"{MEMORY_TERMS[name]} {size / GIB:.1f}" for name, size in self.parts)
@@ -62,14 +67,15 @@ class Shortage:
 
 @dataclass(frozen=True)
 class Plan:
-    """The outcome of a search."""
+    """Result of a search."""
 
     request: Request
     best: tuple[Choice, ...]
-    """Fastest first; of layouts that agree in FAMILY the fastest."""
+    """Layouts from fast to slow; the fastest of each family."""
     ties: int
-    """How many of these, the first included, may as well be the fastest: the difference is less
-    than what two layouts of one model are known to.
+    """Number of these, including the first, that may be the fastest.
+
+    Their difference is smaller than the uncertainty between two layouts of one model.
     """
     candidates: int
     fitting: int
@@ -84,11 +90,17 @@ def plan(
     calibration: Calibration | None = None,
     best: int = 5,
 ) -> Plan:
-    """Search. `fixed` are fields of a layout that must have a value (`fixed.parse_fixed`),
-    `calibration` constants of this machine.
+    """Search for the fastest layouts that fit into memory. See Note [Stages of a search].
 
-    Raises ConfigError where the rules leave no candidate, InputError where the device cannot
-    compute so.
+    Args:
+        request: Model, cluster and batch.
+        fixed: Fields of the layout with fixed values (`fixed.parse_fixed`).
+        calibration: Constants of this machine. None uses those that ship.
+        best: Number of layouts to return.
+
+    Raises:
+        ConfigError: The rules leave no candidate.
+        InputError: The device does not support the precision.
     """
     check(request)
     calibration = calibration or uncalibrated()
@@ -98,6 +110,7 @@ def plan(
     room = float(request.cluster.device.memory_bytes)
     shortages = _shortages(request, priced, room, rates)
     chosen = _fastest(request, priced, room, calibration, best)
+
     return Plan(
         request,
         tuple(chosen),
@@ -110,94 +123,101 @@ def plan(
 
 
 @dataclass(frozen=True)
-class Priced:
-    """Candidates with what they cost."""
+class PricedSpace:
+    """Candidates with predicted seconds and bytes."""
 
     layouts: Layouts
     seconds: NDArray[np.float64]
     needed: NDArray[np.float64]
-    """Bytes; of what the host cannot hold infinitely many."""
+    """Bytes; infinite if the host memory does not suffice."""
 
 
-def price_space(request: Request, space: Space, calibration: Calibration) -> Priced:
-    """Every candidate, and what lies between those that fit with enough certainty and those that do
-    not.
-    """
+def price_space(request: Request, space: Space, calibration: Calibration) -> PricedSpace:
+    """Price all candidates, including those between the ends of Note [Relief]."""
     rates = merged(calibration)
-    found = _priced(request, space.layouts, rates)
-    some = space.layouts.take(np.linspace(0, space.size - 1, min(space.size, 32), dtype=int))
-    margin = np.median(
-        [
-            log(choice.needed_high / choice.needed) / NINETY
-            for choice in choices_of(request, some, calibration)
-        ]
-    )
-    room = float(request.cluster.device.memory_bytes) * exp(
-        -NormalDist().inv_cdf(_CERTAIN) * float(margin)
-    )
-    fits = found.needed <= room
-    more = space.between(found.seconds, fits)
-    kept = space.proposed(fits)
-    parts = [Priced(space.layouts.take(kept), found.seconds[kept], found.needed[kept])]
-    parts += [_priced(request, more, rates)] if more is not None else []
-    return Priced(
+    ends = _priced(request, space.layouts, rates)
+    sample = space.layouts.take(np.linspace(0, space.size - 1, min(space.size, 32), dtype=int))
+    spreads = [
+        log(choice.needed_high / choice.needed) / NINETY
+        for choice in choices_of(request, sample, calibration)
+    ]
+
+    # A margin for the uncertainty of the memory, which differs little between layouts.
+    margin = np.median(spreads)
+    quantile = NormalDist().inv_cdf(_FIT_PROBABILITY)
+    threshold = float(request.cluster.device.memory_bytes) * exp(-quantile * float(margin))
+    fits = ends.needed <= threshold
+    more = space.between(ends.seconds, fits)
+    proposed = space.proposed(fits)
+    parts = [
+        PricedSpace(space.layouts.take(proposed), ends.seconds[proposed], ends.needed[proposed])
+    ]
+    if more is not None:
+        parts.append(_priced(request, more, rates))
+
+    return PricedSpace(
         joined([part.layouts for part in parts]),
         np.concatenate([part.seconds for part in parts]),
         np.concatenate([part.needed for part in parts]),
     )
 
 
-def _priced(request: Request, layouts: Layouts, rates: Rates) -> Priced:
+def _priced(request: Request, layouts: Layouts, rates: Rates) -> PricedSpace:
     size = np.size(layouts.tp)
     seconds = np.empty(size)
     needed = np.empty(size)
     for start in range(0, size, _CHUNK):
         part = slice(start, min(start + _CHUNK, size))
         job = job_of(request, layouts.take(part))
-        # those that are chosen are priced again
+        # Few moments of a step are enough here: the chosen layouts are priced again.
         states = states_of(request, job, every_moment=False)
-        found = estimate(job, rates, states)
-        seconds[part] = found.seconds
-        # What the host cannot hold does not fit either, whatever the device has.
+        estimated = estimate(job, rates, states)
+        seconds[part] = estimated.seconds
+        # A layout whose states exceed the host memory does not fit on any device.
         host = np.maximum(states.first["host"], states.last["host"])
         needed[part] = np.where(
             host > _HOST_SHARE * request.cluster.device.host_memory_bytes,
             np.inf,
-            found.memory.total,
+            estimated.memory.total,
         )
-    return Priced(layouts, seconds, needed)
+
+    return PricedSpace(layouts, seconds, needed)
 
 
 def _fastest(
-    request: Request, priced: Priced, room: float, calibration: Calibration, best: int
+    request: Request, priced: PricedSpace, room: float, calibration: Calibration, best: int
 ) -> list[Choice]:
-    """The fastest of every kind of layout that fit with enough certainty."""
+    """Return the fastest layouts of each family that fit with enough probability."""
     order = np.flatnonzero(priced.needed <= room)
     order = order[np.argsort(priced.seconds[order], kind="stable")]
-    found: list[Choice] = []
+    chosen: list[Choice] = []
     seen: set[tuple[Any, ...]] = set()
     families: Counter[tuple[Any, ...]] = Counter()
+    # The simulation changes the order of the best, so more are simulated than returned.
+    enough_families = max(best + 1, 6)
+    enough_choices = min(max(2 * best, 12), _MAX_SIMULATED)
+
     for start in range(0, len(order), 256):
-        for choice in choices_of(
-            request, priced.layouts.take(order[start : start + 256]), calibration
-        ):
+        layouts = priced.layouts.take(order[start : start + 256])
+        for choice in choices_of(request, layouts, calibration):
             family = _family(choice)
             kind = (*family, choice.layout["schedule"], choice.layout["vpp"])
-            if (
-                choice.fit_probability >= _CERTAIN
-                and kind not in seen
-                and families[family] < _MOST_OF_FAMILY
-            ):
-                seen.add(kind)
-                families[family] += 1
-                found.append(choice)
-                if len(families) == max(best + 1, 6) or len(found) == min(
-                    max(2 * best, 12), _MOST_SIMULATED
-                ):
-                    return _of_families(walked(request, found, calibration))[:best]
-        if start >= 4096 and found:
+            # The next layouts are often near twins of the last one.
+            if kind in seen or families[family] >= _MAX_PER_FAMILY:
+                continue
+            if choice.fit_probability < _FIT_PROBABILITY:
+                continue
+            seen.add(kind)
+            families[family] += 1
+            chosen.append(choice)
+            if len(families) == enough_families or len(chosen) == enough_choices:
+                return _of_families(walked(request, chosen, calibration))[:best]
+
+        # Few kinds of layouts fit: the rest of a long list is not worth its time.
+        if start >= 4096 and chosen:
             break
-    return _of_families(walked(request, found, calibration))[:best]
+
+    return _of_families(walked(request, chosen, calibration))[:best]
 
 
 def _family(choice: Choice) -> tuple[Any, ...]:
@@ -205,43 +225,45 @@ def _family(choice: Choice) -> tuple[Any, ...]:
 
 
 def _of_families(choices: Sequence[Choice]) -> list[Choice]:
-    """The first of every family."""
+    """Return the first choice of every family."""
     first: dict[tuple[Any, ...], Choice] = {}
     for choice in choices:
         first.setdefault(_family(choice), choice)
     return list(first.values())
 
 
-def _shortages(request: Request, priced: Priced, room: float, rates: Rates) -> tuple[Shortage, ...]:
-    """For every (tp, pp, stage) of which nothing fits: what the smallest of it needs."""
-    at = priced.layouts
+def _shortages(
+    request: Request, priced: PricedSpace, room: float, rates: Rates
+) -> tuple[Shortage, ...]:
+    """Return the smallest candidate of every (tp, pp, stage) of which nothing fits."""
+    layouts = priced.layouts
     needed = priced.needed
-    key = (np.asarray(at.tp) * 4096 + np.asarray(at.pp)) * 4 + np.asarray(at.stage)
+    key = (np.asarray(layouts.tp) * 4096 + np.asarray(layouts.pp)) * 4 + np.asarray(layouts.stage)
     order = np.lexsort((needed, key))
     firsts = order[np.concatenate([[True], np.diff(key[order]) != 0])]
     smallest = firsts[(needed[firsts] > room) & np.isfinite(needed[firsts])]
     if not len(smallest):
         return ()
     counts = dict(zip(*np.unique(key, return_counts=True), strict=True))
-    found = estimate_of(request, at.take(smallest), rates).memory
+    memory = estimate_of(request, layouts.take(smallest), rates).memory
+
     shortages = []
     for position, index in enumerate(smallest):
-        parts = sorted(
-            (
-                (name, float(np.broadcast_to(value, len(smallest))[position]))
-                for name, value in found.terms.items()
-            ),
-            key=lambda p: -p[1],
-        )
-        one = at.at(int(index))
-        pipeline = f" pp={one['pp']}" if request.offers.pipeline else ""
+        terms = [
+            (name, float(np.broadcast_to(value, len(smallest))[position]))
+            for name, value in memory.terms.items()
+        ]
+        terms.sort(key=lambda term: -term[1])
+        layout = layouts.at(int(index))
+        pipeline = f" pp={layout['pp']}" if request.offers.pipeline else ""
         shortages.append(
             Shortage(
-                f"tp={one['tp']}{pipeline} stage={one['stage']}",
+                f"tp={layout['tp']}{pipeline} stage={layout['stage']}",
                 int(counts[key[index]]),
                 float(needed[index]),
                 room,
-                tuple(parts[:3]),
+                tuple(terms[:3]),
             )
         )
+
     return tuple(shortages)

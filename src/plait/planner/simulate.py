@@ -1,10 +1,9 @@
-"""Simulates the pipeline of one layout by its schedule's own table: the idle time with uneven
-stages, a heavy head, messages in flight.
+"""Simulate the pipeline of one layout by its schedule's table.
 
-Refines the closed form for the best candidates. The table is the runtime's
-(`parallel.schedules.schedule`), the simulation `parallel.schedules.timeline`, the cut the engine's
-(`parallel.pipeline.balance`); durations are the closed form's. Nothing is simulated without a
-pipeline.
+The simulation refines the idle time of the closed form for the best candidates: with uneven stages,
+the head on the last stage, and messages in flight. The table is that of the runtime
+(`parallel.schedules.schedule`), the simulation `parallel.schedules.timeline`, and the cut of the
+model that of the engine (`parallel.pipeline.balance`). Durations come from the closed form.
 """
 
 from __future__ import annotations
@@ -24,24 +23,25 @@ from plait.planner.step import host_wait, layer_traffic
 from plait.planner.traffic import send_seconds
 
 MOST_ACTIONS = 60_000
-"""Longer tables are left to the closed form: a simulation takes about 5 us an action."""
+"""Longest table that is simulated; a simulation takes about 5 us per action."""
 RANK_TERMS = ("products", "attention", "elementwise", "recompute", "head", "host", "tp", "cp", "ep")
-"""Terms of a step that are in the simulated durations; `idle` is its result, and the others are
-added.
-"""
+"""Terms of a step that are part of the simulated durations. `idle` is the result."""
 
 
 def simulated_terms(job: Job, rates: Rates, terms: Mapping[str, float]) -> dict[str, float] | None:
-    """`terms` of one candidate with the idle time that its table leaves; None where there is no
-    pipeline or no table to simulate.
+    """Return the terms of one candidate with the simulated idle time.
+
+    None without a pipeline, and if the schedule has no table to simulate.
     """
     if int(only(job.layouts.pp)) == 1:
         return None
+
     try:
         timeline = timeline_of(job, rates)
     except InputError:
         return None
     busiest = max(timeline.busy(rank) for rank in range(len(timeline.ranks)))
+
     # The closed form counts equal stages; the cut that the engine makes has a pace of its own.
     share = busiest / sum(terms[term] for term in RANK_TERMS)
     return {
@@ -52,13 +52,18 @@ def simulated_terms(job: Job, rates: Rates, terms: Mapping[str, float]) -> dict[
 
 
 def timeline_of(job: Job, rates: Rates) -> Timeline:
-    """When every computation of one candidate runs, in seconds. A rank without a pipeline does its
-    micro-batches one after another.
+    """Simulate one candidate. Without a pipeline the micro-batches run one after another.
 
-    Raises InputError where there is no table, or one longer than MOST_ACTIONS.
+    Returns:
+        Start and end of every computation in seconds.
+
+    Raises:
+        InputError: There is no table, or one longer than MOST_ACTIONS.
     """
     at = job.layouts
-    pp, chunks, micro_batches = (int(only(value)) for value in (at.pp, at.vpp, at.accumulation))
+    pp = int(only(at.pp))
+    chunks = int(only(at.vpp))
+    micro_batches = int(only(at.accumulation))
     kind = SCHEDULES[int(only(at.schedule))]
     name = "1f1b" if pp == 1 else SCHEDULE_NAMES.get(kind)
     stages = pp * chunks
@@ -71,11 +76,12 @@ def timeline_of(job: Job, rates: Rates) -> Timeline:
             f"{stages} stages and {micro_batches} micro-batches are more than {MOST_ACTIONS:,}"
             " actions to walk"
         )
+
     if stages > int(job.model.layers):
         raise InputError(f"{stages} stages and {int(job.model.layers)} layers")
     try:
         table = make_schedule(name, pp=pp, microbatches=micro_batches, stages_per_rank=chunks)
-    except ConfigError as error:  # priced for comparison, and no table exists for these numbers
+    except ConfigError as error:  # layouts that are only priced may have no table
         raise InputError(error.problems[0].rule) from None
     return simulate(table, _durations(job, rates, stages))
 
@@ -93,6 +99,7 @@ def _durations(job: Job, rates: Rates, stages: int) -> Durations:
     counts = cut([1.0] * int(job.model.layers), stages, first=0, last=head / per_layer)
     heads = [head if index == stages - 1 else 0.0 for index in range(stages)]
     send = only(send_seconds(job, rates)) * float(rates["p2p"])
+
     return Durations(
         forward=tuple(n * (forward + wait) + h / 3 for n, h in zip(counts, heads, strict=True)),
         input=tuple(

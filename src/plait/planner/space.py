@@ -1,9 +1,8 @@
-"""Every candidate layout of a model on a cluster, as arrays; and what was left out, by which rule
-and by how much.
+"""Space of candidate layouts of a model on a cluster, and regions that are excluded by rules.
 
-Rules are those of the engine: heads divide over tp, every rank gets whole micro-batches, a pipeline
-has at least one layer a stage and as many micro-batches as stages. What merely does not fit in
-memory is not left out here.
+The rules are those of the engine: heads divide over tp, every rank gets complete micro-batches, and
+a pipeline has at least one layer per stage and as many micro-batches as stages. Layouts that only
+do not fit into memory are not excluded here.
 """
 
 from __future__ import annotations
@@ -25,19 +24,20 @@ from plait.planner.offers import Offers
 from plait.planner.relief import Relief, Reliefs, reliefs_of, relieved, relieves, splits_backward
 from plait.planner.splits import Split
 
-_MOST_MICRO_BATCH = 64
-_MOST_CHUNKS = 8
-_MOST_TP = _MOST_CP = 64
+_MAX_MICRO_BATCH = 64
+_MAX_CHUNKS = 8
+_MAX_TP = _MAX_CP = 64
 _RUN_TOGETHER = ("schedule", "vpp", "accumulation", "stage", "ep", "recompute", "offload")
 LONG_SEQUENCE = 16_384
-"""Tokens from which on sequences are cut over cp. Shorter ones train with data parallelism, which
-sends less.
+"""Tokens per sample from which context parallelism is proposed.
+
+Shorter sequences use data parallelism, which communicates less.
 """
 
 
 @dataclass(frozen=True)
 class Excluded:
-    """A region of the space that cannot be, with the rule and its numbers."""
+    """Region of the space that is impossible, and the rule with its numbers."""
 
     region: str
     rule: str
@@ -45,72 +45,78 @@ class Excluded:
 
 @dataclass(frozen=True)
 class Space:
-    """Candidates and what was excluded."""
+    """Candidates, and excluded regions."""
 
     layouts: Layouts
     number: NDArray[np.int64]
-    """Of the layout that a candidate is, whatever its relief."""
+    """Number of the layout of each candidate without its relief."""
     reliefs: Reliefs
     excluded: tuple[Excluded, ...]
 
     @property
     def size(self) -> int:
-        """Candidates."""
+        """Number of candidates."""
         return len(self.number)
 
     def proposed(self, fits: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Which candidates are: the optimizer on the host where a layout does not fit with it on
-        the device.
+        """Return which candidates may be proposed.
+
+        The optimizer is on the host only if the layout does not fit with the optimizer on the
+        device.
         """
         on_host = np.asarray(self.layouts.offload) > 0
         return ~on_host | ~self._of_layouts(fits & ~on_host)
 
     def _of_layouts(self, which: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Of every candidate, whether one of the same layout is among `which`."""
-        return (
-            np.bincount(self.number, weights=which, minlength=int(self.number.max()) + 1)[
-                self.number
-            ]
-            > 0
-        )
+        """Return for every candidate whether one of the same layout is among `which`."""
+        layouts = int(self.number.max()) + 1
+        counts = np.bincount(self.number, weights=which, minlength=layouts)
+        return counts[self.number] > 0
 
     def between(
         self, seconds: NDArray[np.float64], fits: NDArray[np.bool_], *, within: float = 1.3
     ) -> Layouts | None:
-        """The other candidates of layouts that fit with relief and not without, and may become
-        nearly as fast as the fastest that fits: without relief they take at most `within` times its
-        seconds. None where there are none.
+        """Return further candidates between the ends of Note [Relief] in `plait.planner.relief`.
+
+        Args:
+            seconds: Predicted seconds of the candidates.
+            fits: Whether they fit.
+            within: Layouts are refined if they are, without relief, at most this factor slower than
+                the fastest candidate that fits.
+
+        Returns:
+            Candidates of layouts that fit with relief and not without; None if there are none.
         """
         if not fits.any():
             return None
         on_host = (np.asarray(self.layouts.offload) > 0) & bool(self.reliefs.on_host)
-        # of a layout's candidates the lightest
-        first = np.concatenate([[True], np.diff(self.number) != 0])
-        open_ = first & ~fits & (seconds <= within * seconds[fits].min())
-        here = self._of_layouts(fits & ~on_host)
-        there = self._of_layouts(fits & on_host)
-        device, host = (self.reliefs.between(on_host=place) for place in (False, True))
-        parts = [(open_ & here, device), (open_ & ~here & there, host)]
-        found = [
-            relieved(self.layouts.take(np.flatnonzero(chosen)), some)
-            for chosen, some in parts
-            if chosen.any() and some
-        ]
-        return joined(found) if found else None
+
+        # The first candidate of each layout has no relief.
+        is_lightest = np.concatenate([[True], np.diff(self.number) != 0])
+        is_candidate = is_lightest & ~fits & (seconds <= within * seconds[fits].min())
+        fits_on_device = self._of_layouts(fits & ~on_host)
+        fits_on_host = self._of_layouts(fits & on_host)
+        layouts = []
+        for selected, reliefs in (
+            (is_candidate & fits_on_device, self.reliefs.between(on_host=False)),
+            (is_candidate & ~fits_on_device & fits_on_host, self.reliefs.between(on_host=True)),
+        ):
+            if selected.any() and reliefs:
+                base = self.layouts.take(np.flatnonzero(selected))
+                layouts.append(relieved(base, reliefs))
+        return joined(layouts) if layouts else None
 
 
 def joined(parts: Sequence[Layouts]) -> Layouts:
-    """One after the other."""
-    return Layouts(
-        **{
-            f.name: np.concatenate([getattr(part, f.name) for part in parts])
-            for f in fields(Layouts)
-        }
-    )
+    """Concatenate candidates."""
+    columns = {}
+    for f in fields(Layouts):
+        columns[f.name] = np.concatenate([getattr(part, f.name) for part in parts])
+    return Layouts(**columns)
 
 
 def divisors(count: int) -> list[int]:
-    """All, ascending."""
+    """Return all divisors in ascending order."""
     small = [d for d in range(1, int(count**0.5) + 1) if count % d == 0]
     return sorted({*small, *(count // d for d in small)})
 
@@ -125,10 +131,12 @@ def build_space(
     split: Split,
     fixed: Mapping[str, int] | None = None,
 ) -> Space:
-    """Every candidate that the rules allow. Raises ConfigError where there is none, with every rule
-    that excluded some.
+    """Return all candidates that the rules allow.
+
+    Raises:
+        ConfigError: No candidate is left. The error has every rule that excluded some.
     """
-    asked = _Asked(
+    builder = _SpaceBuilder(
         model,
         cluster,
         global_batch,
@@ -139,31 +147,37 @@ def build_space(
         reliefs_of(offers, cluster.device, fixed or {}),
     )
     world = cluster.devices
-    excluded = asked.excluded
-    columns = asked.columns
-    for tp in _tensor_degrees(asked):
-        for pp in _stages(asked, world // tp):
+    excluded = builder.excluded
+    columns = builder.columns
+
+    for tp in _tensor_degrees(builder):
+        for pp in _stages(builder, world // tp):
             refusal = offers.refusal(tp=tp, pp=pp)
             if refusal is not None:
-                _note(excluded, f"tp = {tp}" if pp == 1 else f"tp = {tp} with pp = {pp}", refusal)
+                region = f"tp = {tp}" if pp == 1 else f"tp = {tp} with pp = {pp}"
+                _note(excluded, region, refusal)
                 continue
-            for cp in _context_degrees(asked, tp, world // (tp * pp)):
-                _add(asked, tp, pp, cp)
+            for cp in _context_degrees(builder, tp, world // (tp * pp)):
+                _add(builder, tp, pp, cp)
+
     if not any(len(part) for part in columns["tp"]):
         problems = [
-            Problem(e.region, None, e.rule, "change it, or let the search choose")
-            for e in excluded.values()
+            Problem(region.region, None, region.rule, "change it, or let the search choose")
+            for region in excluded.values()
         ]
-        raise ConfigError(
-            *(problems or [Problem("layout", None, "no candidate is left", "fix fewer values")])
-        )
+        if not problems:
+            problems = [Problem("layout", None, "no candidate is left", "fix fewer values")]
+        raise ConfigError(*problems)
+
     layouts = Layouts(**{name: np.concatenate(parts) for name, parts in columns.items()})
-    return Space(layouts, np.concatenate(asked.numbers), asked.reliefs, tuple(excluded.values()))
+    return Space(
+        layouts, np.concatenate(builder.numbers), builder.reliefs, tuple(excluded.values())
+    )
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """What a space is built for, and what there is of it so far."""
+class _SpaceBuilder:
+    """Inputs of a space, and the candidates and exclusions found so far."""
 
     model: Architecture
     cluster: Cluster
@@ -180,7 +194,7 @@ class _Asked:
     numbers: list[NDArray[np.int64]] = field(default_factory=list)
 
     def allowed(self, name: str, values: Iterable[int]) -> list[int]:
-        """Of a field's values those that are not fixed to another."""
+        """Return the values of a field that agree with the fixed one."""
         return [value for value in values if self.fixed.get(name, value) == value]
 
 
@@ -188,15 +202,15 @@ def _note(excluded: dict[str, Excluded], region: str, rule: str) -> None:
     excluded.setdefault(region, Excluded(region, rule))
 
 
-def _note_fixed(asked: _Asked, names: Iterable[str], rule: str) -> None:
-    """That nothing is left by what is fixed of some fields."""
-    fixed = {name: asked.fixed[name] for name in names if name in asked.fixed}
+def _note_fixed(builder: _SpaceBuilder, names: Iterable[str], rule: str) -> None:
+    """Note that no candidate has the fixed values of these fields."""
+    fixed = {name: builder.fixed[name] for name in names if name in builder.fixed}
     if fixed:
-        _note(asked.excluded, written(fixed), rule)
+        _note(builder.excluded, written(fixed), rule)
 
 
 def _rule_of(model: Architecture, names: Sequence[str]) -> str:
-    """Why none of the values that are fixed of these fields is left."""
+    """Return the rule that excludes the fixed values of these fields."""
     if "ep" in names and not model.experts:
         return f"{model.name} has no experts"
     rules = {
@@ -207,190 +221,200 @@ def _rule_of(model: Architecture, names: Sequence[str]) -> str:
             " nothing is sharded"
         ),
     }
+
     return next(
         (rules[name] for name in names if name in rules), "not every tp, pp and cp has these values"
     )
 
 
-def _tensor_degrees(asked: _Asked) -> list[int]:
-    model = asked.model
-    cluster = asked.cluster
-    split = asked.split
-    fixed = asked.fixed
-    excluded = asked.excluded
-    domain = max(int(cluster.device.domain), int(cluster.device.devices_per_node))
-    wanted = (
-        [fixed["tp"]]
-        if "tp" in fixed
-        else [tp for tp in divisors(cluster.devices) if tp <= min(domain, _MOST_TP)]
-    )
-    found = []
-    for tp in wanted:
-        region = f"tp = {tp}"
-        if cluster.devices % tp:
-            _note(
-                excluded,
-                region,
-                f"{cluster.devices} devices and {cluster.devices} % {tp} = {cluster.devices % tp}",
-            )
-        elif tp > 1 and split.tensor:
-            _note(excluded, "tp > 1" if "tp" not in fixed else region, split.tensor)
-        elif domain % tp and tp % domain and cluster.devices > domain:
-            _note(
-                excluded,
-                region,
-                f"{domain} devices have fast links to each other, and a group of {tp} would lie in"
-                " two such domains",
-            )
-        elif tp > 1 and model.heads % tp and not split.whole_attention:
-            works = ", ".join(
-                str(d)
-                for d in divisors(int(model.heads))
-                if d <= domain and cluster.devices % d == 0
-            )
-            _note(
-                excluded,
-                region,
-                f"num_attention_heads is {model.heads} and {model.heads} % {tp} ="
-                f" {model.heads % tp}; use {works}",
-            )
-        elif model.kv_heads % tp and tp % model.kv_heads and not split.whole_attention:
-            _note(
-                excluded,
-                region,
-                f"num_key_value_heads is {model.kv_heads}, which neither divides {tp} nor is"
-                " divided by it",
-            )
+def _tensor_degrees(builder: _SpaceBuilder) -> list[int]:
+    device = builder.cluster.device
+    domain = max(int(device.domain), int(device.devices_per_node))
+    proposed = [tp for tp in divisors(builder.cluster.devices) if tp <= min(domain, _MAX_TP)]
+    if "tp" in builder.fixed:
+        proposed = [builder.fixed["tp"]]
+
+    degrees = []
+    for tp in proposed:
+        refusal = _refuse_tensor_degree(builder, tp, domain)
+        if refusal is None:
+            degrees.append(tp)
         else:
-            found.append(tp)
-    return found
+            _note(builder.excluded, refusal.region, refusal.rule)
+    return degrees
 
 
-def _stages(asked: _Asked, ranks: int) -> list[int]:
-    model = asked.model
-    offers = asked.offers
-    fixed = asked.fixed
-    excluded = asked.excluded
-    if not offers.pipeline:
-        rule = offers.refusal(tp=1, pp=2) or "this version runs no pipeline"
+def _refuse_tensor_degree(builder: _SpaceBuilder, tp: int, domain: int) -> Excluded | None:
+    """Return the rule that excludes a degree of tensor parallelism, or None."""
+    model = builder.model
+    devices = builder.cluster.devices
+    split = builder.split
+    region = f"tp = {tp}"
+    if devices % tp:
+        return Excluded(region, f"{devices} devices and {devices} % {tp} = {devices % tp}")
+    if tp > 1 and split.tensor:
+        return Excluded(region if "tp" in builder.fixed else "tp > 1", split.tensor)
+    if domain % tp and tp % domain and devices > domain:
+        rule = (
+            f"{domain} devices have fast links to each other, and a group of {tp} would lie in two"
+            " such domains"
+        )
+        return Excluded(region, rule)
+    if split.whole_attention:
+        # Every rank computes all heads.
+        return None
+
+    if tp > 1 and model.heads % tp:
+        heads = int(model.heads)
+        works = [d for d in divisors(heads) if d <= domain and devices % d == 0]
+        rule = (
+            f"num_attention_heads is {model.heads} and {model.heads} % {tp} = {model.heads % tp};"
+            f" use {', '.join(map(str, works))}"
+        )
+        return Excluded(region, rule)
+    if model.kv_heads % tp and tp % model.kv_heads:
+        rule = (
+            f"num_key_value_heads is {model.kv_heads}, which neither divides {tp} nor is divided by"
+            " it"
+        )
+        return Excluded(region, rule)
+    return None
+
+
+def _stages(builder: _SpaceBuilder, ranks: int) -> list[int]:
+    fixed = builder.fixed
+    excluded = builder.excluded
+    if not builder.offers.pipeline:
+        rule = builder.offers.refusal(tp=1, pp=2) or "this version runs no pipeline"
         if fixed.get("pp", 1) > 1:
             _note(excluded, f"pp = {fixed['pp']}", rule)
             return []
         _note(excluded, "pp > 1", rule)
         return [1]
-    found = []
-    staged = {
-        name: fixed[name]
-        for name, alone in (("schedule", SCHEDULES.index("none")), ("vpp", 1))
-        if fixed.get(name, alone) != alone
-    }
+
+    degrees = []
     for pp in [fixed["pp"]] if "pp" in fixed else divisors(ranks):
-        if pp == 1 and staged:
-            _note(
-                excluded,
-                "pp = 1",
-                f"{written(staged)} is of a pipeline, which has 2 stages or more",
-            )
-        elif pp > 1 and asked.split.pipeline:
-            _note(excluded, "pp > 1" if "pp" not in fixed else f"pp = {pp}", asked.split.pipeline)
-        elif pp > model.layers:
-            if "pp" in fixed:
-                _note(
-                    excluded,
-                    f"pp = {pp}",
-                    f"a stage has at least one layer, and the model has {model.layers}",
-                )
-        elif ranks % pp:
-            _note(
-                excluded,
-                f"pp = {pp}",
-                f"{ranks} devices are left for it and {ranks} % {pp} = {ranks % pp}",
-            )
+        if pp > builder.model.layers and "pp" not in fixed and not builder.split.pipeline:
+            # Obvious, and not worth a note.
+            continue
+        refusal = _refuse_stages(builder, pp, ranks)
+        if refusal is None:
+            degrees.append(pp)
         else:
-            found.append(pp)
-    return found
+            _note(excluded, refusal.region, refusal.rule)
+    return degrees
+
+
+def _refuse_stages(builder: _SpaceBuilder, pp: int, ranks: int) -> Excluded | None:
+    """Return the rule that excludes a number of stages, or None."""
+    fixed = builder.fixed
+    layers = builder.model.layers
+    region = f"pp = {pp}"
+    # Fixed fields that only a pipeline has.
+    staged = {}
+    if fixed.get("schedule", SCHEDULES.index("none")) != SCHEDULES.index("none"):
+        staged["schedule"] = fixed["schedule"]
+    if fixed.get("vpp", 1) != 1:
+        staged["vpp"] = fixed["vpp"]
+
+    if pp == 1 and staged:
+        return Excluded(region, f"{written(staged)} is of a pipeline, which has 2 stages or more")
+    if pp > 1 and builder.split.pipeline:
+        return Excluded(region if "pp" in fixed else "pp > 1", builder.split.pipeline)
+    if pp > layers:
+        return Excluded(region, f"a stage has at least one layer, and the model has {layers}")
+    if ranks % pp:
+        return Excluded(
+            region, f"{ranks} devices are left for it and {ranks} % {pp} = {ranks % pp}"
+        )
+    return None
 
 
 def _schedules(
     model: Architecture, pp: int, offers: Offers, fixed: Mapping[str, int]
 ) -> list[tuple[int, int]]:
-    """(schedule, chunks of a stage)."""
+    """Return (schedule, chunks per rank) pairs."""
     if pp == 1:
         return [(SCHEDULES.index("none"), 1)]
-    found = []
+    schedules = []
     for name in offers.schedules:
         if name in ("interleaved", "interleaved-zb"):
             # With embedding and head for a layer each, Megatron-LM has stages without a layer; here
             # every stage has one.
-            most = model.layers + 2 if offers.compiled is None else model.layers
+            most = model.layers
+            if offers.compiled is None:
+                most = model.layers + 2
             chunks = [
-                v
-                for v in range(2, _MOST_CHUNKS + 1)
-                if pp * v <= most
-                and (model.layers % (pp * v) == 0 or (model.layers + 2) % (pp * v) == 0)
+                count
+                for count in range(2, _MAX_CHUNKS + 1)
+                if pp * count <= most
+                and (model.layers % (pp * count) == 0 or (model.layers + 2) % (pp * count) == 0)
             ]
         elif name in ("zbv", "dualpipev"):
             chunks = [2] if pp * 2 <= model.layers else []
         else:
             chunks = [1]
-        found += [(SCHEDULES.index(name), v) for v in chunks]
+        schedules += [(SCHEDULES.index(name), count) for count in chunks]
+
     return [
-        (schedule, v)
-        for schedule, v in found
-        if fixed.get("schedule", schedule) == schedule and fixed.get("vpp", v) == v
+        (schedule, count)
+        for schedule, count in schedules
+        if fixed.get("schedule", schedule) == schedule and fixed.get("vpp", count) == count
     ]
 
 
 def _shards(dp: int, fixed: Mapping[str, int], *, alone: bool) -> list[tuple[int, int, int]]:
-    """(stage, dp_replicate, dp_shard); `alone`: of the only device."""
-    found = [(0, dp, 1)]
+    """Return (stage, dp_replicate, dp_shard) triples. `alone` is True for a single device."""
+    entries = [(0, dp, 1)]
     if alone or (dp == 1 and fixed.get("stage")):
         # One rank has all of the shards: the only device, because stage 0 has no optimizer on the
-        # host; and the stage that is asked for.
-        found.append((fixed.get("stage") or 1, 1, 1))
+        # host; and with a stage that is fixed.
+        entries.append((fixed.get("stage") or 1, 1, 1))
     inner = [d for d in divisors(dp) if d > 1 and (d == dp or d & (d - 1) == 0)]
-    found += [(stage, dp // d, d) for stage in (1, 2, 3) for d in inner]
+    entries += [(stage, dp // d, d) for stage in (1, 2, 3) for d in inner]
     if "dp_shard" in fixed and dp % fixed["dp_shard"] == 0 and fixed["dp_shard"] not in (1, *inner):
-        found += [(stage, dp // fixed["dp_shard"], fixed["dp_shard"]) for stage in (1, 2, 3)]
+        entries += [(stage, dp // fixed["dp_shard"], fixed["dp_shard"]) for stage in (1, 2, 3)]
     names = ("stage", "dp_replicate", "dp_shard")
+
     return [
         entry
-        for entry in found
+        for entry in entries
         if all(fixed.get(name, value) == value for name, value in zip(names, entry, strict=True))
     ]
 
 
-def _context_degrees(asked: _Asked, tp: int, ranks: int) -> list[int]:
-    found = _degrees_of_context(asked, tp, ranks)
-    if "context" not in asked.fixed or asked.fixed.get("cp", 1) > 1:
-        return found
-    kind = written({"context": asked.fixed["context"]})
+def _context_degrees(builder: _SpaceBuilder, tp: int, ranks: int) -> list[int]:
+    degrees = _degrees_of_context(builder, tp, ranks)
+    if "context" not in builder.fixed or builder.fixed.get("cp", 1) > 1:
+        return degrees
+    kind = written({"context": builder.fixed["context"]})
     rule = (
         f"{kind} is of sequences in 2 parts or more, of at least {LONG_SEQUENCE // 8:,} tokens each"
         " unless cp is given"
     )
-    _note(asked.excluded, "cp = 1", rule)
-    return [cp for cp in found if cp > 1]
+    _note(builder.excluded, "cp = 1", rule)
+    return [cp for cp in degrees if cp > 1]
 
 
-def _degrees_of_context(asked: _Asked, tp: int, ranks: int) -> list[int]:
-    fixed = asked.fixed
-    split = asked.split
-    excluded = asked.excluded
+def _degrees_of_context(builder: _SpaceBuilder, tp: int, ranks: int) -> list[int]:
+    fixed = builder.fixed
+    split = builder.split
+    excluded = builder.excluded
     if fixed.get("cp", 2) > 1 and split.context:
         _note(excluded, "cp > 1", split.context)
-        return asked.allowed("cp", [1])
-    if asked.offers.compiled:
+        return builder.allowed("cp", [1])
+    if builder.offers.compiled:
         _note(excluded, "cp > 1", "parts of sequences are not proven under torch.compile")
-        return asked.allowed("cp", [1])
+        return builder.allowed("cp", [1])
     if "cp" not in fixed:
-        if asked.sequence < LONG_SEQUENCE and "context" not in fixed:
+        if builder.sequence < LONG_SEQUENCE and "context" not in fixed:
             return [1]
         return [
             cp
             for cp in divisors(ranks)
-            if cp <= _MOST_CP and cp & (cp - 1) == 0 and asked.sequence // cp >= LONG_SEQUENCE // 8
+            if cp <= _MAX_CP and cp & (cp - 1) == 0 and builder.sequence // cp >= LONG_SEQUENCE // 8
         ]
+
     cp = fixed["cp"]
     if ranks % cp:
         _note(
@@ -399,60 +423,63 @@ def _degrees_of_context(asked: _Asked, tp: int, ranks: int) -> list[int]:
             f"{ranks} devices are left for it and {ranks} % {cp} = {ranks % cp}",
         )
         return []
+
     return [cp]
 
 
-def _contexts(asked: _Asked, tp: int, cp: int) -> list[int]:
-    """Kinds, as indices into CONTEXT."""
+def _contexts(builder: _SpaceBuilder, tp: int, cp: int) -> list[int]:
+    """Return algorithms of context parallelism as indices into CONTEXT."""
     if cp == 1:
         return [0]
-    heads, kv = (
-        max(int(count) // (1 if asked.split.whole_attention else tp), 1)
-        for count in (asked.model.heads, asked.model.kv_heads)
-    )
-    if "context" in asked.fixed:
-        if CONTEXT[asked.fixed["context"]] == "ulysses" and heads % cp:
+    attention_tp = 1 if builder.split.whole_attention else tp
+    heads = max(int(builder.model.heads) // attention_tp, 1)
+    kv = max(int(builder.model.kv_heads) // attention_tp, 1)
+    if "context" in builder.fixed:
+        if CONTEXT[builder.fixed["context"]] == "ulysses" and heads % cp:
             rule = f"a rank of tp has {heads} heads and {heads} % {cp} = {heads % cp}"
-            _note(asked.excluded, f"ulysses with tp = {tp} and cp = {cp}", rule)
+            _note(builder.excluded, f"ulysses with tp = {tp} and cp = {cp}", rule)
             return []
-        return [asked.fixed["context"]]
+        return [builder.fixed["context"]]
+
     # A ring waits only for the last gradients of keys and values, ulysses for all of its traffic.
     # all-gather-kv waits three times for keys and values, and needs memory for those of all ranks.
     fewer = heads % cp == 0 and heads + lcm(kv, cp) < kv * cp
     return [CONTEXT.index("ulysses" if fewer else "ring")]
 
 
-def _expert_degrees(asked: _Asked, tp: int, ranks: int) -> list[int]:
-    """Of a stage of `ranks`."""
-    experts = int(asked.model.experts)
-    degrees = (
-        [d for d in divisors(experts) if ranks % d == 0]
-        if experts and not asked.offers.compiled
-        else [1]
-    )
-    if tp > 1 and asked.split.with_experts:
+def _expert_degrees(builder: _SpaceBuilder, tp: int, ranks: int) -> list[int]:
+    """Return the degrees of expert parallelism for a stage of `ranks`."""
+    experts = int(builder.model.experts)
+    degrees = [1]
+    if experts and not builder.offers.compiled:
+        degrees = [d for d in divisors(experts) if ranks % d == 0]
+    if tp > 1 and builder.split.with_experts:
         _note(
-            asked.excluded,
+            builder.excluded,
             "tp > 1 with ep < tp",
             "every rank of tp would compute all tokens of the experts that it has",
         )
         degrees = [d for d in degrees if d % tp == 0]
-    return asked.allowed("ep", degrees)
+
+    return builder.allowed("ep", degrees)
 
 
-def _add(asked: _Asked, tp: int, pp: int, cp: int) -> None:
-    model = asked.model
-    cluster = asked.cluster
-    fixed = asked.fixed
-    excluded = asked.excluded
-    offers = asked.offers
+def _add(builder: _SpaceBuilder, tp: int, pp: int, cp: int) -> None:
+    """Add all candidates with these degrees."""
+    model = builder.model
+    cluster = builder.cluster
+    fixed = builder.fixed
+    excluded = builder.excluded
+    offers = builder.offers
     dp = cluster.devices // (tp * pp * cp)
-    batch = asked.global_batch
+    batch = builder.global_batch
     if batch % dp:
         below = batch // dp * dp
         above = (batch // dp + 1) * dp
         working = f"{below} or {above}" if below else f"{above}"
-        region = f"tp x pp = {tp * pp}" if cp == 1 else f"tp x pp x cp = {tp * pp * cp}"
+        region = f"tp x pp = {tp * pp}"
+        if cp > 1:
+            region = f"tp x pp x cp = {tp * pp * cp}"
         _note(
             excluded,
             region,
@@ -460,24 +487,28 @@ def _add(asked: _Asked, tp: int, pp: int, cp: int) -> None:
             f" {working}",
         )
         return
+
     per_rank = batch // dp
-    micros = (
-        [fixed["micro_batch"]]
-        if "micro_batch" in fixed
-        else [b for b in divisors(per_rank) if b <= _MOST_MICRO_BATCH]
-    )
-    micros = [
+    micro_batches = [b for b in divisors(per_rank) if b <= _MAX_MICRO_BATCH]
+    if "micro_batch" in fixed:
+        micro_batches = [fixed["micro_batch"]]
+    micro_batches = [
         b
-        for b in micros
+        for b in micro_batches
         if per_rank % b == 0 and fixed.get("accumulation", per_rank // b) == per_rank // b
     ]
-    if not micros:
-        asks = " x ".join(
+    if not micro_batches:
+        fixed_sizes = " x ".join(
             f"{name} = {fixed[name]}" for name in ("micro_batch", "accumulation") if name in fixed
         )
-        _note(excluded, f"{asks} with dp = {dp}", f"a rank's {per_rank} samples do not divide so")
+        _note(
+            excluded,
+            f"{fixed_sizes} with dp = {dp}",
+            f"a rank's {per_rank} samples do not divide so",
+        )
         return
-    enough = [b for b in micros if per_rank // b >= pp]
+
+    enough = [b for b in micro_batches if per_rank // b >= pp]
     if not enough:
         _note(
             excluded,
@@ -485,21 +516,23 @@ def _add(asked: _Asked, tp: int, pp: int, cp: int) -> None:
             f"a rank has {per_rank} samples, fewer micro-batches than the {pp} stages",
         )
         return
-    if tp > 1 and asked.split.sequence:
-        _note(excluded, "sp", asked.split.sequence)
-    sequence = asked.allowed("sp", (0, 1) if tp > 1 and not asked.split.sequence else (0,))
-    ends = asked.reliefs.ends
+
+    if tp > 1 and builder.split.sequence:
+        _note(excluded, "sp", builder.split.sequence)
+    can_shard_sequence = tp > 1 and not builder.split.sequence
+    sequence = builder.allowed("sp", (0, 1) if can_shard_sequence else (0,))
+    ends = builder.reliefs.ends
     lists: dict[tuple[str, ...], list[tuple[Any, ...]]] = {
         ("schedule", "vpp"): _schedules(model, pp, offers, fixed),
         ("stage", "dp_replicate", "dp_shard"): _shards(dp, fixed, alone=cluster.devices == 1),
         ("sp",): [(value,) for value in sequence],
-        ("context",): [(kind,) for kind in _contexts(asked, tp, cp)],
-        ("ep",): [(degree,) for degree in _expert_degrees(asked, tp, dp * cp * tp)],
+        ("context",): [(kind,) for kind in _contexts(builder, tp, cp)],
+        ("ep",): [(degree,) for degree in _expert_degrees(builder, tp, dp * cp * tp)],
         ("micro_batch",): [(size,) for size in enough],
         tuple(f.name for f in fields(Relief)): [tuple(vars(relief).values()) for relief in ends],
     }
     for names in (names for names, entries in lists.items() if not entries):
-        _note_fixed(asked, names, _rule_of(model, names))
+        _note_fixed(builder, names, _rule_of(model, names))
     if not all(lists.values()):
         return
     grid = np.meshgrid(*(np.arange(len(entries)) for entries in lists.values()), indexing="ij")
@@ -516,47 +549,52 @@ def _add(asked: _Asked, tp: int, pp: int, cp: int) -> None:
         "offload_activations": np.zeros(count),
         "accumulation": per_rank // values["micro_batch"],
     }
-    keep = _runnable(asked, values, pp)
+    keep = _runnable(builder, values, pp)
     if not keep.any():
         _note_fixed(
-            asked,
+            builder,
             _RUN_TOGETHER,
             "not every tp, pp and cp has a schedule that runs with these values",
         )
+
     for name, value in values.items():
-        asked.columns[name].append(value[keep])
-    before = max((int(part[-1]) + 1 for part in asked.numbers if len(part)), default=0)
-    asked.numbers.append(before + np.arange(count)[keep] // len(ends))
+        builder.columns[name].append(value[keep])
+    before = max((int(part[-1]) + 1 for part in builder.numbers if len(part)), default=0)
+    builder.numbers.append(before + np.arange(count)[keep] // len(ends))
 
 
-def _runnable(asked: _Asked, values: Mapping[str, Any], pp: int) -> Any:
-    """Which candidates have a schedule that exists for their micro-batches and works with their
-    ZeRO stage, experts that are sharded as `experts.expert_parallel` knows, and a relief that goes
-    with the rest.
+def _runnable(builder: _SpaceBuilder, values: Mapping[str, Any], pp: int) -> Any:
+    """Return which candidates can run.
+
+    Their schedule must exist for the micro-batches and work with the ZeRO stage, their experts must
+    be sharded as `experts.expert_parallel` supports, and their relief must be compatible.
     """
-    offers = asked.offers
+    offers = builder.offers
     stage = values["stage"]
-    whole = ~splits_backward(values["schedule"])  # in which tokens can be exchanged
-    keep = (values["ep"] == 1) | ((stage > 0) & whole)
+
+    # Tokens of experts can only be exchanged in unsplit backwards.
+    unsplit = ~splits_backward(values["schedule"])
+    keep = (values["ep"] == 1) | ((stage > 0) & unsplit)
     keep &= relieves(Layouts(**values))
-    # with one shard all stages are the same, but that stage 0 has its optimizer on the device
-    if "stage" not in asked.fixed:
+    # With one shard all stages are the same, except that stage 0 has its optimizer on the device.
+    if "stage" not in builder.fixed:
         keep &= (stage == 0) | (values["dp_shard"] > 1) | (values["offload"] > 0)
     if pp == 1:
         return keep
-    third = stage == 3
+    is_stage_3 = stage == 3
     kinds: dict[tuple[int, ...], bool] = {}
-    key = ((values["schedule"] * 1000 + values["vpp"]) * 2 + third) * 10**9 + values["accumulation"]
-    for one, index in zip(*np.unique(key, return_index=True), strict=True):
-        schedule, chunks, m = (
-            int(values[name][index]) for name in ("schedule", "vpp", "accumulation")
-        )
-        kinds[one] = offers.runs(
-            SCHEDULES[schedule],
+    key = ((values["schedule"] * 1000 + values["vpp"]) * 2 + is_stage_3) * 10**9 + values[
+        "accumulation"
+    ]
+
+    for kind, index in zip(*np.unique(key, return_index=True), strict=True):
+        kinds[kind] = offers.runs(
+            SCHEDULES[int(values["schedule"][index])],
             pp=pp,
-            micro_batches=m,
-            chunks=chunks,
-            zero=3 if third[index] else 0,
+            micro_batches=int(values["accumulation"][index]),
+            chunks=int(values["vpp"][index]),
+            zero=3 if is_stage_3[index] else 0,
         )
+
     ordered = sorted(kinds)
-    return keep & np.array([kinds[one] for one in ordered])[np.searchsorted(ordered, key)]
+    return keep & np.array([kinds[kind] for kind in ordered])[np.searchsorted(ordered, key)]

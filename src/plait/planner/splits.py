@@ -1,9 +1,7 @@
-"""What tensor and context parallelism do to a model family, as data: whether they are planned,
-whether sequences can be sharded, whether attention is replicated.
+"""Restrictions of tensor, context and pipeline parallelism per model family.
 
 The engine decides from the model itself (`model.plans`); tests build every family named here and
-compare. A family that is not named is planned without tensor parallelism, and the plan prints the
-reason.
+compare. For other families no tensor parallelism is planned, and the plan prints the reason.
 """
 
 from __future__ import annotations
@@ -15,8 +13,9 @@ from plait.parallel.context.families import FAMILIES
 from plait.planner.architecture import Architecture
 
 WHOLE_ATTENTION = ("gpt2", "gpt_bigcode", "codegen", "bloom", "mpt", "phi3", "olmo2", "glm", "glm4")
-"""Queries, keys and values are fused or normalised together: their layer is split, its output
-gathered, every rank computes all heads.
+"""Families with fused or jointly normalized queries, keys and values.
+
+Their projections are split and the outputs gathered, so that every rank computes all heads.
 """
 SPLIT = (
     "llama",
@@ -49,32 +48,31 @@ _NO_SEQUENCE = {"opt": "OPT's blocks flatten batch and sequence into one dimensi
 
 @dataclass(frozen=True)
 class Split:
-    """None where it is planned, else why not."""
+    """Restrictions for a model. Each is a reason why a technique is not planned, or None."""
 
     tensor: str | None = None
     sequence: str | None = None
     whole_attention: bool = False
     context: str | None = None
-    """Context parallelism."""
+    """Reason against context parallelism."""
     pipeline: str | None = None
     with_experts: bool = False
-    """tp is planned where ep splits the experts over its ranks too: without, each of them would
-    compute all experts.
+    """True if tensor parallelism requires that ep splits the experts over its ranks.
+
+    Otherwise each of these ranks would compute all experts.
     """
 
 
 def split_of(model: Architecture) -> Split:
-    """How the planner may split a model."""
+    """Return the restrictions for a model."""
     return replace(_split_of(model), pipeline=str(model.uncut) or None)
 
 
 def _split_of(model: Architecture) -> Split:
     kind = str(model.model_type)
-    context = (
-        None
-        if kind in FAMILIES
-        else f"{kind} is not among the families whose sequences are cut: {', '.join(FAMILIES)}"
-    )
+    context = None
+    if kind not in FAMILIES:
+        context = f"{kind} is not among the families whose sequences are cut: {', '.join(FAMILIES)}"
     if model.experts and (kind not in SPLIT_FAMILIES or model.latent_rank):
         rule = f"{kind} has experts, beside which the planner splits no attention of its kind"
         return Split(tensor=rule, sequence="no tensor parallelism", context=context)
@@ -85,6 +83,7 @@ def _split_of(model: Architecture) -> Split:
             f"how {kind} splits is not known to the planner; `plait layout` asks the model itself"
         )
         return Split(tensor=rule, sequence="no tensor parallelism", context=context)
+
     dropout = bool(model.dropout or model.attention_dropout or model.embedding_dropout)
     sequence = _NO_SEQUENCE.get(kind)
     if sequence is None and dropout and kind in WHOLE_ATTENTION:
@@ -92,6 +91,7 @@ def _split_of(model: Architecture) -> Split:
             "dropout is on, and every rank computes all of attention, of which each would drop"
             " other places"
         )
+
     if context is None and dropout:
         context = "dropout is on, which parts of a sequence do not draw as one process does"
     return Split(sequence=sequence, whole_attention=kind in WHOLE_ATTENTION, context=context)

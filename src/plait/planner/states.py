@@ -1,14 +1,15 @@
-"""Model states of Plait itself, to the byte, from the techniques' own accounts: the ledger is asked
-for the embedding, one block and the head, and a stage is the sum of what it holds.
+"""Model states of Plait to the byte, from the accounts of its techniques.
 
-The facts are written from an Architecture, so no model is built; tests compare them with those of
-the Transformers model.
+The ledger is asked for the embedding, one block and the head; a stage is the sum of its parts. The
+facts about parameters are derived from an Architecture, so that no model is built; tests compare
+them with those of the Transformers model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -22,16 +23,17 @@ from plait.parallel.pipeline.balance import cut
 from plait.parallel.precision.mixed_precision import Precision
 from plait.planner.architecture import Architecture
 from plait.planner.hardware import PRECISIONS
-from plait.planner.holdings import Holdings, found, holdings
+from plait.planner.holdings import Holdings, holdings, rank_holdings
 from plait.planner.job import SCHEDULES, Job, Layouts
 from plait.planner.peak import States, Units
 from plait.planner.pipeline import in_flight
 
 _MASTER_BYTES = 4
-"""Plait's optimizer updates float32 parameters unless `model.dtype` says otherwise."""
+"""Bytes of a parameter. Plait's optimizer updates float32 parameters unless `model.dtype` differs.
+"""
 
 _EXPERTS = "experts."
-"""Before the names of parameters that `ep` splits."""
+"""Prefix of the names of parameters that `ep` splits."""
 
 Split = dict[str, int | None]
 Entry = tuple[str, tuple[int, ...], int | None]
@@ -41,31 +43,46 @@ Entry = tuple[str, tuple[int, ...], int | None]
 def block_parameters(
     model: Architecture, *, experts: bool = False, whole_keys: bool = False
 ) -> list[Entry]:
-    """(name, shape, dimension split over tp) of every parameter of one block, as Transformers
-    shapes them. With `whole_keys` there are fewer key and value heads than ranks, which replicate
-    these.
+    """Return (name, shape, dimension split over tp) of the parameters of a block.
+
+    Args:
+        model: Sizes of the model. Shapes are those of the Transformers model.
+        experts: Whether the block has experts.
+        whole_keys: Whether keys and values are replicated, because there are fewer heads than
+            ranks.
     """
-    h = model.hidden
+    hidden = model.hidden
     width = model.heads * model.head_dim
     kv = model.kv_heads * model.head_dim
-    found: list[Entry] = []
+    entries: list[Entry] = []
     if model.model_type == "gpt2":
-        found += [("attn.c_attn.weight", (h, 3 * h), 1), ("attn.c_attn.bias", (3 * h,), 0)]
-        found += [("attn.c_proj.weight", (h, h), 0), ("attn.c_proj.bias", (h,), None)]
-        found += [("mlp.c_fc.weight", (h, model.ffn), 1), ("mlp.c_fc.bias", (model.ffn,), 0)]
-        found += [("mlp.c_proj.weight", (model.ffn, h), 0), ("mlp.c_proj.bias", (h,), None)]
-        return found + [
-            (f"ln_{i}.{leaf}", (h,), None) for i in (1, 2) for leaf in ("weight", "bias")
+        entries += [
+            ("attn.c_attn.weight", (hidden, 3 * hidden), 1),
+            ("attn.c_attn.bias", (3 * hidden,), 0),
         ]
+        entries += [
+            ("attn.c_proj.weight", (hidden, hidden), 0),
+            ("attn.c_proj.bias", (hidden,), None),
+        ]
+        entries += [("mlp.c_fc.weight", (hidden, model.ffn), 1), ("mlp.c_fc.bias", (model.ffn,), 0)]
+        entries += [
+            ("mlp.c_proj.weight", (model.ffn, hidden), 0),
+            ("mlp.c_proj.bias", (hidden,), None),
+        ]
+        return entries + [
+            (f"ln_{i}.{leaf}", (hidden,), None) for i in (1, 2) for leaf in ("weight", "bias")
+        ]
+
     if model.latent_rank:
         names = ("q_a", "q_b" if model.query_rank else "q", "kv_a", "kv_b", "o")
-        dims = (None, 0, None, 0, 1)  # the latents are those of all heads
+        # Latents are shared by all heads, so their products are not split.
+        dims = (None, 0, None, 0, 1)
         for name, dim, (inner, columns) in zip(
             names, dims, model.products_of_attention, strict=True
         ):
             if columns:
-                found.append((f"{name}.weight", (int(columns), int(inner)), dim))
-        found += [
+                entries.append((f"{name}.weight", (int(columns), int(inner)), dim))
+        entries += [
             (f"{name}_norm", (rank,), None)
             for name, rank in (("q_a", model.query_rank), ("kv_a", model.latent_rank))
             if rank
@@ -73,51 +90,58 @@ def block_parameters(
     else:
         for name, rows in (("q", width), ("k", kv), ("v", kv)):
             dim = None if whole_keys and name != "q" else 0
-            found.append((f"{name}.weight", (rows, h), dim))
+            entries.append((f"{name}.weight", (rows, hidden), dim))
             if model.qkv_bias or model.bias:
-                found.append((f"{name}.bias", (rows,), dim))
-        found.append(("o.weight", (h, width), 1))
+                entries.append((f"{name}.bias", (rows,), dim))
+        entries.append(("o.weight", (hidden, width), 1))
         if model.bias:
-            found.append(("o.bias", (h,), None))
+            entries.append(("o.bias", (hidden,), None))
+
     if model.qk_norm:
-        found += [("q_norm", (model.head_dim,), None), ("k_norm", (model.head_dim,), None)]
+        entries += [("q_norm", (model.head_dim,), None), ("k_norm", (model.head_dim,), None)]
     if experts:
-        found += [
-            (f"{_EXPERTS}gate_up", (model.experts, 2 * model.expert_ffn, h), None),
-            (f"{_EXPERTS}down", (model.experts, h, model.expert_ffn), None),
+        entries += [
+            (f"{_EXPERTS}gate_up", (model.experts, 2 * model.expert_ffn, hidden), None),
+            (f"{_EXPERTS}down", (model.experts, hidden, model.expert_ffn), None),
         ]
-        found.append(("router", (model.experts, h), None))
+        entries.append(("router", (model.experts, hidden), None))
         if model.shared_ffn:
-            found += [
-                ("shared.up", (2 * model.shared_ffn, h), None),
-                ("shared.down", (h, model.shared_ffn), None),
+            entries += [
+                ("shared.up", (2 * model.shared_ffn, hidden), None),
+                ("shared.down", (hidden, model.shared_ffn), None),
             ]
     else:
         for name in ("gate", "up") if model.gated else ("up",):
-            found.append((f"{name}.weight", (model.ffn, h), 0))
+            entries.append((f"{name}.weight", (model.ffn, hidden), 0))
             if model.bias:
-                found.append((f"{name}.bias", (model.ffn,), 0))
-        found.append(("down.weight", (h, model.ffn), 1))
+                entries.append((f"{name}.bias", (model.ffn,), 0))
+        entries.append(("down.weight", (hidden, model.ffn), 1))
         if model.bias:
-            found.append(("down.bias", (h,), None))
+            entries.append(("down.bias", (hidden,), None))
+
     leaves = ("weight", "bias") if model.bias else ("weight",)
-    return found + [(f"norm{i}.{leaf}", (h,), None) for i in (1, 2) for leaf in leaves]
+    return entries + [(f"norm{i}.{leaf}", (hidden,), None) for i in (1, 2) for leaf in leaves]
 
 
-def _counted(
+def _adjust_to_count(
     model: Architecture, dense: list[Entry], routed: list[Entry], share: float
 ) -> tuple[list[Entry], list[Entry]]:
-    """Parameters of a layer without and of one with experts, of which `share` of the layers are,
-    with as many elements on average as were counted of the model itself.
+    """Adjust the parameters of a layer to the number that was counted on the built model.
+
+    Args:
+        model: Sizes of the model.
+        dense: Parameters of a layer without experts.
+        routed: Parameters of a layer with experts.
+        share: Share of the layers with experts.
     """
     more = float(model.unexplained_parameters)
     if not more:
         return dense, routed
-    found = _with_elements(dense, _elements(dense) + more)
+    adjusted = _with_elements(dense, _elements(dense) + more)
     if share:
-        more = (more - (1 - share) * (_elements(found) - _elements(dense))) / share
+        more = (more - (1 - share) * (_elements(adjusted) - _elements(dense))) / share
         routed = _with_elements(routed, _elements(routed) + more)
-    return found, routed
+    return adjusted, routed
 
 
 def _elements(entries: list[Entry]) -> int:
@@ -125,41 +149,49 @@ def _elements(entries: list[Entry]) -> int:
 
 
 def _with_elements(entries: list[Entry], count: float) -> list[Entry]:
-    """With one more parameter, or with fewer elements, those first that tensor parallelism does not
-    split.
+    """Return parameters with `count` elements in total.
+
+    Additional elements are one more parameter. Missing elements are taken from the smallest
+    parameters, starting with those that tensor parallelism does not split.
     """
     more = round(count) - _elements(entries)
     if more >= 0:
         return [*entries, ("besides", (more,), None)] if more else entries
-    left = {}
-    for index, (_, shape, dim) in sorted(
-        enumerate(entries), key=lambda one: (one[1][2] is not None, prod(one[1][1]))
-    ):
-        kept = max(prod(shape) + more, 0)
-        more += prod(shape) - kept
-        left[index] = (shape, dim) if kept == prod(shape) else ((kept,), None if dim is None else 0)
-    return [
-        (name, *left[index]) for index, (name, _, _) in enumerate(entries) if prod(left[index][0])
-    ]
+
+    def size_order(index: int) -> tuple[bool, int]:
+        _, shape, dim = entries[index]
+        return dim is not None, prod(shape)
+
+    reduced = list(entries)
+    for index in sorted(range(len(entries)), key=size_order):
+        name, shape, dim = entries[index]
+        numel = max(prod(shape) + more, 0)
+        more += prod(shape) - numel
+        if numel != prod(shape):
+            reduced[index] = (name, (numel,), None if dim is None else 0)
+    return [entry for entry in reduced if prod(entry[1])]
 
 
 def end_parameters(model: Architecture) -> dict[str, list[Entry]]:
-    """The same of the embedding, of learned positions, and of the final norm and the head. A tied
-    head is the embedding.
+    """Return the parameters outside of the blocks, by embedding, positions, norm and head.
+
+    A tied head has none.
     """
     norm: list[Entry] = [("norm.weight", (model.hidden,), None)]
     if model.bias:
         norm.append(("norm.bias", (model.hidden,), None))
-    positions: list[Entry] = (
-        [("positions", (model.positions, model.hidden), None)] if model.positions else []
-    )
+    positions: list[Entry] = []
+    if model.positions:
+        positions = [("positions", (model.positions, model.hidden), None)]
     embedding: list[Entry] = [("embedding", (model.vocab, model.hidden), 0)]
-    if model.end_parameters:  # whatever else is outside of the layers is before them
+    if model.end_parameters:
+        # All other parameters outside of the layers are assumed to be before them.
         embedding = _with_elements(
             embedding, min(int(model.embedding_parameters), model.vocab * model.hidden)
         )
         more = int(model.embedding_parameters) - model.vocab * model.hidden
         positions = [("positions", (more,), None)] if more > 0 else []
+
     return {
         "embedding": embedding,
         "positions": positions,
@@ -169,11 +201,13 @@ def end_parameters(model: Architecture) -> dict[str, list[Entry]]:
 
 
 def outer_ends(model: Architecture) -> frozenset[str]:
-    """Return the keys of `end_parameters` that are outer units (`model.outer_units`) without a
-    pipeline.
+    """Return the keys of `end_parameters` that are outer units without a pipeline.
+
+    See `model.outer_units`.
     """
     entries = end_parameters(model)
     smallest = LEAST_SHARE * sum(_elements(parameters) for parameters in entries.values())
+
     # Tied weights stay in the root unit. If the model states `end_parameters`, the entry
     # "positions" stands for the parameters of unknown layers.
     layers = set() if model.tied else {"embedding", "head"}
@@ -182,7 +216,7 @@ def outer_ends(model: Architecture) -> frozenset[str]:
     return frozenset(end for end in layers if entries[end] and _elements(entries[end]) >= smallest)
 
 
-def _facts(entries: list[Entry], unit: int) -> tuple[ModelFacts, Split]:
+def _model_facts(entries: list[Entry], unit: int) -> tuple[ModelFacts, Split]:
     parameters = tuple(
         ParameterFacts(name, shape, _MASTER_BYTES, True, unit) for name, shape, _ in entries
     )
@@ -192,8 +226,9 @@ def _facts(entries: list[Entry], unit: int) -> tuple[ModelFacts, Split]:
 
 
 def account_rows(job: Job) -> States:
-    """The same for a job of which every entry may have a model and a precision of its own, as
-    measured runs do.
+    """Return the states of a job whose entries have different models and precisions.
+
+    Used for measured runs. See `account_states`.
     """
     size = np.size(job.sequence)
     names = [f.name for f in fields(Architecture)]
@@ -201,42 +236,43 @@ def account_rows(job: Job) -> States:
         (*(np.asarray(getattr(job.model, name))[i].item() for name in names), int(job.precision[i]))
         for i in range(size)
     ]
+
     parts = []
     for key in dict.fromkeys(keys):
         index = np.array([i for i, other in enumerate(keys) if other == key])
         part = replace(job.take(index), model=Architecture(*key[:-1]))
-        parts.append(
-            (
-                index,
-                account_states(
-                    part, compute={"bf16": "bfloat16", "fp16": "float16"}.get(PRECISIONS[key[-1]])
-                ),
-            )
-        )
-    whole: States = _stacked(parts, size)
-    return whole
+        compute = {"bf16": "bfloat16", "fp16": "float16"}.get(PRECISIONS[key[-1]])
+        parts.append((index, account_states(part, compute=compute)))
+
+    states: States = _combine(parts, size)
+    return states
 
 
-def _stacked(parts: Sequence[tuple[np.ndarray, Any]], size: int) -> Any:
-    """Parts of the same form put together, each at its places: of dataclasses and mappings, down to
-    their arrays, whose last dimension it is.
+def _combine(parts: Sequence[tuple[np.ndarray, Any]], size: int) -> Any:
+    """Scatter results of parts of a job into arrays of all entries.
+
+    Args:
+        parts: (indices, result) pairs. Results are nested dataclasses and mappings of arrays. The
+            last dimension of the arrays is the entry.
+        size: Number of all entries.
     """
     shape = parts[0][1]
     if isinstance(shape, Mapping):
         return {
-            name: _stacked([(index, part[name]) for index, part in parts], size) for name in shape
+            name: _combine([(index, part[name]) for index, part in parts], size) for name in shape
         }
     if is_dataclass(shape):
         stacked = {
-            f.name: _stacked([(index, getattr(part, f.name)) for index, part in parts], size)
+            f.name: _combine([(index, getattr(part, f.name)) for index, part in parts], size)
             for f in fields(shape)
         }
         return replace(shape, **stacked)  # type: ignore[type-var]
+
     array = np.asarray(shape)
-    whole = np.zeros((*array.shape[:-1], size), dtype=array.dtype)
+    combined = np.zeros((*array.shape[:-1], size), dtype=array.dtype)
     for index, part in parts:
-        whole[..., index] = part
-    return whole
+        combined[..., index] = part
+    return combined
 
 
 def account_states(
@@ -248,257 +284,382 @@ def account_states(
     form: str | None = None,
     every_moment: bool = True,
 ) -> States:
-    """Bytes of weights, gradients, optimizer states and gathered copies on the first, the last and
-    an inner rank, for every candidate of one model.
+    """Return the bytes of model states of every candidate of one model.
 
-    `compute` is the dtype of forward and backward, `reduce` that of the reduction; None computes in
-    float32. `inner` is the rank to price between the ends; by default the one that keeps most;
-    `form` is what AdamW's averages are kept in; `every_moment`: see `holdings.holdings`.
+    Args:
+        job: The candidates.
+        compute: Dtype of forward and backward. None computes in float32.
+        reduce: Dtype of the gradient reduction.
+        inner: Rank to price between the ends of a pipeline. By default the one that holds most.
+        form: Form of AdamW's moments.
+        every_moment: See `holdings.holdings`.
     """
-    at = job.layouts
-    model = job.model
+    layouts = job.layouts
     size = max(
-        np.size(x)
-        for x in (
-            at.tp,
-            at.dp_replicate,
-            at.dp_shard,
-            at.stage,
-            at.accumulation,
-            at.pp,
-            at.cp,
-            at.ep,
+        np.size(field)
+        for field in (
+            layouts.tp,
+            layouts.dp_replicate,
+            layouts.dp_shard,
+            layouts.stage,
+            layouts.accumulation,
+            layouts.pp,
+            layouts.cp,
+            layouts.ep,
         )
     )
-    axes = (
-        at.tp,
-        at.dp_replicate,
-        at.dp_shard,
-        at.stage,
-        *((at.cp, at.ep) if model.experts else ()),
-    )
-    fields = [np.broadcast_to(np.asarray(x, dtype=np.int64), (size,)) for x in axes]
-    several = np.broadcast_to(np.asarray(at.accumulation) > 1, (size,)).astype(np.int64)
-    key = several
-    for values in fields:
-        key = key * (int(values.max()) + 1) + values
-    unique, first, inverse = np.unique(key, return_index=True, return_inverse=True)
-    tp, replicate, shard, stage, *more = (values[first] for values in fields)
-    cp, ep = more or (np.ones_like(tp), np.ones_like(tp))
-    accumulation = several[first] + 1
+    parts = _parts_of_model(job, size, compute=compute, reduce=reduce, form=form)
+    ranks = _ranks(job, size, inner, every_moment=every_moment)
+    presence = _presence_of_ends(job, size)
+    bytes_of_rank = {}
+    units_of_rank = {}
+    for (layers, holdings_of_rank), (rank, present) in zip(ranks, presence.items(), strict=True):
+        bytes_of_rank[rank] = parts.bytes_on_rank(layers, present)
+        units_of_rank[rank] = parts.units_on_rank(layers, present, holdings_of_rank)
+    return States(**bytes_of_rank, units=units_of_rank)
 
-    def account(entries: list[Entry], unit: int) -> dict[str, np.ndarray]:
+
+def _presence_of_ends(job: Job, size: int) -> dict[str, dict[str, np.ndarray]]:
+    """Return 1 for every end of the model that a rank has, by rank of `RANKS`."""
+    single = np.broadcast_to(np.asarray(job.layouts.pp) == 1, (size,))
+    schedules_in_a_v = [SCHEDULES.index("zbv"), SCHEDULES.index("dualpipev")]
+    in_a_v = np.isin(np.asarray(job.layouts.schedule), schedules_in_a_v)
+    v_shaped = np.broadcast_to(in_a_v, (size,)) & ~single
+    one = np.ones(size)
+    zero = np.zeros(size)
+
+    # The last stage of a V is on the first rank.
+    has_both_ends = single | v_shaped
+    tied = one if job.model.tied else zero
+    first = {
+        "embedding": one,
+        "positions": one,
+        "norm": has_both_ends * one,
+        "head": has_both_ends * one,
+    }
+    last = {
+        # A tied head is a copy of the embedding.
+        "embedding": np.where(single, one, np.where(v_shaped, zero, tied)),
+        "positions": np.where(single, one, zero),
+        "norm": np.where(v_shaped, zero, one),
+        "head": np.where(v_shaped, zero, one),
+    }
+    return {"first": first, "last": last, "inner": dict.fromkeys(first, zero)}
+
+
+Bytes = dict[str, np.ndarray]
+"""Bytes by kind, one entry per candidate.
+
+Kinds are weights, gradients, optimizer, on_device (gradients that stay there with the optimizer on
+the host), gathered, and unsharded (all weights in the dtype of computation).
+"""
+
+
+@dataclass(frozen=True)
+class _DistinctLayouts:
+    """Distinct combinations of the fields that the accounts of the techniques depend on.
+
+    There are far fewer of them than candidates. `inverse` is the combination of every candidate.
+    """
+
+    tp: np.ndarray
+    dp_replicate: np.ndarray
+    dp_shard: np.ndarray
+    stage: np.ndarray
+    cp: np.ndarray
+    ep: np.ndarray
+    accumulation: np.ndarray
+    inverse: np.ndarray
+
+    @classmethod
+    def of(cls, job: Job, size: int) -> _DistinctLayouts:
+        layouts = job.layouts
+        fields = [layouts.tp, layouts.dp_replicate, layouts.dp_shard, layouts.stage]
+        if job.model.experts:
+            fields += [layouts.cp, layouts.ep]
+        columns = [_column(field, size) for field in fields]
+
+        # States only depend on whether there are several micro-batches.
+        accumulates = (_column(layouts.accumulation, size) > 1).astype(np.int64)
+        key = accumulates
+        for column in columns:
+            key = key * (int(column.max()) + 1) + column
+        _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
+        tp, dp_replicate, dp_shard, stage, *expert_axes = (column[first] for column in columns)
+        cp, ep = expert_axes or (np.ones_like(tp), np.ones_like(tp))
+        accumulation = accumulates[first] + 1
+        return cls(tp, dp_replicate, dp_shard, stage, cp, ep, accumulation, inverse)
+
+    def account(
+        self, entries: list[Entry], unit: int, *, compute: str | None, reduce: str, form: str | None
+    ) -> Bytes:
+        """Return the bytes of parameters, per distinct layout.
+
+        Args:
+            entries: The parameters.
+            unit: 0 if they are a block, -1 if they are outside of the blocks.
+            compute: See `account_states`.
+            reduce: See `account_states`.
+            form: See `account_states`.
+        """
         if not entries:
-            return {
-                name: np.zeros(len(unique))
-                for name in ("weights", "gradients", "optimizer", "on_device", "gathered", "whole")
-            }
-        facts, dims = _facts(entries, unit)
+            kinds = ("weights", "gradients", "optimizer", "on_device", "gathered", "unsharded")
+            return {kind: np.zeros(len(self.tp)) for kind in kinds}
+
+        facts, dims = _model_facts(entries, unit)
         ledger = Ledger.start(
-            tp=tp,
-            dp_replicate=replicate,
-            dp_shard=shard,
-            accumulation=accumulation,
-            cp=cp,
-            ep=ep,
+            tp=self.tp,
+            dp_replicate=self.dp_replicate,
+            dp_shard=self.dp_shard,
+            accumulation=self.accumulation,
+            cp=self.cp,
+            ep=self.ep,
             optimizer_states=form,
-        )
-        ledger = ledger.with_(tensor_dims=dims)
+        ).with_(tensor_dims=dims)
         if compute:
             ledger = Precision.sweep(compute=compute, reduce=reduce).account(ledger, facts)
-        memory = DataParallel.sweep(stage=stage).account(ledger, facts).memory
+        data_parallel = DataParallel.sweep(stage=self.stage)
+        memory = data_parallel.account(ledger, facts).memory
         experts = frozenset(name for name, _, _ in entries if name.startswith(_EXPERTS))
-        if experts and (ep > 1).any():
-            split = (
-                DataParallel.sweep(stage=stage).account(ledger.with_(experts=experts), facts).memory
-            )
-            memory = {name: np.where(ep > 1, split[name], value) for name, value in memory.items()}
+        if experts and (self.ep > 1).any():
+            split = data_parallel.account(ledger.with_(experts=experts), facts).memory
+            memory = {
+                name: np.where(self.ep > 1, split[name], value) for name, value in memory.items()
+            }
+
         width = 2 if compute else 4
-        whole = np.zeros(len(unique))
+        unsharded = np.zeros(len(self.tp))
         for name, shape, dim in entries:
-            whole = whole + width * np.ceil(
-                np.prod(shape, dtype=float)
-                / (tp if dim is not None else ep if name in experts else 1)
-            )
+            if dim is not None:
+                ranks: Any = self.tp
+            elif name in experts:
+                ranks = self.ep
+            else:
+                ranks = 1
+            unsharded = unsharded + width * np.ceil(np.prod(shape, dtype=float) / ranks)
+
         return {
             "weights": memory["parameters"],
-            # Whole until the last micro-batch, then block by block the shards in their place.
+            # Unsharded until the last micro-batch, which replaces them by shards block by block.
             "gradients": np.maximum(memory["gradients"], memory["unsharded_gradients"]),
             "optimizer": memory["optimizer"],
             "on_device": memory["unsharded_gradients"],
             "gathered": memory["gathered_parameters"],
-            "whole": whole,
+            "unsharded": unsharded,
         }
 
-    share = float(model.expert_layers / model.layers)
-    entries, with_experts = _counted(
-        model,
-        block_parameters(model),
-        block_parameters(model, experts=True) if share else [],
-        share,
-    )
-    dense = account(entries, 0)
-    routed = account(with_experts, 0) if share else {}
-    if (tp > model.kv_heads).any() and not job.whole_attention and not model.latent_rank:
-        whole_keys = account(
-            _counted(model, block_parameters(model, whole_keys=True), [], 0.0)[0], 0
-        )
-        dense = {
-            name: np.where(tp > model.kv_heads, whole_keys[name], value)
-            for name, value in dense.items()
-        }
-    block = {
-        name: ((1 - share) * value + share * routed.get(name, 0))[inverse]
-        for name, value in dense.items()
-    }
-    ends = {
-        name: {k: v[inverse] for k, v in account(entries, -1).items()}
-        for name, entries in end_parameters(model).items()
-    }
-    pp = np.broadcast_to(np.asarray(at.pp), (size,))
-    single = pp == 1
-    third = fields[3] == 3
-    casts = compute is not None or bool((fields[2] > 1).any())
-    sharded = (fields[2] > 1) | (compute is not None)
-    off = np.broadcast_to(np.asarray(at.offload, dtype=float), (size,))
-    shards = np.where(sharded, fields[2], 1)
-    outer = outer_ends(model)
 
-    def held(layers: np.ndarray, on: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        taken = {
-            name: value * layers + sum(ends[end][name] * there for end, there in on.items())
-            for name, value in block.items()
+def _column(field: Any, size: int) -> np.ndarray:
+    return np.broadcast_to(np.asarray(field, dtype=np.int64), (size,))
+
+
+@dataclass(frozen=True)
+class _PartsOfModel:
+    """Bytes of a block and of the ends of a model, from which ranks are composed.
+
+    Attributes:
+        block: Bytes of one block, dense and expert layers averaged.
+        ends: Bytes of each end, by the keys of `end_parameters`.
+        outer: Ends that are outer units without a pipeline.
+        single: Whether there is one stage.
+        is_stage_3: Whether the ZeRO stage is 3.
+        sharded: Whether `fully_shard` is used.
+        gathers: Whether any candidate gathers weights or casts them.
+        shards: Number of shards of a unit.
+        offloaded: Share of the parameters whose optimizer states are on the host.
+        computes_in_16_bits: Whether weights are cast for forward and backward.
+        tied: Whether the head is the embedding.
+    """
+
+    block: Bytes
+    ends: dict[str, Bytes]
+    outer: frozenset[str]
+    single: np.ndarray
+    is_stage_3: np.ndarray
+    sharded: np.ndarray
+    gathers: bool
+    shards: np.ndarray
+    offloaded: np.ndarray
+    computes_in_16_bits: bool
+    tied: bool
+
+    def bytes_on_rank(self, layers: np.ndarray, present: Bytes) -> Bytes:
+        """Return the bytes on a rank with so many blocks and the ends that are present."""
+        ends = self.ends
+        states = {
+            kind: value * layers + sum(ends[end][kind] * there for end, there in present.items())
+            for kind, value in self.block.items()
         }
+
         # While a block is computed, it and the next block are gathered, at stage 3 also the root
         # unit. At the loss the head and one block are gathered. The gradient of a block and the
         # buffer of its reduction are unsharded. Without accumulation stages 1 and 2 gather only
         # during the step.
-        unit = block["whole"]
-        ends_whole = sum(ends[end]["whole"] * there for end, there in on.items())
-        outer_whole = sum(np.where(single, ends[end]["whole"] * on[end], 0) for end in outer)
-        head = np.where(single, ends["head"]["whole"] * on["head"], 0) if "head" in outer else 0
-        grads = unit * (3 if compute else 2)
-        once = unit * layers + ends_whole
-        at_stage_3 = unit + np.maximum(unit, head) + ends_whole - outer_whole
-        moving = np.where(third, at_stage_3, np.where(taken["gathered"] > 0, 0, once)) + grads
-        taken["gathered"] = taken["gathered"] + np.where(sharded & casts, moving, 0)
+        unit = self.block["unsharded"]
+        root = sum(ends[end]["unsharded"] * there for end, there in present.items())
+        outer = sum(
+            np.where(self.single, ends[end]["unsharded"] * present[end], 0) for end in self.outer
+        )
+        head: Any = 0
+        if "head" in self.outer:
+            head = np.where(self.single, ends["head"]["unsharded"] * present["head"], 0)
+        gradients = unit * (3 if self.computes_in_16_bits else 2)
+        at_stage_3 = unit + np.maximum(unit, head) + root - outer
+        before_stage_3 = np.where(states["gathered"] > 0, 0, unit * layers + root)
+        moving = np.where(self.is_stage_3, at_stage_3, before_stage_3) + gradients
+        states["gathered"] = states["gathered"] + np.where(self.sharded & self.gathers, moving, 0)
+
         # On the host: the master weights, the shards of their gradients, and the states.
-        taken["host"] = off * (taken["weights"] + taken["gradients"] + taken["optimizer"])
-        taken["weights"] = taken["weights"] * (1 - off)
-        taken["optimizer"] = taken["optimizer"] * (1 - off)
-        taken["gradients"] = taken["gradients"] * (1 - off) + taken["on_device"] * off
-        taken["offloaded"] = off
-        return taken
+        offloaded = self.offloaded
+        on_device = 1 - offloaded
+        states["host"] = offloaded * (states["weights"] + states["gradients"] + states["optimizer"])
+        states["weights"] = states["weights"] * on_device
+        states["optimizer"] = states["optimizer"] * on_device
+        states["gradients"] = states["gradients"] * on_device + states["on_device"] * offloaded
+        states["offloaded"] = offloaded
+        return states
 
-    def units(layers: np.ndarray, on: dict[str, np.ndarray], flight: Holdings) -> Units:
-        def elements(entry: dict[str, np.ndarray]) -> np.ndarray:
-            return entry["weights"] / _MASTER_BYTES * shards
+    def units_on_rank(
+        self, layers: np.ndarray, present: Bytes, holdings_of_rank: Holdings
+    ) -> Units:
+        """Return the units of a rank with so many blocks and the ends that are present."""
+        head = self._elements(self.ends["embedding" if self.tied else "head"])
+        outer = {
+            end: np.where(self.single, self._elements(self.ends[end]) * present[end], 0.0)
+            for end in self.outer
+        }
+        embeddings = [numel for end, numel in outer.items() if end != "head"]
+        zero = np.zeros(len(self.single))
+        root = np.asarray(
+            sum(self._elements(self.ends[end]) * there for end, there in present.items())
+        )
 
-        head = elements(ends["embedding" if model.tied else "head"])
-        outer_units = {end: np.where(single, elements(ends[end]) * on[end], 0.0) for end in outer}
-        embeddings = [numel for end, numel in outer_units.items() if end != "head"]
-        none = np.zeros(size)
-        root = np.asarray(sum(elements(ends[end]) * there for end, there in on.items()))
         return Units(
             layers=layers,
-            block=elements(block),
+            block=self._elements(self.block),
             root=root,
-            embedding_units=np.asarray(sum(embeddings, start=none)),
-            head_unit=outer_units.get("head", none),
-            late_unit=np.max([root - sum(outer_units.values(), start=none), *embeddings], axis=0),
-            head=head * on["norm"],
-            width=2 if compute else 4,
-            sharded=sharded,
-            held=flight,
+            embedding_units=np.asarray(sum(embeddings, start=zero)),
+            head_unit=outer.get("head", zero),
+            late_unit=np.max([root - sum(outer.values(), start=zero), *embeddings], axis=0),
+            head=head * present["norm"],
+            width=2 if self.computes_in_16_bits else 4,
+            sharded=self.sharded,
+            held=holdings_of_rank,
         )
 
-    (first_layers, first_held), (last_layers, last_held), (inner_layers, inner_held) = _ranks(
-        job, size, inner, every_moment=every_moment
+    def _elements(self, part: Bytes) -> np.ndarray:
+        return part["weights"] / _MASTER_BYTES * self.shards
+
+
+def _parts_of_model(
+    job: Job, size: int, *, compute: str | None, reduce: str, form: str | None
+) -> _PartsOfModel:
+    model = job.model
+    distinct = _DistinctLayouts.of(job, size)
+    inverse = distinct.inverse
+    account = partial(distinct.account, compute=compute, reduce=reduce, form=form)
+
+    expert_share = float(model.expert_layers / model.layers)
+    routed_entries: list[Entry] = []
+    if expert_share:
+        routed_entries = block_parameters(model, experts=True)
+    dense_entries, routed_entries = _adjust_to_count(
+        model, block_parameters(model), routed_entries, expert_share
     )
-    v_shaped = (
-        np.broadcast_to(
-            np.isin(
-                np.asarray(at.schedule), [SCHEDULES.index("zbv"), SCHEDULES.index("dualpipev")]
-            ),
-            (size,),
-        )
-        & ~single
-    )
-    one = np.ones(size)
-    none = np.zeros(size)
-    both = single | v_shaped  # a V ends where it began
-    tied = one if model.tied else none
-    first_on = {"embedding": one, "positions": one, "norm": both * one, "head": both * one}
-    last_on = {
-        "embedding": np.where(single, one, np.where(v_shaped, none, tied)),
-        "positions": np.where(single, one, none),
-        "norm": np.where(v_shaped, none, one),
-        "head": np.where(v_shaped, none, one),
+    dense = account(dense_entries, 0)
+    routed = account(routed_entries, 0) if expert_share else {}
+    replicates_keys = distinct.tp > model.kv_heads
+    if replicates_keys.any() and not job.whole_attention and not model.latent_rank:
+        entries, _ = _adjust_to_count(model, block_parameters(model, whole_keys=True), [], 0.0)
+        with_replicated_keys = account(entries, 0)
+        dense = {
+            kind: np.where(replicates_keys, with_replicated_keys[kind], value)
+            for kind, value in dense.items()
+        }
+
+    block = {
+        kind: ((1 - expert_share) * value + expert_share * routed.get(kind, 0))[inverse]
+        for kind, value in dense.items()
     }
-    inner_on = dict.fromkeys(first_on, none)
-    return States(
-        held(first_layers, first_on),
-        held(last_layers, last_on),
-        held(inner_layers, inner_on),
-        units={
-            "first": units(first_layers, first_on, first_held),
-            "last": units(last_layers, last_on, last_held),
-            "inner": units(inner_layers, inner_on, inner_held),
-        },
+    ends = {}
+    for end, entries in end_parameters(model).items():
+        ends[end] = {kind: value[inverse] for kind, value in account(entries, -1).items()}
+
+    dp_shard = _column(job.layouts.dp_shard, size)
+    sharded = (dp_shard > 1) | (compute is not None)
+    return _PartsOfModel(
+        block=block,
+        ends=ends,
+        outer=outer_ends(model),
+        single=_column(job.layouts.pp, size) == 1,
+        is_stage_3=_column(job.layouts.stage, size) == 3,
+        sharded=sharded,
+        gathers=compute is not None or bool((dp_shard > 1).any()),
+        shards=np.where(sharded, dp_shard, 1),
+        offloaded=np.broadcast_to(np.asarray(job.layouts.offload, dtype=float), (size,)),
+        computes_in_16_bits=compute is not None,
+        tied=bool(model.tied),
     )
 
 
 def _ranks(
     job: Job, size: int, inner: int | None, *, every_moment: bool
 ) -> list[tuple[np.ndarray, Holdings]]:
-    """(layers, what is held) of the first and of the last rank of a pipeline, and of `inner`, by
-    default of the rank between them that keeps most. Cut as the engine cuts: alike blocks, and the
-    head's product on the last stage (`stages.forward_costs`, in elements).
+    """Return the layers and holdings of the first and the last rank, and of one between them.
+
+    The model is cut like the engine cuts it: equal blocks, and the head's product on the last stage
+    (`stages.forward_costs`, in elements).
     """
     model = job.model
-    at = job.layouts
+    layouts = job.layouts
     rows = [
-        np.broadcast_to(np.asarray(x, dtype=np.int64), (size,))
-        for x in (at.pp, at.vpp, at.schedule, at.accumulation)
+        _column(field, size)
+        for field in (layouts.pp, layouts.vpp, layouts.schedule, layouts.accumulation)
     ]
-    block = float(model.block_parameters / model.layers) - float(model.small_parameters)
     kinds, inverse = np.unique(np.stack(rows, axis=1), axis=0, return_inverse=True)
+    inverse = inverse.ravel()
     cuts: dict[int, Sequence[int]] = {}
-    of_ranks: list[list[tuple[int, ...]]] = [[], [], []]
-    held: list[list[np.ndarray]] = [[], [], []]
-    for ranks, chunks, kind, micro_batches in kinds.tolist():
-        stages = ranks * chunks
+    layers: list[list[int]] = [[], [], []]
+    holding_rows: list[list[np.ndarray]] = [[], [], []]
+
+    for pp, chunks, kind, micro_batches in kinds.tolist():
+        stages = pp * chunks
         if stages not in cuts:
-            even = stages > model.layers  # priced for comparison; no engine runs it
-            weights = [block] * int(model.layers)
-            last = float(model.vocab * model.hidden)
-            cuts[stages] = (
-                [-(-int(model.layers) // stages)] * stages
-                if even
-                else cut(weights, stages, last=last)
-            )
-        counts = cuts[stages]
-        in_a_v = SCHEDULES[kind] in ("zbv", "dualpipev")
-        blocks = [
-            (counts[r], counts[-1 - r]) if in_a_v and ranks > 1 else tuple(counts[r::ranks])
-            for r in range(ranks)
-        ]
-        between = [inner] if inner is not None else range(1, ranks - 1)
+            cuts[stages] = _cut(model, stages)
+        blocks = _blocks_of_ranks(cuts[stages], pp, SCHEDULES[kind])
         flights = in_flight(
-            Layouts(pp=ranks, vpp=chunks, schedule=kind, accumulation=micro_batches),
-            np.arange(ranks),
+            Layouts(pp=pp, vpp=chunks, schedule=kind, accumulation=micro_batches), np.arange(pp)
         )
-        fullest = max(
-            (r for r in between if 0 < r < ranks - 1),
-            key=lambda r: sum(blocks[r]) * flights[r],
-            default=0,
-        )
-        for index, rank in enumerate((0, ranks - 1, fullest)):
-            of_ranks[index].append(blocks[rank])
-            held[index].append(found(kind, ranks, micro_batches, rank, blocks[rank]))
-    of_all = inverse.ravel()
-    layers = [np.array([sum(blocks) for blocks in one], dtype=float)[of_all] for one in of_ranks]
+        between = range(1, pp - 1)
+        if inner is not None:
+            between = range(max(inner, 1), min(inner + 1, pp - 1))
+        saved = [sum(blocks[rank]) * flights[rank] for rank in range(pp)]
+        fullest = max(between, key=saved.__getitem__, default=0)
+        for index, rank in enumerate((0, pp - 1, fullest)):
+            layers[index].append(sum(blocks[rank]))
+            holding_rows[index].append(rank_holdings(kind, pp, micro_batches, rank, blocks[rank]))
+
     return [
-        (count, holdings(rows, of_all, every_moment=every_moment))
-        for count, rows in zip(layers, held, strict=True)
+        (
+            np.array(counts, dtype=float)[inverse],
+            holdings(table, inverse, every_moment=every_moment),
+        )
+        for counts, table in zip(layers, holding_rows, strict=True)
     ]
+
+
+def _cut(model: Architecture, stages: int) -> Sequence[int]:
+    """Return the number of layers of every stage."""
+    layers = int(model.layers)
+    if stages > layers:
+        # Priced for comparison; no engine runs it.
+        return [-(-layers // stages)] * stages
+    block = float(model.block_parameters / model.layers) - float(model.small_parameters)
+    return cut([block] * layers, stages, last=float(model.vocab * model.hidden))
+
+
+def _blocks_of_ranks(counts: Sequence[int], pp: int, schedule: str) -> list[tuple[int, ...]]:
+    """Return the blocks per stage of every rank."""
+    if schedule in ("zbv", "dualpipev") and pp > 1:
+        return [(counts[rank], counts[-1 - rank]) for rank in range(pp)]
+    return [tuple(counts[rank::pp]) for rank in range(pp)]

@@ -1,9 +1,8 @@
-"""Seconds of an optimizer step as a sum of named terms: computation, exposed communication, idle
-pipeline, optimizer, and the rest.
+"""Seconds of an optimizer step as a sum of named terms.
 
-The slowest stage sets the pace: m micro-batches of it, and the idle time of the schedule. Traffic
-that can be computed over costs what does not fit under the computation, and slows it by a share of
-what does. Invariant: the terms sum to the step.
+The slowest stage sets the pace: its micro-batches, and the idle time of the schedule. Communication
+that can overlap costs the part that does not fit under the computation, and slows the computation
+by a share of the part that does. Invariant: the terms sum to the step.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from plait.planner.compute import (
 from plait.planner.constants import Rates
 from plait.planner.hardware import Numbers
 from plait.planner.job import RECOMPUTE, Job, recompute_share, stage_layers
-from plait.planner.pipeline import chunks_apart, idle_share
+from plait.planner.pipeline import idle_share, micro_batches_between_chunks
 from plait.planner.traffic import (
     collective_seconds,
     context_seconds,
@@ -52,23 +51,23 @@ TERMS = {
     "stragglers": "waiting for the slowest node",
     "fixed": "what every step costs",
 }
-"""Term to meaning, in the order of a report."""
+"""Meaning of each term, in the order of a report."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of a step by term; arrays with one entry a candidate."""
+    """Seconds of a step by term; arrays with one entry per candidate."""
 
     terms: dict[str, Numbers]
 
     @property
     def seconds(self) -> Numbers:
-        """Their sum."""
+        """Sum of the terms."""
         return sum(self.terms.values())
 
 
 def step_seconds(job: Job, rates: Rates) -> Step:
-    """Price every candidate."""
+    """Predict the seconds of every candidate."""
     at = job.layouts
     model = job.model
     layers, last_layers = _pace_layers(job)
@@ -122,6 +121,7 @@ def step_seconds(job: Job, rates: Rates) -> Step:
     terms["optimizer"] = optimizer_seconds(job, rates, sharded)
     nodes = np.maximum(at.world / job.device.devices_per_node, 1)
     terms["stragglers"] = sum(terms.values()) * rates["straggler"] * np.log2(nodes)
+
     # Less of it on few devices, which have less to agree on; that a quarter is left on one, and all
     # of it from eight on, is a guess.
     terms["fixed"] = rates["fixed"] * np.minimum(1 + np.log2(at.world), 4) / 4 + np.zeros_like(
@@ -131,9 +131,11 @@ def step_seconds(job: Job, rates: Rates) -> Step:
 
 
 def _pace_layers(job: Job) -> tuple[Numbers, Numbers]:
-    """(most layers of a stage before the last, layers of the last stage). Plait cuts where the
-    slowest stage is fastest, the head counted (`parallel.pipeline.balance`): with one chunk a stage
-    that is so many layers fewer on the last stage as the head is worth.
+    """Return the most layers of a stage before the last one, and the layers of the last stage.
+
+    Plait cuts the model so that the slowest stage is as fast as possible, including the head
+    (`parallel.pipeline.balance`). With one chunk per rank the last stage has fewer layers by the
+    cost of the head.
     """
     most, _, last = stage_layers(job)
     at = job.layouts
@@ -156,15 +158,17 @@ def _pace_layers(job: Job) -> tuple[Numbers, Numbers]:
     ]
     ends = np.where(pace_of[1] < pace_of[0], fewest + 1, fewest)
     balanced = (np.asarray(at.pp) > 1) & (np.asarray(at.vpp) == 1)
+
     return np.where(balanced, np.ceil((model.layers - ends) / others), most), np.where(
         balanced, ends, last
     )
 
 
 def host_wait(job: Job, layer: LayerCost, device_seconds: Numbers) -> Numbers:
-    """Seconds that a layer's forward and backward wait for the host. A GPU has a queue, and waits
-    for what does not fit under `device_seconds`; on a CPU the process that launches a kernel also
-    computes it.
+    """Return the seconds that a layer's forward and backward wait for the host.
+
+    A GPU queues kernels and waits only for launches that take longer than `device_seconds`. On a
+    CPU the process that launches a kernel also computes it.
     """
     at = job.layouts
     host = layer.host * (2.0 + recompute_share(job) * (np.asarray(at.recompute) > 0))
@@ -172,7 +176,7 @@ def host_wait(job: Job, layer: LayerCost, device_seconds: Numbers) -> Numbers:
 
 
 def rank_parameters(job: Job) -> Numbers:
-    """Parameters of the fullest stage on a rank, before data parallelism takes its part."""
+    """Return the parameters of the fullest stage on a rank, before data parallelism shards them."""
     model = job.model
     at = job.layouts
     layers, first, last = stage_layers(job)
@@ -182,7 +186,8 @@ def rank_parameters(job: Job) -> Numbers:
         model.expert_layers / model.layers * model.routed_parameters,
         0,
     )
-    # Where experts are on different ranks of tp too, a rank has them whole.
+
+    # Plait distributes experts over the ranks of tp too, so that a rank has complete experts.
     local = (per_layer - routed) / at.tp + routed / at.ep / np.where(job.is_plait, 1, at.tp)
     one_stage = model.layers * local + (model.embedding_parameters + model.head_parameters) / at.tp
     head = (
@@ -197,23 +202,27 @@ def rank_parameters(job: Job) -> Numbers:
 
 
 def layer_traffic(job: Job, rates: Rates, layer: LayerCost) -> dict[str, Numbers]:
-    """Exposed seconds of a layer's own collectives, forward and backward, for a micro-batch."""
+    """Return the exposed seconds of a layer's collectives, both passes, per micro-batch."""
     model = job.model
-    at = job.layouts
+    layouts = job.layouts
     hidden_bytes = job.element_bytes * job.tokens * model.hidden
     tp = group(job, "tp")
-    kind = np.asarray(at.recompute)
-    whole = np.where(
-        kind == RECOMPUTE.index("budget"), 1 - at.kept_operators, kind == RECOMPUTE.index("full")
+    kind = np.asarray(layouts.recompute)
+    repeated_share = np.where(
+        kind == RECOMPUTE.index("budget"),
+        1 - layouts.kept_operators,
+        kind == RECOMPUTE.index("full"),
     )
+
     # Collectives are repeated where a full block is; Plait keeps the results of operators, and of
     # no collective.
-    whole = np.where(job.is_plait & (kind >= RECOMPUTE.index("full")), 1.0, whole)
-    again = recompute_share(job) * whole
+    repeated_share = np.where(job.is_plait & (kind >= RECOMPUTE.index("full")), 1.0, repeated_share)
+    again = recompute_share(job) * repeated_share
     reduce = collective_seconds(job, rates, tp, hidden_bytes, "all_reduce")
     one_way = collective_seconds(job, rates, tp, hidden_bytes, "one_way")
-    sequence = np.asarray(at.sp) > 0
+    sequence = np.asarray(layouts.sp) > 0
     shown = 1 - job.framework.hidden_tp
+
     # Two all-reduces a pass; sequence parallelism splits each in two and gathers twice more in the
     # backward, half of it under products. What follows a block's last product is not repeated where
     # recomputation ends before it.
@@ -221,24 +230,25 @@ def layer_traffic(job: Job, rates: Rates, layer: LayerCost) -> dict[str, Numbers
     tensor = np.where(
         sequence, (9 + (4 - left_out) * again) * one_way, (4 + (2 - left_out) * again) * reduce
     )
-    # queries, keys and values gathered in the forward, the output's gradient in the backward
+    # Queries, keys and values are gathered in the forward, the output's gradient in the backward.
     if job.whole_attention:
         tensor = tensor + 4 * one_way
     kv_bytes = (
         job.element_bytes
         * job.tokens
-        * at.cp
+        * layouts.cp
         * model.kv_heads
         * (model.head_dim + model.value_width)
-        / at.tp
+        / layouts.tp
     )
     ring = collective_seconds(job, rates, group(job, "cp"), kv_bytes, "one_way") * (3 + again) * 0.4
-    if np.any(np.asarray(at.cp) > 1):
+    if np.any(np.asarray(layouts.cp) > 1):
         ring = np.where(
             job.is_plait,
             context_seconds(job, rates, layer.attention, layer.attention_backward, again),
             ring,
         )
+
     exchange = expert_seconds(job, rates, again)
     return {"tp": tensor * shown, "cp": ring, "ep": exchange * model.expert_layers / model.layers}
 
@@ -251,21 +261,29 @@ def _data_traffic(
     backward: Numbers,
     forward: Numbers,
 ) -> tuple[Numbers, Numbers]:
-    """(exposed seconds, seconds that computation is slowed by) of gradients and weights over the
-    data-parallel ranks.
+    """Return the exposed seconds of gradients and weights, and the slowdown of computation.
+
+    Args:
+        job: The candidates.
+        rates: Constants.
+        parameters: Parameters per rank.
+        compute: Seconds of computation per step.
+        backward: Seconds of the backward of a micro-batch.
+        forward: Seconds of the forward of a micro-batch.
     """
-    at = job.layouts
+    layouts = job.layouts
     framework = job.framework
-    whole = group(job, "dp")
+    dp_group = group(job, "dp")
     shards = group(job, "shard")
     gradient_bytes = framework.wire_reduce * parameters
     weight_bytes = framework.wire_gather * parameters
-    stage = np.asarray(at.stage)
-    replicated = np.asarray(at.dp_replicate) > 1
-    reduce_all = collective_seconds(job, rates, whole, gradient_bytes, "all_reduce")
-    scatter_all = collective_seconds(job, rates, whole, gradient_bytes, "one_way")
+    stage = np.asarray(layouts.stage)
+    replicated = np.asarray(layouts.dp_replicate) > 1
+    reduce_all = collective_seconds(job, rates, dp_group, gradient_bytes, "all_reduce")
+    scatter_all = collective_seconds(job, rates, dp_group, gradient_bytes, "one_way")
     scatter = collective_seconds(job, rates, shards, gradient_bytes, "one_way")
     gather = collective_seconds(job, rates, shards, weight_bytes, "one_way")
+
     # Gradients of a block are packed for their collective and unpacked; on a GPU overlapped with
     # other kernels and hardly seen.
     packed = rates["packing.cpu"] * gradient_bytes / memory_rate(job, rates)
@@ -276,35 +294,39 @@ def _data_traffic(
     between = collective_seconds(
         job, rates, group(job, "replicate"), gradient_bytes / shards.size, "all_reduce"
     )
+
     # Once a step, after everything else, Plait sums over the parts of sequences what a rank has.
-    held = gradient_bytes / np.where(stage > 0, shards.size, 1)
+    rank_bytes = gradient_bytes / np.where(stage > 0, shards.size, 1)
     parts = np.where(
-        job.is_plait, collective_seconds(job, rates, group(job, "cp"), held, "all_reduce"), 0.0
+        job.is_plait,
+        collective_seconds(job, rates, group(job, "cp"), rank_bytes, "all_reduce"),
+        0.0,
     )
     grads = np.where(stage == 0, reduce_all, np.where(replicated, scatter + between, scatter_all))
+
     # Stage 2 reduces every micro-batch's; with a pipeline only Plait does, DeepSpeed has no such
     # combination, and others reduce once.
-    often = (stage == 2) & (job.is_plait | (np.asarray(at.pp) == 1))
-    grads = np.where(often, scatter * (at.accumulation - 1) + grads, grads)
+    reduces_each = (stage == 2) & (job.is_plait | (np.asarray(layouts.pp) == 1))
+    grads = np.where(reduces_each, scatter * (layouts.accumulation - 1) + grads, grads)
     weights = np.where(stage == 0, 0.0, gather)
-    # there the cores that compute also carry the traffic
-    hide = np.where(job.device.on_cpu, 0.0, framework.hidden_dp)
-    spread = np.where(job.is_plait, 1.0, chunks_apart(at))
-    window_back = np.where(often, at.accumulation, spread) * backward
-    shown_grads = grads - np.minimum(grads * hide, window_back * hide)
-    shown_weights = weights - np.minimum(weights * hide, spread * forward * hide)
+    # On CPUs the cores that compute also communicate, so nothing overlaps.
+    overlap = np.where(job.device.on_cpu, 0.0, framework.hidden_dp)
+    spread = np.where(job.is_plait, 1.0, micro_batches_between_chunks(layouts))
+    window_back = np.where(reduces_each, layouts.accumulation, spread) * backward
+    shown_grads = grads - np.minimum(grads * overlap, window_back * overlap)
+    shown_weights = weights - np.minimum(weights * overlap, spread * forward * overlap)
     hidden = (grads - shown_grads) + (weights - shown_weights)
 
-    traffic = at.accumulation * (2 * gather + scatter) + between
-    shown_sharded = np.maximum(traffic - hide * compute, (1 - hide) * 0.5 * traffic)
+    traffic = layouts.accumulation * (2 * gather + scatter) + between
+    shown_sharded = np.maximum(traffic - overlap * compute, (1 - overlap) * 0.5 * traffic)
     hidden_sharded = traffic - shown_sharded
-    third = stage == 3
-    exposed = np.where(third, shown_sharded, shown_grads + shown_weights) + parts
-    return exposed * rates["dp"], np.where(third, hidden_sharded, hidden) * rates["contention"]
+    is_stage_3 = stage == 3
+    exposed = np.where(is_stage_3, shown_sharded, shown_grads + shown_weights) + parts
+    return exposed * rates["dp"], np.where(is_stage_3, hidden_sharded, hidden) * rates["contention"]
 
 
 def _activation_offload(job: Job, compute: Numbers) -> Numbers:
-    """The part of the activations' transfer to the host and back that computation does not hide."""
+    """Return the exposed seconds of moving activations to the host and back."""
     at = job.layouts
     model = job.model
     if not np.any(at.offload_activations):

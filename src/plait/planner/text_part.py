@@ -1,6 +1,4 @@
-"""The language model inside a Hugging Face configuration, and the sizes that a configuration leaves
-to Transformers.
-"""
+"""Language model inside a Hugging Face configuration, and sizes that Transformers adds to it."""
 
 from __future__ import annotations
 
@@ -16,15 +14,15 @@ NAMES: dict[str, tuple[str, ...]] = {
     "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"),
     "vocab": ("vocab_size",),
 }
-"""Sizes that a configuration must have, by the names that families give them."""
+"""Names of required sizes in configurations of different families."""
 _TEXT_PARTS = ("text_config", "llm_config", "language_config")
-"""Where configurations of models of text and pictures have the language model's."""
+"""Keys of the language model in configurations of multimodal models."""
 
 
 def text_part(config: Mapping[str, Any], kind: str) -> dict[str, Any] | None:
-    """The language model's own configuration where `config` holds one, with the sizes that it
-    leaves to Transformers, which writes there only what differs from the family's own; None where
-    `config` is one itself.
+    """Return the nested configuration of the language model, or None if `config` is one itself.
+
+    Transformers writes only what differs from the defaults of the family, so these are added.
     """
     inner = next(
         (config[name] for name in _TEXT_PARTS if isinstance(config.get(name), Mapping)), None
@@ -32,7 +30,7 @@ def text_part(config: Mapping[str, Any], kind: str) -> dict[str, Any] | None:
     if inner is None or any(config.get(name) is not None for name in NAMES["layers"]):
         return None
     inner_kind = inner.get("model_type") or kind
-    found = {
+    text = {
         "model_type": inner_kind,
         **{
             name: value
@@ -41,20 +39,20 @@ def text_part(config: Mapping[str, Any], kind: str) -> dict[str, Any] | None:
         },
     }
     if config.get("vocab_size") is not None:
-        found.setdefault("vocab_size", config["vocab_size"])
+        text.setdefault("vocab_size", config["vocab_size"])
+
     for keys in NAMES.values():
-        if (
-            not any(found.get(key) is not None for key in keys)
-            and (size := size_of_transformers(inner_kind, keys[0])) is not None
-        ):
-            found[keys[0]] = size
-    return found
+        if any(text.get(key) is not None for key in keys):
+            continue
+        size = size_of_transformers(inner_kind, keys[0])
+        if size is not None:
+            text[keys[0]] = size
+
+    return text
 
 
 def size_of_transformers(kind: str, name: str) -> int | None:
-    """A size of the family `kind` that Transformers takes where none is written; None without one,
-    or without Transformers.
-    """
+    """Return Transformers' default for a size of a family, or None."""
     if find_spec("transformers") is None:
         return None
     from transformers import CONFIG_MAPPING
@@ -69,9 +67,9 @@ def size_of_transformers(kind: str, name: str) -> int | None:
 
 
 def _inner_config(config: Mapping[str, Any], kind: str) -> tuple[str, Any] | None:
-    """(name, Transformers' configuration) of the language model inside a model of the family
-    `kind`, as training builds it from `config`; None for a family that is one itself, and without
-    Transformers.
+    """Return the name and configuration of the language model inside a multimodal model.
+
+    As Transformers builds it from `config`. None for language models, and without Transformers.
     """
     if find_spec("transformers") is None:
         return None
@@ -80,27 +78,26 @@ def _inner_config(config: Mapping[str, Any], kind: str) -> tuple[str, Any] | Non
     if kind not in CONFIG_MAPPING:
         return None
     try:
-        whole = CONFIG_MAPPING[kind].from_dict(dict(config))
-    except Exception:  # what Transformers refuses it tells where the model is built
+        outer = CONFIG_MAPPING[kind].from_dict(dict(config))
+    except Exception:  # `plait train` reports the error when it builds the model
         return None
-    return next(
-        (
-            (name, part)
-            for name in _TEXT_PARTS
-            if hasattr(part := getattr(whole, name, None), "to_diff_dict")
-        ),
-        None,
-    )
+
+    for name in _TEXT_PARTS:
+        inner = getattr(outer, name, None)
+        if hasattr(inner, "to_diff_dict"):
+            return name, inner
+    return None
 
 
 def check_places(config: Mapping[str, Any], kind: str, source: str) -> None:
-    """Raise ConfigError for sizes that Transformers takes from a configuration inside this one, and
-    that say something else here.
+    """Raise ConfigError for sizes that contradict a nested configuration.
+
+    Transformers reads them from there and ignores them here.
     """
-    found = _inner_config(config, kind)
-    if found is None:
+    nested = _inner_config(config, kind)
+    if nested is None:
         return
-    part, inner = found
+    part, inner = nested
     written = {
         name: config[name]
         for keys in NAMES.values()

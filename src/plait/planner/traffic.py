@@ -1,10 +1,9 @@
-"""Seconds of collectives: bytes over the slowest link on their way, plus a latency for every step
-of a ring.
+"""Seconds of collectives: bytes over the slowest link, plus a latency per step of a ring.
 
-A ring over n ranks of which q sit in one domain (a node, or an NVL72) carries S (n-1)/n bytes a
-rank over links inside, and between domains over the q network cards of those ranks: the model of
-NCCL's ring, `src/graph/tuning.cc`. A step costs 3.4 us inside and 14 us between, more on some
-clouds.
+A ring over n ranks, of which q share a domain (a node, or an NVL72), moves S (n-1)/n bytes per rank
+over links inside, and between domains over the q network cards of those ranks. This is the model of
+NCCL's ring (`src/graph/tuning.cc`). A step takes 3.4 us inside and 14 us between domains, more on
+some clouds.
 """
 
 from __future__ import annotations
@@ -20,41 +19,38 @@ from plait.planner.job import Job
 
 INSIDE_STEP = 3.4e-6
 BASE = 8.4e-6
-"""Seconds: NCCL's Simple protocol over NVLink, and its base. A step over a network is the device's
-`network_step`.
-"""
+"""Base seconds of a collective: that of NCCL's Simple protocol over NVLink."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate: how many, how many of them share a domain, and how far apart
-    neighbours are.
-    """
+    """Ranks that communicate: number, and number of neighbors within a domain."""
 
     size: Numbers
     inside: Numbers
 
     @property
     def domains(self) -> Numbers:
-        """That they are in."""
+        """Number of domains of the group."""
         return np.ceil(self.size / self.inside)
 
 
 def group(job: Job, axis: Literal["tp", "cp", "dp", "shard", "replicate", "ep"]) -> Group:
-    """The group of an axis. tp takes neighbouring ranks, then cp, then dp; `shard` is the inner
-    part of dp, and `replicate` the ranks that have the same shard. Others shard states over cp too;
-    Plait replicates them there. ep lies within dp, but Plait's takes neighbouring ranks of all
-    axes.
+    """Return the group of an axis.
+
+    tp takes neighboring ranks, then cp, then dp. `shard` is the inner part of dp, and `replicate`
+    are the ranks with the same shard. Other frameworks shard states over cp too; Plait replicates
+    them there. ep is a part of dp; Plait's takes neighboring ranks of all axes.
     """
-    at = job.layouts
-    over_cp = np.where(job.is_plait, 1, at.cp)
+    layouts = job.layouts
+    over_cp = np.where(job.is_plait, 1, layouts.cp)
     size, stride = {
-        "tp": (at.tp, 1),
-        "cp": (at.cp, at.tp),
-        "dp": (at.dp * over_cp, at.tp * at.cp // over_cp),
-        "shard": (at.dp_shard * over_cp, at.tp * at.cp // over_cp),
-        "replicate": (at.dp_replicate, at.tp * at.cp * at.dp_shard),
-        "ep": (at.ep, np.where(job.is_plait, 1, at.tp * at.cp)),
+        "tp": (layouts.tp, 1),
+        "cp": (layouts.cp, layouts.tp),
+        "dp": (layouts.dp * over_cp, layouts.tp * layouts.cp // over_cp),
+        "shard": (layouts.dp_shard * over_cp, layouts.tp * layouts.cp // over_cp),
+        "replicate": (layouts.dp_replicate, layouts.tp * layouts.cp * layouts.dp_shard),
+        "ep": (layouts.ep, np.where(job.is_plait, 1, layouts.tp * layouts.cp)),
     }[axis]
     inside = np.clip(np.floor_divide(job.device.domain, stride), 1, size)
     return Group(size, inside)
@@ -69,12 +65,20 @@ def collective_seconds(
     *,
     crossing: Numbers = 1.0,
 ) -> Numbers:
-    """All-reduce, one way of it (all-gather or reduce-scatter) or all-to-all of a full tensor of
-    `size_bytes`; of an all-to-all's bytes for other domains the share `crossing` is sent there.
+    """Return the seconds of a collective.
+
+    Args:
+        job: The candidates.
+        rates: Constants.
+        where: Group of ranks.
+        size_bytes: Bytes of the full tensor.
+        kind: `one_way` is an all-gather or a reduce-scatter.
+        crossing: Share of an all-to-all's bytes for other domains that is sent there.
     """
-    n = where.size
+    ranks = where.size
     inside = where.inside
     domains = where.domains
+
     # Few ranks reach less of a link: 268, 325 and 345 GB/s of 450 with 2, 4 and 8 H100 (NCCL's
     # table for them).
     link = job.device.link_bandwidth * rates.on("link", job.device) * inside / (inside + 0.5)
@@ -83,11 +87,11 @@ def collective_seconds(
     )
     bandwidth = np.where(domains > 1, np.minimum(link, network), link)
     rounds = 2.0 if kind == "all_reduce" else 1.0
-    wire = rounds * size_bytes * (n - 1) / n / bandwidth
+    wire = rounds * size_bytes * (ranks - 1) / ranks / bandwidth
     if kind == "all_to_all":
         away = crossing * (domains - 1) / domains
         wire = size_bytes * np.where(
-            domains > 1, np.maximum(away * inside / network, 1 / link), (n - 1) / n / link
+            domains > 1, np.maximum(away * inside / network, 1 / link), (ranks - 1) / ranks / link
         )
         steps = (
             BASE
@@ -101,51 +105,69 @@ def collective_seconds(
             crossings * job.device.network_step
             + np.minimum((inside - 1) * np.maximum(domains, 1), 128) * INSIDE_STEP
         )
-    return np.where(n > 1, wire + rates.on("latency", job.device) * steps, 0.0)
+
+    return np.where(ranks > 1, wire + rates.on("latency", job.device) * steps, 0.0)
 
 
 def context_seconds(
     job: Job, rates: Rates, attention: Numbers, backward: Numbers, again: Numbers
 ) -> Numbers:
-    """Exposed seconds a layer of the keys and values that Plait moves between the parts of
-    sequences, forward and backward, for a micro-batch. `attention` and `backward` are the seconds
-    under which a ring's messages arrive; `again` is the share of forwards that are repeated. The
-    bytes are those of `parallel.context.traffic`.
+    """Return the exposed seconds of context parallelism in Plait, per layer and micro-batch.
+
+    The bytes are those of `parallel.context.traffic`, forward and backward.
+
+    Args:
+        job: The candidates.
+        rates: Constants.
+        attention: Seconds of the forward, under which messages of a ring arrive.
+        backward: Seconds of the backward.
+        again: Share of forwards that are repeated.
     """
     model = job.model
-    at = job.layouts
-    tp = 1 if job.whole_attention else at.tp
+    layouts = job.layouts
+    tp = job.attention_tp
     ranks = group(job, "cp")
     width = job.element_bytes * job.tokens * (model.head_dim + model.value_width)
-    both = width * np.maximum(model.kv_heads / tp, 1)
-    whole = collective_seconds(job, rates, ranks, both * at.cp, "one_way")
-    gathered = (3 + again) * whole
-    part = whole / np.maximum(at.cp - 1, 1)  # a message to the neighbour
+    keys_values = width * np.maximum(model.kv_heads / tp, 1)
+    full_gather = collective_seconds(job, rates, ranks, keys_values * layouts.cp, "one_way")
+    gathered = (3 + again) * full_gather
+    # Seconds of one message to the neighbor.
+    part = full_gather / np.maximum(layouts.cp - 1, 1)
+
     # Gradients are sent in float32. Nothing is computed during the last message. On CPUs nothing is
     # computed during the others either, because the cores that compute also carry the traffic.
     message = part * 4 / job.element_bytes
-    earlier = message * (at.cp - 1)
+    earlier = message * (layouts.cp - 1)
     overlapped = np.where(job.device.on_cpu, 0.0, earlier)
-    ring_backward = np.maximum(whole + overlapped - backward, 0) + earlier - overlapped + message
-    ring = (1 + again) * np.maximum(whole - attention, 0) + ring_backward
+    ring_backward = (
+        np.maximum(full_gather + overlapped - backward, 0) + earlier - overlapped + message
+    )
+    ring = (1 + again) * np.maximum(full_gather - attention, 0) + ring_backward
     repeated = np.lcm(
-        np.asarray(np.maximum(model.kv_heads / tp, 1), dtype=int), np.asarray(at.cp, dtype=int)
+        np.asarray(np.maximum(model.kv_heads / tp, 1), dtype=int), np.asarray(layouts.cp, dtype=int)
     )
     exchanged = width * (model.heads / tp + repeated)
     ulysses = (2 + again) * collective_seconds(job, rates, ranks, exchanged, "all_to_all")
-    return np.choose(np.asarray(at.context), np.broadcast_arrays(gathered, ring, ulysses))
+    return np.choose(np.asarray(layouts.context), np.broadcast_arrays(gathered, ring, ulysses))
 
 
 def expert_seconds(job: Job, rates: Rates, again: Numbers) -> Numbers:
-    """Exposed seconds of a layer with experts on different ranks: tokens there and back, and where
-    Plait's ranks of tp have the same tokens, the results and gradients gathered from the part that
-    each sent, but where each keeps a part of the sequence.
+    """Return the exposed seconds of expert parallelism per layer with experts.
+
+    Tokens are sent to their experts and back. Ranks of tp in Plait have the same tokens: each sends
+    a part, and results and gradients are gathered, unless sequence parallelism shards them anyway.
+
+    Args:
+        job: The candidates.
+        rates: Constants.
+        again: Share of forwards that are repeated.
     """
     model = job.model
     at = job.layouts
     hidden = job.element_bytes * job.tokens * model.hidden
     sent = hidden * model.active / np.where(job.is_plait | (np.asarray(at.sp) > 0), at.tp, 1)
     ranks = group(job, "ep")
+
     # A token goes once to every domain that has one of its experts, and is passed on there (DeepEP;
     # Megatron-LM's flexible dispatcher). Of `active` experts, spread evenly over d domains, d (1 -
     # (1 - 1/d)^active) have one. Plait sends a copy for every expert.
@@ -156,14 +178,19 @@ def expert_seconds(job: Job, rates: Rates, again: Numbers) -> Numbers:
         job, rates, ranks, sent, "all_to_all", crossing=np.where(job.is_plait, 1.0, once)
     ) * (4 + 2 * again)
     gathered = collective_seconds(job, rates, group(job, "tp"), hidden, "one_way") * (2 + again)
+
     return exchange + np.where(
         job.is_plait & (np.asarray(at.ep) > 1) & (np.asarray(at.sp) == 0), gathered, 0.0
     )
 
 
 def send_seconds(job: Job, rates: Rates) -> Numbers:
-    """One hidden state from a stage to the next: between domains unless two stages fit in one."""
+    """Return the seconds to send hidden states to the next stage.
+
+    The stages are in different domains unless two fit into one.
+    """
     at = job.layouts
+
     # Megatron-LM scatters over tp what it sends; Plait's ranks each send what they have, all of it
     # without sequence parallelism.
     parts = np.where((np.asarray(at.sp) > 0) | ~job.is_plait, at.tp, 1)

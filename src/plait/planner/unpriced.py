@@ -1,8 +1,8 @@
-"""Settings that change how long a step takes or what it needs, and that no plan prices: named with
-a plan, and no reason to calibrate by.
+"""Settings that affect time or memory but are not priced, which a plan lists.
 
-A setting is priced, or changes neither time nor memory, if it stands in one of the two lists; every
-other that is not at its default is unpriced, so that a new one cannot be forgotten.
+Runs with such settings are not used for calibration. A setting is either priced, or has no effect
+if it is in one of the two lists; all others that differ from their default are unpriced. A new
+setting therefore cannot be forgotten.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "parallel.recompute.mode": ("full", "selective", "none"),
     "optimizer.type": ("Adam", "AdamW"),
 }
-"""Modelled values, besides the default."""
+"""Priced values besides the default."""
 PRICED = frozenset(PATHS.values()) - _VALUES.keys() | {
     "zero_optimization.offload_optimizer.ratio",
     "train_batch_size",
@@ -32,7 +32,7 @@ PRICED = frozenset(PATHS.values()) - _VALUES.keys() | {
     "model.config",
     "model.path",
 }
-"""What a plan's times and bytes follow."""
+"""Settings that times and bytes of a plan depend on."""
 
 WITHOUT_EFFECT = (
     "data_parallel_size",
@@ -47,7 +47,7 @@ WITHOUT_EFFECT = (
     "parallel.blocks",
     "parallel.unused_parameters",
 )
-"""Settings and sections that change neither time nor memory by more than a plan's own error."""
+"""Settings and sections whose effect is smaller than a plan's own error."""
 
 _OWNERS = {
     "zero_optimization.offload_optimizer": "zero_optimization.offload_optimizer.device",
@@ -56,15 +56,16 @@ _OWNERS = {
     "compile": "compile.enabled",
     "parallel.recompute": "parallel.recompute.mode",
 }
-"""Section to the setting without which nothing in it counts."""
+"""Setting that enables a section. Without it nothing in the section has an effect."""
 
 
 def unpriced(config: Config) -> tuple[str, ...]:
-    """The settings of a file that are so, as `key = value`."""
+    """Return the settings of a file that are not priced, as `key = value`."""
     default = Config.model_validate(
         {"model": {"path": "any"}, "optimizer": {}, "data": {}, "run": {}}
     )
-    found = []
+
+    settings = []
     for path in fields():
         if path in PRICED or any(
             path == name or path.startswith(f"{name}.") for name in WITHOUT_EFFECT
@@ -80,5 +81,6 @@ def unpriced(config: Config) -> tuple[str, ...]:
         )
         if owner is not None and config.value(owner) == default.value(owner):
             continue
-        found.append(f"{path} = {value}")
-    return tuple(found)
+        settings.append(f"{path} = {value}")
+
+    return tuple(settings)

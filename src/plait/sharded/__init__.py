@@ -1,3 +1,8 @@
-"""A model on a layout: one handle under the engine, your own training loop, and what else runs a
-model.
+"""Models on a layout.
+
+`ShardedModel` is the one handle under everything that runs a model: the engine, your own training
+loop (`plait.parallelize`), the Trainer, evaluation and generation. `assemble.shard` makes what it
+holds: it checks a model, splits it in place, loads its weights, and attaches the hooks of its
+training steps. The other modules load and gather weights, take a step, and refuse uses of the model
+that would silently give wrong results.
 """

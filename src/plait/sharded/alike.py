@@ -1,10 +1,10 @@
-"""Whether all ranks were given the same model, configuration and versions: asked once, before
-anything is sent between them.
+"""Check that all ranks have the same model, configuration and versions.
 
-Ranks that differ would exchange tensors of other shapes, or the wrong ones of the same shape, and
-no collective would detect it. What is compared is what the user built, before it is split, so it is
-the same on every rank of every layout; of the optimizer, which is built afterwards, what a pipeline
-stage has. Costs one all-gather of a digest; the facts are sent only where digests differ.
+Ranks that differ would exchange tensors of different shapes, or wrong tensors of the same shape,
+and no collective would detect it. The check runs once, before anything else is sent between ranks.
+It compares the objects that the user built, before they are split, so they must be equal on every
+rank of every layout. The optimizer is built afterwards, so it is compared within a pipeline stage.
+The check costs one all-gather of a digest; the facts themselves are sent only if digests differ.
 """
 
 from __future__ import annotations
@@ -31,211 +31,259 @@ from plait.errors import InputError
 from plait.version import __version__
 
 Fact = tuple[str, str]
-"""(what, how it is here)."""
+"""A subject and its value, both as text for a message."""
 _DIGEST_BYTES = 16
-_OWN = ("sources", "model", "data", "run", "path", "kept_links")
-"""Fields of a configuration that may differ from rank to rank: folders and files, and what a caller
-who brings the model does not use.
+_RANK_SPECIFIC = ("sources", "model", "data", "run", "path", "kept_links")
+"""Fields of a configuration that may differ between ranks.
+
+They are folders and files, and settings that are not used if the caller builds the model.
 """
-_LOOKED_AT = 2**20
-"""Bytes at the beginning and at the end of a file."""
-_SHOWN = 3
-"""Different kinds of ranks that a message names."""
+_SAMPLED_BYTES = 2**20
+"""Number of bytes that are compared at the start and at the end of a file of weights."""
+_SHOWN_SETS = 3
+"""Largest number of differing sets of ranks that a message describes."""
 
 
 def refuse_different_ranks(
     model: nn.Module, resolved: Resolved, mesh: Mesh, *, weights: str | Path | None = None
 ) -> int:
-    """Raise InputError, on all ranks, where `model` (not split yet), `resolved`, the code or the
-    files in the folder `weights` differ, with the first difference. Returns the seed of rank 0's
-    generator. Collective over all ranks; on a fake group, whose other ranks do not exist, nothing
-    is asked.
+    """Raise InputError on all ranks, with the first difference, if ranks differ. Collective.
+
+    With a fake process group, whose other ranks do not exist, nothing is compared.
+
+    Args:
+        model: The model before it is split.
+        resolved: The configuration.
+        mesh: Mesh of the ranks.
+        weights: Folder of safetensors whose files are compared too.
+
+    Returns:
+        The seed of rank 0's default random generator.
     """
     facts = [
-        *_versions(model),
-        *_code(),
-        *_settings("", resolved.model_dump()),
-        *_model(model),
-        *_files(weights),
+        *_version_facts(model),
+        *_code_facts(),
+        *_setting_facts("", resolved.model_dump()),
+        *_model_facts(model),
+        *_file_facts(weights),
     ]
-    return _compare(facts, mesh, alike_over_stages=True)
+    return _compare(facts, mesh, equal_over_stages=True)
 
 
 def refuse_different_optimizers(
     optimizer: torch.optim.Optimizer, scheduler: Any, mesh: Mesh
 ) -> None:
-    """The same for an optimizer and a schedule that the caller made. Stages of a pipeline may have
-    other groups.
+    """Raise InputError on all ranks if the caller's optimizer or LR schedule differs. Collective.
+
+    Pipeline stages may have different parameter groups.
     """
     facts = [("the optimizer", type(optimizer).__qualname__)]
     for index, group in enumerate(optimizer.param_groups):
         facts.append((f"optimizer group {index}", f"with {len(group['params'])} parameters"))
-        facts += [(f"`{name}` of optimizer group {index}", text) for name, text in _numbers(group)]
+        for name, text in _comparable_values(group):
+            facts.append((f"`{name}` of optimizer group {index}", text))
     if scheduler is not None:
         facts.append(("the schedule", type(scheduler).__qualname__))
-        facts += [
-            (f"`{name}` of the schedule", text) for name, text in _numbers(scheduler.state_dict())
-        ]
-    _compare(facts, mesh, alike_over_stages=False)
+        for name, text in _comparable_values(scheduler.state_dict()):
+            facts.append((f"`{name}` of the schedule", text))
+    _compare(facts, mesh, equal_over_stages=False)
 
 
-def _versions(model: nn.Module) -> Iterator[Fact]:
+def _version_facts(model: nn.Module) -> Iterator[Fact]:
     yield "plait", __version__
     yield "torch", str(torch.__version__)
     yield "Python", platform.python_version()
-    used = any(
+    uses_transformers = any(
         type(module).__module__.partition(".")[0] == "transformers" for module in model.modules()
     )
-    if used and "transformers" in sys.modules:
+    if uses_transformers and "transformers" in sys.modules:
         yield "transformers", str(sys.modules["transformers"].__version__)
 
 
 @cache
-def _code() -> tuple[Fact, ...]:
-    """Of Plait, and of the script: machines may hold different copies of one version."""
+def _code_facts() -> tuple[Fact, ...]:
+    # Machines may have different copies of the same version.
     digest = blake2b(digest_size=_DIGEST_BYTES)
     package = Path(__file__).parents[1]
     for path in sorted(package.rglob("*.py")):
         digest.update(path.relative_to(package).as_posix().encode() + path.read_bytes())
-    script = Path(str(getattr(sys.modules.get("__main__"), "__file__", None)))
     facts = [("Plait's source files", digest.hexdigest())]
+
+    script = Path(str(getattr(sys.modules.get("__main__"), "__file__", None)))
     if script.is_file():
-        facts.append(
-            (
-                f"the script {script.name}",
-                blake2b(script.read_bytes(), digest_size=_DIGEST_BYTES).hexdigest(),
-            )
-        )
+        script_digest = blake2b(script.read_bytes(), digest_size=_DIGEST_BYTES)
+        facts.append((f"the script {script.name}", script_digest.hexdigest()))
     return tuple(facts)
 
 
-def _files(folder: str | Path | None) -> Iterator[Fact]:
-    """Size, beginning and end of each file of weights: another model's, or another step's, differ
-    in their first or last values.
-    """
-    for path in sorted(Path(folder).glob("*.safetensors")) if folder is not None else ():
+def _file_facts(folder: str | Path | None) -> Iterator[Fact]:
+    # The size, the start and the end of a file are enough: files of another model, or of another
+    # step, differ in their header or in their first or last values.
+    if folder is None:
+        return
+    for path in sorted(Path(folder).glob("*.safetensors")):
         with open(path, "rb") as stream:
             size = stream.seek(0, os.SEEK_END)
             digest = blake2b(size.to_bytes(8, "little"), digest_size=_DIGEST_BYTES)
-            for at in (0, max(0, size - _LOOKED_AT)):
-                stream.seek(at)
-                digest.update(stream.read(_LOOKED_AT))
+            for offset in (0, max(0, size - _SAMPLED_BYTES)):
+                stream.seek(offset)
+                digest.update(stream.read(_SAMPLED_BYTES))
         yield f"the file of weights {path.name}", digest.hexdigest()
 
 
-def _settings(path: str, value: Any) -> Iterator[Fact]:
-    if isinstance(value, Mapping):
-        for name, entry in value.items():
-            if name not in _OWN:
-                yield from _settings(f"{path}.{name}" if path else str(name), entry)
-    else:
+def _setting_facts(path: str, value: Any) -> Iterator[Fact]:
+    if not isinstance(value, Mapping):
         yield f"setting `{path}`", repr(value)
+        return
+    for name, entry in value.items():
+        if name not in _RANK_SPECIFIC:
+            yield from _setting_facts(f"{path}.{name}" if path else str(name), entry)
 
 
-def _model(model: nn.Module) -> Iterator[Fact]:
-    first: dict[int, str] = {}
+def _model_facts(model: nn.Module) -> Iterator[Fact]:
+    first_names: dict[int, str] = {}
     for owner, module in model.named_modules():
-        yield f"module `{owner}`" if owner else "the model", type(module).__qualname__
-        prefix = f"{owner}." if owner else ""
+        subject = "the model"
+        prefix = ""
+        if owner:
+            subject = f"module `{owner}`"
+            prefix = f"{owner}."
+        yield subject, type(module).__qualname__
+
         for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             name = prefix + leaf
-            tied = first.setdefault(id(parameter), name)
-            text = _form(parameter) + ("" if parameter.requires_grad else " frozen")
-            yield f"`{name}`", text if tied == name else f"tied to `{tied}`"
+            first_name = first_names.setdefault(id(parameter), name)
+            if first_name != name:
+                yield f"`{name}`", f"tied to `{first_name}`"
+                continue
+            suffix = "" if parameter.requires_grad else " frozen"
+            yield f"`{name}`", _dtype_and_shape(parameter) + suffix
+
         for leaf, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-            yield (
-                f"buffer `{prefix}{leaf}`",
-                _form(buffer) + ("" if is_persistent(module, leaf) else " not persistent"),
-            )
+            suffix = "" if is_persistent(module, leaf) else " not persistent"
+            yield f"buffer `{prefix}{leaf}`", _dtype_and_shape(buffer) + suffix
 
 
-def _form(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" + (
-        " on meta" if tensor.is_meta else ""
-    )
+def _dtype_and_shape(tensor: torch.Tensor) -> str:
+    suffix = " on meta" if tensor.is_meta else ""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}{suffix}"
 
 
-def _numbers(values: Mapping[str, Any]) -> Iterator[Fact]:
-    """What can be compared: other values may hold addresses."""
+def _comparable_values(values: Mapping[str, Any]) -> Iterator[Fact]:
+    # Other values may contain addresses in their representation.
+    plain = bool | int | float | str | None
     for name, value in values.items():
-        shown = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-        if isinstance(shown, bool | int | float | str | None) or (
-            isinstance(shown, tuple | list)
-            and all(isinstance(entry, bool | int | float | str | None) for entry in shown)
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            value = value.item()
+        is_sequence = isinstance(value, tuple | list)
+        if isinstance(value, plain) or (
+            is_sequence and all(isinstance(entry, plain) for entry in value)
         ):
-            yield name, repr(shown)
+            yield name, repr(value)
 
 
-def _compare(facts: Sequence[Fact], mesh: Mesh, *, alike_over_stages: bool) -> int:
+def _compare(facts: Sequence[Fact], mesh: Mesh, *, equal_over_stages: bool) -> int:
+    """Compare facts between ranks, and return rank 0's seed. Collective."""
     world = mesh.layout.world_size
     seed = torch.initial_seed()
     if world == 1 or is_fake():
         return seed
-    digest = blake2b(
-        repr(list(facts)).encode(), digest_size=_DIGEST_BYTES
-    ).digest() + seed.to_bytes(8, "little")
-    mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(mesh.device)
-    everyone = mine.new_empty(world * mine.numel())
-    all_gather_single(everyone, mine)
-    rows = [bytes(row) for row in everyone.view(world, -1).tolist()]
-    stages = [
-        0 if alike_over_stages else mesh.layout.coordinates(rank)["pp"] for rank in range(world)
-    ]
+
+    # One row per rank: digest of the facts, then the seed, which may differ.
+    digest = blake2b(repr(list(facts)).encode(), digest_size=_DIGEST_BYTES).digest()
+    row = bytearray(digest + seed.to_bytes(8, "little"))
+    local = torch.frombuffer(row, dtype=torch.uint8).to(mesh.device)
+    gathered = local.new_empty(world * local.numel())
+    all_gather_single(gathered, local)
+    rows = [bytes(entry) for entry in gathered.view(world, -1).tolist()]
+
+    stages = [0] * world
+    if not equal_over_stages:
+        stages = [mesh.layout.coordinates(rank)["pp"] for rank in range(world)]
     for stage in sorted(set(stages)):
-        kinds: dict[bytes, list[int]] = {}
+        ranks_of_digest: dict[bytes, list[int]] = {}
         for rank in range(world):
             if stages[rank] == stage:
-                kinds.setdefault(rows[rank][:_DIGEST_BYTES], []).append(rank)
-        if len(kinds) > 1:
-            _name_difference(list(kinds.values()), facts, mesh)
+                ranks_of_digest.setdefault(rows[rank][:_DIGEST_BYTES], []).append(rank)
+        if len(ranks_of_digest) > 1:
+            _raise_difference(list(ranks_of_digest.values()), facts, mesh)
     return int.from_bytes(rows[0][_DIGEST_BYTES:], "little")
 
 
-def _name_difference(kinds: list[list[int]], facts: Sequence[Fact], mesh: Mesh) -> None:
-    """`kinds`: equal ranks, by their lowest. Most ranks are taken to be right."""
-    usual, *others = sorted(kinds, key=lambda ranks: (-len(ranks), ranks[0]))
-    told = {}
-    for ranks in (usual, *others[:_SHOWN]):
+def _raise_difference(rank_sets: list[list[int]], facts: Sequence[Fact], mesh: Mesh) -> None:
+    """Raise the error that names the first differences. Collective.
+
+    Args:
+        rank_sets: Sets of ranks with equal facts. The largest set is taken to be right.
+        facts: Facts of this rank.
+        mesh: Mesh of the ranks.
+    """
+    usual, *others = sorted(rank_sets, key=lambda ranks: (-len(ranks), ranks[0]))
+    facts_of: dict[int, list[Fact]] = {}
+    for ranks in (usual, *others[:_SHOWN_SETS]):
         box: list[Any] = [list(facts) if ranks[0] == mesh.rank else None]
         dist.broadcast_object_list(box, src=ranks[0], device=mesh.device)
-        told[ranks[0]] = box[0]
-    lines = [_difference(told[usual[0]], told[ranks[0]], usual, ranks) for ranks in others[:_SHOWN]]
-    more = f"; and {len(others) - _SHOWN} more kinds of ranks" if len(others) > _SHOWN else ""
+        facts_of[ranks[0]] = box[0]
+
+    lines = [
+        _describe_difference(facts_of[usual[0]], facts_of[ranks[0]], usual, ranks)
+        for ranks in others[:_SHOWN_SETS]
+    ]
+    more = ""
+    if len(others) > _SHOWN_SETS:
+        more = f"; and {len(others) - _SHOWN_SETS} more sets of ranks"
     raise InputError(
-        f"ranks were given different things: {'; '.join(lines)}{more}. Every rank has to build the"
+        f"ranks have different inputs: {'; '.join(lines)}{more}. Every rank has to build the"
         " same model and optimizer, in the same order, with the same configuration and versions"
     )
 
 
-def _difference(
+def _describe_difference(
     usual: list[Fact], other: list[Fact], usual_ranks: list[int], ranks: list[int]
 ) -> str:
-    """The first, as text."""
-    at = next(
-        (i for i, pair in enumerate(zip(usual, other, strict=False)) if pair[0] != pair[1]),
-        min(len(usual), len(other)),
-    )
-    (what, there), (own, here) = (
-        facts[at] if at < len(facts) else ("nothing more", "") for facts in (usual, other)
-    )
-    one = _ranks(ranks)
-    most = _ranks(usual_ranks)
-    has, have = ("has" if len(found) == 1 else "have" for found in (ranks, usual_ranks))
-    if what == own:
-        return f"{one} {has} {own} {here}, {most} {have} {there}"
-    known = {name for name, _ in usual}
-    if own in known and what in {name for name, _ in other}:
-        return f"{one} {has} {own} where {most} {have} {what}: the order differs"
-    return f"{one} {has} {own} {here}".rstrip() + f" where {most} {have} {what} {there}".rstrip()
+    """Return a description of the first fact that differs between two sets of ranks."""
+    index = min(len(usual), len(other))
+    for position, pair in enumerate(zip(usual, other, strict=False)):
+        if pair[0] != pair[1]:
+            index = position
+            break
+    usual_subject, usual_value = _fact_at(usual, index)
+    subject, value = _fact_at(other, index)
+
+    others_have = _with_verb(ranks)
+    most_have = _with_verb(usual_ranks)
+    if subject == usual_subject:
+        return f"{others_have} {subject} {value}, {most_have} {usual_value}"
+
+    usual_subjects = {name for name, _ in usual}
+    subjects = {name for name, _ in other}
+    if subject in usual_subjects and usual_subject in subjects:
+        return f"{others_have} {subject} where {most_have} {usual_subject}: the order differs"
+    # A value is empty at the end of the list.
+    left = f"{others_have} {subject} {value}".rstrip()
+    right = f"{most_have} {usual_subject} {usual_value}".rstrip()
+    return f"{left} where {right}"
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    """`rank 3`, `ranks 0-2, 5`."""
+def _fact_at(facts: list[Fact], index: int) -> Fact:
+    return facts[index] if index < len(facts) else ("nothing more", "")
+
+
+def _with_verb(ranks: list[int]) -> str:
+    verb = "has" if len(ranks) == 1 else "have"
+    return f"{_rank_list(ranks)} {verb}"
+
+
+def _rank_list(ranks: Sequence[int]) -> str:
+    """Return a text such as `rank 3` or `ranks 0-2, 5`."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:
             runs[-1][1] = rank
         else:
             runs.append([rank, rank])
-    text = ", ".join(f"{low}" if low == high else f"{low}-{high}" for low, high in runs)
-    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
+    texts = []
+    for low, high in runs:
+        texts.append(f"{low}" if low == high else f"{low}-{high}")
+    noun = "ranks" if len(ranks) > 1 else "rank"
+    return f"{noun} {', '.join(texts)}"

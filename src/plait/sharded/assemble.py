@@ -1,13 +1,10 @@
-"""From a checked model to one that is sharded in place, with its weights and with what acts on its
-steps.
-"""
+"""Sharding of a checked model in place: its layout, its weights, and the hooks of its steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,24 +33,26 @@ from plait.parallel.precision.optimizer_states import refuse_cut_blocks
 from plait.parallel.technique import Parts
 from plait.sharded.alike import refuse_different_ranks
 from plait.sharded.check import CheckedModel
-from plait.sharded.copies import refuse_copies
 from plait.sharded.load_weights import load_weights
 from plait.sharded.misuse import check_placement, explain_methods, warn_of_no_blocks
 from plait.sharded.pretrained import weights_of
 from plait.sharded.saved_folders import refuse_partial_folders
-from plait.sharded.shards_as_weights import refuse_pickled_shards
+from plait.sharded.shards_as_weights import refuse_copies, refuse_pickled_shards
 
 Filler = Callable[..., None]
-"""(model, whole=, filled=): gives every parameter and persistent buffer of a rank's model its
-values, and calls `filled` with each. `whole` is the uncut model on meta.
+"""Function (model, whole=, filled=) that fills every parameter and persistent buffer of a rank.
+
+`whole` is the unsplit model on meta. The function calls `filled` with each tensor that has its
+values.
 """
 ConfigLike = str | Path | Mapping[str, Any] | Config | Resolved
 
 
 @contextmanager
 def leaving_no_group() -> Iterator[None]:
-    """A process group that was made before an error is destroyed, so that a corrected call starts
-    as before.
+    """Destroy a process group that was made inside of the context if it ends with an error.
+
+    A corrected call then starts as the first one did.
     """
     existed = dist.is_initialized()
     try:
@@ -67,21 +66,26 @@ def leaving_no_group() -> Iterator[None]:
 def resolved_for(
     model: nn.Module, config: ConfigLike, *, total_steps: int | None = None
 ) -> Resolved:
-    """The configuration of a run of this model on the processes that there are."""
+    """Return the resolved configuration for a run of a model on the processes of this job.
+
+    Args:
+        model: The model, whose hidden size some settings depend on.
+        config: A path, a mapping, a loaded configuration, or a resolved one, which is returned.
+        total_steps: Length of the run in optimizer steps, if it is known.
+    """
     if isinstance(config, Resolved):
         return config
     loaded = load(config)
-    here = place()
+    process = place()
     note = loaded.provenance.warning()
-    if note and here.rank == 0:
+    if note and process.rank == 0:
         warn(note)
-    hidden = getattr(getattr(model, "config", None), "hidden_size", None)
-    # A file without any batch size is enough: a step then takes whatever train_batch is given.
     return resolve(
         loaded,
-        world_size=here.world_size,
-        hidden_size=hidden,
+        world_size=process.world_size,
+        hidden_size=getattr(getattr(model, "config", None), "hidden_size", None),
         total_steps=total_steps,
+        # For a file without any batch size. A step then takes as many samples as it is passed.
         micro_batch_size=1,
     )
 
@@ -94,24 +98,37 @@ def shard(
     loss_fn: Loss | None = None,
     forward: Forward = default_forward,
 ) -> tuple[Mesh, Parts, int]:
-    """Split a model, give it its weights, and attach what acts on a step, for a `ShardedModel`.
+    """Split a model in place, fill its weights, and attach the hooks of its steps. Collective.
 
-    `mean`: see `ShardSettings`. The last result is the seed of rank 0's random generator before the
-    call.
+    Args:
+        checked: The checked model.
+        weights: Folder of safetensors, or function, that fills a model on meta. None: the folder of
+            `plait.from_pretrained`, or the model's own initialisation.
+        mean: Whether gradients are means over the ranks instead of sums. See `ShardSettings`.
+        loss_fn: Loss of the training, if it is known.
+        forward: Passes a micro-batch through the model.
+
+    Returns:
+        The mesh and the parts, for a `ShardedModel`, and the seed that rank 0's random generator
+        had before the call.
     """
     model = checked.model
     resolved = checked.resolved
-    if weights is None and materialise.is_meta(model):
+    is_meta = materialise.is_meta(model)
+    if weights is None and is_meta:
         weights = weights_of(model)
-    template = materialise.template_of(model) if materialise.is_meta(model) else None
+    template = materialise.template_of(model) if is_meta else None
+
     mesh, parts, seed = split(checked, weights=weights, loss_fn=loss_fn, forward=forward)
     refuse_cut_blocks(resolved.optimizer.states, model.named_parameters())
     if template is not None:
-        materialise.allocate(
-            model,
-            mesh.device,
-            host_units=parts.shard.offloaded_units if parts.shard.master_weights_on_host else (),
-        )
+        host_units: Collection[str] = ()
+        if parts.shard.master_weights_on_host:
+            host_units = parts.shard.offloaded_units
+        materialise.allocate(model, mesh.device, host_units=host_units)
+
+    # After the allocation and before the weights: the shards move to files first, and each is
+    # written out as soon as it is filled, so that they are never in memory together.
     tier = build_disk_tier(resolved, model, parts.shard.offloaded_units)
     if template is not None:
         filled = tier.evict_parameter if tier is not None else lambda _: None
@@ -120,20 +137,21 @@ def shard(
                 model, template, checked.blocks, seed=resolved.seed, filled=filled
             )
         else:
-            (weights if callable(weights) else partial(load_weights, folder=weights))(
-                model, whole=template, filled=filled
-            )
+            if callable(weights):
+                weights(model, whole=template, filled=filled)
+            else:
+                load_weights(model, weights, whole=template, filled=filled)
             materialise.fill_buffers(model, template)
     if tier is not None:
         tier.evict_parameters()
+
     parts = attach_all(resolved.techniques, parts.with_shard(mean=mean), mesh)
     accept_full_tensors(model)
-    refuse_copies(model)
-    explain_methods(model)
-    refuse_partial_folders(model, pp=resolved.layout.pp, tp=resolved.layout.tp)
-    refuse_pickled_shards(model)
+    _refuse_uses_of_shards(model, resolved)
     watch_shards_of(model)
-    return mesh, parts if tier is None else parts.with_(hooks=Hooks((*parts.hooks.all, tier))), seed
+    if tier is not None:
+        parts = parts.with_(hooks=Hooks((*parts.hooks.all, tier)))
+    return mesh, parts, seed
 
 
 def split(
@@ -143,47 +161,74 @@ def split(
     loss_fn: Loss | None = None,
     forward: Forward = default_forward,
 ) -> tuple[Mesh, Parts, int]:
-    """Apply every technique to the model, in place; one on meta stays there. Everything that can be
-    refused is, before a process group exists. Returns also the seed of rank 0's random generator
-    before.
+    """Build the mesh, and apply every technique to the model in place. Collective.
+
+    A model on meta stays there. Refusals come before the process group is made, except for
+    differences between ranks.
+
+    Args:
+        checked: The checked model.
+        weights: See `shard`. Only the files are compared between ranks.
+        loss_fn: Loss of the training, if it is known.
+        forward: Passes a micro-batch through the model.
+
+    Returns:
+        The mesh, the parts, and the seed that rank 0's random generator had before the call.
+
+    Raises:
+        InputError: `weights` is passed for a model with real weights, or ranks differ.
     """
     model = checked.model
     resolved = checked.resolved
-    on_meta = materialise.is_meta(model)
-    if weights is not None and not on_meta:
+    is_meta = materialise.is_meta(model)
+    if weights is not None and not is_meta:
         raise InputError(
             "weights= fills a model that was built under torch.device('meta'); this one has real"
             " weights already"
         )
     warn_of_no_blocks(model, checked.blocks, stage=resolved.data_parallel.stage)
-    _warn_of_little(checked.parts.noted(TensorPlan), model, ep=resolved.layout.ep)
+    _warn_if_little_is_split(checked.parts.noted(TensorPlan), model, ep=resolved.layout.ep)
     check_placement(resolved)
-    on_host = resolved.optimizer_offload.device == "cpu"
+
     mesh = build_mesh(
         resolved.layout,
         timeout=timedelta(seconds=resolved.faults.timeout_seconds),
-        host_tensors=on_host,
+        host_tensors=resolved.optimizer_offload.device == "cpu",
         library=resolved.library,
         groups=checked.groups,
         on_default_group=WATCH.arm,
     )
     WATCH.name_axes(mesh)
-    seed = refuse_different_ranks(
-        model, resolved, mesh, weights=None if callable(weights) else weights
-    )
-    if not on_meta:
+
+    # Before any other collective: ranks with different models would exchange tensors of different
+    # shapes.
+    folder = None if callable(weights) else weights
+    seed = refuse_different_ranks(model, resolved, mesh, weights=folder)
+    if not is_meta:
         model.to(mesh.device)
         materialise.broadcast(model)
+
     bind_sync_batch_norm(model, mesh)
     recompute = solved_recompute(resolved, checked.parts, mesh, loss_fn=loss_fn, forward=forward)
     techniques = resolved.model_copy(update={"recompute": recompute}).techniques
     return mesh, apply_all(techniques, checked.parts, mesh), seed
 
 
-def _warn_of_little(plan: TensorPlan | None, model: nn.Module, *, ep: int) -> None:
-    over_ep = (
-        {name for experts in find_experts(model) for name in experts.parameters} if ep > 1 else ()
-    )
-    words = little_is_split(plan, model, besides=over_ep) if plan is not None else None
-    if words is not None and place().rank == 0:
-        warn(words)
+def _refuse_uses_of_shards(model: nn.Module, resolved: Resolved) -> None:
+    """Make calls that would take shards for full weights raise InputError."""
+    refuse_copies(model)
+    explain_methods(model)
+    refuse_partial_folders(model, pp=resolved.layout.pp, tp=resolved.layout.tp)
+    refuse_pickled_shards(model)
+
+
+def _warn_if_little_is_split(plan: TensorPlan | None, model: nn.Module, *, ep: int) -> None:
+    if plan is None:
+        return
+    # Experts are split over ep, whatever the plan of tensor parallelism says.
+    over_ep: set[str] = set()
+    if ep > 1:
+        over_ep = {name for experts in find_experts(model) for name in experts.parameters}
+    message = little_is_split(plan, model, besides=over_ep)
+    if message is not None and place().rank == 0:
+        warn(message)

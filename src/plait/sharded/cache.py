@@ -1,4 +1,9 @@
-"""An empty cache of the kind that a model takes."""
+"""KV caches: which kind a model supports, and an empty cache of that kind.
+
+Transformers' sliding-window layers keep their last tokens as a view of all tokens of a forward, so
+after a long prompt every layer would hold the full prompt in memory until the next token. The
+caches that are made here copy the window instead (`_copy_windows`).
+"""
 
 from __future__ import annotations
 
@@ -15,28 +20,43 @@ from plait.cluster import accelerator
 from plait.parallel.micro_batches import CACHES
 from plait.parallel.pipeline.stage import StagedModel
 from plait.parallel.pipeline.stage_cache import StageCaches
-from plait.sharded.window_layers import without_rests
 
 
 def arguments_of(model: nn.Module) -> frozenset[str]:
-    """Names of the arguments that a model's class takes. A model of PEFT's hands what it does not
-    name on to the one in it.
+    """Return the names of the arguments that a model's forward accepts.
+
+    A PEFT model passes arguments that it does not name on to its base model, so those of the base
+    model are included.
     """
-    own = frozenset(inspect.signature(type(model).forward).parameters)
-    find: Any = getattr(model, "get_base_model", None) if hasattr(model, "peft_config") else None
-    base = find() if callable(find) else model
-    return own if base is model else own | arguments_of(base)
+    arguments = frozenset(inspect.signature(type(model).forward).parameters)
+    if not hasattr(model, "peft_config"):
+        return arguments
+    get_base_model: Any = getattr(model, "get_base_model", None)
+    if not callable(get_base_model):
+        return arguments
+    base = get_base_model()
+    return arguments if base is model else arguments | arguments_of(base)
 
 
 def keep_rows(cache: Any, rows: torch.Tensor) -> bool:
-    """Drop what a cache keeps of other requests than `rows` (int64); False, and nothing done, where
-    one of its layers cannot.
+    """Drop all requests of a cache except for some rows.
+
+    Args:
+        cache: The cache.
+        rows: Indices of the rows to keep, [rows], int64.
+
+    Returns:
+        False, without any change, if a layer of the cache does not support it.
     """
-    layers = cache.own_layers() if isinstance(cache, StageCaches) else list(cache.layers)
-    if not all(
+    if isinstance(cache, StageCaches):
+        layers = cache.own_layers()
+    else:
+        layers = list(cache.layers)
+    can_select = all(
         callable(getattr(layer, "batch_select_indices", None)) and not _has_state(layer)
         for layer in layers
-    ):
+    )
+    if not can_select:
         return False
     wait_for_layers(cache)
     for layer in layers:
@@ -45,7 +65,7 @@ def keep_rows(cache: Any, rows: torch.Tensor) -> bool:
 
 
 def wait_for_layers(cache: Any) -> None:
-    """Of a cache whose layers wait on the host: until none is on its way there or back."""
+    """Wait until no layer of a cache in host memory is being copied to or from the device."""
     filled = [layer for layer in getattr(cache, "layers", ()) if layer.is_initialized]
     if getattr(cache, "offloading", False) and filled:
         accelerator.synchronize(filled[0].device)
@@ -57,13 +77,13 @@ def cache_argument(model: nn.Module) -> str | None:
     arguments = arguments_of(model)
     if old in arguments:
         return old
-    if new in arguments and _outputs_name(new):
+    if new in arguments and _is_output_field(new):
         return new
     return None
 
 
 @functools.cache
-def _outputs_name(argument: str) -> bool:
+def _is_output_field(argument: str) -> bool:
     """Return whether models of the installed Transformers return a KV cache under this name.
 
     Before 5.24 some models (XLM) have an argument `cache` that is not a KV cache.
@@ -76,25 +96,29 @@ def _outputs_name(argument: str) -> bool:
 
 
 def takes_cache(model: nn.Module) -> bool:
-    """Whether a model can be given what it keeps of earlier tokens. Some have a cache of their own
-    kind, or keep a state in themselves.
+    """Return True if a model supports Transformers' `DynamicCache`.
+
+    Some models have a cache class of their own, or keep a state in their modules.
     """
     if cache_argument(model) is None or getattr(model, "config", None) is None:
         return False
-    usual: Any = getattr(model, "_supports_default_dynamic_cache", lambda: True)
-    return usual() and not any(hasattr(module, "_setup_cache") for module in model.modules())
+    supports_default: Any = getattr(model, "_supports_default_dynamic_cache", lambda: True)
+    return supports_default() and not any(
+        hasattr(module, "_setup_cache") for module in model.modules()
+    )
 
 
 def has_recurrent_state(model: nn.Module) -> bool:
-    """Whether some of its layers keep a state that every token changes, beside keys and values or
-    in place of them. Not all of them go on from it by more than one token (Jamba, Zamba), and none
-    drops requests.
+    """Return True if some layers keep a recurrent state, with or without keys and values.
+
+    Every token changes the state. Not all such layers continue from it with more than one token
+    (Jamba, Zamba), and none of them can drop requests.
     """
     return any(map(_has_state, _layers(model)))
 
 
 def reads_prompts_whole(model: nn.Module) -> bool:
-    """Return whether a model has to read a prompt in one piece.
+    """Return True if a model has to read a prompt in one forward.
 
     Models with recurrent states do, and models whose tokens attend to later ones.
     """
@@ -102,7 +126,7 @@ def reads_prompts_whole(model: nn.Module) -> bool:
 
 
 def attends_to_later_tokens(model: nn.Module) -> bool:
-    """Return whether every token attends to later tokens, as in BERT with `is_decoder=False`.
+    """Return True if every token attends to later tokens, as in BERT with `is_decoder=False`.
 
     Such models have attention with `is_causal=False`, a field of their configuration that says so,
     or `is_decoder=False` and no attention with `is_causal=True`.
@@ -113,7 +137,7 @@ def attends_to_later_tokens(model: nn.Module) -> bool:
         or getattr(config, "is_causal", None) is False
     ):
         return True
-    # XLM, XLNet
+    # XLM and XLNet have fields of their own.
     if getattr(config, "causal", None) is False or getattr(config, "attn_type", None) == "bi":
         return True
     causal = {module.is_causal for module in model.modules() if hasattr(module, "is_causal")}
@@ -121,14 +145,15 @@ def attends_to_later_tokens(model: nn.Module) -> bool:
 
 
 def counts_tokens(model: nn.Module) -> bool:
-    """Whether every layer of its cache tells how many tokens it has seen. A stage of a pipeline may
-    have none of those that do.
+    """Return True if every layer of a model's cache knows the number of tokens it has seen.
+
+    If only some of them know it, a pipeline stage may have none of these.
     """
     return all(hasattr(layer, "get_seq_length") for layer in _layers(model))
 
 
 def _layers(model: nn.Module) -> list[Any]:
-    """Of an empty cache; none where the model takes none."""
+    """Return the layers of an empty cache, or nothing if the model does not support one."""
     if not takes_cache(model):
         return []
     from transformers import DynamicCache
@@ -142,10 +167,19 @@ def _has_state(layer: Any) -> bool:
 
 
 def new_cache(model: nn.Module, staged: StagedModel | None, *, on_host: bool = False) -> Any:
-    """Transformers' `DynamicCache`, with a layer for each of the model's (full, or with a sliding
-    window); under a pipeline one for each of this rank's stages. None for a model that takes none.
-    `on_host`: layers wait in pinned host memory, and come while the one before them computes; for a
-    GPU, without a pipeline.
+    """Return an empty cache for a model, or None if the model does not support one.
+
+    It is Transformers' `DynamicCache` with one layer (full or sliding-window) per layer of the
+    model.
+
+    Args:
+        model: The model.
+        staged: The pipeline stages of this rank. With a pipeline there is one cache per stage.
+        on_host: Keep layers in pinned host memory. Each is copied to the GPU while the layer before
+            it computes. Not supported with a pipeline.
+
+    Raises:
+        ModelError: A pipeline stage cannot keep a cache.
     """
     if not takes_cache(model):
         return None
@@ -154,9 +188,49 @@ def new_cache(model: nn.Module, staged: StagedModel | None, *, on_host: bool = F
     config: Any = model.config
 
     def empty(*, offloading: bool = False) -> Any:
-        made = DynamicCache(config=config, offloading=offloading)
-        for layer in made.layers:
-            without_rests(layer)
-        return made
+        cache = DynamicCache(config=config, offloading=offloading)
+        for layer in cache.layers:
+            _copy_windows(layer)
+        return cache
 
-    return empty(offloading=on_host) if staged is None else StageCaches(staged, empty)
+    if staged is None:
+        return empty(offloading=on_host)
+    return StageCaches(staged, empty)
+
+
+_COPYING_CLASSES: dict[type, type] = {}
+"""Classes of layers that copy their window, keyed by Transformers' class.
+
+There is one per class, because pipeline stages compare the classes of layers.
+"""
+
+
+def _copy_windows(layer: Any) -> None:
+    """Make a sliding-window layer copy its last tokens if they are a view of a larger tensor."""
+    if getattr(layer, "is_sliding", False):
+        layer_class = type(layer)
+        if layer_class not in _COPYING_CLASSES:
+            _COPYING_CLASSES[layer_class] = _copying_subclass(layer_class)
+        layer.__class__ = _COPYING_CLASSES[layer_class]
+
+
+def _copying_subclass(layer_class: Any) -> type:
+    def update(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = layer_class.update(self, *args, **kwargs)
+        # Some models share one tensor for keys and values. It must stay one.
+        is_shared = self.values is self.keys
+        self.keys = _without_larger_storage(self.keys)
+        if is_shared:
+            self.values = self.keys
+        else:
+            self.values = _without_larger_storage(self.values)
+        return result
+
+    members = {"update": update, "__module__": layer_class.__module__}
+    return type(layer_class.__name__, (layer_class,), members)
+
+
+def _without_larger_storage(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.untyped_storage().nbytes() > tensor.nbytes:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor

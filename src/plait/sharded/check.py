@@ -1,7 +1,7 @@
 """All checks of a model and a configuration that need no process group, run once.
 
-`plait train` asks before it starts any process, `initialize` and `parallelize` before they touch
-the model. The intermediate results of checks (the plan of tensor parallelism, the cut of a
+`plait train` runs them before it starts any process, `initialize` and `parallelize` before they
+change the model. The results of the checks (the plan of tensor parallelism, the stages of a
 pipeline) are kept, so that nothing is traced twice.
 """
 
@@ -25,30 +25,42 @@ from plait.sharded.replicas import refuse_without_replicas
 
 @dataclass(frozen=True)
 class CheckedModel:
-    """A model that the techniques of a configuration can be applied to."""
+    """A model that the techniques of a configuration can be applied to.
+
+    Attributes:
+        model: The unsharded model.
+        resolved: The configuration.
+        blocks: Names (FQNs) of the model's repeated blocks.
+        notes: Results of the techniques' checks, keyed by their type.
+        groups: Process groups that the techniques need, besides one per axis.
+    """
 
     model: nn.Module
-    """Unsharded."""
     resolved: Resolved
     blocks: tuple[str, ...]
-    """Names (FQNs) of its repeated blocks."""
     notes: Mapping[type, object]
-    """What the checks found out, by type."""
     groups: Groups
-    """What the techniques need besides a group for every axis."""
 
     @property
     def parts(self) -> Parts:
-        """What the techniques are applied to."""
+        """The model in the form that techniques are applied to."""
         return Parts(model=self.model, blocks=self.blocks, notes=self.notes)
 
     def with_resolved(self, resolved: Resolved) -> CheckedModel:
-        """The same with settings that no check asks for changed."""
+        """Return a copy with another configuration.
+
+        It may differ only in settings that no check reads.
+        """
         return replace(self, resolved=resolved)
 
 
 def checked_model(model: nn.Module, resolved: Resolved) -> CheckedModel:
-    """Raise ConfigError or ModelError for what cannot be. Changes nothing."""
+    """Check a model against a configuration. Changes nothing.
+
+    Raises:
+        ConfigError: A setting does not fit the model or the layout.
+        ModelError: The model cannot be trained, or cannot be split as the configuration says.
+    """
     refuse_nothing_to_train(model)
     refuse_without_replicas(resolved)
     blocks = find_blocks(model, resolved.blocks or None)

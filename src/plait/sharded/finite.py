@@ -1,6 +1,4 @@
-"""What was not finite in a step, once it is known that something was: whose loss, and the gradient
-of which parameter first.
-"""
+"""Error of a step that is not finite: the ranks whose loss is not, and the first bad gradient."""
 
 from __future__ import annotations
 
@@ -15,54 +13,60 @@ from plait._torch.flat_collectives import all_gather_single
 from plait.comm.hang import names
 from plait.errors import NumbersError
 
-_LONGEST = 256
+_ROW_BYTES = 256
+"""Bytes that each rank sends: a flag for the loss, and a parameter's name, which may be cut."""
 
 
-def first_bad_gradient(model: nn.Module) -> str:
-    """The first parameter of this rank whose gradient has an element that is not finite; empty
-    where there is none.
-    """
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None and not bool(
-            torch.isfinite(local_tensor(parameter.grad)).all()
-        ):
-            return name
-    return ""
-
-
-def not_finite(
+def non_finite_error(
     model: nn.Module, *, step: int, norm: float, loss: float | None, device: torch.device
 ) -> NumbersError:
-    """The error of a step whose gradients, or whose loss, are not finite. `loss`: this rank's own,
-    where it knows. Collective over all ranks.
+    """Return the error of a step whose gradients or loss are not finite. Collective.
+
+    Args:
+        model: The model with the gradients of the step.
+        step: Number of the step.
+        norm: Global norm of the gradients.
+        loss: Loss of this rank, if it is known.
+        device: Device for the exchange between ranks.
     """
-    own = first_bad_gradient(model)
-    rows = _gathered(
-        bytes([loss is not None and not math.isfinite(loss)]) + own.encode()[: _LONGEST - 1], device
-    )
-    losses = [rank for rank, row in enumerate(rows) if row[0]]
-    found = [
-        (rank, row[1:].rstrip(b"\0").decode(errors="replace"))
-        for rank, row in enumerate(rows)
-        if row[1]
-    ]
-    parts = [f"the loss of {names(losses)} is not finite"] if losses else []
-    if found:
-        rank, name = found[0]
-        parts.append(f"the gradient of `{name}` on rank {rank} is the first that is not")
-    said = "; ".join(parts) or f"the norm of all gradients is {norm}"
+    # One row per rank: flag of the loss, name of the first bad gradient (UTF-8).
+    is_bad_loss = loss is not None and not math.isfinite(loss)
+    name = _first_bad_gradient(model).encode()[: _ROW_BYTES - 1]
+    rows = _all_gather_rows(bytes([is_bad_loss]) + name, device)
+
+    causes = []
+    bad_losses = [rank for rank, row in enumerate(rows) if row[0]]
+    if bad_losses:
+        causes.append(f"the loss of {names(bad_losses)} is not finite")
+    bad_gradients = [rank for rank, row in enumerate(rows) if row[1]]
+    if bad_gradients:
+        rank = bad_gradients[0]
+        parameter = rows[rank][1:].rstrip(b"\0").decode(errors="replace")
+        causes.append(f"the gradient of `{parameter}` on rank {rank} is the first that is not")
+
+    cause = "; ".join(causes) or f"the norm of all gradients is {norm}"
     return NumbersError(
-        f"step {step}: {said}. Nothing was updated: parameters and optimizer are those of step"
+        f"step {step}: {cause}. Nothing was updated: parameters and optimizer are those of step"
         f" {step - 1}. Look at the batch of this step, lower the learning rate or set"
         ' gradient_clipping; faults.non_finite = "skip" leaves such steps out'
     )
 
 
-def _gathered(row: bytes, device: torch.device) -> list[bytes]:
-    padded = row.ljust(_LONGEST, b"\0")
+def _first_bad_gradient(model: nn.Module) -> str:
+    """Return the name of the first parameter on this rank with a non-finite gradient, or ""."""
+    for name, parameter in model.named_parameters():
+        if parameter.grad is None:
+            continue
+        if not bool(torch.isfinite(local_tensor(parameter.grad)).all()):
+            return name
+    return ""
+
+
+def _all_gather_rows(row: bytes, device: torch.device) -> list[bytes]:
+    padded = row.ljust(_ROW_BYTES, b"\0")
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [padded]
-    mine = torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(device)
-    everyone = mine.new_empty(dist.get_world_size() * _LONGEST)
-    all_gather_single(everyone, mine)
-    return [bytes(one) for one in everyone.cpu().view(-1, _LONGEST).numpy()]
+    local = torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(device)
+    gathered = local.new_empty(dist.get_world_size() * _ROW_BYTES)
+    all_gather_single(gathered, local)
+    return [bytes(rank_row) for rank_row in gathered.cpu().view(-1, _ROW_BYTES).numpy()]

@@ -1,8 +1,9 @@
 """Full tensors of a sharded model, bucket by bucket, for a generator, a broadcast or a file.
 
-Note [Order of gathers] Every rank walks the same list of names, so the all-gathers of shards and
-    the broadcasts along a pipeline meet in the same order. A rank that stops the iteration early
-    leaves the others waiting: consume the iterator on every rank, or on none.
+Note [Order of gathers]
+    Every rank iterates over the same list of names, so the all-gathers of shards and the broadcasts
+    along a pipeline run in the same order. A rank that stops the iteration early leaves the others
+    waiting: consume the iterator on every rank, or on none.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from plait.sharded.model import ShardedModel
 from plait.units import MIB
 
 WeightBucket = dict[str, torch.Tensor]
-"""Full tensors by name. Tied names share one tensor, and are in one bucket."""
+"""Full tensors by name. Tied names share one tensor and are in one bucket."""
 
 
 def iterate_weights(
@@ -30,18 +31,19 @@ def iterate_weights(
 ) -> Iterator[WeightBucket]:
     """Yield every parameter and persistent buffer as a full tensor. Collective.
 
-    All ranks receive the same buckets. Training goes on as if nothing had happened. Besides the
-    model, a rank holds one bucket at a time, as long as the caller keeps none.
+    All ranks receive the same buckets. Training is not changed. Besides the model, a rank has one
+    bucket in memory at a time, if the caller keeps none.
 
     Args:
-        sharded: What `plait.parallelize` returned, or `engine.sharded`.
+        sharded: The result of `plait.parallelize`, or `engine.sharded`.
         bucket_bytes: A bucket is full when its tensors have this many bytes. A larger tensor is a
             bucket of its own.
         trained_only: Leave out buffers and parameters that do not require a gradient.
 
-    Yields: Detached tensors on this rank's device, in the dtype in which the model keeps them. A
-        tensor that this rank holds in full is the model's own memory: copy what must outlive the
-        next step.
+    Yields:
+        Detached tensors on this rank's device, in the dtype that the model has them in. A tensor
+        that this rank holds in full shares the model's memory: copy it if it must outlive the next
+        step.
 
     Raises:
         InputError: `bucket_bytes` is not positive, or the parameters are kept in files.
@@ -56,10 +58,10 @@ def iterate_weights(
 def gathered(
     sharded: ShardedModel, tensors: Callable[[], Mapping[str, torch.Tensor]], *, bucket_bytes: int
 ) -> Iterator[WeightBucket]:
-    """Yield full tensors of the shards that ranks hold, as `iterate_weights` does. Collective.
+    """Yield the full tensors of the given shards, as `iterate_weights` does. Collective.
 
     Args:
-        sharded: The model whose ranks these are.
+        sharded: A model on the same mesh.
         tensors: Returns this rank's tensors by name. Called after gathered parameters were freed.
         bucket_bytes: See `iterate_weights`.
 
@@ -76,7 +78,7 @@ def gathered(
 
 @dataclass(frozen=True)
 class _TensorFacts:
-    """One tensor of a pipeline stage, under all names that it is tied to."""
+    """Description of one tensor of a pipeline stage, with all names that are tied to it."""
 
     stage: int
     names: tuple[str, ...]
@@ -109,9 +111,15 @@ def _buckets(
 
 
 def local_tensors(model: nn.Module, trained_only: bool = False) -> dict[str, torch.Tensor]:
-    """Return what this rank holds shards of, by name. A pipeline stage has no other stage's."""
+    """Return the parameters and persistent buffers of this rank's pipeline stages, by name.
+
+    Args:
+        model: The sharded model.
+        trained_only: Leave out buffers and parameters that do not require a gradient.
+    """
     if trained_only:
-        # Not from the state dict: quantised base weights of an adapter have one of their own kind.
+        # Not from the state dict, which for the quantised base weights of an adapter has another
+        # form.
         parameters = model.named_parameters(remove_duplicate=False)
         return {name: parameter for name, parameter in parameters if parameter.requires_grad}
 
@@ -124,8 +132,9 @@ def local_tensors(model: nn.Module, trained_only: bool = False) -> dict[str, tor
 
 
 def _agreed_order(sharded: ShardedModel, local: Mapping[str, torch.Tensor]) -> list[_TensorFacts]:
-    """Return the tensors of all stages in one order. A name belongs to the first stage that has
-    it.
+    """Return the tensors of all stages, in the same order on every rank. Collective.
+
+    A name belongs to the first stage that has it. See Note [Order of gathers].
     """
     group = sharded.mesh.group("pp")
     stage = 0 if group is None else group.rank()
@@ -134,15 +143,15 @@ def _agreed_order(sharded: ShardedModel, local: Mapping[str, torch.Tensor]) -> l
     for name, tensor in local.items():
         names_of.setdefault(id(tensor), []).append(name)
 
-    own = []
+    stage_facts = []
     for tied in names_of.values():
         tensor = local[tied[0]]
-        own.append(_TensorFacts(stage, tuple(tied), tensor.shape, tensor.dtype))
+        stage_facts.append(_TensorFacts(stage, tuple(tied), tensor.shape, tensor.dtype))
     if group is None:
-        return own
+        return stage_facts
 
     stages: list[list[_TensorFacts]] = [[] for _ in range(group.size())]
-    dist.all_gather_object(stages, own, group=group)
+    dist.all_gather_object(stages, stage_facts, group=group)
 
     order: list[_TensorFacts] = []
     seen: set[str] = set()

@@ -1,9 +1,9 @@
-"""Guards a training loop against mistakes: a step that failed leaves nothing behind, and calls that
-would train something else are refused.
+"""Guards of a training loop: failed steps leave nothing behind, and wrong calls are refused.
 
-A failure is cleared when the handle is used again, not where it happens: there other ranks may be
-in another place, and the exception must reach the user at once. Only a failure of all ranks can be
-cleared.
+Note [Clearing a failed step]
+    A failure is cleared when the handle is used again (`Guard.recover`), not where it happens. At
+    that point other ranks may be in another place, and the exception must reach the user at once.
+    Clearing is collective, so only a failure of all ranks can be cleared.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from plait._torch.units import drop_gradients, has_unreduced
 from plait.comm.board import BACKWARD
@@ -28,40 +29,57 @@ from plait.sharded.misuse import MIXED_TENSORS
 
 
 class Guard(StepHook):
-    """For one handle."""
+    """Guard of one handle (an engine or a `ParallelModel`).
+
+    Args:
+        parts: The model after all techniques were applied.
+        handle: Name of the user's variable, for messages.
+
+    Attributes:
+        replaced: Whether the handle does not own the model any more.
+        known: Parameters that the model has had since it was sharded, by id.
+        backwards: Number of backwards in the step so far.
+        in_backward: Whether a backward of the handle is running.
+        reduced: Whether the gradients of the step so far are already sums over all ranks.
+    """
 
     def __init__(self, parts: Parts, handle: str = "engine") -> None:
-        """`handle`: what the user has it as, for messages."""
         self.replaced = False
-        """Whether the handle has the model no more."""
         self._parts = parts
         self._handle = handle
         self._lost: Lost | None = None
         self.known = {id(p): p for p in parts.model.parameters()}
-        """The parameters that the model has had since it was sharded."""
         self._frozen = {
             name: p for name, p in parts.model.named_parameters() if not p.requires_grad
         }
         self._reducer = parts.noted(Reducer)
         self.backwards = 0
-        """Of the step so far."""
         self.in_backward = False
         self.reduced = False
-        """Whether the gradients of the step so far are sums over all ranks already."""
 
     def release(self) -> None:
-        """The model is passed to another owner, or the handle is closed."""
+        """Refuse further use of the handle: it was closed, or another owner has the model."""
         self.replaced = True
 
     @contextmanager
     def running(self, lost: Lost) -> Iterator[None]:
-        """Around whatever runs the model. `lost`: what an exception costs."""
+        """Record a failure of the code inside of the context, which runs the model.
+
+        Args:
+            lost: What is lost if the code raises.
+
+        Raises:
+            InputError: The code computed with shards and full tensors together.
+            PlaitError: A collective of the code failed.
+        """
         try:
             yield
         except BaseException as error:
-            self._lost = "step" if "step" in (lost, self._lost) else lost
+            # A lost step includes a lost forward.
+            if self._lost != "step":
+                self._lost = lost
             if isinstance(error, RuntimeError) and MIXED_TENSORS in str(error):
-                raise InputError(_mixed(error, self._parts)) from error
+                raise InputError(_mixed_tensors_message(error, self._parts)) from error
             failure = failed_collective(
                 error, "a collective of the forward, the backward or the update"
             )
@@ -71,7 +89,7 @@ class Guard(StepHook):
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Around every backward of the handle's own."""
+        """Surround every backward that the handle runs."""
         self.backwards += 1
         self.reduced = False
         WATCH.phase(BACKWARD)
@@ -83,8 +101,15 @@ class Guard(StepHook):
                 self.in_backward = False
 
     def recover(self) -> bool:
-        """Before the handle is used: clear what a failure left. Returns whether the gradients of a
-        step were lost. Collective after a failure, which all ranks had.
+        """Clear the state that a failure left. Collective after a failure on all ranks.
+
+        Every call of the handle does this first. See Note [Clearing a failed step].
+
+        Returns:
+            Whether the gradients of a step were lost.
+
+        Raises:
+            InputError: The handle was closed, or does not own the model any more.
         """
         if self.replaced:
             raise InputError(
@@ -94,10 +119,12 @@ class Guard(StepHook):
         lost = self._lost
         self._lost = None
         for hook in self._parts.hooks.all:
-            lost = "step" if hook.has_refused else lost
+            if hook.has_refused:
+                lost = "step"
             hook.has_refused = False
         if lost is None:
             return False
+
         for clear in self._parts.hooks.on_error:
             clear(lost)
         if lost == "step":
@@ -105,41 +132,21 @@ class Guard(StepHook):
         return lost == "step"
 
     def drop(self) -> None:
-        """The gradients of the step so far."""
+        """Drop the gradients of the step so far."""
         drop_gradients(self._parts.model)
-        for forget in self._parts.hooks.drop_gradients:
-            forget()
+        for callback in self._parts.hooks.drop_gradients:
+            callback()
         self.backwards = 0
         self.reduced = False
 
     def check_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse an update that does not do what it seems to."""
-        thawed = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
-        if thawed:
-            held = {
-                id(parameter) for group in optimizer.param_groups for parameter in group["params"]
-            }
-            thawed = [
-                name
-                for name in thawed
-                if id(self._frozen[name]) not in held or not self._is_reduced(self._frozen[name])
-            ]
-        if thawed:
-            raise InputError(
-                f"{thawed[0]} ({len(thawed)} parameters in all) was frozen when plait.initialize"
-                " was called and requires a gradient now, but it is not trained; call"
-                " requires_grad_(True) before plait.initialize, and requires_grad_(False) after it"
-                " for as long as the parameter is not trained"
-            )
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None and id(parameter) not in self.known:
-                    raise InputError(
-                        f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that"
-                        " was not the model's when plait.initialize was called, so its gradient is"
-                        " this rank's alone; put all parts into the model before, and freeze"
-                        " (requires_grad_(False)) what shall begin later"
-                    )
+        """Raise InputError for an update that would not do what it seems to do.
+
+        Args:
+            optimizer: The optimizer whose step would follow.
+        """
+        self._refuse_unfrozen_parameters(optimizer)
+        self._refuse_added_parameters(optimizer)
         if not self.backwards and any(
             parameter.grad is not None for parameter in self._parts.model.parameters()
         ):
@@ -149,54 +156,128 @@ class Guard(StepHook):
                 f" {self._handle}.backward(loss)"
             )
         if has_unreduced(self._parts.model):
+            self._refuse_unreduced_gradients()
+        self.backwards = 0
+
+    def _refuse_unfrozen_parameters(self, optimizer: torch.optim.Optimizer) -> None:
+        unfrozen = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
+        if not unfrozen:
+            return  # The usual case, which needs no look at the optimizer.
+
+        groups = optimizer.param_groups
+        updated = {id(parameter) for group in groups for parameter in group["params"]}
+        untrained = [
+            name
+            for name in unfrozen
+            if id(self._frozen[name]) not in updated or not self._is_reduced(self._frozen[name])
+        ]
+        if untrained:
+            raise InputError(
+                f"{untrained[0]} ({len(untrained)} parameters in all) was frozen when"
+                " plait.initialize was called and requires a gradient now, but it is not trained;"
+                " call requires_grad_(True) before plait.initialize, and requires_grad_(False)"
+                " after it for as long as the parameter is not trained"
+            )
+
+    def _refuse_added_parameters(self, optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and id(parameter) not in self.known:
+                    raise InputError(
+                        f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that"
+                        " was not the model's when plait.initialize was called, so its gradient is"
+                        " this rank's alone; put all parts into the model before, and freeze"
+                        " (requires_grad_(False)) the parameters whose training starts later"
+                    )
+
+    def _refuse_unreduced_gradients(self) -> None:
+        if self._handle == "engine":
             remedy = (
                 "call engine.step() after every backward, or"
                 " engine.set_gradient_accumulation_boundary(True) before the forward and backward"
                 " of the micro-batch that is the last"
-                if self._handle == "engine"
-                else (
-                    "the forward and backward of a step's last micro-batch go outside of"
-                    f" {self._handle}.accumulate()"
-                )
             )
-            raise InputError(
-                f"{self._handle}.step() ends a step whose last backward was taken for one before"
-                f" the last, so the gradients are this rank's alone; {remedy}"
+        else:
+            remedy = (
+                "the forward and backward of a step's last micro-batch go outside of"
+                f" {self._handle}.accumulate()"
             )
-        self.backwards = 0
+        raise InputError(
+            f"{self._handle}.step() ends a step whose last backward was taken for one before"
+            f" the last, so the gradients are this rank's alone; {remedy}"
+        )
 
-    def _is_reduced(self, parameter: torch.nn.Parameter) -> bool:
-        """Return whether a parameter's gradients are summed over ranks.
+    def _is_reduced(self, parameter: nn.Parameter) -> bool:
+        """Return True if a parameter's gradients are summed over ranks.
 
         Buckets do not include a parameter that was unfrozen within the step.
         """
         return self._reducer is None or self._reducer.reduces(parameter)
 
 
-def _mixed(error: Exception, parts: Parts) -> str:
-    """The message for code that computes with shards and full tensors together."""
-    ways = []
+class RunningForwards:
+    """Counter of the forwards of a model that are running, nested ones included.
+
+    It lets calls that need all ranks be refused in the middle of a forward, before they do harm.
+
+    Attributes:
+        running: Number of forwards that are running.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.running = 0
+
+        def begin(*_: object) -> None:
+            self.running += 1
+
+        def end(*_: object) -> None:
+            # It runs without `begin` if a pre-hook that was prepended later raises.
+            self.running = max(0, self.running - 1)
+
+        self._handles = [
+            model.register_forward_pre_hook(begin, prepend=True),
+            model.register_forward_hook(end, always_call=True),
+        ]
+
+    def close(self) -> None:
+        """Stop counting."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def _mixed_tensors_message(error: Exception, parts: Parts) -> str:
+    """Return the message for code that computes with shards and full tensors together."""
+    explanations = []
     data = parts.noted(DataParallel)
     if data is not None and data.stage:
         read = "read no weight there" if data.stage == 3 else "read a weight after that"
-        ways.append(
+        explanations.append(
             f"outside of the model's forward its parameters are shards (ZeRO stage {data.stage}):"
             f" let forward= call the model and not the modules inside it, and {read}, or use ZeRO"
             " stage 0"
         )
     if parts.noted(Region) is not None:
-        ways.append(
+        explanations.append(
             "parallel.tp splits parameters (read parameter.full_tensor(), or call the module) and"
             " logits until the loss has them (change them with parallel.loss_parallel = false)"
         )
+    operator = str(error).partition(" ")[0]
     return (
-        f"{str(error).partition(' ')[0]} was given a full tensor together with one that is split"
-        " over processes; " + ". ".join(ways)
+        f"{operator} was given a full tensor together with one that is split"
+        " over processes; " + ". ".join(explanations)
     )
 
 
 def checked_loss(loss: Any, handle: str = "engine") -> torch.Tensor:
-    """What `backward` was given, if it can start from it."""
+    """Return the argument of `backward` if it is a tensor that a backward can start from.
+
+    Args:
+        loss: The argument.
+        handle: Name of the user's variable, for messages.
+
+    Raises:
+        InputError: It is not a tensor, has more than one element, or requires no gradient.
+    """
     if not isinstance(loss, torch.Tensor):
         raise InputError(
             f"{handle}.backward takes the loss of a micro-batch, a tensor with one element, not"

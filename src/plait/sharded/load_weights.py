@@ -1,7 +1,8 @@
-"""Weights from a Hugging Face folder of safetensors, each rank reading only the slices it holds.
+"""Weights from a Hugging Face folder of safetensors. Each rank reads only the slices that it holds.
 
-Names in the files must be the model's parameter names (true for most dense families; a family whose
-files Transformers converts while loading is refused with the names that differ).
+Names in the files must be the model's parameter names. That is true for most dense families. If
+Transformers converts the files of a family while it loads them, the folder is refused with the
+names that differ.
 """
 
 from __future__ import annotations
@@ -27,36 +28,36 @@ from plait.model.tied import tied_names
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-MAPPED = 64 << 20
-"""Bytes that are read before a file is opened anew: what was read of an open one stays mapped, and
-would take the memory twice.
+_MAPPED_BYTES = 64 << 20
+"""Number of bytes that are read before a file is opened again.
+
+The pages that were read of an open file stay mapped, so without this the weights would take their
+memory twice.
 """
-_COMPARED = 4 << 20
-"""Elements of two tensors that are compared at a time."""
-_TICK = 100_000_000
-"""Nanoseconds in which a file may change without another time of its last change, at most."""
-_AGAIN = "download or save the folder again"
+_COMPARED_ELEMENTS = 4 << 20
+"""Number of elements of two tensors that are compared at a time."""
+_CLOCK_TICK_NS = 100_000_000
+"""Longest time in which a file may change without a new modification time."""
+_DOWNLOAD_AGAIN = "download or save the folder again"
 
 
 def weight_files(folder: Path) -> dict[str, Path]:
-    """Tensor name to the file that holds it. Raises CheckpointError where the folder holds no
-    safetensors that can be read, or two models. Transformers reads SINGLE where there is one, and
-    leaves it, or INDEX, when it saves another model in the other way.
+    """Return the file of each tensor in a folder, keyed by the tensor's name.
+
+    Raises:
+        CheckpointError: The folder has no readable safetensors, or files of two models.
     """
     index = folder / INDEX
     single = folder / SINGLE
     if not index.is_file() and not single.is_file():
-        remedy = "give a folder written by save_pretrained"
-        if pickled := next(
-            (path.name for path in sorted(folder.glob("pytorch_model*.bin*"))), None
-        ):
-            remedy = (
-                f"{pickled} is a pickle, which can run code as it is read: {remedy}, from a model"
-                " that Transformers has loaded"
-            )
-        raise CheckpointError(f"{folder}: neither {INDEX} nor {SINGLE} is there; {remedy}")
-    table = _weight_map(index) if index.is_file() else {}
+        _raise_missing(folder)
+    table: dict[str, str] = {}
+    if index.is_file():
+        table = _weight_map(index)
     missing = sorted({name for name in table.values() if not (folder / name).is_file()})
+
+    # Transformers reads SINGLE if it exists. It leaves SINGLE, or INDEX, in the folder if it later
+    # saves another model in the other form.
     if table and not missing and single.is_file() and set(table.values()) != {SINGLE}:
         raise CheckpointError(
             f"{folder} holds two models: {SINGLE}, and {len(set(table.values()))} files that"
@@ -68,9 +69,20 @@ def weight_files(folder: Path) -> dict[str, Path]:
             return dict.fromkeys(file.keys(), single)
     if missing:
         raise CheckpointError(
-            f"{index}: names files that are not there: {', '.join(missing[:4])}; {_AGAIN}"
+            f"{index}: names files that are not there: {', '.join(missing[:4])}; {_DOWNLOAD_AGAIN}"
         )
     return {tensor: folder / name for tensor, name in table.items()}
+
+
+def _raise_missing(folder: Path) -> None:
+    remedy = "give a folder written by save_pretrained"
+    pickles = sorted(folder.glob("pytorch_model*.bin*"))
+    if pickles:
+        remedy = (
+            f"{pickles[0].name} is a pickle, which can run code as it is read: {remedy}, from a"
+            " model that Transformers has loaded"
+        )
+    raise CheckpointError(f"{folder}: neither {INDEX} nor {SINGLE} is there; {remedy}")
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -78,27 +90,30 @@ def _weight_map(index: Path) -> dict[str, str]:
         table = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
-            f"{index} is no index of safetensors ({type(error).__name__}: {error}); {_AGAIN}"
+            f"{index} is no index of safetensors ({type(error).__name__}: {error});"
+            f" {_DOWNLOAD_AGAIN}"
         ) from error
     if not isinstance(table, dict) or not all(isinstance(name, str) for name in table.values()):
         raise CheckpointError(
             f"{index} is no index of safetensors: weight_map is not tensors' names to files;"
-            f" {_AGAIN}"
+            f" {_DOWNLOAD_AGAIN}"
         )
     return table
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[Any]:
-    """A safetensors file. Raises CheckpointError where it, or a tensor that is asked of it, cannot
-    be read.
+    """Open a safetensors file inside of the context.
+
+    Raises:
+        CheckpointError: The file, or a tensor that is requested from it, cannot be read.
     """
     try:
         with safe_open(path, framework="pt") as file:
             yield file
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
-            f"{path} is no readable safetensors file ({error}); {_AGAIN}"
+            f"{path} is no readable safetensors file ({error}); {_DOWNLOAD_AGAIN}"
         ) from error
 
 
@@ -107,52 +122,58 @@ def load_weights(
     folder: str | Path,
     *,
     filled: Callable[[torch.Tensor], None] = lambda _: None,
-    leaving: Collection[str] = (),
     whole: nn.Module | None = None,
 ) -> None:
-    """Fill every parameter and persistent buffer of `model` (allocated, sharded or not), converting
-    to its dtype. `filled` is called with every tensor that has its values. The names in `leaving`
-    are in the files, and are not read. `whole` is the uncut model on meta, where `model` is a stage
-    of it.
+    """Fill every parameter and persistent buffer of a model, converting to its dtype.
 
-    Each rank reads its own slices only. Raises CheckpointError naming what is missing, left over or
-    of another shape.
+    Each rank reads its own slices only.
+
+    Args:
+        model: The model, allocated, sharded or not.
+        folder: Folder of safetensors.
+        filled: Called with each tensor of the model that has its values.
+        whole: The unsplit model on meta, if `model` is a stage of it.
+
+    Raises:
+        CheckpointError: Tensors are missing, left over or of another shape. It names them.
     """
     folder = Path(folder)
     files = weight_files(folder)
-    wanted = model.state_dict(keep_vars=True)
-    source = sources_of(whole if whole is not None else model, wanted, files, folder)
-    by_file: dict[Path, list[str]] = {}
-    for name, stored in source.items():
-        if name not in leaving:
-            by_file.setdefault(files[stored], []).append(name)
+    targets = model.state_dict(keep_vars=True)
+    sources = sources_of(whole if whole is not None else model, targets, files, folder)
+
+    # File by file, so that each is opened as rarely as `_MAPPED_BYTES` allows.
+    names_in_file: dict[Path, list[str]] = {}
+    for name, stored_name in sources.items():
+        names_in_file.setdefault(files[stored_name], []).append(name)
     with torch.no_grad():
-        for path, names in by_file.items():
-            for some in _few(names, wanted):
+        for path, names in names_in_file.items():
+            for batch in _in_batches(names, targets):
                 with opened(path) as file:
-                    for name in some:
-                        read_tensor(file.get_slice(source[name]), wanted[name], name, path)
-                        filled(wanted[name])
+                    for name in batch:
+                        read_tensor(file.get_slice(sources[name]), targets[name], name, path)
+                        filled(targets[name])
 
 
-def _few(names: list[str], wanted: dict[str, torch.Tensor]) -> Iterator[list[str]]:
-    """`names` in groups of about MAPPED bytes, or of one tensor."""
-    group = []
+def _in_batches(names: list[str], targets: dict[str, torch.Tensor]) -> Iterator[list[str]]:
+    """Yield names in lists of about `_MAPPED_BYTES`, or of one larger tensor."""
+    batch = []
     size = 0
     for name in names:
-        group.append(name)
-        size += _mapped(wanted[name])
-        if size >= MAPPED:
-            yield group
-            group = []
+        batch.append(name)
+        size += _mapped_bytes(targets[name])
+        if size >= _MAPPED_BYTES:
+            yield batch
+            batch = []
             size = 0
-    if group:
-        yield group
+    if batch:
+        yield batch
 
 
-def _mapped(target: torch.Tensor) -> int:
-    """Bytes of a file, of the dtype of `target`, that reading this rank's part of it maps: whole
-    rows, where it has columns of them too.
+def _mapped_bytes(target: torch.Tensor) -> int:
+    """Return the number of bytes of a file that reading this rank's slice of a tensor maps.
+
+    A slice of columns maps all of its rows. The dtype in the file is taken to be the target's.
     """
     if not isinstance(target, DTensor) or target.ndim == 0:
         return target.nbytes
@@ -164,93 +185,110 @@ _OLD_BUFFERS = {
     "rotary_emb.inv_freq": r"rotary_emb\.inv_freq",
     "position_ids": r"(^|\.)position_ids$",
 }
-"""Ends of names of buffers, which models make themselves, to what they were stored as."""
+"""Buffers that models compute themselves and that older releases of Transformers stored.
+
+Maps the end of a buffer's name in the model to a pattern of names in files.
+"""
 
 
 def sources_of(
-    model: nn.Module, wanted: dict[str, torch.Tensor], files: dict[str, Path], folder: Path
+    model: nn.Module, targets: dict[str, torch.Tensor], files: dict[str, Path], folder: Path
 ) -> dict[str, str]:
-    """Return the name in the files of every name in `wanted`.
+    """Return the name in the files for every name in `targets`.
 
     It is the same name, the other name of a tied parameter (safetensors stores one of them), or the
     name without the prefix of the base model (`stored_names`).
 
+    Args:
+        model: The unsplit model.
+        targets: Tensors to fill, keyed by their names in the model.
+        files: The result of `weight_files`.
+        folder: The folder, for messages.
+
     Raises:
-        CheckpointError: A tensor is missing or left over.
+        CheckpointError: A tensor is missing or left over, or tied parameters have two values.
     """
     ties = {name: group for group in tied_names(model) for name in group}
-    stored_as = stored_names(model, files)
-    known = set(map(stored_as, model.state_dict()))
-    source: dict[str, str] = {}
+    stored_name = stored_names(model, files)
+    sources: dict[str, str] = {}
     missing = []
-    for name in wanted:
-        stored = next(
-            (other for other in map(stored_as, (name, *ties.get(name, ()))) if other in files), None
-        )
-        if stored is None:
+    for name in targets:
+        candidates = map(stored_name, (name, *ties.get(name, ())))
+        source = next((candidate for candidate in candidates if candidate in files), None)
+        if source is None:
             missing.append(name)
         else:
-            source[name] = stored
-    tied = {stored_as(other) for group in ties.values() for other in group}
-    left = sorted(set(files) - known - set(source.values()) - tied)
-    is_left_out = _is_left_out(model)
-    left = [name for name in left if not is_left_out(name)]
-    if missing or left:
-        found = (
-            [f"lack {len(missing)} of its tensors ({', '.join(missing[:3])})"] if missing else []
-        )
-        found += (
-            [f"hold tensors that it does not have ({len(left)}: {', '.join(left[:3])})"]
-            if left
-            else []
-        )
-        raise CheckpointError(
-            f'{folder} is not of this model: the files {" and ".join(found)}; check "model_type"'
-            " in its config.json; where Transformers converts the files of this family while it"
-            " loads them, load it in Python with plait.from_pretrained, which lets it do so, in"
-            " full in every process"
-        )
+            sources[name] = source
+
+    known = set(map(stored_name, model.state_dict()))
+    tied = {stored_name(name) for group in ties.values() for name in group}
+    may_ignore = _ignored_names(model)
+    unknown = set(files) - known - set(sources.values()) - tied
+    left_over = sorted(name for name in unknown if not may_ignore(name))
+
+    if missing or left_over:
+        _raise_misfit(folder, missing, left_over)
     for group in tied_names(model):
-        _refuse_unequal([name for name in map(stored_as, group) if name in files], files)
-    return source
+        _refuse_unequal([name for name in map(stored_name, group) if name in files], files)
+    return sources
+
+
+def _raise_misfit(folder: Path, missing: list[str], left_over: list[str]) -> None:
+    problems = []
+    if missing:
+        problems.append(f"lack {len(missing)} of its tensors ({', '.join(missing[:3])})")
+    if left_over:
+        problems.append(
+            f"hold tensors that it does not have ({len(left_over)}: {', '.join(left_over[:3])})"
+        )
+    raise CheckpointError(
+        f'{folder} is not of this model: the files {" and ".join(problems)}; check "model_type"'
+        " in its config.json; where Transformers converts the files of this family while it"
+        " loads them, load it in Python with plait.from_pretrained, which lets it do so, in"
+        " full in every process"
+    )
 
 
 def stored_names(model: nn.Module, files: Collection[str]) -> Callable[[str], str]:
     """Return a function from a name in the model to the name in the files.
 
     They differ for a base model that was saved alone, without its prefix: GPT-2's `transformer.h.0`
-    is `h.0` in the hub's files of GPT-2 and BLOOM. Transformers goes by the names too.
+    is `h.0` in the hub's files of GPT-2 and BLOOM. Transformers decides by the names as well.
     """
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     has_prefix = any(name.startswith(prefix) for name in files)
     return lambda name: name if has_prefix or prefix == "." else name.removeprefix(prefix)
 
 
-def _is_left_out(model: nn.Module) -> Callable[[str], bool]:
-    """Whether files may hold a tensor of this name that the model does not have, by Transformers'
-    rules: layers that its class says it does not use, and buffers that older releases stored.
+def _ignored_names(model: nn.Module) -> Callable[[str], bool]:
+    """Return a predicate for names of files that the model need not have, by Transformers' rules.
+
+    They are layers that the model's class declares as unused, and `_OLD_BUFFERS`.
     """
     patterns = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
     buffers = [name for name, _ in model.named_buffers()]
-    patterns |= {
-        pattern
-        for end, pattern in _OLD_BUFFERS.items()
-        if any(name.endswith(end) for name in buffers)
-    }
+    for end, pattern in _OLD_BUFFERS.items():
+        if any(name.endswith(end) for name in buffers):
+            patterns.add(pattern)
     return lambda name: any(re.search(pattern, name) for pattern in patterns)
 
 
 def _refuse_unequal(tied: list[str], files: dict[str, Path]) -> None:
-    """Raises CheckpointError where tied parameters, of which all of these are in files, have
-    several values there.
+    """Raise CheckpointError if tied parameters have several values in the files.
+
+    Args:
+        tied: Names in the files of parameters that are one in the model.
+        files: The result of `weight_files`.
     """
     for other in tied[1:]:
         paths = files[tied[0]], files[other]
-        changed = tuple((path.stat().st_mtime_ns, path.stat().st_size) for path in paths)
-        # it may be written again at the same time
-        is_new = time.time_ns() - max(when for when, _ in changed) < _TICK
+        # The modification times and sizes are a part of the cache's key.
+        versions = tuple((path.stat().st_mtime_ns, path.stat().st_size) for path in paths)
+        # A new file may be written again with the same modification time.
+        newest = max(mtime for mtime, _ in versions)
+        is_new = time.time_ns() - newest < _CLOCK_TICK_NS
         are_equal = _are_equal.__wrapped__ if is_new else _are_equal
-        if not are_equal(paths[0], tied[0], paths[1], other, changed):
+        if not are_equal(paths[0], tied[0], paths[1], other, versions):
             raise CheckpointError(
                 f"{paths[1]}: {tied[0]} and {other} are one parameter by config.json, and have two"
                 ' values in the files; set "tie_word_embeddings": false in config.json, as'
@@ -259,25 +297,38 @@ def _refuse_unequal(tied: list[str], files: dict[str, Path]) -> None:
 
 
 @lru_cache(maxsize=64)
-def _are_equal(path: Path, name: str, other_path: Path, other_name: str, _changed: object) -> bool:
+def _are_equal(path: Path, name: str, other_path: Path, other_name: str, _versions: object) -> bool:
     with opened(path) as file, opened(other_path) as other_file:
         first = file.get_slice(name)
         second = other_file.get_slice(other_name)
         shape = first.get_shape()
-        if shape != second.get_shape() or not shape:
-            return shape == second.get_shape() and bool(
-                torch.equal(file.get_tensor(name), other_file.get_tensor(other_name))
-            )
-        rows = max(1, _COMPARED // math.prod(shape[1:]) if math.prod(shape) else shape[0])
+        if shape != second.get_shape():
+            return False
+        if not shape:
+            return torch.equal(file.get_tensor(name), other_file.get_tensor(other_name))
+
+        # A few rows at a time: both tensors in full would take twice their memory.
+        step = shape[0]
+        if math.prod(shape):
+            step = _COMPARED_ELEMENTS // math.prod(shape[1:])
+        step = max(1, step)
         return all(
-            torch.equal(first[at : at + rows], second[at : at + rows])
-            for at in range(0, shape[0], rows)
+            torch.equal(first[start : start + step], second[start : start + step])
+            for start in range(0, shape[0], step)
         )
 
 
 def read_tensor(stored: object, target: torch.Tensor, name: str, path: Path) -> None:
-    """Fill `target`, or this rank's part of it, from safetensors' slice `stored` of the file
-    `path`, converting to its dtype. Raises CheckpointError for another shape.
+    """Fill a tensor, or this rank's shard of it, from a slice of safetensors.
+
+    Args:
+        stored: Slice of safetensors' `get_slice`.
+        target: A tensor or DTensor of the same shape. Values are converted to its dtype.
+        name: Name of the tensor, for messages.
+        path: The file, for messages.
+
+    Raises:
+        CheckpointError: The shapes differ.
     """
     shape = tuple(stored.get_shape())  # type: ignore[attr-defined]
     if shape != tuple(target.shape):
@@ -286,7 +337,7 @@ def read_tensor(stored: object, target: torch.Tensor, name: str, path: Path) -> 
             " of another configuration"
         )
     if not isinstance(target, DTensor):
-        target.copy_(stored[...] if shape else stored[...].reshape(()))  # type: ignore[index]
+        target.copy_(stored[...].reshape(shape))  # type: ignore[index]
         return
     local = target.to_local()
     if local.numel() == 0:

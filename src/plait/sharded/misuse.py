@@ -1,4 +1,4 @@
-"""Refusals of models, losses, optimizers and calls that would silently train wrongly."""
+"""Refusals of models, losses, optimizers and calls that would silently train wrong weights."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from plait.parallel.technique import Parts
 
 MIXED_TENSORS = "got mixed torch.Tensor and DTensor"
 """Part of torch's message for an operator that receives a shard and a full tensor."""
-_LARGEST_SEED = 1 << 32
-"""Seeds from here on were not chosen by a user: an unseeded generator has 64 random bits."""
+_USER_SEED_LIMIT = 1 << 32
+"""Larger seeds were not chosen by a user: an unseeded generator has 64 random bits."""
 
 
 def refuse_unfit_layers(model: nn.Module, resolved: Resolved) -> None:
@@ -37,20 +37,20 @@ def refuse_unfit_layers(model: nn.Module, resolved: Resolved) -> None:
     Needs no process group.
     """
     ranks = resolved.layout.dp * resolved.layout.cp
-    copied = resolved.precision.compute is not None or resolved.parameter_offload.device != "none"
+    is_copied = (
+        resolved.precision.compute is not None or resolved.parameter_offload.device != "none"
+    )
     for name, module in model.named_modules():
         if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
             continue
-        if module.max_norm is not None and (ranks > 1 or copied):
-            why = (
-                f"by what its own batch looks up, so {ranks} ranks would drift apart"
-                if ranks > 1
-                else "in a copy that is cast"
-            )
+        if module.max_norm is not None and (ranks > 1 or is_copied):
+            reason = "in a copy that is cast"
+            if ranks > 1:
+                reason = f"by what its own batch looks up, so {ranks} ranks would drift apart"
             raise ModelError(
                 f"`{name}` has max_norm = {module.max_norm:g}: it changes its weight in the"
-                f" forward, {why}; use max_norm=None, and renormalise the weight between steps or"
-                " what is looked up"
+                f" forward, {reason}; use max_norm=None, and renormalise the weight between steps"
+                " or the vectors that are looked up"
             )
         if module.scale_grad_by_freq and ranks > 1:
             raise ModelError(
@@ -64,6 +64,9 @@ def check_placement(resolved: Resolved) -> None:
     """Refuse tensor parallelism wider than a machine, and warn of groups that span machines.
 
     An existing process group is the user's choice, and is not checked.
+
+    Raises:
+        ConfigError: `parallel.tp` is larger than the number of devices of a machine.
     """
     if dist.is_initialized() or resolved.layout.tp == 1:
         return
@@ -75,10 +78,10 @@ def check_placement(resolved: Resolved) -> None:
 
 
 def explain_methods(model: nn.Module) -> None:
-    """Name the user's method in the error of torch if it computes with shards of the model.
+    """Make public methods of the user's model raise a clear error if they compute with shards.
 
-    All public methods but `forward` are wrapped, in the class that torch made for the sharded
-    model. The user's class is not changed.
+    torch's own error does not name the method. All public methods but `forward` are wrapped, in
+    the class that torch made for the sharded model. The user's class is not changed.
     """
     if not isinstance(model, FSDPModule):
         return
@@ -89,10 +92,10 @@ def explain_methods(model: nn.Module) -> None:
         for name, method in vars(base).items():
             is_public = not name.startswith("_") and name != "forward"
             if is_public and inspect.isfunction(method) and name not in vars(sharded_class):
-                setattr(sharded_class, name, _explained(method, f"{base.__name__}.{name}"))
+                setattr(sharded_class, name, _explain_error(method, f"{base.__name__}.{name}"))
 
 
-def _explained(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+def _explain_error(method: Callable[..., Any], name: str) -> Callable[..., Any]:
     @wraps(method)
     def call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # Otherwise the first layer that the method runs would become an FSDP root of its own.
@@ -112,10 +115,10 @@ def _explained(method: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def refuse_resized(shapes: Sequence[tuple[str, nn.Parameter, torch.Size]]) -> None:
-    """Raise InputError for a parameter whose shape has changed, as `resize_token_embeddings`
-    changes it.
+    """Raise InputError for a parameter whose shape has changed.
 
-    Gradients and optimizer states have the former shape. An update would write past their end.
+    `resize_token_embeddings` changes it. Gradients and optimizer states have the former shape, and
+    an update would write past their end.
 
     Args:
         shapes: (name, parameter, shape) of the parameters when the model was given to Plait.
@@ -131,9 +134,17 @@ def refuse_resized(shapes: Sequence[tuple[str, nn.Parameter, torch.Size]]) -> No
 
 
 def refuse_cache(parts: Parts, mesh: Mesh, cache: Any) -> None:
-    """Refuse a KV cache that does not fit.
+    """Refuse a KV cache that does not fit the layout.
 
-    It has to hold full sequences, and in a pipeline the stages of this rank.
+    A cache has full sequences, and in a pipeline the layers of this rank's stages.
+
+    Args:
+        parts: The model after all techniques were applied.
+        mesh: Mesh of the ranks.
+        cache: The cache.
+
+    Raises:
+        InputError: The cache does not fit.
     """
     pp = mesh.layout.pp
     if pp > 1 and not isinstance(cache, StageCaches):
@@ -146,17 +157,25 @@ def refuse_cache(parts: Parts, mesh: Mesh, cache: Any) -> None:
 
 
 def refuse_own_batches(parts: Parts, call: str) -> None:
-    """Refuse a call that passes a batch to the model unchanged if a technique changes batches."""
+    """Refuse a call that passes a batch to the model unchanged if a technique changes batches.
+
+    Args:
+        parts: The model after all techniques were applied.
+        call: Name of the call, for the message.
+
+    Raises:
+        InputError: A technique changes batches, or experts are on several ranks.
+    """
     refuse_split_experts(parts, call)
     if parts.hooks.transform:
-        who = ", ".join(
+        techniques = ", ".join(
             type(hook).__name__
             for hook in parts.hooks.all
             if type(hook).transform is not StepHook.transform
         )
         raise InputError(
-            f"{call} gives the model a batch as it is, and {who} changes every micro-batch (its"
-            " part of the sequence); call engine.train_batch, engine.eval_batch or"
+            f"{call} gives the model a batch as it is, and {techniques} changes every micro-batch"
+            " (its part of the sequence); call engine.train_batch, engine.eval_batch or"
             " engine.predict(batch)"
         )
 
@@ -165,6 +184,13 @@ def refuse_split_experts(parts: Parts, call: str) -> None:
     """Refuse a call that ranks may make in different numbers if experts are on several ranks.
 
     Ranks exchange tokens in every layer, so such a call could wait forever.
+
+    Args:
+        parts: The model after all techniques were applied.
+        call: Name of the call, for the message.
+
+    Raises:
+        InputError: Experts are on several ranks.
     """
     if parts.noted(SplitExperts) is not None:
         raise InputError(
@@ -175,7 +201,11 @@ def refuse_split_experts(parts: Parts, call: str) -> None:
 
 
 def refuse_loss_of_samples(loss: Any, resolved: Resolved) -> None:
-    """Refuse a mean over samples where each rank of cp has a part of every sample."""
+    """Refuse a mean over samples if each rank of cp has a part of every sample.
+
+    Raises:
+        ConfigError: The loss is `plait.per_sample` and `parallel.cp` is larger than 1.
+    """
     if resolved.layout.cp > 1 and isinstance(loss, PerSample):
         rule = (
             "the loss is a mean over samples (plait.per_sample), and each of the ranks would count"
@@ -186,7 +216,10 @@ def refuse_loss_of_samples(loss: Any, resolved: Resolved) -> None:
 
 
 def refuse_trained_loss(loss: Any, model: nn.Module) -> None:
-    """Refuse trainable parameters of a loss, which are neither reduced over ranks nor saved."""
+    """Raise InputError for trainable parameters of a loss.
+
+    They would neither be reduced over ranks nor saved.
+    """
     known = {id(parameter) for parameter in model.parameters()}
     for module in _modules_of(loss):
         for name, parameter in module.named_parameters():
@@ -200,27 +233,31 @@ def refuse_trained_loss(loss: Any, model: nn.Module) -> None:
 
 
 def _modules_of(loss: Any) -> Iterator[nn.Module]:
-    candidates = [loss, *vars(loss).values()] if hasattr(loss, "__dict__") else [loss]
-    for entry in candidates:
-        owner = getattr(entry, "__self__", entry)  # of a bound method
+    candidates = [loss]
+    if hasattr(loss, "__dict__"):
+        candidates += vars(loss).values()
+    for candidate in candidates:
+        # The object of a bound method.
+        owner = getattr(candidate, "__self__", candidate)
         if isinstance(owner, nn.Module):
             yield owner
 
 
-def checked_optimizer(made: Any, model: nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer that a caller made for the model.
+def checked_optimizer(optimizer: Any, model: nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer that a caller made for the model, if it can train the model.
 
     Raises:
-        InputError: It is no optimizer, it updates parameters that are not the model's, its step
-            needs a closure, or it does not support sharded parameters.
+        InputError: It is no optimizer, it updates parameters that are not the model's, or its step
+            needs a closure.
+        ModelError: It does not support sharded parameters.
     """
-    if not hasattr(made, "param_groups"):
+    if not hasattr(optimizer, "param_groups"):
         raise InputError(
-            f"optimizer= returned a {type(made).__name__}, which has no param_groups; return a"
+            f"optimizer= returned a {type(optimizer).__name__}, which has no param_groups; return a"
             " torch.optim.Optimizer"
         )
     known = {id(parameter) for parameter in model.parameters()}
-    for group in made.param_groups:
+    for group in optimizer.param_groups:
         for parameter in group["params"]:
             if id(parameter) not in known:
                 raise InputError(
@@ -229,13 +266,14 @@ def checked_optimizer(made: Any, model: nn.Module) -> torch.optim.Optimizer:
                     " the parameters that the function is given, or over model.parameters() inside"
                     " of it"
                 )
-    if needs_closure(type(made)):
+    if needs_closure(type(optimizer)):
         raise InputError(
-            f"{type(made).__name__}.step calls a function that computes the loss again, and"
-            " engine.step has none to give; use an optimizer of one gradient a step (AdamW)"
+            f"{type(optimizer).__name__}.step calls a function that computes the loss again, and"
+            " engine.step has none to pass; use an optimizer that needs one gradient per step"
+            " (AdamW)"
         )
-    refuse_sharded(type(made), list(model.named_parameters()))
-    return made
+    refuse_sharded(type(optimizer), list(model.named_parameters()))
+    return optimizer
 
 
 GATHERED_AT_ONCE = 2**24
@@ -243,7 +281,13 @@ GATHERED_AT_ONCE = 2**24
 
 
 def warn_of_no_blocks(model: nn.Module, blocks: Sequence[str], *, stage: int) -> None:
-    """Warn on rank 0 of a large model without blocks, which ZeRO stage 3 gathers as a whole."""
+    """Warn on rank 0 of a large model without blocks, which ZeRO stage 3 gathers all at once.
+
+    Args:
+        model: The model.
+        blocks: Names of its repeated blocks.
+        stage: ZeRO stage.
+    """
     size = sum(parameter.numel() for parameter in model.parameters())
     if stage == 3 and not blocks and size >= GATHERED_AT_ONCE and place().rank == 0:
         warn(
@@ -257,23 +301,27 @@ def warn_of_unused_sections(resolved: Resolved, *, optimizer: Any, lr_scheduler:
     """Warn on rank 0 of a section of the file that an argument of the caller replaces."""
     if place().rank != 0:
         return
-    for section, given in (("optimizer", optimizer), ("scheduler", lr_scheduler)):
-        if given is not None and resolved.sources.get(f"{section}.type", "default") != "default":
-            name = "lr_scheduler" if section == "scheduler" else section
+    replacements = (
+        ("optimizer", "optimizer", optimizer),
+        ("scheduler", "lr_scheduler", lr_scheduler),
+    )
+    for section, argument, value in replacements:
+        is_configured = resolved.sources.get(f"{section}.type", "default") != "default"
+        if value is not None and is_configured:
             warn(
-                f"`{section}` of the configuration is not used: plait.initialize was given {name}=;"
-                " leave one of the two out"
+                f"`{section}` of the configuration is not used: plait.initialize was given"
+                f" {argument}=; leave one of the two out"
             )
 
 
 def with_callers_seed(resolved: Resolved, seed: int) -> Resolved:
-    """Take the seed from the caller's torch.manual_seed if the file has none.
+    """Return the configuration with the seed of the caller's torch.manual_seed if it has none.
 
     Args:
         resolved: The configuration.
         seed: The initial seed of rank 0's default generator.
     """
-    if resolved.sources.get("run.seed", "default") != "default" or seed >= _LARGEST_SEED:
+    if resolved.sources.get("run.seed", "default") != "default" or seed >= _USER_SEED_LIMIT:
         return resolved
     sources = {**resolved.sources, "run.seed": "torch.manual_seed, on rank 0"}
     return resolved.model_copy(update={"seed": seed, "sources": sources})

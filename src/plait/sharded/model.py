@@ -1,8 +1,7 @@
-"""`ShardedModel`: a model on its layout, and the calls that run it. One handle under everything
-that does.
+"""`ShardedModel`: a model on its layout, and the calls that run it.
 
-It knows micro-batches, gradients and hooks, but no schedule and no files: those are the engine's.
-It has no optimizer either: what steps one brings it (`stepper`, `update`).
+It knows micro-batches, gradients and step hooks. It has no LR schedule and no files, which belong
+to the engine, and no optimizer: its caller passes one to `stepper`, and the result to `update`.
 """
 
 from __future__ import annotations
@@ -39,19 +38,35 @@ from plait.parallel.precision.loss_scale import LossScaler
 from plait.parallel.technique import Parts
 from plait.parallel.tensor.styles import Region
 from plait.sharded.cache import cache_argument, new_cache
-from plait.sharded.finite import not_finite
-from plait.sharded.guard import Guard
+from plait.sharded.finite import non_finite_error
+from plait.sharded.guard import Guard, RunningForwards
 from plait.sharded.misuse import refuse_cache, refuse_resized
-from plait.sharded.step import Outcome, Stepper
+from plait.sharded.step import StepOutcome, Stepper
 from plait.sharded.unchanged import UnchangedParameters
-from plait.sharded.within import Forwards
 
 _ATTRIBUTE = "_plait"
+"""Attribute of a user's model that refers to its `ShardedModel`."""
 
 
 class ShardedModel:
-    """A model that was sharded in place, and stays the user's own object. Made by
-    `sharded.assemble.shard`.
+    """A model that was sharded in place and is still the user's own object.
+
+    `sharded.assemble.shard` makes its arguments.
+
+    Args:
+        parts: The model after all techniques were applied, with its step hooks.
+        mesh: Mesh of the ranks.
+        config: The resolved configuration.
+        forward: Passes a micro-batch through the model.
+        handle: Name of the user's variable, for messages.
+
+    Attributes:
+        guard: Clears the state that a failed call leaves, and refuses wrong calls.
+        pipeline: Pipeline stages of this rank, or None without a pipeline.
+        region: Tensor-parallel region, or None.
+        tier: Files of optimizer states, gradients or parameters, or None.
+        scaler: Loss scaler of float16, or None.
+        is_evaluating: Whether the model is inside of `evaluating`.
     """
 
     def __init__(
@@ -63,7 +78,6 @@ class ShardedModel:
         forward: Forward,
         handle: str = "engine",
     ) -> None:
-        """`handle`: what the user has it as, for messages."""
         self.mesh = mesh
         self.config = config
         self.forward = forward
@@ -75,30 +89,37 @@ class ShardedModel:
         scale = config.precision.loss_scale
         self.scaler = LossScaler(scale) if scale is not None else None
         self._unchanged = UnchangedParameters(parts.model, mesh)
+
         self.is_evaluating = False
-        self._evaluates_in: int | None = None
-        """The thread."""
-        self._turn = threading.Lock()
-        parameters = () if self.is_cut else parts.model.named_parameters()
-        self._shapes = [(name, parameter, parameter.shape) for name, parameter in parameters]
-        """Parameters of a replicated model. Of a model that was cut, the calls that resize are
-        refused themselves.
+        self._evaluating_thread: int | None = None
+        """Identifier of the thread that is inside of `evaluating`, or None."""
+        self._evaluation_lock = threading.Lock()
+
+        self._shapes: list[tuple[str, nn.Parameter, torch.Size]] = []
+        """Names and shapes of the parameters of a replicated model, to detect a resize.
+
+        If the model was split, the methods that resize it are refused themselves.
         """
-        self._forwards = (
-            Forwards(parts.model)
-            if self.is_cut or mesh.layout.dp < mesh.layout.world_size
-            else None
-        )
-        self._compared = ExitStack()
+        if not self.is_cut:
+            self._shapes = [(name, p, p.shape) for name, p in parts.model.named_parameters()]
+
+        # Other calls are refused within a forward only where ranks exchange something during it.
+        self._forwards: RunningForwards | None = None
+        if self.is_cut or mesh.layout.dp < mesh.layout.world_size:
+            self._forwards = RunningForwards(parts.model)
+
+        self._compared_collectives = ExitStack()
         if config.faults.check_collectives and mesh.layout.world_size > 1:
-            self._compared.enter_context(ComparedCollectives())
+            self._compared_collectives.enter_context(ComparedCollectives())
         free_after_evaluation(parts.model, unless=lambda: self.is_evaluating)
-        # A plain attribute of the user's model, outside nn.Module's registries: no wrapper, no
-        # global table, names stay as they are.
+
+        # A plain attribute of the user's model, outside of nn.Module's registries: no wrapper, no
+        # global table, and all names stay as they are.
         object.__setattr__(parts.model, _ATTRIBUTE, self)
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        return _nobody, ()  # a copy of the model, or one from a file, is nobody's
+        # A copy of the model, or a model from a file, has no owner.
+        return _nobody, ()
 
     @property
     def model(self) -> nn.Module:
@@ -107,97 +128,113 @@ class ShardedModel:
 
     @property
     def hooks(self) -> Hooks:
-        """What acts on a step."""
+        """Step hooks of the model, in the order in which they are called."""
         return self.parts.hooks
 
     @property
     def device(self) -> torch.device:
-        """This rank's device."""
+        """Device of this rank."""
         return self.mesh.device
 
     @property
     def loss_scale(self) -> float:
-        """What a loss is multiplied by before its backward; 1 without float16."""
+        """Factor by which a loss is multiplied before its backward. It is 1 without float16."""
         return self.scaler.scale if self.scaler is not None else 1.0
 
     @property
     def holds_output(self) -> bool:
-        """Whether this rank has the model's output: all have, but those of a pipeline that do not
-        hold its last stage.
+        """True if this rank has the model's output.
+
+        Every rank has it, except those of a pipeline that do not hold the last stage.
         """
         return self.pipeline is None or self.pipeline.holds_output
 
     def prepared(self, batch: Any) -> Any:
-        """A micro-batch on the device, as the techniques want it."""
+        """Return a micro-batch on the device, after all techniques have changed it."""
         # Techniques run first: they read values of the batch, which after the move would wait for
         # the device.
         return to_device(self.hooks.prepared(batch), self.device)
 
     def micro_batches(self, batch: Any) -> list[Any]:
-        """A step's micro-batches, `prepared`. A file without batch sizes takes what it is given."""
+        """Cut the batch of a step into micro-batches, and prepare each.
+
+        Args:
+            batch: Samples of this data-parallel rank. If the configuration has no batch size, any
+                number of samples is accepted.
+        """
         sizes = self.config.batch
         size = sizes.micro_batch_size if self.config.sources.get(MICRO) != CALLERS else None
-        return [
-            self.prepared(piece)
-            for piece in micro_batches(batch, count=sizes.accumulation, size=size)
-        ]
+        cut = micro_batches(batch, count=sizes.accumulation, size=size)
+        return [self.prepared(micro_batch) for micro_batch in cut]
 
     def before_microbatch(self, *, last: bool) -> None:
-        """Before the forward of a micro-batch. `last`: of its step."""
+        """Announce the forward of a micro-batch to the step hooks.
+
+        Args:
+            last: Whether the micro-batch is the last of its step.
+        """
         WATCH.phase(board.FORWARD)
         refuse_resized(self._shapes)
-        for tell in self.hooks.before_microbatch:
-            tell(last)
+        for callback in self.hooks.before_microbatch:
+            callback(last)
 
     def train_microbatches(
         self,
-        pieces: Sequence[Any],
+        batches: Sequence[Any],
         loss: Callable[[Any, Any], torch.Tensor],
         *,
         loss_fn: LossFunction | None = None,
     ) -> None:
-        """Forward and backward of a step's micro-batches, through the pipeline where there is one.
-        `loss(output, micro-batch)` returns the 0-dimensional tensor that the backward begins with.
-        `loss_fn` is what it computes with: logits stay split over the vocabulary where it can use
-        them so, and a pipeline checks that it has what it reads. Collective.
+        """Run the forward and backward of all micro-batches of a step. Collective.
+
+        Args:
+            batches: Micro-batches of the step, as `micro_batches` returns them.
+            loss: Maps (output, micro-batch) to the tensor that the backward starts from,
+                0-dimensional.
+            loss_fn: The function that `loss` computes with. If it supports logits that are split
+                over the vocabulary, they are not gathered. A pipeline checks that the last stage
+                has everything that it reads.
         """
         with self.logits_for(loss_fn):
             if self.pipeline is not None:
                 with self.guard.backward():
                     self.pipeline.runtime.train(
-                        pieces, forward=self.forward, loss=loss, loss_fn=loss_fn
+                        batches, forward=self.forward, loss=loss, loss_fn=loss_fn
                     )
                 return
-            for index, piece in enumerate(pieces):
-                self.before_microbatch(last=index == len(pieces) - 1)
-                begin = loss(self.forward(self.model, piece), piece)
+
+            for index, batch in enumerate(batches):
+                self.before_microbatch(last=index == len(batches) - 1)
+                scaled_loss = loss(self.forward(self.model, batch), batch)
                 with self.guard.backward():
-                    begin.backward()
+                    scaled_loss.backward()
 
     def finish_reduction(self) -> None:
-        """After the last backward of a step: gradients are the sums over all ranks. A second call
-        does nothing. Collective.
+        """Reduce the gradients of a step over all ranks. Collective.
+
+        It is called after the last backward of a step. A second call does nothing.
         """
         if self.guard.reduced:
             return
-        for finish in self.hooks.finish_reduction:
-            finish()
+        for callback in self.hooks.finish_reduction:
+            callback()
         self.guard.reduced = True
 
     def grad_norm(self) -> torch.Tensor:
-        """Global norm of the gradients, each element counted once whatever the layout; float64,
-        0-dimensional. Collective.
+        """Return the global norm of the gradients: 0-dimensional, float64. Collective.
+
+        Each element counts once on every layout.
         """
         grads = [
             p.grad
             for p in self.model.parameters()
-            if p.grad is not None and p not in self.counted_by_others
+            if p.grad is not None and p not in self._counted_by_other_stage
         ]
         return global_norm(grads, self.mesh, tier=self.tier)
 
     @property
-    def counted_by_others(self) -> frozenset[nn.Parameter]:
-        """Parameters that another pipeline stage holds too, and counts in the norm."""
+    def _counted_by_other_stage(self) -> frozenset[nn.Parameter]:
+        """Tied parameters whose gradient another pipeline stage adds to the norm."""
         return self.pipeline.counted if self.pipeline is not None else frozenset()
 
     def stepper(
@@ -207,18 +244,22 @@ class ShardedModel:
         in_backward: BackwardOptimizer | None = None,
         **schedule: Any,
     ) -> Stepper:
-        """What updates the model's parameters with an optimizer. `schedule`: of the learning rate,
-        see `Stepper`.
+        """Return a `Stepper` that updates the model's parameters with an optimizer.
+
+        Args:
+            optimizer: Optimizer over the parameters of the sharded model.
+            in_backward: Optimizer that updates during the backward, if there is one.
+            schedule: Fields of `Stepper` that describe the LR schedule.
         """
         return Stepper(
             parameters=list(self.model.parameters()),
             mesh=self.mesh,
             optimizer=optimizer,
             clipping=self.config.gradient_clipping,
-            counted_by_others=self.counted_by_others,
+            counted_by_other_stage=self._counted_by_other_stage,
             scaler=self.scaler,
-            non_finite=self.non_finite,
-            asks=self.asks_before_update,
+            non_finite=self._non_finite,
+            checks_finite=self._checks_finite,
             tier=self.tier,
             before_update=self.hooks.before_update,
             in_backward=in_backward,
@@ -226,41 +267,42 @@ class ShardedModel:
         )
 
     @property
-    def non_finite(self) -> Literal["raise", "skip"]:
-        """What becomes of a step whose loss or gradients are not finite."""
-        wanted = self.config.faults.non_finite
-        return (
-            wanted
-            if wanted != "auto"
-            else "skip"
-            if self.config.precision.check_overflow
-            else "raise"
-        )
+    def _non_finite(self) -> Literal["raise", "skip"]:
+        """Action for a step whose loss or gradients are not finite."""
+        setting = self.config.faults.non_finite
+        if setting != "auto":
+            return setting
+        return "skip" if self.config.precision.check_overflow else "raise"
 
     @property
-    def asks_before_update(self) -> bool:
-        """Whether a step is known to be finite before its update. Where nothing asks for it, a GPU
-        is not waited for, and the numbers of a rank whose peers do not exist are not looked at.
-        """
-        asked = (
+    def _checks_finite(self) -> bool:
+        """True if a step reads its norm before the update. See `Stepper.checks_finite`."""
+        is_configured = (
             self.scaler is not None
             or self.config.precision.check_overflow
             or self.config.faults.non_finite != "auto"
         )
-        return asked or (self.device.type == "cpu" and not is_fake())
+        # On a CPU the check is free. In a dry run the values of the ranks that do not exist are
+        # undefined.
+        return is_configured or (self.device.type == "cpu" and not is_fake())
 
-    def error_of_numbers(
-        self, step: int, own_loss: Callable[[], float] | None = None
+    def non_finite_error(
+        self, step: int, local_loss: Callable[[], float] | None = None
     ) -> Callable[[float], NumbersError]:
-        """Makes the error of a step that is not finite from the norm of its gradients.
-        Collective.
+        """Return a function that builds the error of a non-finite step from its norm.
+
+        The function that is returned is collective.
+
+        Args:
+            step: Number of the step.
+            local_loss: Returns this rank's part of the loss.
         """
 
-        def error(norm: float) -> NumbersError:
-            own = own_loss() if own_loss is not None else None
-            return not_finite(self.model, step=step, norm=norm, loss=own, device=self.device)
+        def build(norm: float) -> NumbersError:
+            loss = local_loss() if local_loss is not None else None
+            return non_finite_error(self.model, step=step, norm=norm, loss=loss, device=self.device)
 
-        return error
+        return build
 
     def update(
         self,
@@ -268,115 +310,160 @@ class ShardedModel:
         *,
         divisor: float = 1.0,
         loss: Callable[[], torch.Tensor] | None = None,
-        own_loss: Callable[[], float] | None = None,
+        local_loss: Callable[[], float] | None = None,
         step: int = 0,
-    ) -> tuple[Outcome, str]:
-        """End a step: reduce, update, tell the hooks. Returns also a description of what they
-        decided. `loss`, `own_loss`: the step's over all ranks, and what this rank has of it;
-        `step`: its number, for the error. Collective. Raises NumbersError on all ranks, before
-        anything has changed, where the step is not finite and none is skipped.
+    ) -> tuple[StepOutcome, str]:
+        """End a step: reduce gradients, update parameters, call the step hooks. Collective.
+
+        Args:
+            stepper: The result of `stepper`.
+            divisor: Factor by which the gradients are too large, besides the loss scale.
+            loss: Returns the global loss of the step, 0-dimensional.
+            local_loss: Returns this rank's part of the loss, for the error.
+            step: Number of the step, for the error.
+
+        Returns:
+            The outcome, and a description of what the step hooks decided. It is empty if they
+            decided nothing.
+
+        Raises:
+            NumbersError: The step is not finite, and such steps are not skipped. It is raised on
+                all ranks before anything has changed.
         """
         self.guard.check_update(stepper.optimizer)
         WATCH.phase(board.UPDATE)
         self.finish_reduction()
         self.guard.reduced = False
+
         scale = self.loss_scale
         self._unchanged.before_update()
-        outcome = stepper(divisor=divisor, loss=loss, error=self.error_of_numbers(step, own_loss))
+        outcome = stepper(
+            divisor=divisor, loss=loss, non_finite_error=self.non_finite_error(step, local_loss)
+        )
         self._unchanged.after_update(stepper.optimizer, skipped=outcome.skipped)
+
         end = StepEnd(skipped=outcome.skipped, rescaled=self.loss_scale / scale)
-        return outcome, ". ".join([said for after in self.hooks.after_step if (said := after(end))])
+        decisions = [callback(end) for callback in self.hooks.after_step]
+        return outcome, ". ".join(filter(None, decisions))
 
     def refuse_within(self, call: str) -> None:
-        """Raise InputError for a call from inside of a pipeline's step, or of a forward or backward
-        that computes with parts of the model on this rank: the call would take from under it what
-        it gathered, and the others are at other places.
+        """Raise InputError if a call comes from within a forward, a backward or a pipeline's step.
+
+        Such a call would free the parameters that the outer computation has gathered, and the other
+        ranks are at other places.
+
+        Args:
+            call: Name of the call, for the message.
         """
         if self.pipeline is not None:
             self.pipeline.runtime.refuse_within(call)
         if self._forwards is not None and (self._forwards.running or self.guard.in_backward):
+            pass_name = "forward" if self._forwards.running else "backward"
             raise InputError(
-                f"{call} was called inside of the model's"
-                f" {'forward' if self._forwards.running else 'backward'} (by a hook, or by one of"
-                " its modules), which computes with parts of the model on each rank, and the call"
-                " would change what it has gathered; call it before or after"
+                f"{call} was called inside of the model's {pass_name} (by a hook, or by one of its"
+                " modules), which computes with parts of the model on each rank, and the call would"
+                " change what it has gathered; call it before or after"
             )
 
     def predict(self, batch: Any, *, cache: Any = None, passes_on: bool = False) -> Any:
-        """The model's output for one micro-batch, in evaluation mode; None on the ranks of a
-        pipeline that do not hold its last stage. Of full sequences, also where a technique cuts
-        them. Collective. Several in a row are faster inside `evaluating`.
+        """Return the model's output for one micro-batch in evaluation mode. Collective.
 
-        `cache`, from `new_cache`, is what the model keeps of the tokens before those of `batch`, a
-        mapping; the model adds to it. Raises InputError where the layout has no place for one.
-        `passes_on`: where a stage of a pipeline fails, the others go on, see `Runtime.evaluate`.
+        Several calls in a row are faster inside of `evaluating`.
+
+        Args:
+            batch: One micro-batch. With `cache` it is a mapping.
+            cache: A KV cache from `new_cache` with the tokens before those of `batch`. The model
+                adds to it.
+            passes_on: If one stage of a pipeline fails, let the others go on. See
+                `Runtime.evaluate`.
+
+        Returns:
+            The output for the full sequences, even if a technique splits them. None on the ranks of
+            a pipeline that do not hold its last stage.
+
+        Raises:
+            InputError: The layout does not support the cache, or the call comes from within a
+                forward or backward.
         """
         self.refuse_within("predict")
         if cache is not None:
             refuse_cache(self.parts, self.mesh, cache)
             batch = with_cache(batch, cache, argument=cache_argument(self.model) or CACHES[0])
+
         with torch.no_grad(), self.evaluating():
             output = self.output(self.prepared(batch), passes_on=passes_on)
             logits = getattr(output, "logits", None)
-            # parallel.loss_chunk_tokens leaves the head to the loss
+            # parallel.loss_chunk_tokens leaves the head to the loss, and there is no loss here.
             if isinstance(logits, DeferredLogits):
                 output.logits = logits.full()
         return self.hooks.joined(output, batch) if self.holds_output else output
 
     def new_cache(self, *, on_host: bool = False) -> Any:
-        """An empty cache for `predict`; None for a model that takes none. Raises ModelError where a
-        stage cannot keep one. `on_host`: see `sharded.cache`.
+        """Return an empty KV cache for `predict`, or None if the model does not support one.
+
+        Args:
+            on_host: Keep the layers in host memory. See `sharded.cache.new_cache`.
+
+        Raises:
+            ModelError: A pipeline stage cannot keep a cache.
         """
-        return new_cache(
-            self.model,
-            self.pipeline.runtime.staged if self.pipeline is not None else None,
-            on_host=on_host,
-        )
+        staged = self.pipeline.runtime.staged if self.pipeline is not None else None
+        return new_cache(self.model, staged, on_host=on_host)
 
     @torch.no_grad()
-    def output(self, piece: Any, *, passes_on: bool = False) -> Any:
-        """`predict`, of a micro-batch that is `prepared`."""
+    def output(self, micro_batch: Any, *, passes_on: bool = False) -> Any:
+        """Return the output for a micro-batch that is `prepared`, in evaluation mode. Collective.
+
+        Unlike `predict`, it leaves sequences split and logits deferred.
+        """
         with self.evaluating():
             if self.pipeline is not None:
                 return self.pipeline.runtime.evaluate(
-                    piece, forward=self.forward, passes_on=passes_on
+                    micro_batch, forward=self.forward, passes_on=passes_on
                 )
-            return self.forward(self.model, piece)
+            return self.forward(self.model, micro_batch)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """The model in evaluation mode; parameters that `predict` gathers are resharded at the end.
-        Raises InputError where another thread is in it: the first to leave would take the other out
-        of evaluation mode.
+        """Set evaluation mode inside of the context.
+
+        Parameters that `predict` gathers stay gathered until its end. It may be nested in one
+        thread.
+
+        Raises:
+            InputError: Another thread evaluates the model. The first to leave would end the other's
+                evaluation mode.
         """
-        if self._evaluates_in == threading.get_ident():
+        if self._evaluating_thread == threading.get_ident():
             yield
             return
         self.refuse_within("an evaluation")
-        if not self._turn.acquire(blocking=False):
+        if not self._evaluation_lock.acquire(blocking=False):
             raise InputError(
                 "another thread evaluates this model or generates with it; make such calls one"
                 " after the other"
             )
-        training, self.is_evaluating, self._evaluates_in = (
-            self.model.training,
-            True,
-            threading.get_ident(),
-        )
+
+        was_training = self.model.training
+        self.is_evaluating = True
+        self._evaluating_thread = threading.get_ident()
         self.model.eval()
         try:
             with self.guard.running("forward"), WATCH.during(board.EVALUATION):
                 yield
         finally:
             self.is_evaluating = False
-            self._evaluates_in = None
-            self.model.train(training)
+            self._evaluating_thread = None
+            self.model.train(was_training)
             free_gathered(self.model)
-            self._turn.release()
+            self._evaluation_lock.release()
 
     @contextmanager
     def logits_for(self, loss_fn: object) -> Iterator[None]:
-        """Logits stay split over the vocabulary where the loss can use them so."""
+        """Leave logits split over the vocabulary inside of the context, if `loss_fn` supports it.
+
+        It changes nothing without tensor parallelism.
+        """
         if self.region is None:
             yield
             return
@@ -387,8 +474,10 @@ class ShardedModel:
             self.region.gather_logits = True
 
     def from_output_stage(self, value: Any) -> Any:
-        """`value` of the rank of a pipeline that holds the last stage, on all its ranks; small, and
-        picklable. Collective.
+        """Return the last pipeline stage's `value` on all ranks of the pipeline. Collective.
+
+        Args:
+            value: A small picklable object. Other ranks may pass anything.
         """
         group = self.mesh.group("pp")
         if self.pipeline is None or group is None:
@@ -399,8 +488,9 @@ class ShardedModel:
 
     @property
     def is_cut(self) -> bool:
-        """Whether the model's parameters are parts of what they were, so that no other owner can
-        take it.
+        """True if the model was changed for good, so that no other owner can take it over.
+
+        That is so if its parameters are shards, or its modules were replaced.
         """
         layout = self.mesh.layout
         parts = self.parts
@@ -411,12 +501,13 @@ class ShardedModel:
         )
 
     def release(self) -> None:
-        """Let go of the model, if it is still this handle's: a replicated one is as it was, but for
-        its weights.
+        """Remove all hooks from the model. Does nothing if the model has another owner by now.
+
+        A replicated model is then as the user passed it, except for its weights.
         """
         if owner_of(self.model) is not self:
             return
-        self._compared.close()
+        self._compared_collectives.close()
         if self._forwards is not None:
             self._forwards.close()
         for end in self.hooks.release:
@@ -425,8 +516,9 @@ class ShardedModel:
             object.__delattr__(self.model, _ATTRIBUTE)
 
     def close(self) -> None:
-        """`release`, and end its threads, files and process groups, the default one where Plait
-        made it and nobody else uses it.
+        """Release the model, and end threads, files and process groups.
+
+        The default process group is ended only if Plait made it and nobody else uses it.
         """
         self.release()
         for end in self.hooks.close:
@@ -435,9 +527,10 @@ class ShardedModel:
 
 
 def owner_of(model: nn.Module) -> ShardedModel | None:
-    """The handle that has the model now."""
+    """Return the handle that owns a model, or None."""
     return getattr(model, _ATTRIBUTE, None)
 
 
+# Pickled models refer to this name.
 def _nobody() -> None:
     return None

@@ -1,8 +1,8 @@
-"""A model has one owner: the engine, or your own training loop, to which it was passed last.
+"""Ownership of a model: it belongs to the engine or `ParallelModel` that it was passed to last.
 
-A replicated model is a plain module and may be passed on: its previous owner removes its hooks, and
-raises an error when it is used. A model that was split (shards, tp, a pipeline) has changed, and is
-refused.
+A replicated model is a plain module and may be passed on. Its previous owner removes its hooks, and
+raises an error when it is used. A model that was split (shards, tensor or pipeline parallelism) has
+changed for good and is refused.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from plait.sharded.model import owner_of
 
 
 def refuse_taken(model: nn.Module) -> None:
-    """Raise ModelError for a model that is wrapped, or cut and so no longer what it was."""
+    """Raise ModelError for a model that is already wrapped or split."""
     if isinstance(model, DistributedDataParallel | TorchDataParallel):
         raise ModelError(
             f"the model is already wrapped in {type(model).__name__}, which would reduce every"
             " gradient twice; pass the inner model (`model.module`) and delete the wrapping line:"
             " Plait does its work"
         )
+    # DeepSpeed marks the parameters that it has partitioned with `ds_id`.
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise ModelError(
             "the model's parameters were cut by DeepSpeed itself (its zero.Init, or Transformers' "
@@ -39,7 +40,7 @@ def refuse_taken(model: nn.Module) -> None:
         raise ModelError(
             f"the model was already sharded by Plait (ZeRO stage {stage}, parallel.pp {layout.pp},"
             f" parallel.tp {layout.tp}), and its parameters are parts now; build it again (under"
-            " torch.device('meta'), for nothing) and load its checkpoint, or go on with the engine"
+            " torch.device('meta'), at no cost) and load its checkpoint, or go on with the engine"
             " that it has"
         )
     if any(isinstance(module, FSDPModule | DistributedDataParallel) for module in model.modules()):
@@ -50,7 +51,7 @@ def refuse_taken(model: nn.Module) -> None:
 
 
 def take_over(model: nn.Module) -> None:
-    """Before the model gets a new owner: release it from the old one."""
+    """Release a model from its previous owner, if it has one."""
     owner = owner_of(model)
     if owner is not None:
         owner.release()

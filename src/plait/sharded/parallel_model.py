@@ -1,9 +1,10 @@
 """`plait.parallelize`: a sharded model for your own training loop.
 
 Where a plain loop is enough, `loss.backward()` leaves gradients that are means over the
-data-parallel ranks, as DistributedDataParallel does, and any optimizer steps. What needs to see the
-step (`why_called`) has it called: `sharded.backward(loss)` or `sharded.forward_backward(batch,
-loss_fn)`, then `sharded.step(optimizer)`. These work everywhere.
+data-parallel ranks, as DistributedDataParallel does, and any optimizer steps. Some configurations
+need to see the step (see `why_called`). There the loop calls `sharded.backward(loss)` or
+`sharded.forward_backward(batch, loss_fn)`, and then `sharded.step(optimizer)`. These calls work
+with every configuration.
 """
 
 from __future__ import annotations
@@ -39,35 +40,41 @@ from plait.sharded.guard import checked_loss
 from plait.sharded.misuse import checked_optimizer, refuse_own_batches
 from plait.sharded.model import ShardedModel
 from plait.sharded.ownership import refuse_taken, take_over
-from plait.sharded.step import Outcome, Stepper
+from plait.sharded.step import StepOutcome, Stepper
 from plait.sharded.step_watch import StepWatch
 
 MeanLoss = Callable[[Any, Any], torch.Tensor]
-"""(output, micro-batch) -> the mean loss of the micro-batch, 0-dimensional."""
+"""Function (output, micro-batch) -> mean loss of the micro-batch, 0-dimensional."""
 
 
 def why_called(config: Resolved) -> str | None:
-    """Why the steps of your own training loop have to be `ParallelModel.step`; None where a plain
-    loop is enough.
-    """
+    """Return the reason why a loop has to call `ParallelModel.step`, or None for a plain loop."""
     if config.layout.pp > 1:
         return f"parallel.pp = {config.layout.pp}: each process has a part of the model"
     if config.precision.loss_scale is not None:
         return "fp16: the loss is scaled, and a step with an overflow is skipped on all ranks"
     if config.compression.candidates:
         return 'parallel.compress_gradients = "auto": full steps are timed to decide it'
-    for section, device in (
+    offloads = (
         ("optimizer", config.optimizer_offload.device),
         ("param", config.parameter_offload.device),
-    ):
+    )
+    for section, device in offloads:
         if device == "nvme":
             return f"zero_optimization.offload_{section}: the step reads and writes files"
     return None
 
 
 class ParallelModel(ShardedModel):
-    """Of your own training loop. Gradients are means over the data-parallel ranks; `accumulate`
-    leaves the division by the number of micro-batches to you, `forward_backward` does it.
+    """A sharded model of your own training loop. `plait.parallelize` makes it.
+
+    Gradients are means over the data-parallel ranks. `forward_backward` also divides by the number
+    of micro-batches; with `accumulate` the loop does. The methods of `ShardedModel`, such as
+    `predict`, `evaluating`, `grad_norm` and `close`, are available too.
+
+    Attributes:
+        why_called: The reason why `step` has to be called, or None if a plain loop is enough.
+        steps: Number of calls of `step` in this process.
     """
 
     def __init__(
@@ -79,19 +86,26 @@ class ParallelModel(ShardedModel):
         forward: Forward,
         before: list[nn.Parameter],
     ) -> None:
-        """`before`: the parameters that the model had before it was sharded."""
+        """Initialize the handle.
+
+        Args:
+            parts: The model after all techniques were applied, with its step hooks.
+            mesh: Mesh of the ranks.
+            config: The resolved configuration.
+            forward: Passes a micro-batch through the model.
+            before: Parameters of the model before it was sharded.
+        """
         self.why_called = why_called(config)
         self._watch = StepWatch(
             parts.model, before, parts.noted(Reducer), why_called=self.why_called
         )
         self.steps = 0
-        """Taken with `step`, of this process."""
         self._steppers: WeakKeyDictionary[torch.optim.Optimizer, Stepper] = WeakKeyDictionary()
         parts = parts.with_(hooks=Hooks((*parts.hooks.all, self._watch)))
         super().__init__(parts, mesh, config, forward=forward, handle="sharded")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward of the model, which may also be called itself."""
+        """Run the forward of the model. The model itself may be called as well."""
         if self.pipeline is not None:
             raise InputError(
                 f"{self.why_called}: call sharded.forward_backward, or sharded.predict without"
@@ -102,49 +116,57 @@ class ParallelModel(ShardedModel):
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Backwards inside belong to a step that goes on: gradients accumulate and, where the ZeRO
-        stage allows, nothing is communicated.
+        """Accumulate the gradients of the backwards inside of the context.
 
-        Forward and backward of every micro-batch but the last go inside; the last one goes outside.
-        An exception inside ends the step: its gradients are dropped, also those that no optimizer
-        sees yet.
+        The forward and backward of every micro-batch but the last go inside; the last goes outside.
+        Where the ZeRO stage allows it, nothing is communicated inside. An exception inside ends the
+        step and drops its gradients, also those that no optimizer sees yet.
         """
         self.before_microbatch(last=False)
         try:
-            with self._dropping_what_failed():
+            with self._dropping_failed_step():
                 yield
         finally:
             self.before_microbatch(last=True)
 
     @contextmanager
-    def _dropping_what_failed(self) -> Iterator[None]:
-        """In a plain loop nothing of the handle may be called next, so the gradients of a step that
-        failed go at once.
-        """
+    def _dropping_failed_step(self) -> Iterator[None]:
         try:
             yield
         except BaseException:
+            # A plain loop may call nothing of the handle afterwards, so `Guard.recover` would come
+            # too late.
             if self.why_called is None:
                 self.guard.drop()
             raise
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Backward of one micro-batch from its loss, 0-dimensional."""
+        """Run the backward of one micro-batch from its loss, 0-dimensional. Collective."""
         checked_loss(loss, "sharded")
         self.guard.recover()
         if self.why_called is None:
             loss.backward()
             return
+
         with self.guard.backward():
+            # Gradients are summed over the data-parallel ranks here, and `step` removes the loss
+            # scale.
             (loss * (self.loss_scale / self.mesh.layout.dp)).backward()
-            for complete in self.hooks.after_backward:
-                complete()
+            for callback in self.hooks.after_backward:
+                callback()
 
     def forward_backward(self, batch: Any, loss_fn: MeanLoss) -> torch.Tensor:
-        """Forward and backward of a step's micro-batches (`batch`: see
-        `parallel.micro_batches.micro_batches`), also through a pipeline. Returns the mean of their
-        losses, on every rank of the pipeline; 0-dimensional, float64. After an exception that all
-        ranks had, the step begins anew. Collective.
+        """Run the forward and backward of all micro-batches of a step. Collective.
+
+        It supports pipelines. After an exception on all ranks the step begins anew.
+
+        Args:
+            batch: Samples of this data-parallel rank. See `parallel.micro_batches.micro_batches`.
+            loss_fn: Maps (output, micro-batch) to the mean loss, 0-dimensional.
+
+        Returns:
+            The mean of the micro-batches' losses: 0-dimensional, float64, on every rank of the
+            pipeline.
         """
         self.refuse_within("forward_backward")
         self.guard.recover()
@@ -153,39 +175,45 @@ class ParallelModel(ShardedModel):
                 "sharded.forward_backward is a step's only call; call sharded.step(optimizer)"
                 " before the next"
             )
-        count = self.config.batch.accumulation
-        pieces = self.micro_batches(batch)
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        factor = (
-            1 / count
-            if self.why_called is None
-            else self.loss_scale / (count * self.mesh.layout.dp)
-        )
 
-        def scaled(output: Any, piece: Any) -> torch.Tensor:
+        count = self.config.batch.accumulation
+        batches = self.micro_batches(batch)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        factor = 1 / count
+        if self.why_called is not None:
+            # See `backward`.
+            factor = self.loss_scale / (count * self.mesh.layout.dp)
+
+        def scaled_loss(output: Any, micro_batch: Any) -> torch.Tensor:
             nonlocal total
-            loss = checked_loss(loss_fn(output, piece), "sharded")
+            loss = checked_loss(loss_fn(output, micro_batch), "sharded")
             total = total + loss.detach().double()
             return loss * factor
 
         if self.why_called is not None:
             with self.guard.running("step"):
-                self.train_microbatches(pieces, scaled, loss_fn=_Weighted(loss_fn))
+                self.train_microbatches(batches, scaled_loss, loss_fn=_WithUnitWeight(loss_fn))
         else:
-            with self._dropping_what_failed():
-                for piece in pieces[:-1]:
+            with self._dropping_failed_step():
+                for micro_batch in batches[:-1]:
                     with self.accumulate():
-                        scaled(self.forward(self.model, piece), piece).backward()
-                scaled(self.forward(self.model, pieces[-1]), pieces[-1]).backward()
+                        scaled_loss(self.forward(self.model, micro_batch), micro_batch).backward()
+                scaled_loss(self.forward(self.model, batches[-1]), batches[-1]).backward()
+
+        # Only the last stage of a pipeline has added to `total`.
         group = self.mesh.group("pp")
         if group is not None:
             dist.all_reduce(total, group=group)
         return total / count
 
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
-        """Scale gradients so that their global norm is at most `max_norm`; returns the norm before,
-        float64. Right on every layout, where `torch.nn.utils.clip_grad_norm_` counts shards or
-        replicas wrongly or fails. Collective.
+        """Scale gradients so that their global norm is at most `max_norm`. Collective.
+
+        It is correct on every layout, unlike `torch.nn.utils.clip_grad_norm_`, which counts shards
+        or replicas wrongly or fails.
+
+        Returns:
+            The norm before clipping: 0-dimensional, float64.
         """
         if self.why_called is not None:
             raise InputError(
@@ -196,50 +224,66 @@ class ParallelModel(ShardedModel):
         multiply_all([local_tensor(grad) for grad in grads], clip_factor(norm, max_norm))
         return norm
 
-    def step(self, optimizer: torch.optim.Optimizer) -> Outcome:
-        """Unscale, find the global norm, clip by `gradient_clipping` of the configuration, update
-        unless gradients overflowed, and drop the gradients of the optimizer's parameters.
-        `optimizer` was built over `model.parameters()` after `parallelize`. Collective. Raises
-        NumbersError on all ranks, before anything has changed, where gradients are not finite and
-        `faults.non_finite` does not skip.
+    def step(self, optimizer: torch.optim.Optimizer) -> StepOutcome:
+        """Clip gradients, update the optimizer's parameters, and drop their gradients. Collective.
+
+        It unscales the gradients, and clips by `gradient_clipping` of the configuration. The update
+        is skipped on all ranks if gradients overflowed.
+
+        Args:
+            optimizer: Optimizer that was built over `model.parameters()` after `parallelize`.
+
+        Raises:
+            NumbersError: Gradients are not finite, and `faults.non_finite` does not skip the step.
+                It is raised on all ranks before anything has changed.
         """
         self.guard.recover()
         stepper = self._steppers.get(optimizer)
         if stepper is None:
-            if self.why_called is not None and len(self._steppers):
-                raise InputError(
-                    f"{self.why_called}: a step ends for all parameters at once, and a second"
-                    " optimizer would find no gradients; use one optimizer with several parameter"
-                    " groups"
-                )
-            free_gathered(self.model)  # what is gathered is not what the optimizer holds
-            step_by_placement(checked_optimizer(optimizer, self.model))
-            if self.tier is not None:
-                self.tier.drive(optimizer)
-            stepper = self._steppers[optimizer] = self.stepper(optimizer)
-            if self.why_called is None:  # the others' gradients are for other optimizers
-                stepper.parameters = [
-                    parameter for group in optimizer.param_groups for parameter in group["params"]
-                ]
-        self._watch.inside = True
+            stepper = self._adopt(optimizer)
+
+        self._watch.in_handle_step = True
         try:
             self.steps += 1
             if self.why_called is None:
-                return stepper(error=self.error_of_numbers(self.steps))
+                return stepper(non_finite_error=self.non_finite_error(self.steps))
             with self.guard.running("step"):
                 return self.update(stepper, step=self.steps)[0]
         finally:
-            self._watch.inside = False
+            self._watch.in_handle_step = False
+
+    def _adopt(self, optimizer: torch.optim.Optimizer) -> Stepper:
+        """Prepare an optimizer before its first step, and return its stepper."""
+        if self.why_called is not None and len(self._steppers):
+            raise InputError(
+                f"{self.why_called}: a step ends for all parameters at once, and a second"
+                " optimizer would find no gradients; use one optimizer with several parameter"
+                " groups"
+            )
+        # The optimizer holds shards. A gathered parameter would not be recognised as one of them.
+        free_gathered(self.model)
+        step_by_placement(checked_optimizer(optimizer, self.model))
+        if self.tier is not None:
+            self.tier.drive(optimizer)
+
+        stepper = self.stepper(optimizer)
+        if self.why_called is None:
+            # Gradients of other parameters belong to other optimizers of the loop.
+            stepper.parameters = [
+                parameter for group in optimizer.param_groups for parameter in group["params"]
+            ]
+        self._steppers[optimizer] = stepper
+        return stepper
 
 
-class _Weighted:
-    """A mean loss, as a pipeline's check calls a loss."""
+class _WithUnitWeight:
+    """A mean loss in the form (loss, weight) that the checks of a pipeline call."""
 
     def __init__(self, loss_fn: MeanLoss) -> None:
         self._loss_fn = loss_fn
 
-    def __call__(self, output: Any, piece: Any) -> tuple[torch.Tensor, int]:
-        return self._loss_fn(output, piece), 1
+    def __call__(self, output: Any, micro_batch: Any) -> tuple[torch.Tensor, int]:
+        return self._loss_fn(output, micro_batch), 1
 
 
 @leaving_no_group()
@@ -250,48 +294,31 @@ def parallelize(
     weights: str | Path | None = None,
     forward: Forward = default_forward,
 ) -> ParallelModel:
-    """Shard `model` in place, for your own training loop: `loss.backward()` leaves gradients
-    averaged over the data-parallel ranks, as DistributedDataParallel does; build the optimizer
-    afterwards. Buffers that the forward changes are rank 0's at the start of every step. `config`,
-    `weights`: see `plait.initialize`; `forward(model, micro-batch)` is what `forward_backward` and
-    `predict` call.
+    """Shard a model in place, for your own training loop. Collective.
+
+    `loss.backward()` then leaves gradients that are means over the data-parallel ranks, as
+    DistributedDataParallel does. Build the optimizer afterwards. Buffers that the forward changes
+    are those of rank 0 at the start of every step.
+
+    Args:
+        model: A model with real weights, or built under `torch.device("meta")`.
+        config: A path, a mapping or a loaded Config. See `plait.initialize`.
+        weights: Folder of safetensors for a model on meta. See `plait.initialize`.
+        forward: Maps (model, micro-batch) to the output. `forward_backward` and `predict` call it.
+
+    Returns:
+        The handle of the sharded model. The model itself stays the user's object.
+
+    Raises:
+        ConfigError: The configuration needs an engine, or does not fit the model or the processes.
+        ModelError: The model cannot be split as the configuration says.
+        InputError: An argument is wrong, or ranks differ.
     """
     refuse_taken(model)
     resolved = resolved_for(model, config)
-    if resolved.loss_chunk_tokens:
-        rule = "only plait.causal_lm_loss is computed in chunks, and no loss is given"
-        remedy = "use 0, and call plait.chunked_causal_lm_loss in your own training loop"
-        raise ConfigError(
-            Problem("parallel.loss_chunk_tokens", resolved.loss_chunk_tokens, rule, remedy)
-        )
-    every = resolved.faults.compare_replicas_every
-    if every:
-        rule = "plait.parallelize makes no optimizer, whose states are compared too"
-        raise ConfigError(
-            Problem("faults.compare_replicas_every", every, rule, "use plait.initialize, or 0")
-        )
-    rule = "plait.parallelize does not see the steps of the loop, which has its own tracker"
-    remedy = "leave it out, or use plait.initialize"
-    refuse(
-        Problem(resolved.tracker_setting(spec), spec.name, rule, remedy)
-        for spec in resolved.trackers
-    )
-    if resolved.data_parallel.update_in_backward:
-        raise ModelError(
-            "parallel.optimizer_in_backward: plait.parallelize makes no optimizer; use"
-            " plait.initialize, or false"
-        )
-    if resolved.layout.ep > 1:
-        rule = "plait.parallelize with experts on different processes is not proven"
-        raise ConfigError(
-            Problem(
-                "parallel.ep",
-                resolved.layout.ep,
-                rule,
-                "use plait.initialize and engine.train_batch, or 1",
-            )
-        )
-    _refuse_losses_of_routers(model, resolved)
+    _refuse_engine_settings(resolved)
+    _refuse_router_losses(model, resolved)
+
     before = list(model.parameters())
     take_over(model)
     checked = checked_model(model, resolved)
@@ -302,8 +329,43 @@ def parallelize(
     return ParallelModel(parts, mesh, resolved, forward=forward, before=before)
 
 
-def _refuse_losses_of_routers(model: nn.Module, resolved: Resolved) -> None:
-    """Where Plait would compute them, and the loss of the loop leaves them out."""
+def _refuse_engine_settings(resolved: Resolved) -> None:
+    """Refuse settings that need the engine's loss, optimizer or loop."""
+    if resolved.loss_chunk_tokens:
+        rule = "only plait.causal_lm_loss is computed in chunks, and no loss is given"
+        remedy = "use 0, and call plait.chunked_causal_lm_loss in your own training loop"
+        raise ConfigError(
+            Problem("parallel.loss_chunk_tokens", resolved.loss_chunk_tokens, rule, remedy)
+        )
+
+    every = resolved.faults.compare_replicas_every
+    if every:
+        rule = "plait.parallelize makes no optimizer, whose states are compared too"
+        raise ConfigError(
+            Problem("faults.compare_replicas_every", every, rule, "use plait.initialize, or 0")
+        )
+
+    rule = "plait.parallelize does not see the steps of the loop, which has its own tracker"
+    remedy = "leave it out, or use plait.initialize"
+    refuse(
+        Problem(resolved.tracker_setting(spec), spec.name, rule, remedy)
+        for spec in resolved.trackers
+    )
+
+    if resolved.data_parallel.update_in_backward:
+        raise ModelError(
+            "parallel.optimizer_in_backward: plait.parallelize makes no optimizer; use"
+            " plait.initialize, or false"
+        )
+
+    if resolved.layout.ep > 1:
+        rule = "plait.parallelize with experts on different processes is not proven"
+        remedy = "use plait.initialize and engine.train_batch, or 1"
+        raise ConfigError(Problem("parallel.ep", resolved.layout.ep, rule, remedy))
+
+
+def _refuse_router_losses(model: nn.Module, resolved: Resolved) -> None:
+    """Refuse auxiliary losses of routers, which the loss of your own loop would leave out."""
     rule = "Plait adds it to plait.causal_lm_loss, and your own loop computes its loss"
     remedy = "use plait.initialize and engine.train_batch"
     refuse(

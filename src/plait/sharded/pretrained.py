@@ -1,8 +1,7 @@
-"""`plait.from_pretrained`: a model of Transformers that gets its weights where it is sharded, each
-rank its own slices.
+"""`plait.from_pretrained`: a Transformers model that receives its weights when it is sharded.
 
-The model is built on `meta`, and says in an attribute of its own which folder its weights are in;
-whatever shards it (`shard`) fills it.
+The model is built on `meta`. An attribute of it (`_WEIGHTS_FOLDER`) names the folder of its
+weights, and `assemble.shard` fills it from there, each rank with its own slices.
 """
 
 from __future__ import annotations
@@ -21,55 +20,43 @@ from plait.model.described import require_transformers
 from plait.sharded.hub import saved_folder
 from plait.sharded.load_weights import sources_of, weight_files
 
-_ATTRIBUTE = "_plait_weights"
+_WEIGHTS_FOLDER = "_plait_weights"
 
 
 def from_pretrained(
     name: str | Path, *, model_class: Any = None, dtype: torch.dtype = torch.float32, **fields: Any
 ) -> nn.Module:
-    """The model in a folder of `save_pretrained`, or of that name on the hub, without its weights:
-    `plait.initialize`, `plait.parallelize` and `plait.hf.Trainer` read them, each rank the slices
-    that it keeps. In training mode.
+    """Return a saved model without its weights, in training mode.
 
-    `model_class` is a class of Transformers (AutoModelForCausalLM). `dtype` is the parameters' own,
-    which the optimizer updates; what is computed in follows from the configuration. `fields`
-    replace those of config.json. Where Transformers converts the weights of a family while it loads
-    them, or adds a new head, or has quantised the weights (config.json has quantization_config), or
-    a class makes its parameters on the CPU wherever it is built, Transformers loads the model, in
-    full in every process, with a warning. Raises InputError for what is no such folder and for
-    fields that the model does not have.
+    `plait.initialize`, `plait.parallelize` and `plait.hf.Trainer` read the weights; each rank reads
+    the slices that it keeps.
+
+    Transformers itself loads the model, in full in every process and with a warning, if it converts
+    the weights of this family while it loads them, or adds a new head, or if the weights are
+    quantised (config.json has quantization_config), or if the model's class makes parameters on the
+    CPU wherever it is built.
+
+    Args:
+        name: Folder of `save_pretrained`, or the model's name on the hub.
+        model_class: Class of Transformers. The default is AutoModelForCausalLM.
+        dtype: Dtype of the parameters, which the optimizer updates. The dtype of the computation
+            is a setting of the configuration.
+        fields: Values that replace fields of config.json.
+
+    Raises:
+        InputError: There is no such folder, the model cannot be built, or it has no such field.
     """
     require_transformers("plait.from_pretrained")
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     folder = saved_folder(name, "plait.from_pretrained")
     kind = model_class or AutoModelForCausalLM
-    # Transformers would ask at the terminal, once per process
+    # Otherwise Transformers would ask at the terminal, once per process.
     fields.setdefault("trust_remote_code", False)
-    try:
-        config, unknown = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **fields)
-        if unknown:
-            raise InputError(
-                f"plait.from_pretrained({', '.join(f'{field}=...' for field in unknown)}):"
-                f" {config.model_type} has no such field"
-            )
-        with torch.device("meta"):
-            model: Any = _built(kind, config, dtype, trust_remote_code=fields["trust_remote_code"])
-        settings = generation_settings(folder)
-    except InputError:
-        raise
-    except Exception as error:  # each configuration class validates in its own way
-        reason = f"{kind.__name__} cannot be built of it ({first_line(error)})"
-        if "trust_remote_code" in str(error):
-            reason = (
-                "it needs the code in the folder; read that code, and pass trust_remote_code=True"
-                " if you trust it"
-            )
-        raise InputError(f"plait.from_pretrained({str(name)!r}): {reason}") from error
-    not_on_meta = next(
-        (name for name, parameter in model.named_parameters() if not parameter.is_meta), None
-    )
+    model, config, settings = _build_on_meta(name, folder, kind, dtype, fields)
+
     quantisation = quantisation_of(config)
+    not_on_meta = next((name for name, p in model.named_parameters() if not p.is_meta), None)
     try:
         if quantisation is not None:
             raise CheckpointError(f"its weights are quantised ({quantisation})")
@@ -79,32 +66,24 @@ def from_pretrained(
             )
         sources_of(model, model.state_dict(keep_vars=True), weight_files(folder), folder)
     except CheckpointError as error:
+        reason = str(error)
+        if quantisation is None and not_on_meta is None:
+            reason = f"it converts or adds weights: {error}"
         if place().rank == 0:
-            known = quantisation is not None or not_on_meta is not None
-            why = error if known else f"it converts or adds weights: {error}"
             warn(
                 f"plait.from_pretrained: Transformers loads {folder} in full in every process,"
-                f" because {why}"
+                f" because {reason}"
             )
         try:
-            return kind.from_pretrained(folder, dtype=dtype, **fields).train()
+            return _load_in_full(name, folder, kind, dtype, fields, quantisation=quantisation)
         except SafetensorError:
+            # The files are damaged, which `error` already says with a remedy.
             raise error from None
-        except ImportError as missing:  # the library that quantised the weights
-            raise InputError(
-                f"plait.from_pretrained({str(name)!r}): {first_line(missing)}"
-            ) from missing
-        except ValueError as refusal:
-            if quantisation is None:
-                raise
-            rule = f"Transformers cannot load its quantised weights ({first_line(refusal)})"
-            raise InputError(
-                f"plait.from_pretrained({str(name)!r}): {rule}; correct quantization_config in its"
-                " config.json"
-            ) from refusal
+
     if getattr(model, "generation_config", None) is not None:
         model.generation_config = settings
-    object.__setattr__(model, _ATTRIBUTE, folder)
+    # Plain attributes, outside of nn.Module's registries.
+    object.__setattr__(model, _WEIGHTS_FOLDER, folder)
     if callable(getattr(model, "resize_token_embeddings", None)):
         object.__setattr__(
             model, "resize_token_embeddings", types.MethodType(_refuse_resize, model)
@@ -112,9 +91,82 @@ def from_pretrained(
     return model.train()
 
 
+def _build_on_meta(
+    name: str | Path, folder: Path, kind: Any, dtype: torch.dtype, fields: dict[str, Any]
+) -> tuple[Any, Any, Any]:
+    """Return the model on meta, its configuration, and its settings for generation."""
+    from transformers import AutoConfig
+
+    try:
+        config, unknown = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **fields)
+        if unknown:
+            raise InputError(
+                f"plait.from_pretrained({', '.join(f'{field}=...' for field in unknown)}):"
+                f" {config.model_type} has no such field"
+            )
+        with torch.device("meta"):
+            model = _build(kind, config, dtype, trust_remote_code=fields["trust_remote_code"])
+        return model, config, generation_settings(folder)
+    except InputError:
+        raise
+    except Exception as error:
+        # Each configuration class validates in its own way.
+        reason = f"{kind.__name__} cannot be built of it ({first_line(error)})"
+        if "trust_remote_code" in str(error):
+            reason = (
+                "it needs the code in the folder; read that code, and pass trust_remote_code=True"
+                " if you trust it"
+            )
+        raise InputError(f"plait.from_pretrained({str(name)!r}): {reason}") from error
+
+
+def _build(kind: Any, config: Any, dtype: torch.dtype, *, trust_remote_code: bool) -> Any:
+    # Auto classes.
+    if hasattr(kind, "from_config"):
+        return kind.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    # The constructor of a model has no argument for the dtype.
+    default_dtype = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        return kind(config)
+    finally:
+        torch.set_default_dtype(default_dtype)
+
+
+def _load_in_full(
+    name: str | Path,
+    folder: Path,
+    kind: Any,
+    dtype: torch.dtype,
+    fields: dict[str, Any],
+    *,
+    quantisation: str | None,
+) -> nn.Module:
+    try:
+        model: nn.Module = kind.from_pretrained(folder, dtype=dtype, **fields)
+        return model.train()
+    except ImportError as error:
+        # The library that quantised the weights is not installed.
+        raise InputError(f"plait.from_pretrained({str(name)!r}): {first_line(error)}") from error
+    except ValueError as error:
+        if quantisation is None:
+            raise
+        rule = f"Transformers cannot load its quantised weights ({first_line(error)})"
+        raise InputError(
+            f"plait.from_pretrained({str(name)!r}): {rule}; correct quantization_config in its"
+            " config.json"
+        ) from error
+
+
 def grown_folder(folder: Path, tokens: int) -> str:
-    """Return what to do, in a sentence without its end, for a saved model that has too few rows for
-    a tokenizer.
+    """Return the remedy for a saved model that has too few rows for a tokenizer.
+
+    Args:
+        folder: The folder of the model.
+        tokens: Number of rows that are needed.
+
+    Returns:
+        A sentence without its end, for a message.
     """
     return (
         f'resize and save it once: model = AutoModelForCausalLM.from_pretrained("{folder}"), '
@@ -125,16 +177,16 @@ def grown_folder(folder: Path, tokens: int) -> str:
 def _refuse_resize(
     self: Any, new_num_tokens: int | None = None, *args: Any, **settings: Any
 ) -> Any:
-    """Resize an embedding, which on meta would need values that are not there.
+    """Resize an embedding, or raise InputError while the model is on meta.
 
-    After the model has got its weights, the call is of Transformers again, or refused by the
-    sharded model.
+    After the model has its weights, this is the method of Transformers again, or the sharded model
+    refuses it.
     """
-    folder = vars(self)[_ATTRIBUTE]
-    if (new_num_tokens is None and not args and not settings) or not next(
-        self.parameters()
-    ).is_meta:
+    # Without arguments the call only returns the embedding.
+    only_reads = new_num_tokens is None and not args and not settings
+    if only_reads or not next(self.parameters()).is_meta:
         return type(self).resize_token_embeddings(self, new_num_tokens, *args, **settings)
+    folder = vars(self)[_WEIGHTS_FOLDER]
     raise InputError(
         f"{type(self).__name__}.resize_token_embeddings({new_num_tokens}) of a model of "
         "plait.from_pretrained, which has no weights yet: "
@@ -143,25 +195,30 @@ def _refuse_resize(
 
 
 def quantisation_of(config: Any) -> str | None:
-    """Return the quantisation method of config.json ("torchao", "bitsandbytes", ...), or None for
-    weights that are not quantised.
+    """Return the quantisation method of a configuration of Transformers.
+
+    Returns:
+        The name in config.json ("torchao", "bitsandbytes", ...), or None for weights that are not
+        quantised.
     """
-    found = getattr(config, "quantization_config", None)
-    if found is None:  # a model with images may say it of its language model
-        found = getattr(config.get_text_config(decoder=True), "quantization_config", None)
-    if found is None:
+    quantisation = getattr(config, "quantization_config", None)
+    if quantisation is None:
+        # A model with images may have it in the configuration of its language model.
+        text_config = config.get_text_config(decoder=True)
+        quantisation = getattr(text_config, "quantization_config", None)
+    if quantisation is None:
         return None
-    method = (
-        found.get("quant_method")
-        if isinstance(found, dict)
-        else getattr(found, "quant_method", None)
-    )
+    if isinstance(quantisation, dict):
+        method = quantisation.get("quant_method")
+    else:
+        method = getattr(quantisation, "quant_method", None)
     return str(getattr(method, "value", method) or "quantization_config")
 
 
 def generation_settings(folder: Path) -> Any:
-    """Transformers' GenerationConfig of generation_config.json, or of config.json where there is
-    none.
+    """Return Transformers' GenerationConfig of a folder.
+
+    It is read from generation_config.json, or from config.json if there is no such file.
     """
     from transformers import GenerationConfig
 
@@ -172,32 +229,22 @@ def generation_settings(folder: Path) -> Any:
     )
 
 
-def _built(kind: Any, config: Any, dtype: torch.dtype, *, trust_remote_code: bool) -> nn.Module:
-    if hasattr(kind, "from_config"):
-        found: nn.Module = kind.from_config(
-            config, dtype=dtype, trust_remote_code=trust_remote_code
-        )
-        return found
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        return kind(config)
-    finally:
-        torch.set_default_dtype(before)
-
-
 def weights_of(model: nn.Module) -> Path | None:
-    """The folder that `from_pretrained` took a model on meta from. Raises InputError where that is
-    a part of `model`: its other parts have no weights there.
+    """Return the folder of the weights of a model of `from_pretrained`, or None.
+
+    Raises:
+        InputError: A module of the model is one of `from_pretrained` without weights. There are no
+            weights for the other modules.
     """
     for name, module in model.named_modules():
-        found: Path | None = vars(module).get(_ATTRIBUTE)
-        if found is not None and name and next(module.parameters()).is_meta:
+        folder: Path | None = vars(module).get(_WEIGHTS_FOLDER)
+        if folder is None:
+            continue
+        if name and next(module.parameters()).is_meta:
             raise InputError(
                 f"`{name}` is a model of plait.from_pretrained, which has no weights yet, inside of"
-                f" another one, whose other parameters {found} does not hold; build it with"
+                f" another one, whose other parameters {folder} does not hold; build it with"
                 f" {type(module).__name__}.from_pretrained, in full in every process"
             )
-        if found is not None:
-            return found
+        return folder
     return None

@@ -1,9 +1,9 @@
-"""Whether ranks that hold the same tensor hold the same bits: a sum over the bits of every
-parameter and optimizer state, compared.
+"""Comparison of replicas: ranks that hold the same tensor must hold the same bits.
 
-Replicas are computed from the same bits by the same operations, so that a difference is a fault: of
-memory, of a processor, of code that treats ranks differently. What is sharded over all axes has no
-replica, and is not compared.
+Replicas are computed from the same bits by the same operations, so a difference is a fault of
+memory, of a processor, or of code that treats ranks differently. The comparison is of a sum over
+the bits of every parameter and optimizer state. A tensor that is sharded over all mesh dimensions
+has no replica and is not compared.
 """
 
 from __future__ import annotations
@@ -23,43 +23,68 @@ from plait.config.resolving.resolve import Resolved
 from plait.errors import ConfigError, NumbersError, Problem
 from plait.parallel.reduction import sharded_axes
 
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integer dtype for each element size in bytes."""
+
+Difference = tuple[str, str]
+"""Name of a tensor, and a description of the ranks that differ."""
 
 
 def refuse_without_replicas(resolved: Resolved) -> None:
-    """Raise ConfigError where a comparison is asked for and nothing is replicated."""
-    at = resolved.layout
+    """Raise ConfigError if replicas are to be compared and the layout has none."""
+    layout = resolved.layout
     every = resolved.faults.compare_replicas_every
-    if every and at.dp_replicate == at.cp == at.tp == 1:
-        rule = f"no process has a copy of what another one has: the layout is {at}"
-        raise ConfigError(
-            Problem(
-                "faults.compare_replicas_every",
-                every,
-                rule,
-                "use 0, or a layout with dp_replicate, tp or cp",
-            )
-        )
+    if every and layout.dp_replicate == layout.cp == layout.tp == 1:
+        rule = f"no process has a copy of what another one has: the layout is {layout}"
+        remedy = "use 0, or a layout with dp_replicate, tp or cp"
+        raise ConfigError(Problem("faults.compare_replicas_every", every, rule, remedy))
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor's words, taken as integers, modulo 2**64; int64, 0-dimensional. One
-    flipped bit changes it.
+    """Return the sum of a tensor's elements, read as integers, modulo 2**64: 0-dimensional, int64.
+
+    One flipped bit changes it.
     """
     flat = tensor.detach().contiguous().reshape(-1)
     if flat.dtype.is_complex:
         flat = torch.view_as_real(flat).reshape(-1)
-    return flat.view(_WORDS[flat.element_size()]).sum(dtype=torch.int64)
+    return flat.view(_INTEGER_DTYPES[flat.element_size()]).sum(dtype=torch.int64)
 
 
 def compare_replicas(
     model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh, *, step: int
 ) -> None:
-    """Raise NumbersError, on all ranks, naming the first tensor that differs and the ranks.
-    Collective over all ranks.
+    """Compare all replicas of parameters and optimizer states. Collective over all ranks.
+
+    Args:
+        model: The sharded model.
+        optimizer: Its optimizer.
+        mesh: Mesh of the ranks.
+        step: Number of the step, for the error.
+
+    Raises:
+        NumbersError: Replicas differ. It names the first tensor and the ranks, on all ranks.
     """
+    local = _local_differences(model, optimizer, mesh)
+    differences = _all_gather_differences(local, mesh)
+    if not differences:
+        return
+    name, description = differences[0]
+    error = NumbersError(
+        f"step {step}: replicas of {name} differ: {description}. A bit was flipped there (memory,"
+        " processor), or code treats ranks differently. Go on from the last checkpoint; if it"
+        " happens again, without that device"
+    )
+    error.of_batch = False
+    raise error
+
+
+def _local_differences(
+    model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh
+) -> list[Difference]:
+    """Return the first difference along each mesh dimension, from this rank's groups."""
     tensors = list(_tensors(model, optimizer))
-    wrong: list[tuple[str, str]] = []
+    differences: list[Difference] = []
     for axis in (*AXES, *EXPERT_AXES):
         group = mesh.group(axis)
         if group is None or axis == "pp":
@@ -69,69 +94,74 @@ def compare_replicas(
         ]
         if not replicated:
             continue
-        own = torch.stack([bits_of(tensor) for _, tensor in replicated]).to(mesh.device)
-        everyone = own.new_empty(group.size() * own.numel())
-        all_gather_single(everyone, own, group=group)
-        rows = everyone.view(group.size(), -1).cpu()
-        differs = (rows != rows[0]).any(0).nonzero().flatten().tolist()
-        if differs:
-            wrong.append(
-                (
-                    replicated[differs[0]][0],
-                    _minority(rows[:, differs[0]], dist.get_process_group_ranks(group), axis),
-                )
-            )
-    told: list[list[tuple[str, str]]] = [wrong]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        flag = torch.tensor([len(wrong)], device=mesh.device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        if not flag.item():
-            return
-        told = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(told, wrong)
-    found = [one for rows_of in told for one in rows_of]
-    if found:
-        name, who = found[0]
-        error = NumbersError(
-            f"step {step}: replicas of {name} differ: {who}. A bit was flipped there (memory,"
-            " processor), or code treats ranks differently. Go on from the last checkpoint; if it"
-            " happens again, without that device"
-        )
-        error.of_batch = False
-        raise error
+
+        # sums: [tensors]; rows: [ranks, tensors]
+        sums = torch.stack([bits_of(tensor) for _, tensor in replicated]).to(mesh.device)
+        gathered = sums.new_empty(group.size() * sums.numel())
+        all_gather_single(gathered, sums, group=group)
+        rows = gathered.view(group.size(), -1).cpu()
+
+        differing = (rows != rows[0]).any(0).nonzero().flatten().tolist()
+        if differing:
+            first = differing[0]
+            ranks = dist.get_process_group_ranks(group)
+            description = _describe_minority(rows[:, first], ranks, axis)
+            differences.append((replicated[first][0], description))
+    return differences
+
+
+def _all_gather_differences(local: list[Difference], mesh: Mesh) -> list[Difference]:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return local
+    # Usually there is none. One number is cheaper to exchange than Python objects.
+    flag = torch.tensor([len(local)], device=mesh.device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    if not flag.item():
+        return []
+    gathered: list[list[Difference]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, local)
+    return [difference for differences in gathered for difference in differences]
 
 
 def _tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, torch.Tensor, tuple[str, ...]]]:
-    """(name, this rank's part, axes over which it is split)."""
+    """Yield (name, local shard, mesh dimensions that it is sharded over) of every tensor."""
     for name, parameter in model.named_parameters():
         axes = sharded_axes(parameter)
         yield f"`{name}`", local_tensor(parameter), axes
         for key, value in sorted(optimizer.state.get(parameter, {}).items()):
-            if isinstance(value, torch.Tensor):
-                yield (
-                    f"`{key}` of `{name}`",
-                    local_tensor(value),
-                    sharded_axes(value) or (axes if value.numel() > 1 else ()),
-                )
+            if not isinstance(value, torch.Tensor):
+                continue
+            # A plain state is shaped like the local shard of its parameter, or is a scalar.
+            state_axes = sharded_axes(value)
+            if not state_axes and value.numel() > 1:
+                state_axes = axes
+            yield f"`{key}` of `{name}`", local_tensor(value), state_axes
 
 
 def _is_replicated(axes: tuple[str, ...], *, over: str) -> bool:
-    """Whether a tensor that is split over `axes` is the same along an axis: experts know the second
-    view of the ranks, all else the first.
+    """Return True if a tensor that is sharded over `axes` has replicas along another dimension.
+
+    Experts use a second view of the ranks (EXPERT_AXES), and all other parameters the first.
     """
     other_view = STAGE_AXES if "ep" in axes else EXPERT_AXES
     return over not in axes and over not in other_view
 
 
-def _minority(sums: torch.Tensor, ranks: list[int], axis: str) -> str:
-    """Who differs from most."""
+def _describe_minority(sums: torch.Tensor, ranks: list[int], axis: str) -> str:
+    """Return a description of the ranks whose sum is not that of most ranks.
+
+    Args:
+        sums: Sum of each rank, [ranks].
+        ranks: Global rank numbers, in the same order.
+        axis: Mesh dimension of the group.
+    """
     values = sums.tolist()
     usual = max(set(values), key=values.count)
-    most = values.count(usual)
+    usual_count = values.count(usual)
     others = [rank for rank, value in zip(ranks, values, strict=True) if value != usual]
-    if 2 * most <= len(values):
+    if 2 * usual_count <= len(values):
         return f"{rank_names(ranks)} along {axis}, of which none is the majority"
     verb = "has" if len(others) == 1 else "have"
-    return f"{rank_names(others)} {verb} other bits than the {most} others along {axis}"
+    return f"{rank_names(others)} {verb} other bits than the {usual_count} others along {axis}"

@@ -1,13 +1,13 @@
 """Refusals of methods of Transformers' models that need full weights, on a sharded model.
 
-`save_pretrained` would write one process's part, or fail with an error about storages, unless it is
-given the full weights. `resize_token_embeddings` would fail with an error about operators.
+`save_pretrained` would write one process's shards, or fail with an error about storages, unless the
+full weights are passed. `resize_token_embeddings` would fail with an error about operators.
 """
 
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,38 +25,42 @@ _REMEDY = (
 
 
 def refuse_partial_folders(model: nn.Module, *, pp: int, tp: int = 1) -> None:
-    """Make `save_pretrained` of a model and of its parts raise InputError without full weights.
+    """Make `save_pretrained` of a model and of its modules raise InputError without full weights.
 
     `push_to_hub` calls it. `resize_token_embeddings` raises InputError too, and with tensor
     parallelism PEFT's calls that merge adapters.
 
     Args:
         model: A model with its layout.
-        pp: Pipeline stages.
+        pp: Number of pipeline stages.
         tp: Degree of tensor parallelism.
     """
     if pp == 1 and not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         return
     for module in model.modules():
-        if callable(getattr(type(module), "save_pretrained", None)):
-            object.__setattr__(
-                module, "save_pretrained", types.MethodType(_with_full_weights, module)
-            )
-        if callable(getattr(type(module), "resize_token_embeddings", None)):
-            object.__setattr__(
-                module, "resize_token_embeddings", types.MethodType(_refuse_resize, module)
-            )
-        if tp > 1 and callable(getattr(type(module), "merge_and_unload", None)):
-            object.__setattr__(module, "merge_and_unload", types.MethodType(_refuse_merge, module))
-            object.__setattr__(module, "merge_adapter", types.MethodType(_refuse_merge, module))
+        if _has_method(module, "save_pretrained"):
+            _replace_method(module, "save_pretrained", _save_full_weights)
+        if _has_method(module, "resize_token_embeddings"):
+            _replace_method(module, "resize_token_embeddings", _refuse_resize)
+        if tp > 1 and _has_method(module, "merge_and_unload"):
+            _replace_method(module, "merge_and_unload", _refuse_merge)
+            _replace_method(module, "merge_adapter", _refuse_merge)
 
 
-def _with_full_weights(self: Any, *args: Any, **settings: Any) -> Any:
-    given = next(
-        (one for one in (settings.get("state_dict"), *args) if isinstance(one, dict)), None
-    )
-    refuse_given_shards(f"{type(self).__name__}.save_pretrained", given, remedy=f"call {_REMEDY}")
-    if given is None:
+def _has_method(module: nn.Module, name: str) -> bool:
+    return callable(getattr(type(module), name, None))
+
+
+def _replace_method(module: nn.Module, name: str, function: Callable[..., Any]) -> None:
+    # On the object, because its class may have other objects that are not sharded.
+    object.__setattr__(module, name, types.MethodType(function, module))
+
+
+def _save_full_weights(self: Any, *args: Any, **settings: Any) -> Any:
+    candidates = (settings.get("state_dict"), *args)
+    weights = next((value for value in candidates if isinstance(value, dict)), None)
+    refuse_given_shards(f"{type(self).__name__}.save_pretrained", weights, remedy=f"call {_REMEDY}")
+    if weights is None:
         raise InputError(
             f"{type(self).__name__}.save_pretrained, or push_to_hub: each process holds a part of"
             f" the weights; call {_REMEDY}"
@@ -68,7 +72,8 @@ def _with_full_weights(self: Any, *args: Any, **settings: Any) -> Any:
 def _refuse_resize(
     self: Any, new_num_tokens: int | None = None, *args: Any, **settings: Any
 ) -> Any:
-    if new_num_tokens is None and not args and not settings:  # asks for the embedding alone
+    if new_num_tokens is None and not args and not settings:
+        # Without arguments the call only returns the embedding.
         return type(self).resize_token_embeddings(self)
     raise InputError(
         f"{type(self).__name__}.resize_token_embeddings({new_num_tokens}): each process holds a"
@@ -87,8 +92,10 @@ def _refuse_merge(self: Any, *_: Any, **__: Any) -> Any:
 
 
 def class_before_sharding(kind: type) -> type:
-    """Return the class of a module of which `fully_shard` has made `kind`, as FSDPLlamaModel of
-    LlamaModel.
+    """Return the class that a module had before `fully_shard`.
+
+    Args:
+        kind: The class now, such as FSDPLlamaModel for LlamaModel.
     """
     while issubclass(kind, FSDPModule):
         kind = kind.__bases__[-1]
@@ -97,18 +104,18 @@ def class_before_sharding(kind: type) -> type:
 
 @contextmanager
 def own_classes(model: nn.Module) -> Iterator[None]:
-    """Give modules the classes that they had before they were sharded.
+    """Give modules the classes that they had before they were sharded, inside of the context.
 
-    Transformers looks up by the class's name how the parameters are called in files (LLaVA,
-    Qwen2-VL).
+    For some models (LLaVA, Qwen2-VL) Transformers looks up the names of parameters in files by the
+    name of the class.
     """
     classes = [
         (module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)
     ]
-    for module, kind in classes:
-        module.__class__ = class_before_sharding(kind)
+    for module, sharded_class in classes:
+        module.__class__ = class_before_sharding(sharded_class)
     try:
         yield
     finally:
-        for module, kind in classes:
-            module.__class__ = kind
+        for module, sharded_class in classes:
+            module.__class__ = sharded_class

@@ -1,13 +1,15 @@
-"""Refusals of `torch.save(model.state_dict())` and its like, which would write shards as weights.
+"""Refusals of `torch.save(model.state_dict())` and `copy.deepcopy(model)` on sharded models.
 
 torch pickles a DTensor as the local shard with the full shape. The names and shapes in such a file
-look complete, although it holds one rank's part of every weight.
+look complete, although it holds one rank's part of every weight. A copy fails with an error of
+torch that names no remedy.
 """
 
 from __future__ import annotations
 
 import copyreg
 import sys
+import types
 import weakref
 from collections.abc import Callable
 from types import FrameType
@@ -15,6 +17,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
@@ -25,19 +28,35 @@ FULL_STATE = (
     "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
     "options=StateDictOptions(full_state_dict=True)) on every process, and save it in one"
 )
-"""Remedy of messages where no object of Plait has a call that returns full weights."""
+"""Remedy for callers that have no object of Plait with a call that returns full weights."""
 _HOOKS: weakref.WeakKeyDictionary[nn.Module, RemovableHandle] = weakref.WeakKeyDictionary()
 """Hooks that refuse shards, one per model. A later caller has a better remedy."""
 _REMEDIES: weakref.WeakKeyDictionary[DeviceMesh, str] = weakref.WeakKeyDictionary()
-"""Device meshes of sharded models, and what to call instead of pickling their parameters."""
+"""Remedies for pickling a parameter, keyed by its device mesh."""
 
 
 def is_full_here(tensor: DTensor) -> bool:
-    """Return whether every rank holds all of a tensor, as at ZeRO stage 0."""
+    """Return True if every rank holds all of a tensor, as at ZeRO stage 0."""
     sizes = (tensor.device_mesh.size(axis) for axis in range(tensor.device_mesh.ndim))
     return all(
-        kind.is_replicate() or size == 1
-        for kind, size in zip(tensor.placements, sizes, strict=True)
+        placement.is_replicate() or size == 1
+        for placement, size in zip(tensor.placements, sizes, strict=True)
+    )
+
+
+def refuse_copies(model: nn.Module) -> None:
+    """Make `copy.deepcopy` of a model, and of its sharded modules, raise InputError."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            object.__setattr__(module, "__deepcopy__", types.MethodType(_refuse_copy, module))
+
+
+def _refuse_copy(self: Any, memo: dict[int, Any]) -> Any:
+    raise InputError(
+        f"copy.deepcopy of {type(self).__name__.removeprefix('FSDP')}: its parameters are sharded"
+        " over processes (ZeRO), and a copy would share their collectives; copy the model before"
+        " plait.initialize or the Trainer, or save it (trainer.save_model(folder),"
+        " engine.save_checkpoint(folder)) and load a model of its own from there"
     )
 
 
@@ -53,7 +72,7 @@ def refuse_pickled_shards(model: nn.Module, *, remedy: str = FULL_STATE) -> None
     }
     _REMEDIES.update((mesh, remedy) for mesh in meshes)
     if meshes:
-        copyreg.pickle(DTensor, _pickled)
+        copyreg.pickle(DTensor, _reduce_shard)
 
 
 def refuse_shards_as_weights(model: nn.Module, *, remedy: str, is_partial: bool = False) -> None:
@@ -69,7 +88,7 @@ def refuse_shards_as_weights(model: nn.Module, *, remedy: str, is_partial: bool 
 
     def refuse(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
         sharded = {name: value for name, value in state.items() if isinstance(value, DTensor)}
-        if not (sharded or is_partial) or _is_asked_by(_knows_shards):
+        if not (sharded or is_partial) or _is_called_from(_handles_shards):
             return
         if is_partial or not all(map(is_full_here, sharded.values())):
             raise InputError(
@@ -107,10 +126,9 @@ def refuse_given_shards(call: str, weights: Any, *, remedy: str) -> None:
         )
 
 
-def _pickled(tensor: DTensor) -> Any:
-    if tensor.device_mesh not in _REMEDIES or _is_asked_by(
-        lambda name: name == "copy" or _is_torchs_checkpoint(name)
-    ):
+def _reduce_shard(tensor: DTensor) -> Any:
+    """Reduce a DTensor for pickle, in place of torch's own method."""
+    if tensor.device_mesh not in _REMEDIES or _is_called_from(_copies_or_checkpoints):
         return tensor.__reduce_ex__(2)
     if is_full_here(tensor):
         return local_tensor(tensor).__reduce_ex__(2)
@@ -121,23 +139,28 @@ def _pickled(tensor: DTensor) -> Any:
     )
 
 
-def _is_torchs_checkpoint(module: str) -> bool:
+def _is_torch_checkpoint(module: str) -> bool:
     return module.startswith("torch.distributed.checkpoint")
 
 
-def _knows_shards(module: str) -> bool:
-    return _is_torchs_checkpoint(module) or module.partition(".")[0] == "plait"
+def _copies_or_checkpoints(module: str) -> bool:
+    return module == "copy" or _is_torch_checkpoint(module)
 
 
-def _is_asked_by(is_meant: Callable[[str], bool]) -> bool:
-    """Return whether `is_meant` accepts the name of a module on the stack.
+def _handles_shards(module: str) -> bool:
+    return _is_torch_checkpoint(module) or module.partition(".")[0] == "plait"
+
+
+def _is_called_from(accepts: Callable[[str], bool]) -> bool:
+    """Return True if `accepts` accepts the name of a module on the stack.
 
     The search goes from the caller outwards, and ends at the first module outside of torch.
     """
+    # Two frames up: the caller of the function that asks.
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         name = str(frame.f_globals.get("__name__"))
-        if is_meant(name):
+        if accepts(name):
             return True
         if name.partition(".")[0] not in ("torch", "copyreg", "pickle"):
             return False

@@ -1,9 +1,10 @@
-"""The order of a step after the last backward: finish the reduction, find the global norm, decide,
-unscale and clip at once, update.
+"""Optimizer step on reduced gradients: norm, decision, clipping, update.
 
-Gradients are sharded over some axes and replicated over the rest; every one is counted once. The
-decision "not finite" depends on the global norm, so every rank takes the same one. A skipped step
-changes no state but the loss scale.
+Note [Skipping a step]
+    All ranks must apply or skip a step together, otherwise their weights diverge. The decision
+    depends on the global norm and on the global loss only, and both are the same number on every
+    rank after their all-reduce. A skipped step changes no state except the loss scale: neither
+    parameters nor optimizer states nor the LR schedule.
 """
 
 from __future__ import annotations
@@ -29,9 +30,13 @@ from plait.parallel.reduction import sharded_axes
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What happened in a step. `grad_norm` is global, unscaled, before clipping; 0-dimensional, on
-    the device.
+class StepOutcome:
+    """Result of an optimizer step.
+
+    Attributes:
+        grad_norm: Global norm of the unscaled gradients before clipping: 0-dimensional, float64,
+            on the device.
+        skipped: Whether the step was skipped. See Note [Skipping a step].
     """
 
     grad_norm: torch.Tensor
@@ -40,50 +45,47 @@ class Outcome:
 
 @dataclass
 class Stepper:
-    """Turns reduced gradients into an update."""
+    """Applies reduced gradients to the parameters of a model."""
 
     parameters: list[nn.Parameter]
-    """All of the model. Those that the optimizer does not hold count in no norm, and keep no
-    gradient from step to step.
+    """Parameters whose gradients are dropped after each step.
+
+    They may be more than the optimizer updates. The others do not count in the norm.
     """
     mesh: Mesh
     optimizer: torch.optim.Optimizer
     clipping: float
-    """Largest global norm; 0 leaves gradients as they are."""
+    """Largest global norm of the gradients. 0 disables clipping."""
     scaler: LossScaler | None
     non_finite: Literal["raise", "skip"]
-    """What becomes of a step whose gradients or loss are not finite. A loss scaler skips it in any
-    case.
-    """
-    asks: bool
-    """Whether the norm is read before the update, to decide about it.
+    """Action for a step with a non-finite norm or loss. With a loss scaler it is always skipped."""
+    checks_finite: bool
+    """True to read the norm before the update, in order to decide about it.
 
-    On a GPU that is one wait for the device per step, between the backward and the update. fp16
-    needs it by design: the program chooses the loss scale of the next step, and whether the
-    learning rate moves, from the answer. bf16.check_grad_overflow and faults.non_finite ask the
-    same.
+    On a GPU this waits for the device once per step, between the backward and the update. fp16
+    needs it by design: the loss scale of the next step depends on the answer, and so does the LR
+    schedule. `bf16.check_grad_overflow` and `faults.non_finite` need it too.
     """
     scheduler: Scheduler | None = None
     tier: DiskTier | None = None
-    """Where gradients and optimizer states are, if not in memory."""
+    """Files with gradients, optimizer states or parameters, or None if all are in memory."""
     before_update: list[Callable[[], None]] = field(default_factory=list)
-    """Called with unscaled, clipped gradients in place, just before the optimizer: those of the
-    hooks, and for inspection.
-    """
+    """Callbacks between clipping and the optimizer, for step hooks and for inspection."""
     configured: list[dict[str, Any]] = field(default_factory=list)
-    """The values of the optimizer's groups before any schedule or step changed them; a checkpoint
-    keeps them (see `engine.resume`).
+    """Values of the optimizer's parameter groups before any schedule or step changed them.
+
+    A checkpoint stores them (see `engine.resume`).
     """
     schedule_source: ScheduleSource | None = None
-    """What `scheduler` was built from; None where it was passed."""
+    """Specification that `scheduler` was built from, or None if the caller passed a scheduler."""
     in_backward: BackwardOptimizer | None = None
-    """What has updated the parameters by the end of the backward, if not this."""
-    counted_by_others: frozenset[nn.Parameter] = frozenset()
-    """Parameters that another pipeline stage holds too, and counts in the norm."""
+    """Optimizer that updates the parameters during the backward instead of this step."""
+    counted_by_other_stage: frozenset[nn.Parameter] = frozenset()
+    """Tied parameters whose gradient another pipeline stage adds to the norm."""
 
     @property
     def loss_scale(self) -> float:
-        """What losses are multiplied by before backward."""
+        """Factor by which losses are multiplied before their backward."""
         return self.scaler.scale if self.scaler is not None else 1.0
 
     def __call__(
@@ -91,88 +93,136 @@ class Stepper:
         *,
         divisor: float = 1.0,
         loss: Callable[[], torch.Tensor] | None = None,
-        error: Callable[[float], Exception] | None = None,
-    ) -> Outcome:
-        """One update. Gradients hold loss_scale x divisor times the true ones, and are None
-        afterwards. `loss`: that of the step over all ranks, where it is known; asked for after the
-        norm. `error(norm)` makes what is raised for a step that is not finite, before anything has
-        changed; without it, or where such steps are skipped, the outcome says so.
+        non_finite_error: Callable[[float], Exception] | None = None,
+    ) -> StepOutcome:
+        """Update the parameters and drop all gradients. Collective.
+
+        Args:
+            divisor: Factor by which the gradients are too large, besides the loss scale.
+            loss: Returns the global loss of the step (0-dimensional). Called after the norm has
+                been computed, so that its all-reduce overlaps with the norm.
+            non_finite_error: Builds the exception for a non-finite step from its norm. Without it
+                such a step is skipped.
+
+        Returns:
+            The global norm before clipping, and whether the step was skipped.
+
+        Raises:
+            Exception: The result of `non_finite_error`. No state has changed by then.
+            InputError: `divisor` is not 1 and the parameters were updated during the backward.
         """
         if self.in_backward is not None:
-            return self._after_backward(self.in_backward, divisor)
-        inverse = 1.0 / (self.loss_scale * divisor)
-        updated = [
-            p
-            for group in self.optimizer.param_groups
-            for p in group["params"]
-            if p.grad is not None
-        ]
-        grads = [p.grad for p in updated]
-        counted = grads
-        if self.counted_by_others:
-            counted = [p.grad for p in updated if p not in self.counted_by_others]
-        norm = global_norm(counted, self.mesh, tier=self.tier)
-        if inverse != 1.0:
-            norm = norm * inverse
+            return self._finish_update_in_backward(self.in_backward, divisor)
 
-        skipped = self.asks and not _are_finite(norm, loss)
-        if skipped and self.scaler is None and self.non_finite == "raise" and error is not None:
-            raise error(norm.item())
+        unscale = 1.0 / (self.loss_scale * divisor)
+        updated = [
+            parameter
+            for group in self.optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+        norm = self._unscaled_norm(updated, unscale)
+
+        # See Note [Skipping a step].
+        skipped = self.checks_finite and not _are_finite(norm, loss)
+        if skipped and self._raises_on_non_finite and non_finite_error is not None:
+            raise non_finite_error(norm.item())
+
         if not skipped:
-            self._rescale(grads, norm, inverse)
-            for hook in self.before_update:
-                hook()
+            self._unscale_and_clip([parameter.grad for parameter in updated], norm, unscale)
+            for callback in self.before_update:
+                callback()
             self.optimizer.step()
         self.zero_grad()
+
         if self.scheduler is not None and not skipped:
             self.scheduler.step()
         if self.scaler is not None:
             self.scaler.update(skipped)
-        return Outcome(norm, skipped)
+        return StepOutcome(norm, skipped)
 
     def zero_grad(self) -> None:
         """Drop all gradients, also those of parameters that the optimizer does not hold."""
         for parameter in self.parameters:
             parameter.grad = None
 
-    def _after_backward(self, updated: BackwardOptimizer, divisor: float) -> Outcome:
+    @property
+    def _raises_on_non_finite(self) -> bool:
+        # An overflow is an ordinary event of dynamic loss scaling.
+        return self.scaler is None and self.non_finite == "raise"
+
+    def _unscaled_norm(self, updated: list[nn.Parameter], unscale: float) -> torch.Tensor:
+        grads = [
+            p.grad for p in updated if p.grad is not None and p not in self.counted_by_other_stage
+        ]
+        norm = global_norm(grads, self.mesh, tier=self.tier)
+        # The norm is multiplied instead of every gradient. Gradients are unscaled once, together
+        # with clipping.
+        if unscale != 1.0:
+            norm = norm * unscale
+        return norm
+
+    def _finish_update_in_backward(
+        self, optimizer: BackwardOptimizer, divisor: float
+    ) -> StepOutcome:
         if divisor != 1.0:
             raise InputError(
                 "parallel.optimizer_in_backward: backward(weight=...) divides when all weights are"
                 " known, and the parameters were updated by then; divide the loss before, use"
                 " train_batch, or false"
             )
-        norms = updated.take_norms()
-        held = [p for group in self.optimizer.param_groups for p in group["params"] if p in norms]
-        norm = norm_of_norms([(sharded_axes(p), norms[p]) for p in held], self.mesh)
+        norms = optimizer.take_norms()
+
+        # The order of the optimizer's groups, so that the sum has the same rounding as in
+        # `global_norm`. `norms` is in the order in which the backward completed gradients.
+        updated = [
+            p for group in self.optimizer.param_groups for p in group["params"] if p in norms
+        ]
+        norm = norm_of_norms([(sharded_axes(p), norms[p]) for p in updated], self.mesh)
+
         self.zero_grad()
         if self.scheduler is not None:
             self.scheduler.step()
-        return Outcome(norm, skipped=False)
+        return StepOutcome(norm, skipped=False)
 
-    @torch.no_grad()  # else torch builds a graph for the local part of every gradient
-    def _rescale(self, grads: list[torch.Tensor], norm: torch.Tensor, inverse: float) -> None:
-        factor: torch.Tensor | float = inverse
+    @torch.no_grad()  # Otherwise torch records a graph for the local part of every gradient.
+    def _unscale_and_clip(
+        self, grads: list[torch.Tensor], norm: torch.Tensor, unscale: float
+    ) -> None:
+        factor: torch.Tensor | float = unscale
         if self.clipping > 0:
             factor = clip_factor(norm, self.clipping)
-            if inverse != 1.0:
-                factor = factor * inverse
-            # Reading a scalar is free on a CPU and saves a pass over all gradients; on a GPU it
-            # would stall the queue.
-            factor = factor.item() if factor.device.type == "cpu" else factor
+            if unscale != 1.0:
+                factor = factor * unscale
+            # A CPU scalar is free to read, and a factor of 1 saves a pass over all gradients. On a
+            # GPU the read would stall the stream.
+            if factor.device.type == "cpu":
+                factor = factor.item()
+
         if self.tier is not None and not self.before_update:
+            # No callback reads the gradients, so they can be multiplied when the optimizer step
+            # fetches them from the disk. This saves one pass over the files.
             self.tier.scale_in_step(factor)
-        elif isinstance(factor, torch.Tensor) or factor != 1.0:
-            locals_ = [local_tensor(grad) for grad in grads]
-            for some in [locals_] if self.tier is None else self.tier.walk(locals_, write=True):
-                multiply_all(some, factor)
+            return
+
+        if not isinstance(factor, torch.Tensor) and factor == 1.0:
+            return
+        local_grads = [local_tensor(grad) for grad in grads]
+        if self.tier is None:
+            multiply_all(local_grads, factor)
+            return
+        for buffered in self.tier.walk(local_grads, write=True):
+            multiply_all(buffered, factor)
 
 
 def _are_finite(norm: torch.Tensor, loss: Callable[[], torch.Tensor] | None) -> bool:
-    """Return whether the norm and, where it is given, the loss are finite. Waits for the device
-    once.
+    """Return True if the norm and, if it is known, the loss are finite. Waits for the device once.
+
+    Args:
+        norm: 0-dimensional, float64.
+        loss: Returns the loss, 0-dimensional, float64.
     """
     if loss is None:
         return math.isfinite(norm.item())
-    # Two reads would stall the stream twice.
+    # Reading two scalars one after the other would stall the stream twice.
     return all(map(math.isfinite, torch.stack([norm, loss()]).tolist()))

@@ -11,16 +11,16 @@ from plait.cluster.host_copy import HostCopy
 from plait.cluster.layout import SAMPLE_AXES
 from plait.cluster.mesh import Mesh
 from plait.errors import warn
+from plait.sharded.replicas import bits_of
 
 STEPS = 10
-"""Updates after which parameters are compared with their first values."""
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Number of updates after which parameters are compared with their first values."""
 
 
 class UnchangedParameters:
     """Compares all trainable parameters before the first update and after `STEPS` updates.
 
-    What is compared is a sum of the bits of each parameter. Other steps cost nothing.
+    It compares a sum over the bits of each parameter. Other steps cost nothing.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
@@ -28,7 +28,9 @@ class UnchangedParameters:
         self._mesh = mesh
         self._names: list[str] = []
         self._before: torch.Tensor | None = None
+        """Sum of each parameter before the first update: [parameters], int64."""
         self._changed: HostCopy | None = None
+        """Flags of the comparison, on their way to the host: [parameters], 1 for changed."""
         self._updates = 0
 
     def before_update(self) -> None:
@@ -66,24 +68,25 @@ class UnchangedParameters:
     def _digests(self) -> torch.Tensor:
         parameters = dict(self._model.named_parameters())
         sums = [
-            _bit_sum(local_tensor(parameters[name].detach()))
+            bits_of(local_tensor(parameters[name].detach()))
             for name in self._names
             if name in parameters
         ]
-        return (
-            torch.stack(sums)
-            if sums
-            else torch.zeros(0, dtype=torch.int64, device=self._mesh.device)
-        )
+        # A pipeline stage may train nothing.
+        if not sums:
+            return torch.zeros(0, dtype=torch.int64, device=self._mesh.device)
+        return torch.stack(sums)
 
     def _compare(self) -> None:
         assert self._before is not None
         digests = self._digests()
         if len(digests) != len(self._before):
-            self._updates = STEPS + 1  # layers have been replaced since the first update
+            # Layers have been replaced since the first update.
+            self._updates = STEPS + 1
             return
         changed = (digests != self._before).to(torch.uint8)
         self._before = None
+        # A shard may be unchanged where others are not.
         for axes in (SAMPLE_AXES, ("tp",)):
             group = self._mesh.group(*axes)
             if group is not None and len(changed):
@@ -120,9 +123,3 @@ def _can_be_compared(parameter: nn.Parameter) -> bool:
     local = local_tensor(parameter.detach())
     # A parameter on disk has no memory between its uses.
     return parameter.requires_grad and (local.numel() == 0 or local.untyped_storage().nbytes() > 0)
-
-
-def _bit_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of a tensor's elements, read as integers: int64, 0-dimensional."""
-    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return tensor.contiguous().view(_BITS[tensor.element_size()]).sum(dtype=torch.int64)

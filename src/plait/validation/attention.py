@@ -23,7 +23,7 @@ from plait.parallel.context.kernel import (
     attend_backward,
     kernel_for,
 )
-from plait.validation.context import Context
+from plait.validation.context import Context, NotRun
 from plait.validation.rows import Verdict, verdict
 
 BATCH = 1
@@ -83,6 +83,8 @@ def kernels(context: Context, settings: Mapping[str, Any]) -> Verdict:
 
     The second time nothing may be compiled: a training run has hundreds of positions.
     """
+    if context.simulated:
+        raise NotRun("fused attention cannot be simulated: its kernels need a real GPU")
     numbers: dict[str, Any] = {"tokens": SMALL_TOKENS if context.is_small else TOKENS}
     problems = []
     for case in CASES:

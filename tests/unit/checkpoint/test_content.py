@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from plait.checkpoint import content
-from plait.checkpoint.content import ContentHash, pieces
+from plait.checkpoint.content import ContentHash, tensor_blocks
 from plait.checkpoint.windows import TensorRecord, Window, inside, overlap, record_of, window_of
 from tests.parity.live_content import lanes_of, total
 
@@ -45,7 +45,7 @@ def hashed(name: str, tensor: torch.Tensor, cuts: list[int]) -> str:
         observe = found.observer(
             name, record, window, begins=all(start == 0 for start, _ in window)
         )
-        for piece in pieces(name, tensor[inside(window, full)]):
+        for piece in tensor_blocks(name, tensor[inside(window, full)]):
             observe(piece)
     return str(found)
 
@@ -59,8 +59,8 @@ def test_equal_however_it_is_cut(monkeypatch: pytest.MonkeyPatch, shape: tuple[i
         for cuts in ([], [2], [1, 3]):
             assert hashed("x", tensor, cuts) == wanted, (dtype, cuts)
         with monkeypatch.context() as small:
-            small.setattr(content, "_PIECE", 8)
-            small.setattr(content, "_AT_ONCE", 4)
+            small.setattr(content, "_BLOCK_BYTES", 8)
+            small.setattr(content, "_WORDS_AT_ONCE", 4)
             assert hashed("x", tensor, [3]) == wanted, dtype
 
 
@@ -100,7 +100,7 @@ def test_sums_of_ranks_add_up() -> None:
         observe = one.observer("x", record, window, begins=record.begins_at(at))
         part = overlap(window, window_of(tensor))
         assert part is not None
-        for piece in pieces("x", tensor[inside(part, window_of(tensor))]):
+        for piece in tensor_blocks("x", tensor[inside(part, window_of(tensor))]):
             observe(piece)
         halves.add(bytes(one))
     assert str(halves) == hashed("x", tensor, [])

@@ -47,7 +47,8 @@ def test_latest_that_was_put_back_by_hand(three: Path) -> None:
     (three / "LATEST").write_text(older)
     assert tags(three) == ["d", "c", "b", "a"]
     assert (
-        "names d, which is taken, although e is newer and complete" in candidates(three)[0].notes[0]
+        "names d, which is loaded, although e is newer and complete"
+        in candidates(three)[0].notes[0]
     )
 
 
@@ -65,7 +66,7 @@ def test_a_bad_latest(three: Path, damage: str) -> None:
         )
     found = candidates(three)
     assert found[0].manifest.tag == "c"
-    assert found[0].notes and "taken" in found[0].notes[0]
+    assert found[0].notes and "loaded" in found[0].notes[0]
 
 
 def test_a_bad_newest(three: Path) -> None:
@@ -75,7 +76,7 @@ def test_a_bad_newest(three: Path) -> None:
     with pytest.raises(CheckpointError, match="not what was written: its sha256 is"):
         candidates(three, "c")
     manifest.unlink()
-    assert tags(three) == ["b", "a"] and "not complete" in candidates(three)[0].notes[0]
+    assert tags(three) == ["b", "a"] and "incomplete" in candidates(three)[0].notes[0]
 
 
 def test_where_nothing_is_left(tmp_path: Path) -> None:

@@ -153,8 +153,7 @@ def test_the_command_line(tmp_path: Path) -> None:
     )
     assert run.exit_code == 0, run.output
     assert (
-        "step 3, 5 tensors and 9 states" in run.output
-        and "not taken over: generators" in run.output
+        "step 3, 5 tensors and 9 states" in run.output and "not converted: generators" in run.output
     )
     assert compare(tmp_path / "out", rtol=1e-5).path == tmp_path / "out" / "theirs"
     shutil.copytree(MADE / "zero1", tmp_path / "bad")
@@ -313,9 +312,9 @@ def test_what_was_made_to_do_harm(
 def test_elements_across_parts() -> None:
     parts = [torch.arange(3.0), torch.arange(3.0, 4.0), torch.arange(4.0, 9.0)]
     assert all(
-        content.of_parts(parts, a, b).tolist() == list(range(a, a + b))
+        content.slice_of_parts(parts, a, b).tolist() == list(range(a, a + b))
         for a in range(9)
         for b in range(10 - a)
     )
     with pytest.raises(CheckpointError, match="lacks 1 of them"):
-        content.of_parts(parts, 4, 6)
+        content.slice_of_parts(parts, 4, 6)

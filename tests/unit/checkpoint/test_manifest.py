@@ -19,7 +19,9 @@ def test_degrees_of_no_layout(tmp_path: Path, degrees: Any) -> None:
     edited = json.dumps(json.loads((path / "manifest.json").read_text()) | {"degrees": degrees})
     (path / "manifest.json").write_text(edited)
     (path / "manifest.sha256").write_text(digest(edited))
-    with pytest.raises(CheckpointError, match=r"manifest.json is no Manifest of Plait: degrees"):
+    with pytest.raises(
+        CheckpointError, match=r"manifest.json is not a valid Manifest of Plait: degrees"
+    ):
         read_manifest(path)
 
 
@@ -38,5 +40,7 @@ def test_records_of_no_tensor(tmp_path: Path, record: dict[str, Any]) -> None:
     shards = {"file": "../x", "size": 0, "header_sha256": "", "entries": {}}
     tensor = {"dtype": "float32", "shape": [2, 3], "cuts": [], "stages": [0]} | record
     (tmp_path / "00000.json").write_text(json.dumps({"shards": shards, "tensors": {"x": tensor}}))
-    with pytest.raises(CheckpointError, match=r"00000.json is no RankManifest of Plait: tensors.x"):
+    with pytest.raises(
+        CheckpointError, match=r"00000.json is not a valid RankManifest of Plait: tensors.x"
+    ):
         parsed(RankManifest, tmp_path / "00000.json")

@@ -70,7 +70,7 @@ def test_a_cut_file(written: tuple[Path, FileManifest], left: int) -> None:
     with pytest.raises(CheckpointError, match="bytes, and .* were written"):
         verify_shards(path, manifest)
     path.unlink()
-    with pytest.raises(CheckpointError, match="is missing, or no file"):
+    with pytest.raises(CheckpointError, match="is missing or not a file"):
         verify_shards(path, manifest)
 
 

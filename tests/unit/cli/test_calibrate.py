@@ -65,8 +65,8 @@ def test_a_live_calibration_of_one_process(
     monkeypatch.setattr(live, "ON_CPU", TINY)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     out = tmp_path / "here.json"
-    monkeypatch.setattr(command, "_DISTURBED", -1.0)  # always told
-    command._work(str(out), "1", "1")
+    monkeypatch.setattr(command, "_MAX_WAITING_SHARE", -1.0)  # always told
+    command._run_process(str(out), "1", "1")
     shown = capsys.readouterr()
     assert "of a disturbed machine" in shown.err
     for text in ("GFLOP/s", "GB/s", "gemm.cpu", "rates measured", "error left out"):

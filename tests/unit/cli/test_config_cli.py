@@ -41,7 +41,7 @@ def test_explain_in_a_pipe_prints_aligned_lines(
     lines = out.splitlines()
     assert lines[0] == f"keys of {file}"
     assert lines[2].split()[:3] == ["zero_optimization.overlap_comm", "true", "ignored"]
-    assert "resolved for 8 processes (--world-size sets how many)" in lines
+    assert "resolved for 8 processes (set the number with --world-size)" in lines
     assert any(
         line.split()[:2] == ["parallel.dp_shard", "4"] and "derived: 8 processes" in line
         for line in lines

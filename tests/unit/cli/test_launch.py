@@ -9,7 +9,7 @@ import pytest
 from plait.cli import launch as verb
 from plait.cli import main as command
 from plait.cli.launching import remote
-from plait.cli.launching.settings import Settings, check
+from plait.cli.launching.settings import LaunchSettings, check
 from plait.errors import ConfigError
 
 
@@ -23,11 +23,11 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.fixture
 def started(
     monkeypatch: pytest.MonkeyPatch, environments: list[dict[str, str] | None]
-) -> list[tuple[list[str], Settings]]:
+) -> list[tuple[list[str], LaunchSettings]]:
     """What would have been started on this machine."""
-    calls: list[tuple[list[str], Settings]] = []
+    calls: list[tuple[list[str], LaunchSettings]] = []
 
-    def start(command: list[str], settings: Settings, **rest: Any) -> int:
+    def start(command: list[str], settings: LaunchSettings, **rest: Any) -> int:
         check(settings)
         calls.append((list(command), settings))
         environments.append(rest.get("environment"))
@@ -43,8 +43,8 @@ def environments() -> list[dict[str, str] | None]:
 
 
 @pytest.fixture
-def started_remote(monkeypatch: pytest.MonkeyPatch) -> list[remote.Remote]:
-    calls: list[remote.Remote] = []
+def started_remote(monkeypatch: pytest.MonkeyPatch) -> list[remote.RemoteLaunch]:
+    calls: list[remote.RemoteLaunch] = []
     monkeypatch.setattr(remote, "run", lambda there: calls.append(there) or 0)
     return calls
 
@@ -61,7 +61,10 @@ def test_what_stands_after_the_script_is_the_scripts(script: str, started: list[
         == 0
     )
     assert started == [
-        (["train.py", "--nproc-per-node", "9", "-m", "--help", "--", "x"], Settings(processes=3))
+        (
+            ["train.py", "--nproc-per-node", "9", "-m", "--help", "--", "x"],
+            LaunchSettings(processes=3),
+        )
     ]
 
 
@@ -88,7 +91,7 @@ def test_every_option_arrives(script: str, started: list[Any]) -> None:
         "8",
         script,
     )
-    assert started[0][1] == Settings(
+    assert started[0][1] == LaunchSettings(
         4,
         2,
         3,
@@ -111,7 +114,7 @@ def test_every_option_arrives(script: str, started: list[Any]) -> None:
         "5",
         script,
     )
-    assert started[1][1] == Settings(4, 2, 2, node_rank=1, master_addr="a", master_port=5)
+    assert started[1][1] == LaunchSettings(4, 2, 2, node_rank=1, master_addr="a", master_port=5)
 
 
 def test_torchruns_spelling_of_the_processes(script: str, started: list[Any]) -> None:
@@ -167,7 +170,7 @@ class TestHostfile:
         return "hosts"
 
     def test_several_machines_by_ssh(
-        self, hosts: str, started_remote: list[remote.Remote], monkeypatch: pytest.MonkeyPatch
+        self, hosts: str, started_remote: list[remote.RemoteLaunch], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("WANDB_MODE", "off")
         monkeypatch.setenv("NCCL_DEBUG", "INFO")
@@ -186,7 +189,7 @@ class TestHostfile:
 
     def test_by_hand_on_each_machine(self, hosts: str, started: list[Any]) -> None:
         _plait("-H", hosts, "--no-ssh", "--master-port", "77", "train.py")
-        assert started[0][1] == Settings(
+        assert started[0][1] == LaunchSettings(
             2, 2, 2, node_rank=1, master_addr="192.0.2.7", master_port=77
         )
 
@@ -194,11 +197,11 @@ class TestHostfile:
         self, hosts: str, started: list[Any], environments: list[Any]
     ) -> None:
         _plait("-H", hosts, "-i", f"{socket.gethostname()}:1", "train.py")
-        assert started[0][1] == Settings(1)
+        assert started[0][1] == LaunchSettings(1)
         assert environments[0]["CUDA_VISIBLE_DEVICES"] == "1"
 
     def test_another_machine_alone_is(
-        self, hosts: str, started_remote: list[remote.Remote]
+        self, hosts: str, started_remote: list[remote.RemoteLaunch]
     ) -> None:
         _plait("-H", hosts, "-e", socket.gethostname(), "train.py")
         assert [host.name for host in started_remote[0].hosts] == ["192.0.2.7"]
@@ -207,19 +210,19 @@ class TestHostfile:
         self, hosts: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert _plait("-H", hosts, "-i", "192.0.2.7", "--no-ssh", "train.py") == 2
-        assert "this machine is none of the hostfile's: 192.0.2.7" in capsys.readouterr().err
+        assert "the hostfile does not contain this machine: 192.0.2.7" in capsys.readouterr().err
 
 
 class TestRun:
     def test_for_other_verbs(self, started: list[Any]) -> None:
-        assert verb.run(["plait.x", "a.json"], Settings(2, grace_seconds=5)) == 0
-        assert started == [(["-m", "plait.x", "a.json"], Settings(2, grace_seconds=5))]
+        assert verb.run(["plait.x", "a.json"], LaunchSettings(2, grace_seconds=5)) == 0
+        assert started == [(["-m", "plait.x", "a.json"], LaunchSettings(2, grace_seconds=5))]
 
     def test_mistakes(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert _plait() == 2
         assert "no script" in capsys.readouterr().err
         with pytest.raises(ConfigError, match="--nproc-per-node = 0"):
-            verb.run(["x"], Settings(0))
+            verb.run(["x"], LaunchSettings(0))
 
 
 def test_devices_of_this_machine_without_a_hostfile(
@@ -235,7 +238,7 @@ def test_devices_of_this_machine_without_a_hostfile(
 
 
 def test_the_first_machine_is_met_without_its_user(
-    script: str, started_remote: list[remote.Remote], tmp_path: Path
+    script: str, started_remote: list[remote.RemoteLaunch], tmp_path: Path
 ) -> None:
     (tmp_path / "hosts").write_text("root@a slots=2\nb slots=2\n")
     assert _plait("--hostfile", "hosts", script) == 0

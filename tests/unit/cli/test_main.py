@@ -57,11 +57,9 @@ def test_no_verb_is_left_out() -> None:
         "__init__",
         "main",
         "options",
-        "progress",
-        "stdout",
+        "terminal",
         "chat_lines",
         "answer_lines",
-        "interrupts",
     )
     modules = {f"plait.cli.{file.stem}" for file in files if file.stem not in shared}
     assert modules == {module for module, _ in command.VERBS.values()}

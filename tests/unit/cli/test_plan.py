@@ -50,7 +50,7 @@ def test_a_plan_is_printed_explained_and_written(
     shown = capsys.readouterr().out
     for text in (
         "llama-3-8b: 8.0 B parameters; 16 x NVIDIA H100",
-        "layouts priced",
+        "layouts evaluated",
         "matrix products of the layers",
         "memory at its peak",
         "why not tp=8 is",
@@ -187,7 +187,7 @@ def test_json_on_standard_output_is_nothing_else(capsys: pytest.CaptureFixture[s
 def test_a_training_file_is_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run.json"
     assert run(QUICKSTART, "--gpu", "a100", "--world-size", "4", "--out", out) == 0
-    assert "8: 2 samples a device" in capsys.readouterr().out
+    assert "8: 2 samples per device" in capsys.readouterr().out
     before, after = json.loads(QUICKSTART.read_text()), json.loads(out.read_text())
     assert (
         after["optimizer"] == before["optimizer"]

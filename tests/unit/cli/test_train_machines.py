@@ -9,15 +9,15 @@ import pytest
 from typer.testing import CliRunner
 
 from plait.cli import launch
-from plait.cli.launching.settings import Settings
+from plait.cli.launching.settings import LaunchSettings
 from plait.cli.train import app
 from plait.errors import ConfigError
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
+def started(monkeypatch: pytest.MonkeyPatch) -> list[LaunchSettings]:
     """With what the launcher was started."""
-    found: list[Settings] = []
+    found: list[LaunchSettings] = []
     monkeypatch.setattr(launch, "run", lambda module, settings: found.append(settings) or 0)
     return found
 
@@ -28,7 +28,7 @@ def file_of(folder: Path, **run: object) -> str:
     return str(folder / "run.json")
 
 
-def test_a_changing_number_of_machines(tmp_path: Path, started: list[Settings]) -> None:
+def test_a_changing_number_of_machines(tmp_path: Path, started: list[LaunchSettings]) -> None:
     """MIN:MAX is passed on, as `plait launch` does; one that may be alone meets others too."""
     where = ["--rdzv-endpoint", "a:1", "--nproc-per-node", "2", "--max-restarts", "3"]
     for given in ("1:2", "2:4", "2"):
@@ -43,7 +43,7 @@ def test_a_changing_number_of_machines(tmp_path: Path, started: list[Settings]) 
 
 
 def test_a_fixed_number_of_processes_does_not_change(
-    tmp_path: Path, started: list[Settings]
+    tmp_path: Path, started: list[LaunchSettings]
 ) -> None:
     refused = CliRunner().invoke(
         app, [file_of(tmp_path, processes=4), "--nnodes", "1:2", "--rdzv-endpoint", "a:1"]

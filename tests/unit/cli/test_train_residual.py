@@ -10,7 +10,7 @@ from rich.console import Console
 
 from plait.cli.train import _residuals
 from plait.config.resolving.resolve import load
-from plait.observe.residual import STEPS, WARM, Residual
+from plait.observe.residual import MEASURED_STEPS, WARMUP_STEPS, PlanResidual
 from tests.unit.observe.planned import checked, planned, step
 
 
@@ -27,8 +27,8 @@ def test_a_planned_file_has_a_listener(tmp_path: Path, monkeypatch: pytest.Monke
     config = load(file)
     stream = io.StringIO()
     (listener,) = _residuals(file, checked(file, found), config, Console(file=stream))
-    assert isinstance(listener, Residual)
-    for number in range(WARM + STEPS):
+    assert isinstance(listener, PlanResidual)
+    for number in range(WARMUP_STEPS + MEASURED_STEPS):
         listener(step(number, 0.5))
     assert "step predicted" in stream.getvalue()
     file.with_suffix(".plan.json").unlink()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.data.cache import built_once, digest
+from plait.data.cache import build_once, digest
 from plait.errors import InputError
 
 
@@ -19,7 +19,7 @@ def test_it_is_built_once(tmp_path: Path) -> None:
         calls.append(folder)
         (folder / "file").write_text("x")
 
-    first, second = (built_once(tmp_path, "kind", "key", build) for _ in range(2))
+    first, second = (build_once(tmp_path, "kind", "key", build) for _ in range(2))
     assert first == second == tmp_path / "kind" / "key"
     assert len(calls) == 1
     assert (first / "file").read_text() == "x"
@@ -31,11 +31,11 @@ def test_a_build_that_fails_leaves_nothing(tmp_path: Path) -> None:
         raise RuntimeError("in the middle")
 
     with pytest.raises(RuntimeError):
-        built_once(tmp_path, "kind", "key", build)
+        build_once(tmp_path, "kind", "key", build)
     assert [
         path.name for path in (tmp_path / "kind").iterdir() if not path.name.endswith(".lock")
     ] == []
-    assert built_once(tmp_path, "kind", "key", lambda folder: None).is_dir(), (
+    assert build_once(tmp_path, "kind", "key", lambda folder: None).is_dir(), (
         "the next one may try again"
     )
 
@@ -49,7 +49,7 @@ def _slow(folder: Path) -> None:
 def test_processes_wait_for_the_first(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     processes = [
-        context.Process(target=built_once, args=(tmp_path, "kind", "key", _slow)) for _ in range(3)
+        context.Process(target=build_once, args=(tmp_path, "kind", "key", _slow)) for _ in range(3)
     ]
     for process in processes:
         process.start()
@@ -62,7 +62,7 @@ def test_processes_wait_for_the_first(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="PLAIT_CACHE"):
-        built_once(tmp_path / "file", "kind", "key", lambda folder: None)
+        build_once(tmp_path / "file", "kind", "key", lambda folder: None)
 
 
 def test_boundaries_are_part_of_a_digest() -> None:

@@ -86,10 +86,10 @@ def test_best_fit_fills_rows(lengths: list[int]) -> None:
 
 def test_a_stream_that_is_parted_inside_of_a_document() -> None:
     made = documents([3, 4], 8, scored=[1, 0, 1, 1, 0, 0, 1])
-    before, after = made.stream.parted(5)
+    before, after = made.stream.split(5)
     assert (before.tokens.tolist(), before.ends.tolist()) == ([1, 2, 3, 4, 5], [3, 5])
     assert (after.tokens.tolist(), after.ends.tolist()) == ([6, 7], [2])
     assert before.scored is not None and after.scored is not None
     assert (before.scored.tolist(), after.scored.tolist()) == ([1, 0, 1, 1, 0], [0, 1])
-    nothing, everything = made.stream.parted(0)
+    nothing, everything = made.stream.split(0)
     assert (len(nothing), nothing.ends.tolist(), everything.ends.tolist()) == (0, [], [3, 7])

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.data.loader import Loader, shuffled, validation_batches
+from plait.data.loader import Loader, shuffle_positions, validation_batches
 from plait.data.packing import IGNORED, Sequences, Stream
 
 
@@ -23,14 +23,14 @@ def _sequences(count: int, *, length: int = 4) -> Sequences:
 
 @given(count=st.integers(1, 3000), key=st.text(max_size=5))
 def test_a_shuffle_is_a_bijection(count: int, key: str) -> None:
-    found = shuffled(np.arange(count), count=count, key=key)
+    found = shuffle_positions(np.arange(count), count=count, key=key)
     assert sorted(found.tolist()) == list(range(count))
 
 
 def test_a_shuffle_shuffles() -> None:
     count = 20_000
-    found = shuffled(np.arange(count), count=count, key="0 0")
-    again = shuffled(np.arange(count), count=count, key="0 1")
+    found = shuffle_positions(np.arange(count), count=count, key="0 0")
+    again = shuffle_positions(np.arange(count), count=count, key="0 1")
     # Uniform random permutations have about one fixed point, and neighbours that are count / 3 apart.
     assert (found == np.arange(count)).sum() < 10
     assert (found == again).sum() < 10
@@ -40,7 +40,18 @@ def test_a_shuffle_shuffles() -> None:
 
 def test_the_order_is_the_one_that_runs_were_started_with() -> None:
     """A change of these numbers changes what every interrupted run goes on with."""
-    assert shuffled(np.arange(10), count=10, key="0 0").tolist() == [3, 9, 1, 0, 5, 2, 7, 8, 4, 6]
+    assert shuffle_positions(np.arange(10), count=10, key="0 0").tolist() == [
+        3,
+        9,
+        1,
+        0,
+        5,
+        2,
+        7,
+        8,
+        4,
+        6,
+    ]
 
 
 @given(

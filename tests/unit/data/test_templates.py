@@ -14,7 +14,7 @@ from plait.config.schema.sections import DataSection
 from plait.data.packing import IGNORED
 from plait.data.prepare import Prepared, prepare
 from plait.data.rows import row_text
-from plait.data.templates import cautions_of, encoder
+from plait.data.templates import encoder, template_warnings
 from plait.errors import InputError
 from tests.unit.data.byte_tokenizer import TEMPLATE, tokenizer
 
@@ -233,14 +233,14 @@ THINKS = (
 def test_templates_that_think() -> None:
     """As Qwen3's, which leaves out earlier thinking, and as R1's, which asks for it and never writes it."""
     assert encoded(tokenizer(THINKS), {"messages": CHAT[1:]})[1] == "(thinks)No, it is night.</s>"
-    (caution,) = cautions_of(tokenizer(THINKS), append_end_of_text=False)
+    (caution,) = template_warnings(tokenizer(THINKS), append_end_of_text=False)
     assert "only the last answer is scored" in caution
     asks = (
         TEMPLATE.replace("{% generation %}", "")
         .replace("{% endgeneration %}", "")
         .replace("<assistant>{% endif %}", "<assistant><think>{% endif %}")
     )
-    with pytest.raises(InputError, match="asks for an answer with '<think>'"):
+    with pytest.raises(InputError, match="starts generation with '<think>'"):
         encoded(tokenizer(asks), {"messages": CHAT})
     assert encoded(tokenizer(asks), {"messages": CHAT}, scored="all")[1].endswith("night.</s>")
 
@@ -248,7 +248,7 @@ def test_templates_that_think() -> None:
 def test_templates_with_a_clock() -> None:
     dated = "{{ strftime_now('%d %b %Y') }}" + TEMPLATE
     assert encoded(tokenizer(dated), {"messages": CHAT[1:3]})[0].startswith("26 Jul 2024<user>")
-    (caution,) = cautions_of(tokenizer(dated), append_end_of_text=False)
+    (caution,) = template_warnings(tokenizer(dated), append_end_of_text=False)
     assert "every row has 26 Jul 2024" in caution
     with pytest.raises(InputError, match="reads the clock"):
         encoded(
@@ -259,12 +259,12 @@ def test_templates_with_a_clock() -> None:
 
 def test_a_template_that_ends_no_turn(tmp_path: Path) -> None:
     endless = TEMPLATE.replace("</s>", "\n")
-    (caution,) = cautions_of(tokenizer(endless), append_end_of_text=False)
+    (caution,) = template_warnings(tokenizer(endless), append_end_of_text=False)
     assert (
         "the chat template of the tokenizer ends an answer without" in caution
         and "data.append_end_of_text" in caution
     )
-    assert not cautions_of(tokenizer(), append_end_of_text=False) and not cautions_of(
+    assert not template_warnings(tokenizer(), append_end_of_text=False) and not template_warnings(
         tokenizer(endless), append_end_of_text=True
     )
     text, scored = encoded(tokenizer(endless), {"messages": CHAT}, append_end_of_text=True)
@@ -288,7 +288,7 @@ def test_templates_that_cannot_be_used() -> None:
     with pytest.raises(InputError, match=r"refuses a conversation \(alternate!\)"):
         encoder(tokenizer("{{ raise_exception('alternate!') }}"), "chat", scored="answers")(text)
     last = "{{ messages | length }}{% for message in messages %}{{ message.content }}{% endfor %}"
-    with pytest.raises(InputError, match="writes earlier messages otherwise"):
+    with pytest.raises(InputError, match="writes earlier messages differently"):
         encoder(tokenizer(last), "chat", scored="answers")(text)
     assert all(encoder(tokenizer(last), "chat", scored="all")(text)[1])
 

@@ -12,8 +12,8 @@ from plait.data.text import Corpus, open_corpus
 from plait.data.tokenizer import (
     END_OF_TEXT,
     load_tokenizer,
-    name_of,
-    trained_tokenizer,
+    tokenizer_digest,
+    train_tokenizer,
     vocabulary_size,
 )
 from plait.errors import InputError
@@ -42,7 +42,7 @@ def _silent(_: str) -> None:
 
 def test_a_trained_tokenizer_gives_every_text_back(tmp_path: Path, files: DataSection) -> None:
     corpus = open_corpus(files, cache=tmp_path)
-    tokenizer = load_tokenizer(trained_tokenizer(corpus, files, cache=tmp_path, say=_silent))
+    tokenizer = load_tokenizer(train_tokenizer(corpus, files, cache=tmp_path, say=_silent))
     assert vocabulary_size(tokenizer) == 300
     assert tokenizer.eos_token == END_OF_TEXT
     for text in (TEXT, "  leading", "never seen ж\t\r\n\0"):
@@ -52,8 +52,8 @@ def test_a_trained_tokenizer_gives_every_text_back(tmp_path: Path, files: DataSe
 def test_training_twice_gives_the_same(tmp_path: Path, files: DataSection) -> None:
     corpus = open_corpus(files, cache=tmp_path)
     names = {
-        name_of(
-            load_tokenizer(trained_tokenizer(corpus, files, cache=tmp_path / side, say=_silent))
+        tokenizer_digest(
+            load_tokenizer(train_tokenizer(corpus, files, cache=tmp_path / side, say=_silent))
         )
         for side in ("a", "b")
     }
@@ -75,7 +75,7 @@ def test_held_out_text_does_not_train_the_tokenizer(tmp_path: Path) -> None:
     seen = [document for document in documents if not is_held_out(document, 0.5)]
     corpus = Corpus("made up", "1", "data.paths", lambda: iter([*seen, *held]))
     words = load_tokenizer(
-        trained_tokenizer(corpus, section, cache=tmp_path, say=_silent)
+        train_tokenizer(corpus, section, cache=tmp_path, say=_silent)
     ).get_vocab()
     assert any("zebra" in word for word in words)
     assert not any("quokka" in word for word in words)
@@ -121,7 +121,7 @@ def test_work_is_told_once_and_cached(tmp_path: Path, files: DataSection) -> Non
 
 
 def test_a_tokenizer_of_ones_own_is_used(tmp_path: Path, files: DataSection) -> None:
-    other = trained_tokenizer(
+    other = train_tokenizer(
         open_corpus(files, cache=tmp_path),
         files.model_copy(update={"vocab_size": 280}),
         cache=tmp_path,

@@ -147,7 +147,7 @@ def test_a_folder_of_the_adapter_names_its_base(base: Path, tmp_path: Path) -> N
     changed(adapter, base_model_name_or_path="someone/model")
     with pytest.raises(
         InputError,
-        match="'someone/model', which it names as its base, is no folder here; give --model BASE --adapter",
+        match="'someone/model', which it names as its base, is not a folder here; give --model BASE --adapter",
     ):
         open_source(adapter)
 
@@ -175,7 +175,7 @@ def plain(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"a_later_field": {"x": 1}}, "a_later_field"),
         (
             {"init_lora_weights": "pissa"},
-            "init_lora_weights = 'pissa' has changed the base model's weights, too",
+            "init_lora_weights = 'pissa' has also changed the base model's weights",
         ),
         ({"target_modules": ["no_such"]}, "PEFT cannot put it on the model"),
         ({"target_modules": ["q_proj"]}, "which the model does not have; is it another model's"),
@@ -203,7 +203,7 @@ def test_folders_that_are_none(base: Path, plain: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"has no adapter_model\.safetensors"):
         open_source(base, adapter)
     (adapter / "adapter_config.json").write_text("[]")
-    with pytest.raises(CheckpointError, match="is no configuration of PEFT"):
+    with pytest.raises(CheckpointError, match="is not a configuration of PEFT"):
         open_source(adapter)
 
 

@@ -8,16 +8,18 @@ import pytest
 import torch
 
 from plait.errors import InputError
-from plait.inference.choose import GOES_ON, LENGTH, STOP, Chooser
-from plait.inference.requests import Request
-from plait.inference.settings import Settings
+from plait.inference.requests import GenerationRequest
+from plait.inference.sampling import LENGTH, STOP, UNFINISHED, TokenSampler
+from plait.inference.settings import GenerationSettings
 from plait.inference.text_stream import TextStream, text_of
 from plait.inference.vocabulary import tokens_of_tokenizer
 
 
-def requests(*prompts: tuple[int, ...], new: int = 4, seed: int | None = None) -> list[Request]:
+def requests(
+    *prompts: tuple[int, ...], new: int = 4, seed: int | None = None
+) -> list[GenerationRequest]:
     return [
-        Request(prompt, new, None if seed is None else seed + index)
+        GenerationRequest(prompt, new, None if seed is None else seed + index)
         for index, prompt in enumerate(prompts)
     ]
 
@@ -33,7 +35,9 @@ def logits(rows: int, vocabulary: int = 50, seed: int = 0) -> torch.Tensor:
 
 def test_greedy_with_its_probability() -> None:
     scores = logits(2)
-    tokens, logprobs, last = Chooser(requests((1,), (2,)), Settings(), None)(scores, [0, 1])
+    tokens, logprobs, last = TokenSampler(requests((1,), (2,)), GenerationSettings(), None)(
+        scores, [0, 1]
+    )
     assert tokens.tolist() == scores.argmax(1).tolist() and not last.any()
     expected = torch.log_softmax(scores, 1).max(1).values
     torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=0)
@@ -42,20 +46,20 @@ def test_greedy_with_its_probability() -> None:
 def test_a_request_ends_at_its_token_its_limit_or_never_again() -> None:
     scores = torch.zeros(2, 8)
     scores[0, 3], scores[1, 5] = 1, 1
-    chooser = Chooser(
-        [Request((1,), 9, None), Request((1,), 2, None)],
-        Settings(eos_token_id=(3, 4), pad_token_id=7),
+    chooser = TokenSampler(
+        [GenerationRequest((1,), 9, None), GenerationRequest((1,), 2, None)],
+        GenerationSettings(eos_token_id=(3, 4), pad_token_id=7),
         None,
     )
-    assert chooser(scores, [0, 1])[2].tolist() == [STOP, GOES_ON]
+    assert chooser(scores, [0, 1])[2].tolist() == [STOP, UNFINISHED]
     tokens, logprobs, last = chooser(scores, [0, 1])
     assert tokens.tolist() == [7, 5] and last.tolist() == [STOP, LENGTH] and logprobs[0] == 0
 
 
 def test_draws_follow_from_the_seed_alone_whatever_is_beside_them() -> None:
-    settings = Settings(do_sample=True, top_k=0)
-    together = Chooser(requests((1,), (2,), (3,), seed=10), settings, None)
-    alone = Chooser([Request((2,), 4, 11)], settings, None)
+    settings = GenerationSettings(do_sample=True, top_k=0)
+    together = TokenSampler(requests((1,), (2,), (3,), seed=10), settings, None)
+    alone = TokenSampler([GenerationRequest((2,), 4, 11)], settings, None)
     state = torch.random.get_rng_state()
     for step in range(4):
         scores = logits(3, seed=step)
@@ -70,9 +74,11 @@ def test_draws_have_the_distribution() -> None:
     for seed in range(2000):
         drawn[
             int(
-                Chooser([Request((1,), 1, seed)], Settings(do_sample=True, top_k=0), None)(
-                    scores, [0]
-                )[0, 0]
+                TokenSampler(
+                    [GenerationRequest((1,), 1, seed)],
+                    GenerationSettings(do_sample=True, top_k=0),
+                    None,
+                )(scores, [0])[0, 0]
             )
         ] += 1
     assert drawn[1] == 0 and (drawn / 2000 - scores.exp()[0]).abs().max() < 0.04
@@ -126,7 +132,7 @@ def test_penalties_and_bans_are_transformers_own(chosen: dict[str, Any]) -> None
         **given,
     )
     chooser, last, found = (
-        Chooser([Request(prompt, 6, None)], Settings(**chosen), None),
+        TokenSampler([GenerationRequest(prompt, 6, None)], GenerationSettings(**chosen), None),
         prompt[-1],
         [],
     )
@@ -140,7 +146,7 @@ def test_not_a_number() -> None:
     with pytest.raises(
         InputError, match="request 0 has no token left to choose, or its logits are not finite"
     ):
-        Chooser(requests((1,), seed=1), Settings(do_sample=True), None)(
+        TokenSampler(requests((1,), seed=1), GenerationSettings(do_sample=True), None)(
             torch.full((1, 60), torch.nan), [0]
         )
 
@@ -153,12 +159,12 @@ def test_no_number_is_the_likeliest(value: float) -> None:
     with pytest.raises(
         InputError, match="request 1 has no token left to choose, or its logits are not finite"
     ):
-        Chooser(requests((1,), (2,)), Settings(), None)(scores, [0, 1])
-    ended = Chooser(requests((1,), (2,)), Settings(eos_token_id=(3,)), None)
+        TokenSampler(requests((1,), (2,)), GenerationSettings(), None)(scores, [0, 1])
+    ended = TokenSampler(requests((1,), (2,)), GenerationSettings(eos_token_id=(3,)), None)
     first = logits(2)
     first[1, 3] = 100
     ended(first, [0, 1])
-    assert ended(scores, [0, 1])[2].tolist() == [GOES_ON, STOP]
+    assert ended(scores, [0, 1])[2].tolist() == [UNFINISHED, STOP]
 
 
 class Sparse:
@@ -178,10 +184,12 @@ class Sparse:
 
 def test_a_vocabulary_with_gaps() -> None:
     """All of its tokens may be chosen, and numbers between them have no text."""
-    chooser = Chooser(requests((1,), new=9), Settings(stop_strings=("bc",)), Sparse())
+    chooser = TokenSampler(
+        requests((1,), new=9), GenerationSettings(stop_strings=("bc",)), Sparse()
+    )
     scores = torch.zeros(1, 12)
     scores[0, 11] = 99  # pads the embedding
-    for step, (token, ends) in enumerate(((5, GOES_ON), (7, GOES_ON), (9, STOP)), 1):
+    for step, (token, ends) in enumerate(((5, UNFINISHED), (7, UNFINISHED), (9, STOP)), 1):
         scores[0, token] = step
         assert chooser(scores, [0])[:, 0].tolist()[::2] == [token, ends]
     assert text_of(Sparse(), [0, 3, 9]) == "ac"
@@ -216,7 +224,9 @@ def test_a_vocabulary_with_gaps() -> None:
 )
 def test_a_prompt_of_tokens_that_the_tokenizer_lacks(chosen: dict[str, Any]) -> None:
     """The model has 12, the tokenizer 10: none of the others is chosen."""
-    chooser = Chooser(requests((3, 11, 5, 11), new=30, seed=1), Settings(**chosen), None, tokens=10)
+    chooser = TokenSampler(
+        requests((3, 11, 5, 11), new=30, seed=1), GenerationSettings(**chosen), None, tokens=10
+    )
     for step in range(30):
         scores = logits(1, 12, seed=step)
         scores[0, 10:] = 9
@@ -235,9 +245,9 @@ class Words:
 
 
 def test_a_stop_string_ends_a_request_and_padded_rows_are_no_tokens() -> None:
-    chooser = Chooser(requests((1,), new=9), Settings(stop_strings=("bc",)), Words())
+    chooser = TokenSampler(requests((1,), new=9), GenerationSettings(stop_strings=("bc",)), Words())
     scores = torch.zeros(1, 40)
     scores[0, 39] = 9
-    for token, ends in ((1, GOES_ON), (2, STOP)):
+    for token, ends in ((1, UNFINISHED), (2, STOP)):
         scores[0, token] = token
         assert chooser(scores, [0])[:, 0].tolist()[::2] == [token, ends]

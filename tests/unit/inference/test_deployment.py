@@ -11,14 +11,14 @@ import torch
 
 from plait.errors import InputError
 from plait.inference import deployment
+from plait.inference.cache_layout import CacheLayout
 from plait.inference.deployment import Devices, Work, deploy, deploy_in_budget, deploy_streamed
-from plait.inference.dry_cache import kept_of
-from plait.inference.kept import Kept
+from plait.inference.dry_cache import cache_layout_of
 from plait.inference.placement import DoesNotFit
 from plait.inference.source import open_source
-from plait.inference.stored import Stored
+from plait.inference.stored import StoredTensor
 from plait.inference.stream import HostMemory, pinned_bytes
-from plait.inference.streamed import plan
+from plait.inference.streamed import plan_streaming
 from plait.units import bytes_of
 
 MIB = 1 << 20
@@ -63,15 +63,15 @@ def test_what_no_layout_holds_is_streamed(work: Work, monkeypatch: pytest.Monkey
 
 def test_a_cache_that_is_guessed_is_told(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the line that `plait generate` and `plait plan infer` print."""
-    kept = kept_of(work.model)
+    kept = cache_layout_of(work.model)
     for guess, words in (
         (
             replace(kept, guessed="ValueError: no"),
             "by the heads of the configuration, and may take more",
         ),
-        (Kept(guessed="ValueError: no"), "not at all, as the configuration says no heads"),
+        (CacheLayout(guessed="ValueError: no"), "not at all, as the configuration says no heads"),
     ):
-        monkeypatch.setattr(deployment, "kept_of", lambda *_, guess=guess: guess)
+        monkeypatch.setattr(deployment, "cache_layout_of", lambda *_, guess=guess: guess)
         for found in (
             deploy(work, tp=None, pp=None, devices=None),
             deploy_streamed(work, cpu_budget=1 << 30),
@@ -153,16 +153,18 @@ def test_keys_and_values_on_the_host(work: Work) -> None:
 
 def test_how_much_is_kept_on_the_host(work: Work) -> None:
     stored = {
-        name: Stored(Path(), 0, p.numel() * 4, torch.float32, tuple(p.shape))
+        name: StoredTensor(Path(), 0, p.numel() * 4, torch.float32, tuple(p.shape))
         for name, p in work.model.named_parameters()
     }
     numbers = {"budget_bytes": 2 * MIB, "other_bytes": 0}
-    every = plan(work.model, stored, **numbers, host_bytes=1 << 30)
+    every = plan_streaming(work.model, stored, **numbers, host_bytes=1 << 30)
     assert every.on_host == every.streamed and every.read_bytes == 0 and len(every.streamed) == 6
     one = pinned_bytes(every.slot_bytes // 2)
     assert one == MIB
-    assert plan(work.model, stored, **numbers, host_bytes=6 * one).on_host == every.streamed
-    some = plan(
+    assert (
+        plan_streaming(work.model, stored, **numbers, host_bytes=6 * one).on_host == every.streamed
+    )
+    some = plan_streaming(
         work.model, stored, **numbers, host_bytes=6 * one - 1
     )  # two are for reading the others
     assert (
@@ -170,12 +172,12 @@ def test_how_much_is_kept_on_the_host(work: Work) -> None:
         and set(some.on_host) < set(every.streamed)
         and some.read_bytes == every.streamed_bytes // 2
     )
-    assert plan(work.model, stored, **numbers, host_bytes=2 * one).on_host == ()
+    assert plan_streaming(work.model, stored, **numbers, host_bytes=2 * one).on_host == ()
     with pytest.raises(
         InputError,
         match="1.0 MiB of host memory are too little: 2 layers that are read from files take 2.0 MiB",
     ):
-        plan(work.model, stored, **numbers, host_bytes=one)
+        plan_streaming(work.model, stored, **numbers, host_bytes=one)
 
 
 def test_memory_in_stretches() -> None:

@@ -13,8 +13,8 @@ import torch
 import transformers
 
 from plait.errors import PlaitError
-from plait.inference.dry_cache import kept_of
-from plait.inference.kept import Asked, cache_bytes
+from plait.inference.cache_layout import CacheDemand, cache_bytes
+from plait.inference.dry_cache import cache_layout_of
 from plait.planner.built import as_built
 from plait.planner.models import from_config
 from plait.sharded.cache import takes_cache
@@ -67,13 +67,13 @@ def test_a_cache_has_the_bytes_that_are_counted(name: str) -> None:
     model = model_of(fields)
     if not takes_cache(model):
         pytest.skip("it keeps nothing of earlier tokens")
-    keeps = kept_of(model_of(fields, "meta"))
+    keeps = cache_layout_of(model_of(fields, "meta"))
     if name in BY_HEADS:
         pytest.skip(BY_HEADS[name])
     model.generation_config.eos_token_id = None
     for prompt, new in ((3, 2), (11, 5)):
         held = held_by(model, prompt, new)
-        counted = cache_bytes(keeps, Asked(requests=2, tokens=prompt + new - 1, itemsize=4))
+        counted = cache_bytes(keeps, CacheDemand(requests=2, tokens=prompt + new - 1, itemsize=4))
         assert counted == held or (name in AT_MOST and counted > held), (
             f"{prompt} tokens and {new}: {counted} counted, {held} held"
         )

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from plait.inference.dry_cache import kept_of
-from plait.inference.kept import Asked, cache_bytes, growing_bytes, offloaded_cache
+from plait.inference.cache_layout import CacheDemand, cache_bytes, growing_bytes, offloaded_cache
+from plait.inference.dry_cache import cache_layout_of
 from plait.sharded.cache import new_cache
 from tests.unit.inference.kept_models import KINDS, model_of, tensors
 
@@ -31,7 +31,7 @@ all heads are made of."""
 def test_bytes_are_those_that_are_held(name: str) -> None:
     """Lengths below the window, at it, and beyond it in the prompt and while tokens are added."""
     model = model_of(name)
-    keeps = kept_of(model_of(name, "meta"))
+    keeps = cache_layout_of(model_of(name, "meta"))
     for prompt, new in ((3, 1), (3, 3), (3, 9), (11, 5)):
         ids = torch.arange(3, 3 + prompt).expand(2, -1)
         made = model.generate(
@@ -43,14 +43,16 @@ def test_bytes_are_those_that_are_held(name: str) -> None:
             return_dict_in_generate=True,
         )
         held = sum(one.nbytes for one in tensors(made.past_key_values))
-        assert cache_bytes(keeps, Asked(requests=2, tokens=prompt + new - 1, itemsize=4)) == held
+        assert (
+            cache_bytes(keeps, CacheDemand(requests=2, tokens=prompt + new - 1, itemsize=4)) == held
+        )
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma2", "gpt_oss"])
 def test_a_window_holds_no_more_memory_than_itself(name: str) -> None:
     """After a prompt longer than it, Transformers' own layer keeps a view of the whole prompt."""
     model = model_of(name)
-    cache, keeps = new_cache(model, None), kept_of(model)
+    cache, keeps = new_cache(model, None), cache_layout_of(model)
     with torch.no_grad():
         for length in (20, 1, 7):
             model(input_ids=torch.full((2, length), 5), past_key_values=cache)
@@ -60,14 +62,17 @@ def test_a_window_holds_no_more_memory_than_itself(name: str) -> None:
                 for one in tensors(cache)
             }
             assert sum(stored.values()) == cache_bytes(
-                keeps, Asked(requests=2, tokens=seen, itemsize=4)
+                keeps, CacheDemand(requests=2, tokens=seen, itemsize=4)
             )
 
 
 @pytest.mark.parametrize("name", list(DIVIDED))
 def test_ranks_of_tensor_parallelism(name: str) -> None:
     """Heads are divided as the plan divides them; a head that several ranks need is on each."""
-    keeps, asked = kept_of(model_of(name, "meta")), Asked(requests=3, tokens=5, itemsize=2)
+    keeps, asked = (
+        cache_layout_of(model_of(name, "meta")),
+        CacheDemand(requests=3, tokens=5, itemsize=2),
+    )
     whole = cache_bytes(keeps, asked)
     for tp in (2, 4):
         assert cache_bytes(keeps, asked, tp=tp) == whole // min(tp, DIVIDED[name])
@@ -75,8 +80,10 @@ def test_ranks_of_tensor_parallelism(name: str) -> None:
 
 def test_stages_of_a_pipeline() -> None:
     """Of stages with a window and without, the one that keeps most, as the model is cut."""
-    keeps = kept_of(model_of("qwen2", "meta"))  # two layers with all tokens, then two with a window
-    asked = Asked(requests=1, tokens=20, itemsize=4)
+    keeps = cache_layout_of(
+        model_of("qwen2", "meta")
+    )  # two layers with all tokens, then two with a window
+    asked = CacheDemand(requests=1, tokens=20, itemsize=4)
     layer = 2 * 2 * 8 * 4
     assert cache_bytes(keeps, asked) == layer * (2 * 20 + 2 * 5)
     assert cache_bytes(keeps, asked, pp=2) == layer * 2 * 20
@@ -88,7 +95,10 @@ def test_stages_of_a_pipeline() -> None:
 
 def test_states_stay_on_the_device() -> None:
     """Transformers moves layers with keys and values to the host, and none with a state alone."""
-    keeps, asked = kept_of(model_of("qwen3_next", "meta")), Asked(requests=1, tokens=32, itemsize=4)
+    keeps, asked = (
+        cache_layout_of(model_of("qwen3_next", "meta")),
+        CacheDemand(requests=1, tokens=32, itemsize=4),
+    )
     found = offloaded_cache(keeps, asked)
     moved = 2 * 2 * 8 * 4 * 32  # one layer in four
     assert (
@@ -110,17 +120,17 @@ class Own(nn.Module):
 
 
 def test_a_users_own_class_keeps_every_head_on_every_rank() -> None:
-    keeps, asked = kept_of(Own()), Asked(requests=2, tokens=7, itemsize=4)
+    keeps, asked = cache_layout_of(Own()), CacheDemand(requests=2, tokens=7, itemsize=4)
     assert (
         cache_bytes(keeps, asked)
         == cache_bytes(keeps, asked, tp=2, pp=2)
-        == cache_bytes(kept_of(model_of("llama", "meta")), asked)
+        == cache_bytes(cache_layout_of(model_of("llama", "meta")), asked)
     )
 
 
 def test_a_users_own_plan_divides_other_heads() -> None:
     """`parallel.plan`, used alone: attention that it does not name has all heads on every rank."""
-    model, asked = model_of("llama", "meta"), Asked(requests=2, tokens=7, itemsize=4)
+    model, asked = model_of("llama", "meta"), CacheDemand(requests=2, tokens=7, itemsize=4)
     mlp = {f"model.layers.*.mlp.{name}": "colwise" for name in ("gate_proj", "up_proj")} | {
         "model.layers.*.mlp.down_proj": "rowwise"
     }
@@ -128,25 +138,30 @@ def test_a_users_own_plan_divides_other_heads() -> None:
         f"model.layers.*.self_attn.{name}_proj": "rowwise" if name == "o" else "colwise"
         for name in "qkvo"
     }
-    full = cache_bytes(kept_of(model), asked)
-    assert cache_bytes(kept_of(model, plan=mlp), asked, tp=2) == full
+    full = cache_bytes(cache_layout_of(model), asked)
+    assert cache_bytes(cache_layout_of(model, plan=mlp), asked, tp=2) == full
     assert (
-        cache_bytes(kept_of(model, plan=heads), asked, tp=2)
+        cache_bytes(cache_layout_of(model, plan=heads), asked, tp=2)
         == full // 2
-        == cache_bytes(kept_of(model), asked, tp=2)
+        == cache_bytes(cache_layout_of(model), asked, tp=2)
     )
 
 
 def test_sizes_that_are_guessed_say_why() -> None:
-    assert kept_of(model_of("llama", "meta")).guessed == ""
+    assert cache_layout_of(model_of("llama", "meta")).guessed == ""
     assert (
-        kept_of(Own()).guessed
+        cache_layout_of(Own()).guessed
         == "AttributeError: type object 'Own' has no attribute '_from_config'"
     )
 
 
 def test_what_keeps_nothing_takes_nothing() -> None:
     assert (
-        cache_bytes(kept_of(nn.Linear(2, 2)), Asked(requests=4, tokens=100, itemsize=4), tp=2, pp=2)
+        cache_bytes(
+            cache_layout_of(nn.Linear(2, 2)),
+            CacheDemand(requests=4, tokens=100, itemsize=4),
+            tp=2,
+            pp=2,
+        )
         == 0
     )

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from plait.inference.dry_cache import kept_of
+from plait.inference.cache_layout import LAYERS_ON_DEVICE, CacheDemand, cache_bytes, offloaded_cache
+from plait.inference.dry_cache import cache_layout_of
 from plait.inference.generate import generate
-from plait.inference.kept import LAYERS_THERE, Asked, cache_bytes, offloaded_cache
 from plait.inference.load import load_model, needs_of
 from plait.inference.source import open_source
 from plait.model.facts import attention_facts
@@ -86,7 +86,7 @@ def test_bytes_of_a_real_cache(kind: str) -> None:
     model = built(kind)
     sizes = kept(model)
     assert len(set(sizes)) > 1
-    keeps, asked = kept_of(model), Asked(requests=1, tokens=SEEN, itemsize=4)
+    keeps, asked = cache_layout_of(model), CacheDemand(requests=1, tokens=SEEN, itemsize=4)
     assert (
         cache_bytes(keeps, asked)
         == needs_of(model, requests=1, tokens=SEEN).cache(1, 1)
@@ -101,7 +101,7 @@ def test_bytes_of_a_real_cache(kind: str) -> None:
     )  # of the stage that keeps the most
     found = offloaded_cache(keeps, asked)
     assert (
-        found.device == sum(sorted(sizes)[-LAYERS_THERE:])
+        found.device == sum(sorted(sizes)[-LAYERS_ON_DEVICE:])
         and found.pinned >= sum(sizes) + max(sizes)
         and found.copied == sum(sizes)
     )

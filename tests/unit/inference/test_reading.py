@@ -12,12 +12,21 @@ import torch
 
 from plait.errors import CheckpointError
 from plait.inference import reading
-from plait.inference.reading import BLOCK, LEAST, PAGE, STRETCH, FileReader, Image, Part, blocks_of
-from plait.inference.stored import Stored
+from plait.inference.reading import (
+    MAX_BUFFERED_READ_BYTES,
+    MAX_IMAGE_READ_BYTES,
+    MIN_DIRECT_LAYER_BYTES,
+    PAGE,
+    FileImage,
+    FileReader,
+    TensorPart,
+    blocks_of,
+)
+from plait.inference.stored import StoredTensor
 
-SIZES = (4097, 3 * BLOCK + 11, 0, 1, 4096, BLOCK, 200_000)
+SIZES = (4097, 3 * MAX_BUFFERED_READ_BYTES + 11, 0, 1, 4096, MAX_BUFFERED_READ_BYTES, 200_000)
 """Bytes of tensors that lie one after another, behind a header of 123 bytes; the last behind a gap."""
-Made = tuple[FileReader, list[Part], torch.Tensor]
+Made = tuple[FileReader, list[TensorPart], torch.Tensor]
 
 
 @pytest.fixture
@@ -32,14 +41,14 @@ def make(tmp_path: Path) -> Iterator[Callable[[bool], Made]]:
         for number, size in enumerate(SIZES):
             at += 290_000 * (number == len(SIZES) - 1)
             parts.append(
-                Part(
-                    Stored(path, at, size, torch.uint8, (size,)),
+                TensorPart(
+                    StoredTensor(path, at, size, torch.uint8, (size,)),
                     0,
                     torch.zeros(size, dtype=torch.uint8),
                 )
             )
             at += size
-        readers.append(FileReader([path], largest=LEAST, keeps=keeps))
+        readers.append(FileReader([path], largest=MIN_DIRECT_LAYER_BYTES, keeps=keeps))
         return readers[-1], parts, content
 
     yield made
@@ -82,23 +91,28 @@ def test_the_same_bytes_from_the_cache_and_past_it(
 
 
 def test_reads_are_blocks_of_one_file() -> None:
-    def part(name: str, offset: int, size: int) -> Part:
-        return Part(
-            Stored(Path(name), offset, size, torch.uint8, (size,)),
+    def part(name: str, offset: int, size: int) -> TensorPart:
+        return TensorPart(
+            StoredTensor(Path(name), offset, size, torch.uint8, (size,)),
             0,
             torch.empty(size, dtype=torch.uint8),
         )
 
     found = list(
         blocks_of(
-            [part("b", 5000, 10), part("a", 9000, BLOCK), part("a", 8, 16), part("a", 30 << 20, 8)]
+            [
+                part("b", 5000, 10),
+                part("a", 9000, MAX_BUFFERED_READ_BYTES),
+                part("a", 8, 16),
+                part("a", 30 << 20, 8),
+            ]
         )
     )
     assert [(str(block.path), block.low, block.size) for block in found] == [
-        ("a", 0, BLOCK), ("a", BLOCK, 9000), ("a", 30 << 20, 8), ("b", 4096, 914),
+        ("a", 0, MAX_BUFFERED_READ_BYTES), ("a", MAX_BUFFERED_READ_BYTES, 9000), ("a", 30 << 20, 8), ("b", 4096, 914),
     ]  # fmt: skip
     assert [[one.memory.numel() for one in block.parts] for block in found] == [
-        [16, BLOCK - 9000],
+        [16, MAX_BUFFERED_READ_BYTES - 9000],
         [9000],
         [8],
         [10],
@@ -106,15 +120,19 @@ def test_reads_are_blocks_of_one_file() -> None:
 
 
 def test_reads_into_an_image_are_large_and_even() -> None:
-    size = 2 * STRETCH + 5 * PAGE
+    size = 2 * MAX_IMAGE_READ_BYTES + 5 * PAGE
     memory = torch.empty(size, dtype=torch.uint8)
     parts = [
-        Part(Stored(Path("a"), PAGE + at, count, torch.uint8, (count,)), 0, memory[at : at + count])
+        TensorPart(
+            StoredTensor(Path("a"), PAGE + at, count, torch.uint8, (count,)),
+            0,
+            memory[at : at + count],
+        )
         for at, count in ((16, size - 16), (0, 16))
     ]
-    found = list(blocks_of(parts, Image(PAGE, memory)))
+    found = list(blocks_of(parts, FileImage(PAGE, memory)))
     assert len(found) == 3 and sum(block.size for block in found) == size and found[0].low == PAGE
-    assert all(block.low % PAGE == 0 and block.size <= STRETCH for block in found)
+    assert all(block.low % PAGE == 0 and block.size <= MAX_IMAGE_READ_BYTES for block in found)
     assert max(block.size for block in found) - min(block.size for block in found) <= 3 * PAGE
 
 
@@ -125,7 +143,9 @@ def test_a_file_that_ends_early_and_a_disk_that_fails(
     path = parts[0].stored.path
     os.truncate(path, 5000)
     dropped(path)
-    with pytest.raises(CheckpointError, match=r"weights ends at byte 5,000, and a tensor goes on"):
+    with pytest.raises(
+        CheckpointError, match=r"weights ends at byte 5,000, before the end of a tensor"
+    ):
         reader.read(parts)
 
     def failing(*_: Any) -> int:
@@ -134,7 +154,7 @@ def test_a_file_that_ends_early_and_a_disk_that_fails(
     monkeypatch.setattr(os, "preadv", failing)
     with pytest.raises(CheckpointError, match="cannot be read at byte 123: Input/output error"):
         reader.read(parts)
-    assert reader._buffers.qsize() == reading.IN_FLIGHT
+    assert reader._buffers.qsize() == reading.CONCURRENT_READS
 
 
 @pytest.mark.parametrize("keeps", [False, True])

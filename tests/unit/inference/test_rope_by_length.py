@@ -17,7 +17,7 @@ from plait.errors import InputError
 from plait.inference import generate as generate_module
 from plait.inference.generate import generate
 from plait.inference.load import load_model
-from plait.inference.rope_by_length import RopeByLength, groups, rope_of_config
+from plait.inference.rope_by_length import RopeByLength, group_requests, rope_of_config
 from plait.inference.score import score
 from plait.inference.source import open_source
 from tests.unit.inference.models import built
@@ -160,7 +160,7 @@ def test_what_a_configuration_says() -> None:
     ) == RopeByLength("dynamic", 64)
     inner.rope_parameters["sliding"] = {"rope_type": "dynamic"}
     found = rope_of_config(inner)
-    assert found == RopeByLength("several (dynamic and longrope)", 9) and not found.is_one
+    assert found == RopeByLength("several (dynamic and longrope)", 9) and not found.is_uniform
     for other in (
         None,
         object(),
@@ -195,9 +195,9 @@ def test_several_types_are_refused_past_the_original_length(
 
 def test_groups() -> None:
     lengths = [(3, 9), (5, 12), (11, 14), (2, 10), (5, 11), (20, 30), (8, 11)]
-    assert groups(None, lengths) == [[0, 1, 2, 3, 4, 5, 6]]
-    assert groups(RopeByLength("longrope", 10), lengths) == [[0, 3], [1, 4], [2, 5], [6]]
-    assert groups(RopeByLength("dynamic", 10), lengths) == [[0, 3], [1, 4], [2], [5], [6]]
+    assert group_requests(None, lengths) == [[0, 1, 2, 3, 4, 5, 6]]
+    assert group_requests(RopeByLength("longrope", 10), lengths) == [[0, 3], [1, 4], [2, 5], [6]]
+    assert group_requests(RopeByLength("dynamic", 10), lengths) == [[0, 3], [1, 4], [2], [5], [6]]
 
 
 def test_longrope_of_a_class_whose_keys_transformers_mixes(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from plait.errors import InputError
-from plait.inference.settings import NAMES, NEW_TOKENS, Settings, settings_of
+from plait.inference.settings import NAMES, NEW_TOKENS, GenerationSettings, settings_of
 
 
 class Model(nn.Module):
@@ -22,7 +22,7 @@ class Model(nn.Module):
 
 def test_the_call_comes_first_then_the_argument_then_the_model() -> None:
     model = Model(temperature=0.7, top_k=9, do_sample=True, max_new_tokens=5, eos_token_id=[1, 2])
-    assert settings_of(model, {}) == Settings(
+    assert settings_of(model, {}) == GenerationSettings(
         5, temperature=0.7, top_k=9, do_sample=True, eos_token_id=(1, 2), pad_token_id=1
     )
     found = settings_of(model, {"top_k": 3}, {"top_k": 4, "temperature": 0.2})
@@ -59,15 +59,15 @@ def test_when_tokens_are_drawn() -> None:
         ({"max_new_tokens": "5"}, "max_new_tokens = '5' must be a whole number"),
         ({"temperature": True}, "temperature = True must be a number"),
         ({"do_sample": 1}, "do_sample = 1 must be True or False"),
-        ({"eos_token_id": ["</s>"]}, "eos_token_id: '</s>' is no token id"),
-        ({"stop_strings": ""}, "stop_strings: '' is no text"),
+        ({"eos_token_id": ["</s>"]}, "eos_token_id: '</s>' is not a token id"),
+        ({"stop_strings": ""}, "stop_strings: '' is not a text"),
         ({"repetition_penalty": 0}, "repetition_penalty = 0 must be from 1e-30 to 1e[+]30"),
         ({"temperature": 1e-300}, "temperature = 1e-300 must be 0 .greedy., or at least 1e-30"),
         ({"temperature": float("inf")}, "temperature = inf must be a number"),
         ({"encoder_repetition_penalty": -1}, "encoder_repetition_penalty = -1 must be from 1e-30"),
         ({"min_length": -1}, "min_length = -1 must be 0 or more"),
-        ({"eos_token_id": True}, "eos_token_id: True is no token id"),
-        ({"suppress_tokens": ["a"]}, "suppress_tokens: 'a' is no token id"),
+        ({"eos_token_id": True}, "eos_token_id: True is not a token id"),
+        ({"suppress_tokens": ["a"]}, "suppress_tokens: 'a' is not a token id"),
         (
             {"suppress_tokens": [3, 50]},
             "suppress_tokens has token 50, and the model's tokens are 0 to 49",
@@ -75,8 +75,11 @@ def test_when_tokens_are_drawn() -> None:
         ({"suppress_tokens": -1}, "suppress_tokens has token -1"),
         ({"begin_suppress_tokens": [-1]}, "begin_suppress_tokens has token -1"),
         ({"bad_words_ids": [[3], [50]]}, "bad_words_ids has token 50"),
-        ({"bad_words_ids": [[3], []]}, r"bad_words_ids: \[\] is no word; give a list of token ids"),
-        ({"bad_words_ids": [["a"]]}, r"bad_words_ids: \['a'\] is no word"),
+        (
+            {"bad_words_ids": [[3], []]},
+            r"bad_words_ids: \[\] is not a word; give a list of token ids",
+        ),
+        ({"bad_words_ids": [["a"]]}, r"bad_words_ids: \['a'\] is not a word"),
         ({"pad_token_id": -1}, "pad_token_id has token -1, and the model's tokens are 0 to 49"),
         ({"pad_token_id": 50}, "pad_token_id has token 50"),
     ],

@@ -17,10 +17,10 @@ from torch import nn
 from plait.errors import CheckpointError, InputError
 from plait.inference import reading, stream
 from plait.inference import stored as stored_module
-from plait.inference.reading import Block, FileReader
-from plait.inference.stored import Stored, read_into, stored_tensors
+from plait.inference.reading import FileBlock, FileReader
+from plait.inference.stored import StoredTensor, read_into, stored_tensors
 from plait.inference.stream import WeightStream
-from plait.inference.streamed import plan
+from plait.inference.streamed import plan_streaming
 
 
 class Chain(nn.Module):
@@ -94,17 +94,17 @@ def test_large_layers_past_the_cache(
     model = copy.deepcopy(whole)
     made = WeightStream(model, ["0", "1", "2"], stored)
     reads: list[bool] = []
-    filled = reading._filled
+    filled = reading._read_pages
     monkeypatch.setattr(
         reading,
-        "_filled",
+        "_read_pages",
         lambda file, block, view: (
             reads.append(block.image is not None),
             filled(file, block, view),
         )[1],
     )
     monkeypatch.setattr(made._files, "_keeps", False)
-    monkeypatch.setattr(reading._File, "has_in_cache", lambda *_: False)
+    monkeypatch.setattr(reading._OpenFile, "has_in_cache", lambda *_: False)
     for step in range(3):
         x = torch.randn(1, 1030, generator=torch.Generator().manual_seed(step))
         one, other = x, x
@@ -177,7 +177,7 @@ def test_a_file_that_shrinks_and_a_disk_that_fails(
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(stored_module.os, "preadv", failing)
-    one = Stored(saved[1], 100, 8, torch.float32, (2,))
+    one = StoredTensor(saved[1], 100, 8, torch.float32, (2,))
     with pytest.raises(CheckpointError, match="cannot be read at byte 100: Input/output error"):
         read_into(0, memoryview(bytearray(8)), one, stream.threading.Event())
 
@@ -196,7 +196,7 @@ def test_a_disk_that_does_not_answer(
     try:
         with pytest.raises(
             CheckpointError,
-            match=r"model.safetensors: the weights of layers.4 are waited for, and no bytes have come for 0 s from byte [\d,]+ on; look",
+            match=r"model.safetensors: the weights of layers.4 have not arrived, and no bytes were read for 0 s from byte [\d,]+ on; check",
         ):
             model(torch.zeros(1, 8))
         began = time.monotonic()
@@ -214,11 +214,15 @@ def test_a_disk_that_is_slow_and_answers(
     model, made = streamed
     quick = FileReader._read_block
 
-    def slow(self: FileReader, block: Block) -> None:
+    def slow(self: FileReader, block: FileBlock) -> None:
         time.sleep(0.15)
         quick(self, block)
 
-    for name, value in {"PATIENCE_SECONDS": 0.5, "PAGE": 64, "BLOCK": 128}.items():
+    for name, value in {
+        "PATIENCE_SECONDS": 0.5,
+        "PAGE": 64,
+        "MAX_BUFFERED_READ_BYTES": 128,
+    }.items():
         monkeypatch.setattr(reading, name, value)
     monkeypatch.setattr(FileReader, "_read_block", slow)
     model(torch.zeros(1, 8))
@@ -233,8 +237,8 @@ def test_what_stays_in_memory(tmp_path: Path, saved: tuple[Chain, Path]) -> None
     stored = stored_tensors(saved[1])
     total = sum(p.numel() * 4 for p in model.parameters())
     block = total // 5
-    assert plan(model, stored, budget_bytes=total + 100, other_bytes=100).streamed == ()
-    found = plan(model, stored, budget_bytes=total - 1 + 100, other_bytes=100)
+    assert plan_streaming(model, stored, budget_bytes=total + 100, other_bytes=100).streamed == ()
+    found = plan_streaming(model, stored, budget_bytes=total - 1 + 100, other_bytes=100)
     assert (
         len(found.streamed) == 3
         and found.resident_bytes == 2 * block
@@ -246,12 +250,12 @@ def test_what_stays_in_memory(tmp_path: Path, saved: tuple[Chain, Path]) -> None
         "layers.4",
     )  # two places of blocks have to fit besides
     least = found.slot_bytes + 100
-    assert len(plan(model, stored, budget_bytes=least, other_bytes=100).streamed) == 5
+    assert len(plan_streaming(model, stored, budget_bytes=least, other_bytes=100).streamed) == 5
     with pytest.raises(
         InputError,
         match="is too small: weights outside of the repeated layers and adapters take 0 B, 2 layers .* give at least",
     ):
-        plan(model, stored, budget_bytes=least - 1, other_bytes=100)
+        plan_streaming(model, stored, budget_bytes=least - 1, other_bytes=100)
 
 
 def test_a_header_is_read_as_safetensors_does(saved: tuple[Chain, Path]) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from plait.inference.choose import STOP, Chooser
-from plait.inference.requests import Request
-from plait.inference.settings import Settings
+from plait.inference.requests import GenerationRequest
+from plait.inference.sampling import STOP, TokenSampler
+from plait.inference.settings import GenerationSettings
 from plait.inference.text_stream import TextStream, text_after
 
 WORDS = [
@@ -157,7 +157,11 @@ def test_the_space_between_prompt_and_answer_stays() -> None:
 
 
 def test_a_stop_string_is_seen_in_the_first_word() -> None:
-    chooser = Chooser([Request((2, 3), 4, None)], Settings(stop_strings=(" lazy",)), marks_spaces())
+    chooser = TokenSampler(
+        [GenerationRequest((2, 3), 4, None)],
+        GenerationSettings(stop_strings=(" lazy",)),
+        marks_spaces(),
+    )
     scores = torch.zeros(1, 10)
     scores[0, 4] = 1
     assert chooser(scores, [0])[2].tolist() == [STOP]

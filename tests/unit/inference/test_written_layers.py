@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 
 from plait.errors import InputError
 from plait.inference.generate import generate
-from plait.inference.layer_files import _saved
+from plait.inference.layer_files import _save_aligned
 from plait.inference.load import load_model
 from plait.inference.source import Source, open_source
-from plait.inference.stream import SAME_BITS
-from plait.inference.streamed import Streaming, load_streamed
+from plait.inference.stream import WEIGHT_ALIGNMENT
+from plait.inference.streamed import WeightStreamHook, load_streamed
 from plait.sharded.model import ShardedModel
 from tests.unit.inference.models import saved
 
@@ -36,7 +36,7 @@ def streamed(source: Source, scratch: Path, **asked: Any) -> list[tuple[list[int
     sharded, planned = load_streamed(
         source, budget_bytes=total - 1, other_bytes=0, scratch=scratch, **asked
     )
-    (stream,) = [hook.stream for hook in sharded.hooks.all if isinstance(hook, Streaming)]
+    (stream,) = [hook.stream for hook in sharded.hooks.all if isinstance(hook, WeightStreamHook)]
     assert planned.streamed and not list(scratch.iterdir()), "its files have no name any more"
     found = answers(sharded)
     assert stream.bytes_read
@@ -56,9 +56,9 @@ def test_tensors_begin_where_they_are_read_straight_to_where_they_compute(tmp_pa
     shift, shifts = 0, []
     for length in range(1, 41):
         made = {"x" * length: torch.arange(8.0), "codes": torch.arange(32, dtype=torch.int8)}
-        written, shift = _saved(made, tmp_path / "0.safetensors", shift)
+        written, shift = _save_aligned(made, tmp_path / "0.safetensors", shift)
         shifts.append(shift)
-        assert not any(one.offset % SAME_BITS for one in written.values())
+        assert not any(one.offset % WEIGHT_ALIGNMENT for one in written.values())
         assert all(map(torch.equal, load_file(tmp_path / "0.safetensors").values(), made.values()))
     assert set(shifts) == {0, 8} and sum(map(int.__ne__, shifts, shifts[1:])) < 8
 

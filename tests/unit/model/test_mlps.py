@@ -112,7 +112,7 @@ def alone(_: Mlp, x: torch.Tensor) -> torch.Tensor:
     return F.gelu(x) * x.square().mean(-1, keepdim=True)
 
 
-MIXED = r"blocks.0.mlp.up is not computed in tiles, because of blocks.0.mlp \(Mlp\): a token's output follows from other tokens too"
+MIXED = r"blocks.0.mlp.up is not computed in tiles, because of blocks.0.mlp \(Mlp\): a token's output depends on other tokens"
 
 
 @pytest.mark.parametrize(
@@ -160,6 +160,6 @@ def test_hooks_inside() -> None:
     model.blocks[1].mlp.up.register_forward_hook(lambda *_: None)
     with pytest.raises(
         ModelError,
-        match="blocks.1.mlp.up has a hook, which would be given a tile of the tokens; put it on blocks.1.mlp",
+        match="blocks.1.mlp.up has a hook, which would receive a tile of the tokens; register it on blocks.1.mlp",
     ):
         found(model)

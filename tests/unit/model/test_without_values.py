@@ -48,9 +48,9 @@ def facts(result: Any) -> list[Any]:
 
 def test_kept_shapes_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    fresh = without_values._on_meta
+    fresh = without_values._run_on_meta
     monkeypatch.setattr(
-        without_values, "_on_meta", lambda func, *rest: asked.append(func) or fresh(func, *rest)
+        without_values, "_run_on_meta", lambda func, *rest: asked.append(func) or fresh(func, *rest)
     )  # type: ignore[func-returns-value]
     shapes = Shapes()
     for _ in range(2):

@@ -18,7 +18,7 @@ from plait.events import (
     StepDone,
     Validated,
 )
-from plait.observe.metrics import MetricsFile, read
+from plait.observe.metrics import MetricsFile, read_metrics
 
 
 def _start(first: int) -> RunStarted:
@@ -39,7 +39,7 @@ def _write(path: Path, *events: Event) -> None:
 def _told(path: Path) -> list[tuple[str, int]]:
     return [
         (row["event"], row["first_step"] if row["event"] == "start" else row["step"])
-        for row in read(path)
+        for row in read_metrics(path)
     ]
 
 
@@ -77,7 +77,7 @@ def test_a_decision_about_communication_is_a_line_and_is_repeated_like_its_step(
 ) -> None:
     path = tmp_path / "metrics.jsonl"
     _write(path, _start(0), _step(1), _step(2), CommunicationDecided(2, "int8 from here on"))
-    assert list(read(path))[-1] == {
+    assert list(read_metrics(path))[-1] == {
         "event": "communication",
         "step": 2,
         "communication": "int8 from here on",
@@ -107,7 +107,7 @@ def test_a_resume_drops_what_it_will_repeat(tmp_path: Path) -> None:
         ("step", 3),
         ("step", 4),
     ]
-    assert all(row["loss"] == 1.0 for row in read(path) if row["event"] == "step")
+    assert all(row["loss"] == 1.0 for row in read_metrics(path) if row["event"] == "step")
 
 
 def test_a_new_run_in_the_folder_starts_an_empty_file(tmp_path: Path) -> None:
@@ -130,18 +130,18 @@ def test_a_broken_line_inside_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"event": \n{"event": "step", "step": 1}\n')
     with pytest.raises(InputError, match="line 1"):
-        list(read(path))
+        list(read_metrics(path))
 
 
 def test_numbers_that_json_has_no_word_for_are_null(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     _write(path, _start(0), _step(1, loss=math.nan), _step(2, loss=math.inf))
-    assert [row["loss"] for row in read(path) if row["event"] == "step"] == [None, None]
+    assert [row["loss"] for row in read_metrics(path) if row["event"] == "step"] == [None, None]
 
 
 def test_the_file_is_complete_while_the_run_goes_on(tmp_path: Path) -> None:
     listener = MetricsFile(tmp_path / "metrics.jsonl")
     listener(_start(0))
     listener(_step(1))
-    assert len(list(read(tmp_path / "metrics.jsonl"))) == 2
+    assert len(list(read_metrics(tmp_path / "metrics.jsonl"))) == 2
     listener.close()

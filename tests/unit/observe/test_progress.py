@@ -17,7 +17,7 @@ from plait.events import (
     StepDone,
     Validated,
 )
-from plait.observe.progress import ProgressLines, Window
+from plait.observe.progress import ProgressLines, RateWindow
 
 
 def _step(
@@ -116,7 +116,7 @@ def test_communication_has_lines_where_it_is_not_the_default() -> None:
 
 
 def test_rates_are_those_of_the_last_steps() -> None:
-    window = Window()
+    window = RateWindow()
     window.add(_step(1, seconds=19.0))
     assert window.seconds_per_step == 19.0
     window.add(_step(2, seconds=1.0))

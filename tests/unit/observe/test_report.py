@@ -13,8 +13,8 @@ from markupsafe import Markup
 from plait.cluster.layout import Layout
 from plait.cluster.machines import Node, Topology
 from plait.observe.report import charts, page
-from plait.observe.report.plan import Story, plan_page
-from plait.observe.report.ranks import rank_grid, runs
+from plait.observe.report.plan import PlanReport, plan_page
+from plait.observe.report.ranks import machine_rows, rank_grid
 from plait.planner import detail, explain
 from plait.planner.estimate import lower_end
 from plait.planner.explain import describe
@@ -80,7 +80,7 @@ def planned(
 
 
 @cache
-def told() -> tuple[Story, str, Page]:
+def told() -> tuple[PlanReport, str, Page]:
     """A story with everything that can be asked, its page, and what is on it."""
     found = planned("llama-3-70b", 64, 72)
     other = 4 if found.best[0].layout["tp"] == 8 else 8  # one that the plan did not choose
@@ -92,7 +92,7 @@ def told() -> tuple[Story, str, Page]:
         explain.Change("twice the <memory>", 1.25, 4e6, "dp 32"),
         explain.Change("half the links", None, None, "", "nothing fits"),
     ]
-    story = Story(found, ["batch 72: a note"], reasons, changes, {"pp": 4})
+    story = PlanReport(found, ["batch 72: a note"], reasons, changes, {"pp": 4})
     text = plan_page(story)
     return story, text, Page(text)
 
@@ -200,7 +200,7 @@ def test_the_timeline_is_drawn_or_its_ends_are() -> None:
         story.plan,
         best=(replace(fewest, layout={**fewest.layout, "accumulation": 2 * fewest.layout["pp"]}),),
     )
-    whole = Page(plan_page(Story(few)))
+    whole = Page(plan_page(PlanReport(few)))
     actions = [a for tag, a in whole.tags if tag == "rect" and a.get("class") == "action"]
     walked = detail.timeline(few.request, few.best[0])
     assert len(actions) == sum(len(row) for row in walked.ranks)
@@ -210,7 +210,7 @@ def test_the_timeline_is_drawn_or_its_ends_are() -> None:
     )
 
     longer = replace(few.best[0], layout={**few.best[0].layout, "accumulation": 512})
-    ends = Page(plan_page(Story(replace(few, best=(longer,)))))
+    ends = Page(plan_page(PlanReport(replace(few, best=(longer,)))))
     actions = [a for tag, a in ends.tags if tag == "rect" and a.get("class") == "action"]
     assert (
         "computations are too many to draw" in ends.sections["timeline"]
@@ -226,7 +226,7 @@ def _fewest(found: Plan) -> list[object]:
 
 def test_no_pipeline_no_timeline() -> None:
     """The section is left out, and so is its link."""
-    shown = Page(plan_page(Story(planned(fixed="pp=1"))))
+    shown = Page(plan_page(PlanReport(planned(fixed="pp=1"))))
     assert (
         "timeline" not in shown.sections
         and "why" not in shown.sections
@@ -279,7 +279,7 @@ def test_nothing_from_a_file_becomes_a_tag() -> None:
         architecture=replace(found.request.model.architecture, name="<script>alert(1)</script>"),
     )
     text = plan_page(
-        Story(replace(found, request=replace(found.request, model=model)), ["<b>note</b>"])
+        PlanReport(replace(found, request=replace(found.request, model=model)), ["<b>note</b>"])
     )
     assert "<script" not in text and "&lt;script&gt;" in text and "<b>note" not in text
     assert "twice the &lt;memory&gt;" in told()[1]
@@ -290,7 +290,7 @@ def test_nothing_fits_has_a_page_too() -> None:
     request = Request(find_model("llama-3-405b", sequence=4096), cluster("h100", 8), 8, 4096)
     found = plan(request)
     assert not found.best
-    shown = Page(plan_page(Story(found)))
+    shown = Page(plan_page(PlanReport(found)))
     assert next(iter(shown.sections)) == "chosen" and "None of" in shown.sections["chosen"]
     assert (
         "memory" not in shown.sections and found.shortages[0].region in shown.sections["left-out"]
@@ -300,7 +300,7 @@ def test_nothing_fits_has_a_page_too() -> None:
 def test_16384_gpus_are_a_small_page() -> None:
     """Machines that hold the same stages are one row."""
     found = planned("llama-3-405b", 16384, 2048, 8192, "")
-    text = plan_page(Story(found))
+    text = plan_page(PlanReport(found))
     assert len(text.encode()) < 2e6
     shown = Page(text)
     cells = [a for tag, a in shown.tags if tag == "span" and a.get("class", "").startswith("rank ")]
@@ -317,11 +317,11 @@ def machines(count: int, devices: int = 8) -> Topology:
 def test_runs_of_machines() -> None:
     """Few machines are drawn one by one, many are joined where they hold the same stages."""
     layout = Layout(pp=2, dp_shard=8, tp=4)
-    assert [(run.first_node, run.last_node) for run in runs(layout, machines(8))] == [
+    assert [(run.first_node, run.last_node) for run in machine_rows(layout, machines(8))] == [
         (index, index) for index in range(8)
     ]
     layout = Layout(pp=4, dp_shard=64, tp=2)
-    found = runs(layout, machines(64))
+    found = machine_rows(layout, machines(64))
     assert [(run.first_node, run.last_node) for run in found] == [
         (0, 15),
         (16, 31),
@@ -329,7 +329,7 @@ def test_runs_of_machines() -> None:
         (48, 63),
     ]
     assert [run.ranks.start for run in found] == [0, 128, 256, 384]
-    inside = runs(Layout(pp=8, dp_shard=20), machines(20))  # a stage ends inside a machine
+    inside = machine_rows(Layout(pp=8, dp_shard=20), machines(20))  # a stage ends inside a machine
     assert inside[0].last_node == 1 and inside[1] == replace(inside[1], first_node=2, last_node=2)
     assert sum(run.last_node - run.first_node + 1 for run in inside) == 20
 
@@ -383,7 +383,7 @@ def test_marked_points_never_lie_over_each_other() -> None:
 )
 def test_ticks(low: float, high: float, expected: list[float]) -> None:
     """Round, inside, not crowded."""
-    assert charts.ticks(low, high) == expected
+    assert charts.log_ticks(low, high) == expected
 
 
 def test_sections_without_content_are_left_out() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from plait.config.resolving.resolve import load
 from plait.events import RunEnded
-from plait.observe.residual import WARM, Residual, residual_of
+from plait.observe.residual import WARMUP_STEPS, PlanResidual, plan_residual
 from plait.planner.search import Plan
 from tests.unit.observe.planned import checked, planned, step
 
@@ -23,11 +23,11 @@ def listened(
     gpu: str = "cpu",
     per_node: int = 2,
     **changes: Any,
-) -> Residual | None:
+) -> PlanResidual | None:
     """The listener of a run with some overrides."""
     run = checked(file, found, *overrides, **changes)
     config = load(file, list(overrides))
-    return residual_of(file, run, config, gpu=gpu, per_node=per_node, say=said.append)
+    return plan_residual(file, run, config, gpu=gpu, per_node=per_node, say=said.append)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,9 @@ def test_a_planned_run_is_compared(tmp_path: Path, fixed: dict[str, int]) -> Non
     said: list[str] = []
     listener = listened(file, found, said)
     assert listener is not None and not said
-    for number, seconds in enumerate([9.0] * WARM + [0.5] * 4 + [0.7, 0.7, 7.0, 0.6], start=1):
+    for number, seconds in enumerate(
+        [9.0] * WARMUP_STEPS + [0.5] * 4 + [0.7, 0.7, 7.0, 0.6], start=1
+    ):
         listener(step(number, seconds, skipped=seconds == 7.0))
     assert not said
     listener(step(20, 0.6))
@@ -55,7 +57,7 @@ def test_a_planned_run_is_compared(tmp_path: Path, fixed: dict[str, int]) -> Non
 
 def test_a_short_run_is_compared_at_its_end_and_a_very_short_one_is_not(tmp_path: Path) -> None:
     file, found = planned(tmp_path, {})
-    for steps, lines in ((WARM + 2, 0), (WARM + 3, 1)):
+    for steps, lines in ((WARMUP_STEPS + 2, 0), (WARMUP_STEPS + 3, 1)):
         said: list[str] = []
         listener = listened(file, found, said)
         assert listener is not None
@@ -77,15 +79,19 @@ OTHER_RUNS: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     ((), {"length": 32}, "sequence was planned as 64 and is 32"),
     (("bf16.enabled=true",), {}, "precision was planned as fp32 and is bf16"),
     (("parallel.loss_chunk_tokens=16",), {}, "loss_chunk was planned as 0 and is 16"),
-    (("parallel.tensor_overlap=2",), {}, "no plan prices parallel.tensor_overlap = 2"),
+    (("parallel.tensor_overlap=2",), {}, "plans do not model parallel.tensor_overlap = 2"),
     # D10: what a comparison of layouts alone let through.
     (("communication_data_type=bf16",), {}, "reduction was planned as fp32 and is bf16"),
     (("optimizer.states=int8",), {}, "optimizer.states was planned as None and is int8"),
-    (("optimizer.type=SGD", "optimizer.params.lr=1"), {}, "no plan prices optimizer.type = SGD"),
+    (
+        ("optimizer.type=SGD", "optimizer.params.lr=1"),
+        {},
+        "plans do not model optimizer.type = SGD",
+    ),
     (
         ("parallel.compress_gradients=int8",),
         {},
-        "no plan prices parallel.compress_gradients = int8",
+        "plans do not model parallel.compress_gradients = int8",
     ),
     (("model.dtype=bfloat16",), {}, "the model was planned as"),
 ]
@@ -114,9 +120,9 @@ def test_another_device_and_a_broken_plan_are_told(tmp_path: Path) -> None:
     config = load(file)
     for text in ("{", json.dumps({"cluster": {}}), "[]"):
         file.with_suffix(".plan.json").write_text(text)
-        assert residual_of(file, run, config, gpu="cpu", per_node=2, say=said.append) is None
+        assert plan_residual(file, run, config, gpu="cpu", per_node=2, say=said.append) is None
         assert "cannot be read" in said[-1]
     file.with_suffix(".plan.json").unlink()
     count = len(said)
-    assert residual_of(file, run, config, gpu="cpu", per_node=2, say=said.append) is None
+    assert plan_residual(file, run, config, gpu="cpu", per_node=2, say=said.append) is None
     assert len(said) == count

@@ -10,7 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.errors import InputError
-from plait.observe.schedule import as_json, lines, names, summary, svg
+from plait.observe.schedule import (
+    schedule_names,
+    timeline_json,
+    timeline_lines,
+    timeline_summary,
+    timeline_svg,
+)
 from plait.parallel.schedules.schedule import SCHEDULES, Schedule, make_schedule
 from plait.parallel.schedules.timeline import Timeline, even, peak_in_flight, simulate
 from tests.unit.parallel.tables import schedules, unhurried
@@ -25,14 +31,14 @@ def timeline_of(schedule: Schedule, **durations: float) -> Timeline:
 
 def plain(timeline: Timeline, width: int = 200) -> list[str]:
     """As in a pipe."""
-    return [line.plain for line in lines(timeline, width=width, coloured=False)]
+    return [line.plain for line in timeline_lines(timeline, width=width, coloured=False)]
 
 
 def test_one_stage_a_rank() -> None:
     """Names of kind and micro-batch; a backward is twice as long as a forward; dots where a rank is idle."""
     timeline = timeline_of(make_schedule("1f1b", pp=2, microbatches=2))
     assert (
-        summary(timeline)
+        timeline_summary(timeline)
         == "1f1b, 2 stages, 2 micro-batches: step 9, bubble 33.3 %, at most 2 in flight"
     )
     assert plain(timeline) == [
@@ -61,7 +67,7 @@ def test_two_and_more_stages_a_rank() -> None:
 def test_the_drawing_is_the_timeline(schedule: Schedule, width: int, coloured: bool) -> None:
     """Every action is named in its rank's order; or every column is the letter of what runs in its middle. Never wider than asked."""
     timeline = timeline_of(schedule, forward=1.0, input=1.5, weight=0.5)
-    head, *drawn = lines(timeline, width=width, coloured=coloured)
+    head, *drawn = timeline_lines(timeline, width=width, coloured=coloured)
     rows, legend = drawn[: schedule.pp], [line.plain for line in drawn[schedule.pp :]]
     start = len(head.plain) + 2
     for rank, line in enumerate(rows):
@@ -102,7 +108,7 @@ def test_the_drawing_is_the_timeline(schedule: Schedule, width: int, coloured: b
 def test_svg(schedule: Schedule) -> None:
     """One rectangle an action at its time, none over another, inside the picture; a tooltip; what is idle and held."""
     timeline = timeline_of(schedule, send=0.25)
-    root = ElementTree.fromstring(svg(timeline))
+    root = ElementTree.fromstring(timeline_svg(timeline))
     width, height = (float(size) for size in root.attrib["viewBox"].split()[2:])
     actions = [rect for rect in root.iter(f"{SVG}rect") if rect.get("class") == "action"]
     spans = [(rank, span) for rank, row in enumerate(timeline.ranks) for span in row]
@@ -119,7 +125,7 @@ def test_svg(schedule: Schedule) -> None:
         assert tip is not None and tip.startswith(f"{span.action}: ")
     assert len(ends) == schedule.pp
     text = [element.text for element in root.iter(f"{SVG}text")]
-    assert summary(timeline) in text
+    assert timeline_summary(timeline) in text
     for rank in range(schedule.pp):
         assert f"rank {rank}" in text
         assert (
@@ -131,7 +137,7 @@ def test_svg(schedule: Schedule) -> None:
 def test_a_window_draws_what_runs_in_it() -> None:
     """Cut at its ends, on its own axis, with units."""
     timeline = timeline_of(make_schedule("1f1b", pp=2, microbatches=8))
-    root = ElementTree.fromstring(svg(timeline, window=(4.0, 10.0), unit=" s"))
+    root = ElementTree.fromstring(timeline_svg(timeline, window=(4.0, 10.0), unit=" s"))
     actions = [rect for rect in root.iter(f"{SVG}rect") if rect.get("class") == "action"]
     inside = [span for row in timeline.ranks for span in row if span.end > 4 and span.start < 10]
     assert len(actions) == len(inside) < 32
@@ -146,14 +152,17 @@ def test_a_window_draws_what_runs_in_it() -> None:
             f"{span.start:.6g} to {span.end:.6g} s"
         )
     text = [element.text or "" for element in root.iter(f"{SVG}text")]
-    assert text[0] == summary(timeline, unit=" s") + "; from 4 to 10 s" and "step 27 s" in text[0]
+    assert (
+        text[0] == timeline_summary(timeline, unit=" s") + "; from 4 to 10 s"
+        and "step 27 s" in text[0]
+    )
     assert "4 s" in text and "10 s" in text and "27 s" not in text
 
 
 def test_kinds_and_later_stages_have_their_own_colours() -> None:
     """As the key says."""
     root = ElementTree.fromstring(
-        svg(timeline_of(make_schedule("dualpipev", pp=2, microbatches=4)))
+        timeline_svg(timeline_of(make_schedule("dualpipev", pp=2, microbatches=4)))
     )
     fills = {
         (rect.findtext(f"{SVG}title") or "")[:2]: rect.get("fill")
@@ -169,7 +178,7 @@ def test_json_says_everything() -> None:
     """Survives `json`; times, idle part and activations."""
     schedule = make_schedule("1f1b", pp=2, microbatches=1)
     durations = even(schedule, send=0.5)
-    found = json.loads(json.dumps(as_json(simulate(schedule, durations), durations)))
+    found = json.loads(json.dumps(timeline_json(simulate(schedule, durations), durations)))
     assert found["schedule"] == "1f1b" and found["stage_ranks"] == [0, 1] and found["total"] == 7
     assert found["durations"] == {
         "forward": [1, 1],
@@ -194,7 +203,10 @@ def test_nothing_to_draw() -> None:
     timeline = timeline_of(
         make_schedule("1f1b", pp=2, microbatches=1), forward=0, input=0, weight=0
     )
-    for draw in (lambda: lines(timeline, width=80, coloured=False), lambda: svg(timeline)):
+    for draw in (
+        lambda: timeline_lines(timeline, width=80, coloured=False),
+        lambda: timeline_svg(timeline),
+    ):
         with pytest.raises(InputError, match="every duration is 0"):
             draw()
 
@@ -206,8 +218,8 @@ def test_actions_without_duration_are_left_out() -> None:
 
 def test_names() -> None:
     """One line each."""
-    assert [name for name, _, _ in names()] == list(SCHEDULES)
-    stages = {name: stages for name, stages, _ in names()}
+    assert [name for name, _, _ in schedule_names()] == list(SCHEDULES)
+    stages = {name: stages for name, stages, _ in schedule_names()}
     assert (
         stages["1f1b"] == "1 a rank"
         and stages["zbv"] == "2 a rank"

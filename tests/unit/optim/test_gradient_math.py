@@ -17,7 +17,7 @@ HALVES = [torch.float16, torch.bfloat16]
 @pytest.mark.parametrize("dtype", HALVES)
 def test_norms_of_16_bits_are_float32(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """A21: float16's own norm of these is inf, bfloat16's is wrong in the third digit. Also in pieces, of any stride."""
-    monkeypatch.setattr(gradient_math, "_PIECE", 7)
+    monkeypatch.setattr(gradient_math, "_CHUNK", 7)
     for tensor in (
         torch.full((30, 20), 5000.0, dtype=dtype),
         torch.randn(5, 40).to(dtype).t(),
@@ -31,7 +31,7 @@ def test_norms_of_16_bits_are_float32(dtype: torch.dtype, monkeypatch: pytest.Mo
 
 def test_a_long_tensor_is_not_copied_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A21: a CPU widens what it adds up."""
-    monkeypatch.setattr(gradient_math, "_PIECE", 100)
+    monkeypatch.setattr(gradient_math, "_CHUNK", 100)
     seen: list[int] = []
     original = torch.linalg.vector_norm
     monkeypatch.setattr(

@@ -97,7 +97,7 @@ def test_decay_of_torch_adam() -> None:
 @pytest.mark.parametrize("states", ["bf16", "int8", "float8"])
 def test_pieces_change_nothing(states: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = trained(small(states))
-    monkeypatch.setattr(low_bit_adam, "_PIECE", 1024)
+    monkeypatch.setattr(low_bit_adam, "_CHUNK_ON_CPU", 1024)
     assert torch.equal(trained(small(states)), whole)
 
 

@@ -574,7 +574,7 @@ def test_every_rate_is_megatrons(style, warm):
     [
         ({"min_lr": 1}, "which is the highest rate"),
         ({"warmup_num_steps": 50}, "before a warm-up of 50 steps does"),
-        ({"warmup_num_steps": 5, "warmup_fraction": 0.1}, "says the same otherwise"),
+        ({"warmup_num_steps": 5, "warmup_fraction": 0.1}, "sets the same length"),
     ],
 )
 def test_what_megatron_asserts_is_refused(params, words):

@@ -6,7 +6,7 @@ import pytest
 
 from plait.cluster.layout import Layout
 from plait.errors import ConfigError
-from plait.parallel.compatibility import REFUSALS, refuse_incompatible
+from plait.parallel.compatibility import UNSUPPORTED_COMBINATIONS, refuse_incompatible
 from plait.parallel.compile import Compile
 from plait.parallel.data.data_parallel import DataParallel
 from plait.parallel.technique import Context
@@ -22,7 +22,7 @@ def test_all_at_once() -> None:
             )
         )
     assert [problem.field for problem in caught.value.problems] == [
-        refusal.field for refusal in REFUSALS
+        refusal.field for refusal in UNSUPPORTED_COMBINATIONS
     ]
 
 

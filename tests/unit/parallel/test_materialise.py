@@ -98,7 +98,7 @@ def test_a_tie_that_was_lost_is_named() -> None:
     template = materialise.template_of(model)
     model[1].weight = nn.Parameter(torch.empty_like(model[0].weight))
     materialise.allocate(model, torch.device("cpu"))
-    with pytest.raises(ModelError, match=r"1\.weight was given no values"):
+    with pytest.raises(ModelError, match=r"1\.weight received no values"):
         materialise.initialise(model, template, (), seed=1)
 
 

@@ -223,7 +223,7 @@ def test_lists_inside_a_batch() -> None:
 def test_what_is_no_batch_is_said() -> None:
     """A25: never torch's or Python's own words; a loader that would begin anew at every step is found."""
     loader = torch.utils.data.DataLoader(list(range(8)), batch_size=2)
-    with pytest.raises(InputError, match="got a DataLoader, which would begin anew at every step"):
+    with pytest.raises(InputError, match="got a DataLoader, which would restart at every step"):
         micro_batches(loader, count=2, size=2)
     assert [piece.tolist() for piece in micro_batches(iter(loader), count=2, size=2)] == [
         [0, 1],

@@ -102,9 +102,9 @@ def test_bytes_of_a_recurrence_are_those_of_a_longer_sequence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = section("recurrent_gemma")["config"]
-    few = module._count_one(built(config, dropout=False), 96, "bf16", dropping=False)
-    monkeypatch.setattr(module, "_BY_TOKEN", 96)
-    found = module._count_one(built(config, dropout=False), 96, "bf16", dropping=False)
+    few = module._count_model(built(config, dropout=False), 96, "bf16", dropping=False)
+    monkeypatch.setattr(module, "_RECURRENT_TOKENS", 96)
+    found = module._count_model(built(config, dropout=False), 96, "bf16", dropping=False)
     assert few.none.linear == pytest.approx(found.none.linear + found.none.scores, rel=1e-3)
     assert few.working.linear == pytest.approx(
         found.working.linear + found.working.scores, rel=0.03

@@ -10,7 +10,7 @@ import pytest
 from plait.parallel.schedules.actions import Kind
 from plait.parallel.schedules.schedule import make_schedule, row_of
 from plait.parallel.schedules.timeline import peak_in_flight
-from plait.planner.holdings import Holding, found, holdings
+from plait.planner.holdings import Holding, holdings, rank_holdings
 from plait.planner.job import SCHEDULES
 from plait.planner.offers import SCHEDULE_NAMES
 
@@ -38,7 +38,9 @@ _TABLES = [
 def most(schedule: str, pp: int, m: int, rank: int, blocks: tuple[int, ...], name: str) -> float:
     """The largest of a field over all that is remembered of a rank."""
     return float(
-        found(SCHEDULES.index(schedule), pp, m, rank, blocks)[:3, :, _NAMES.index(name)].max()
+        rank_holdings(SCHEDULES.index(schedule), pp, m, rank, blocks)[
+            :3, :, _NAMES.index(name)
+        ].max()
     )
 
 
@@ -68,7 +70,7 @@ def test_gradients_grow_until_their_stage_has_ended() -> None:
     assert most("interleaved", 4, 4, 0, (2, 3, 5), "growing") == 5
     assert most("interleaved", 4, 4, 0, (2, 3, 5), "ended") == 8
     assert most("interleaved", 4, 8, 0, (2, 3, 5), "growing") == 10
-    (row,) = (found(SCHEDULES.index("interleaved"), 4, 8, 0, (2, 3, 5)),)
+    (row,) = (rank_holdings(SCHEDULES.index("interleaved"), 4, 8, 0, (2, 3, 5)),)
     closing = holdings([row], np.array([0])).closing
     assert (closing.growing[0], closing.ended[0], closing.running[0], closing.ends_root[0]) == (
         2,
@@ -80,7 +82,7 @@ def test_gradients_grow_until_their_stage_has_ended() -> None:
 
 def test_a_head_ends_with_its_own_stage() -> None:
     """And what is outside of the blocks of the last rank has its shards while the other stages go on."""
-    row = found(SCHEDULES.index("interleaved"), 4, 8, 3, (2, 2))
+    row = rank_holdings(SCHEDULES.index("interleaved"), 4, 8, 3, (2, 2))
     closing = holdings([row], np.array([0])).closing
     assert (closing.root[0], closing.root_ended[0], closing.head[0], closing.ends_root[0]) == (
         0,
@@ -98,6 +100,6 @@ def test_losses_whose_weights_have_no_gradients_yet(schedule: str, late: int) ->
 
 
 def test_ranks_between_the_ends_have_neither_embedding_nor_loss() -> None:
-    row = found(SCHEDULES.index("1f1b"), 4, 8, 1, (2,))
+    row = rank_holdings(SCHEDULES.index("1f1b"), 4, 8, 1, (2,))
     zeros = ("fronts", "losses", "head")
     assert not any(row[:, :, _NAMES.index(name)].any() for name in zeros)

@@ -2,7 +2,12 @@ import numpy as np
 import pytest
 
 from plait.planner.job import SCHEDULES, Layouts
-from plait.planner.pipeline import chunks_apart, idle_share, in_flight, in_flight_last
+from plait.planner.pipeline import (
+    idle_share,
+    in_flight,
+    in_flight_last,
+    micro_batches_between_chunks,
+)
 
 
 def at(schedule, *, pp=8, m=16, vpp=1):
@@ -34,7 +39,7 @@ def test_share_of_a_step_that_a_stage_waits(schedule, vpp, bubble):
     ("pp", "vpp", "m", "apart"), [(8, 1, 16, 1), (8, 4, 16, 6), (8, 4, 3, 3), (2, 2, 16, 1)]
 )
 def test_time_between_the_first_and_the_last_gradients_of_a_stage(pp, vpp, m, apart):
-    assert chunks_apart(at("interleaved", pp=pp, vpp=vpp, m=m))[0] == apart
+    assert micro_batches_between_chunks(at("interleaved", pp=pp, vpp=vpp, m=m))[0] == apart
 
 
 def test_zero_bubble_waits_less_than_1f1b():

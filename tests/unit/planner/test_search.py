@@ -34,7 +34,7 @@ def test_the_best_is_the_fastest_of_all_that_fit():
     some = space.layouts.take(
         (np.asarray(space.layouts.pp) == 1) & (np.diff(space.number, prepend=-1) != 0)
     )
-    at = relieved(some, (*space.reliefs.here, *space.reliefs.on_host))
+    at = relieved(some, (*space.reliefs.on_device, *space.reliefs.on_host))
     everything = price(asked, [at.at(i) for i in range(len(at.tp))])
     fitting = [
         choice

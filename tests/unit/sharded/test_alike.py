@@ -9,7 +9,14 @@ import torch
 from torch import nn
 
 from plait.config.resolving.resolve import load, resolve
-from plait.sharded.alike import Fact, _difference, _model, _ranks, _settings, _versions
+from plait.sharded.alike import (
+    Fact,
+    _describe_difference,
+    _model_facts,
+    _rank_list,
+    _setting_facts,
+    _version_facts,
+)
 
 
 def tiny(**changes: Any) -> nn.Module:
@@ -60,24 +67,26 @@ def tiny(**changes: Any) -> nn.Module:
 )
 def test_models(change: dict[str, Any], said: str) -> None:
     """Shapes, dtypes, what is frozen, ties, order, classes, buffers."""
-    usual, other = list(_model(tiny())), list(_model(tiny(**change)))
-    assert usual != other and usual == list(_model(tiny()))
-    assert _difference(usual, other, [0, 1, 2], [3]) == said
+    usual, other = list(_model_facts(tiny())), list(_model_facts(tiny(**change)))
+    assert usual != other and usual == list(_model_facts(tiny()))
+    assert _describe_difference(usual, other, [0, 1, 2], [3]) == said
 
 
 def test_names_and_lengths() -> None:
     """A name that one side lacks, at the end too."""
     a: list[Fact] = [("`a`", "x"), ("`b`", "x")]
     assert (
-        _difference(a, [("`a`", "x"), ("`c`", "y")], [0], [1, 2])
+        _describe_difference(a, [("`a`", "x"), ("`c`", "y")], [0], [1, 2])
         == "ranks 1-2 have `c` y where rank 0 has `b` x"
     )
-    assert _difference(a, a[:1], [0], [1]) == "rank 1 has nothing more where rank 0 has `b` x"
-    assert _ranks([0, 1, 2, 5, 7, 8]) == "ranks 0-2, 5, 7-8"
+    assert (
+        _describe_difference(a, a[:1], [0], [1]) == "rank 1 has nothing more where rank 0 has `b` x"
+    )
+    assert _rank_list([0, 1, 2, 5, 7, 8]) == "ranks 0-2, 5, 7-8"
 
 
 def facts_of(config: dict[str, Any]) -> list[Fact]:
-    return list(_settings("", resolve(load(config), world_size=2).model_dump()))
+    return list(_setting_facts("", resolve(load(config), world_size=2).model_dump()))
 
 
 def test_settings_and_versions() -> None:
@@ -87,7 +96,7 @@ def test_settings_and_versions() -> None:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
     }
     other = {**base, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
-    said = _difference(facts_of(base), facts_of(other), [0], [1])
+    said = _describe_difference(facts_of(base), facts_of(other), [0], [1])
     assert said == "rank 1 has setting `optimizer.params.lr` 0.01, rank 0 has 0.001"
     assert facts_of(base) == facts_of({**base, "run": {"folder": "elsewhere"}})
-    assert {"plait", "torch", "Python"} == {what for what, _ in _versions(tiny())}
+    assert {"plait", "torch", "Python"} == {what for what, _ in _version_facts(tiny())}

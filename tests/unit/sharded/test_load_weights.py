@@ -38,12 +38,12 @@ def test_a_file_is_mapped_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     path = tmp_path / "model.safetensors"
     save_file(source.state_dict(), path)
     model = nn.ModuleList(nn.Linear(1024, 1024, bias=False) for _ in range(8))
-    monkeypatch.setattr(module, "MAPPED", 2 * tensor)
+    monkeypatch.setattr(module, "_MAPPED_BYTES", 2 * tensor)
     seen: list[int] = []
     load_weights(model, tmp_path, filled=lambda _: seen.append(mapped_bytes(path)))
     assert len(seen) == 8 and tensor // 2 < max(seen) < 3 * tensor, seen
     assert all(torch.equal(model[at].weight, source[at].weight) for at in range(8))
-    monkeypatch.setattr(module, "MAPPED", 1 << 40)
+    monkeypatch.setattr(module, "_MAPPED_BYTES", 1 << 40)
     seen.clear()
     load_weights(model, tmp_path, filled=lambda _: seen.append(mapped_bytes(path)))
     assert max(seen) > 6 * tensor  # what the first part of this test is about
@@ -88,7 +88,7 @@ def test_tied_parameters_with_two_values(
     rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Transformers does not tie them; the one that was read last would be both."""
-    monkeypatch.setattr(module, "_COMPARED", 8 * rows)
+    monkeypatch.setattr(module, "_COMPARED_ELEMENTS", 8 * rows)
     small_llama().save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)

@@ -9,7 +9,7 @@ import pytest
 
 from plait.config.schema.sections import DataSection
 from plait.data.text import Corpus
-from plait.data.tokenizer import load_tokenizer, trained_tokenizer
+from plait.data.tokenizer import load_tokenizer, train_tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -23,5 +23,5 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
         lambda: iter([f"def add_{n}(a, b):\n    return a + b\n" * 3 for n in range(50)]),
     )
     return load_tokenizer(
-        trained_tokenizer(corpus, DataSection(vocab_size=300), cache=cache, say=lambda text: None)
+        train_tokenizer(corpus, DataSection(vocab_size=300), cache=cache, say=lambda text: None)
     )

@@ -1,3 +1,4 @@
-"""Checkpoints of other libraries, read without running anything of theirs, and written as Plait's.
-See `convert`.
+"""Import of checkpoints of DeepSpeed and torch.distributed.checkpoint, which become Plait's own.
+
+Reading executes no code that a file names. `convert` is the entry point (`plait import`).
 """

@@ -1,5 +1,6 @@
-"""What was found in another library's checkpoint, and writing it as one of Plait's; a tensor at a
-time is put together.
+"""Contents of another library's checkpoint, and its conversion to a checkpoint of Plait.
+
+Tensors are assembled one at a time, when they are written.
 """
 
 from __future__ import annotations
@@ -20,109 +21,125 @@ from plait.errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class Later:
-    """A tensor that is put together when it is asked for."""
+class LazyTensor:
+    """Tensor that is assembled by a call."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    make: Callable[[], torch.Tensor]
+    assemble: Callable[[], torch.Tensor]
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Later:
+    def of(cls, tensor: torch.Tensor) -> LazyTensor:
         """Return an entry for a tensor that exists already."""
         return cls(tuple(tensor.shape), tensor.dtype, lambda: tensor)
 
     def __call__(self) -> torch.Tensor:
-        made = self.make().detach().reshape(self.shape).to(self.dtype).contiguous()
-        return (
-            made.clone()
-            if made.untyped_storage().nbytes() != made.numel() * made.element_size()
-            else made
-        )
+        tensor = self.assemble().detach().reshape(self.shape).to(self.dtype).contiguous()
+        if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size():
+            return tensor
+        # A view would keep all of its storage in memory.
+        return tensor.clone()
 
 
 @dataclass
-class Foreign:
-    """One checkpoint."""
+class ForeignCheckpoint:
+    """Contents of one checkpoint of another library."""
 
     kind: str
-    tensors: dict[str, Later] = field(default_factory=dict)
-    """`model.<name>` and `optimizer.state.<name>.<key>`."""
+    tensors: dict[str, LazyTensor] = field(default_factory=dict)
+    """Tensors by `model.<name>` and `optimizer.state.<name>.<key>`."""
     groups: list[dict[str, Any]] = field(default_factory=list)
-    """`params` (names) and the values of each."""
+    """Parameter groups: the names of their parameters in `params`, and their values."""
     optimizer: str = "torch.optim.AdamW"
     steps: int = 0
     skipped: int = 0
     client_state: dict[str, Any] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
-    """What is not taken over."""
+    """Descriptions of contents that are not imported."""
 
 
-class _Lazy(Mapping[str, torch.Tensor]):
-    def __init__(self, found: Mapping[str, Later]) -> None:
-        self._found = found
+class _AssembledTensors(Mapping[str, torch.Tensor]):
+    """Mapping that assembles a tensor at each access."""
+
+    def __init__(self, tensors: Mapping[str, LazyTensor]) -> None:
+        self._tensors = tensors
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self._found[name]()
+        return self._tensors[name]()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._found)
+        return iter(self._tensors)
 
     def __len__(self) -> int:
-        return len(self._found)
+        return len(self._tensors)
 
 
-def of_parts(parts: Sequence[torch.Tensor], start: int, length: int) -> torch.Tensor:
-    """`length` elements from `start` of tensors that are joined one after the other. Raises
-    CheckpointError where they are too short.
+def slice_of_parts(parts: Sequence[torch.Tensor], start: int, length: int) -> torch.Tensor:
+    """Return elements of the concatenation of flattened tensors without concatenating all of them.
+
+    Args:
+        parts: Tensors of any shapes.
+        start: Index of the first element in the concatenation.
+        length: Number of elements.
+
+    Raises:
+        CheckpointError: The tensors have too few elements.
     """
-    found = []
-    wanted = length
+    slices = []
+    missing = length
     for part in parts:
-        if start < part.numel() and length:
-            piece = part.reshape(-1)[start : start + length]
-            found.append(piece)
-            length -= piece.numel()
+        if start < part.numel() and missing:
+            elements = part.reshape(-1)[start : start + missing]
+            slices.append(elements)
+            missing -= elements.numel()
         start = max(0, start - part.numel())
-    if length:
+    if missing:
         raise CheckpointError(
-            f"a tensor of {wanted:,} elements lacks {length:,} of them; the checkpoint is"
+            f"a tensor of {length:,} elements lacks {missing:,} of them; the checkpoint is"
             " incomplete"
         )
-    return torch.cat(found) if found else torch.empty(0)
+    return torch.cat(slices) if slices else torch.empty(0)
 
 
-def save(found: Foreign, folder: Place, tag: str) -> Place:
-    """Write it. Raises CheckpointError."""
+def save(checkpoint: ForeignCheckpoint, folder: Place, tag: str) -> Place:
+    """Write the contents as a checkpoint of Plait and return its folder. Raises CheckpointError."""
     records = {
-        name: TensorRecord(dtype=str(later.dtype).removeprefix("torch."), shape=later.shape)
-        for name, later in found.tensors.items()
+        name: TensorRecord(dtype=str(tensor.dtype).removeprefix("torch."), shape=tensor.shape)
+        for name, tensor in checkpoint.tensors.items()
     }
-    groups = []
-    for group in found.groups:
-        values = exact.encode(
-            {name: value for name, value in group.items() if name not in ("params", "param_names")},
-            "a parameter group",
-        )
-        first = {**values, "lr": values["initial_lr"]} if "initial_lr" in values else values
-        groups.append(
-            {
-                "params": group["params"],
-                "now": values,
-                "configured": {k: v for k, v in first.items() if k != "initial_lr"},
-            }
-        )
     metadata = {
-        "global_steps": found.steps,
-        "skipped_steps": found.skipped,
-        "optimizer": {"type": found.optimizer, "groups": groups, "values": {}, "extra": {}},
+        "global_steps": checkpoint.steps,
+        "skipped_steps": checkpoint.skipped,
+        "optimizer": {
+            "type": checkpoint.optimizer,
+            "groups": [_encode_group(group) for group in checkpoint.groups],
+            "values": {},
+            "extra": {},
+        },
         "scheduler": None,
         "loss_scaler": None,
         "zero_stage": 0,
-        "client_state": exact.encode(found.client_state, "client_state"),
+        "client_state": exact.encode(checkpoint.client_state, "client_state"),
     }
     return write(
         Snapshot(
-            folder, tag, build_mesh(Layout()), _Lazy(found.tensors), records, records, {}, metadata
+            folder,
+            tag,
+            mesh=build_mesh(Layout()),
+            tensors=_AssembledTensors(checkpoint.tensors),
+            written=records,
+            records=records,
+            values={},
+            metadata=metadata,
         )
     )
+
+
+def _encode_group(group: Mapping[str, Any]) -> dict[str, Any]:
+    values = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+    current = exact.encode(values, "a parameter group")
+    configured = dict(current)
+    if "initial_lr" in configured:
+        # Schedulers of torch store the configured rate there.
+        configured["lr"] = configured.pop("initial_lr")
+    return {"params": group["params"], "now": current, "configured": configured}

@@ -1,8 +1,7 @@
-"""`plait import`: reads another library's checkpoint in a process of its own, and writes it as one
-of Plait's.
+"""`plait import`: convert another library's checkpoint in a process of its own.
 
-The process is started anew for the one checkpoint: `python -m plait.checkpoint.foreign.convert
-SOURCE FOLDER TAG`.
+The process handles one checkpoint and prints one line of JSON: `python -m
+plait.checkpoint.foreign.convert SOURCE FOLDER TAG`.
 """
 
 from __future__ import annotations
@@ -15,33 +14,41 @@ from pathlib import Path
 
 from plait.checkpoint.folder import complete
 from plait.checkpoint.foreign import dcp, deepspeed
-from plait.checkpoint.foreign.content import Foreign, save
+from plait.checkpoint.foreign.content import save
 from plait.checkpoint.places import place_of
 from plait.errors import CheckpointError, InputError, PlaitError
 
 
 @dataclass(frozen=True)
 class Imported:
-    """What was written."""
+    """Summary of an import, as the process prints it."""
 
     kind: str
     checkpoint: str
     steps: int
     tensors: int
-    """Of the model."""
+    """Number of tensors of the model."""
     states: int
-    """Of the optimizer."""
+    """Number of tensors of the optimizer."""
     left_out: list[str]
 
 
 def convert(source: Path, out: str, *, tag: str | None = None) -> Imported:
-    """Import the checkpoint in `source` into the folder or store `out`. Raises InputError where
-    `source` is of no known kind or `out` holds checkpoints, CheckpointError where it cannot be
-    read.
+    """Import a checkpoint of DeepSpeed or torch.distributed.checkpoint.
+
+    Args:
+        source: Folder of the checkpoint.
+        out: New folder or URL of a store.
+        tag: Name of the new checkpoint. None names it after its step.
+
+    Raises:
+        InputError: `source` is not a known kind of checkpoint, or `out` contains checkpoints.
+        CheckpointError: `source` cannot be read.
     """
     if not source.is_dir():
         raise InputError(
-            f"{source}: is no folder; name one that DeepSpeed or torch.distributed.checkpoint wrote"
+            f"{source}: is not a folder; name one that DeepSpeed or torch.distributed.checkpoint"
+            " wrote"
         )
     if not deepspeed.is_deepspeed(source) and not dcp.is_dcp(source):
         raise InputError(
@@ -50,53 +57,27 @@ def convert(source: Path, out: str, *, tag: str | None = None) -> Imported:
         )
     if complete(place_of(out, "--out")):
         raise InputError(f"--out {out}: holds checkpoints; name a new folder")
-    command = [
-        sys.executable,
-        "-m",
-        "plait.checkpoint.foreign.convert",
-        str(source),
-        out,
-        tag or "",
-    ]
+
+    module = "plait.checkpoint.foreign.convert"
+    command = [sys.executable, "-m", module, str(source), out, tag or ""]
     done = subprocess.run(command, capture_output=True, text=True)
-    last = done.stdout.strip().rpartition("\n")[2]
+    last_line = done.stdout.strip().rpartition("\n")[2]
     try:
-        said = json.loads(last)
+        answer = json.loads(last_line)
     except ValueError:
         raise CheckpointError(
             f"{source}: the process that reads it ended with {done.returncode}:"
             f" {done.stderr.strip()[-500:]}"
         ) from None
-    if "error" in said:
-        raise CheckpointError(said["error"])
-    return Imported(**said)
+    if "error" in answer:
+        raise CheckpointError(answer["error"])
+    return Imported(**answer)
 
 
 def main(source: str, out: str, tag: str) -> None:
-    """In the process: prints one line of JSON."""
+    """Convert a checkpoint in this process and print a line of JSON."""
     try:
-        folder = Path(source)
-        found: Foreign = (
-            deepspeed.read(folder) if deepspeed.is_deepspeed(folder) else dcp.read(folder)
-        )
-        if not any(name.startswith("model.") for name in found.tensors):
-            raise CheckpointError(f"{folder}: no tensors of a model were found")
-        written = save(found, place_of(out), tag or f"step-{found.steps:08d}")
-        states = sum(name.startswith("optimizer.") for name in found.tensors)
-        print(
-            json.dumps(
-                asdict(
-                    Imported(
-                        found.kind,
-                        str(written),
-                        found.steps,
-                        len(found.tensors) - states,
-                        states,
-                        found.left_out,
-                    )
-                )
-            )
-        )
+        print(json.dumps(asdict(_convert(Path(source), out, tag))))
     except PlaitError as error:
         print(json.dumps({"error": str(error)}))
     except (
@@ -108,16 +89,26 @@ def main(source: str, out: str, tag: str) -> None:
         RuntimeError,
         RecursionError,
     ) as error:
-        print(
-            json.dumps(
-                {
-                    "error": (
-                        f"{source} is of no form that is known: {type(error).__name__}:"
-                        f" {str(error)[:300]}"
-                    )
-                }
-            )
-        )
+        # Readers index the file's data without checking every type.
+        message = f"{source} has an unknown form: {type(error).__name__}: {str(error)[:300]}"
+        print(json.dumps({"error": message}))
+
+
+def _convert(folder: Path, out: str, tag: str) -> Imported:
+    read = deepspeed.read if deepspeed.is_deepspeed(folder) else dcp.read
+    checkpoint = read(folder)
+    if not any(name.startswith("model.") for name in checkpoint.tensors):
+        raise CheckpointError(f"{folder}: no tensors of a model were found")
+    written = save(checkpoint, place_of(out), tag or f"step-{checkpoint.steps:08d}")
+    states = sum(name.startswith("optimizer.") for name in checkpoint.tensors)
+    return Imported(
+        checkpoint.kind,
+        str(written),
+        checkpoint.steps,
+        len(checkpoint.tensors) - states,
+        states,
+        checkpoint.left_out,
+    )
 
 
 if __name__ == "__main__":

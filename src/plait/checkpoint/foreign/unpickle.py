@@ -1,9 +1,8 @@
-"""Reading what others have pickled, without calling what the file names: tensors, plain containers,
-and everything else as inert data.
+"""Restricted unpickling: tensors, plain containers, and inert stand-ins for known classes.
 
-A pickle is a program that calls any function it names. Here it may name only what is listed;
-classes of DeepSpeed and of torch's distributed checkpoints become empty classes that keep what they
-are given; whatever else is named ends the reading.
+A pickle is a program that calls any function it names. Here it may name only the functions and
+classes that are listed. Classes of DeepSpeed and of torch's distributed checkpoints become inert
+classes that store their arguments. Any other name raises an error.
 """
 
 from __future__ import annotations
@@ -23,13 +22,14 @@ from plait.errors import CheckpointError
 
 
 def _without_attributes(rebuild: Any, _kind: Any, arguments: tuple[Any, ...], _state: Any) -> Any:
-    """A tensor that has attributes, which are dropped."""
+    """Rebuild a tensor that has attributes. The attributes are dropped."""
     if rebuild is not rebuilt_tensor:
         raise CheckpointError("it makes a tensor of another class")
     return rebuild(*arguments)
 
 
-_PLAIN: dict[tuple[str, str], Any] = {
+_BUILTINS = (set, frozenset, list, dict, tuple, int, float, bool, str)
+_ALLOWED: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): OrderedDict,
     ("torch._utils", "_rebuild_tensor_v2"): rebuilt_tensor,
     ("torch._utils", "_rebuild_parameter"): lambda data, *_: data,
@@ -37,18 +37,16 @@ _PLAIN: dict[tuple[str, str], Any] = {
     ("torch", "Size"): torch.Size,
     ("torch", "device"): torch.device,
     ("_codecs", "encode"): lambda text, _encoding: text.encode("latin-1"),
-    **{
-        ("builtins", kind.__name__): kind
-        for kind in (set, frozenset, list, dict, tuple, int, float, bool, str)
-    },
+    **{("builtins", kind.__name__): kind for kind in _BUILTINS},
 }
-_NAMED = (("torch", "Tensor"), ("torch.nn.parameter", "Parameter"))
-"""Classes that are named and not called."""
+"""Functions and classes that a pickle may call, or what is called instead of them."""
+_UNCALLED = (("torch", "Tensor"), ("torch.nn.parameter", "Parameter"))
+"""Classes that pickles name as arguments without calling them."""
 _RECORD = re.compile(
     r"data\.pkl|data/\d+|version|byteorder|\.data/serialization_id|\.format_version|\.storage_alignment"
 )
 """Names of the records that torch.save writes."""
-_INERT = (
+_INERT_MODULES = (
     "deepspeed.",
     "torch.distributed.checkpoint.",
     "argparse.",
@@ -59,19 +57,22 @@ _INERT = (
 
 
 class Inert:
-    """An object of a class that is not there: it keeps the arguments and the state that the file
-    gives it.
-    """
+    """Stand-in for an object of a class of another library. It calls nothing.
 
-    def __new__(cls, *args: Any, **_: Any) -> Inert:
-        """Nothing is called."""
-        made = super().__new__(cls)
-        made.args = args
-        made.state = {}
-        return made
+    Attributes:
+        args: Arguments that the file passes to the class.
+        state: State that the file gives to the object.
+    """
 
     args: tuple[Any, ...]
     state: Any
+
+    def __new__(cls, *args: Any, **_: Any) -> Inert:
+        # Pickle protocol 2 calls `__new__` and not `__init__`.
+        instance = super().__new__(cls)
+        instance.args = args
+        instance.state = {}
+        return instance
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -81,18 +82,18 @@ class Inert:
     def __setitem__(self, key: Any, value: Any) -> None: ...
 
     def append(self, _: Any) -> None:
-        """Dropped."""
+        """Ignore an element of a list."""
 
     def extend(self, _: Any) -> None:
-        """Dropped."""
+        """Ignore elements of a list."""
 
     def get(self, name: str) -> Any:
-        """An attribute; None where it has none of the name."""
+        """Return an attribute, or None if it does not exist."""
         return self.state.get(name) if isinstance(self.state, dict) else None
 
 
 class _InertEnum(Inert):
-    """An enum of another library. Its members keep their value as `args[0]`."""
+    """Enum of another library. Its members have their value as `args[0]`."""
 
 
 # Python 3.11.0 to 3.11.3 pickle an enum member as `getattr(EnumClass, "MEMBER")`; all other
@@ -137,23 +138,22 @@ def _enum_member(enum: Any, member: Any) -> Inert:
 
 
 class Unpickler(pickle.Unpickler):
-    """Finds only what is listed."""
+    """Unpickler that finds only the listed functions and classes."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Raises CheckpointError for everything else."""
+        """Return the function or class for a name. Raises CheckpointError if it is not listed."""
         if module == "__builtin__":
-            module = (  # pickle protocols 0 to 2, which torch.save uses, write the other name
-                "builtins"
-            )
+            # Pickle protocols 0 to 2, which torch.save uses, write the name of Python 2.
+            module = "builtins"
         if (module, name) == ("builtins", "getattr"):
             return _enum_member
         if (module, name) in _ENUM_CLASSES:
             return _ENUM_CLASSES[module, name]
-        if (module, name) in _PLAIN:
-            return _PLAIN[module, name]
+        if (module, name) in _ALLOWED:
+            return _ALLOWED[module, name]
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        if (module, name) in _NAMED or f"{module}.".startswith(_INERT):
+        if (module, name) in _UNCALLED or f"{module}.".startswith(_INERT_MODULES):
             return type(name, (Inert,), {})
         raise CheckpointError(
             f"it names {module}.{name}, which is not read: only tensors and plain data are"
@@ -161,21 +161,21 @@ class Unpickler(pickle.Unpickler):
 
 
 class Module:
-    """What `torch.load` asks of a `pickle_module`."""
+    """Interface that `torch.load` requires of a `pickle_module`."""
 
     Unpickler = Unpickler
 
     @staticmethod
     def load(stream: Any, **_: Any) -> Any:
-        """torch's format of before 2020, which is not read."""
-        raise CheckpointError("it is no zip file; save it again with a torch of 1.6 or later")
+        """Refuse torch's format of before 2020."""
+        raise CheckpointError("it is not a zip file; save it again with torch 1.6 or later")
 
 
 def read_torch(path: Path) -> Any:
-    """A file of `torch.save`: its tensors are mapped, not read. Raises CheckpointError."""
+    """Load a file of `torch.save`. Its tensors are memory-mapped. Raises CheckpointError."""
     try:
         if not path.is_file() or not zipfile.is_zipfile(path):
-            raise CheckpointError("it is missing, or no file of torch.save")
+            raise CheckpointError("it is missing, or not a file of torch.save")
         with zipfile.ZipFile(path) as archive:
             if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
                 raise CheckpointError("it is compressed, which torch.save never does")
@@ -191,7 +191,7 @@ def read_torch(path: Path) -> Any:
 
 
 def read_pickle(path: Path) -> Any:
-    """A plain pickle. Raises CheckpointError."""
+    """Load a file with a plain pickle. Raises CheckpointError."""
     try:
         return Unpickler(io.BytesIO(path.read_bytes())).load()
     except Exception as error:

@@ -1,3 +1,5 @@
-"""The machinery behind `plait launch`: this machine's agent, what runs inside a worker, failure
-reports, and several machines by ssh.
+"""Launcher of `plait launch` and of all verbs that start processes.
+
+It contains the agent of a machine, the code that runs in each rank, the reports of failures and
+hangs, standby processes, and the start of several machines by ssh.
 """

@@ -1,9 +1,9 @@
-"""Runs the ranks of this machine on torchrun's own elastic agent, and ends them well.
+"""Launch of the ranks of this machine with the elastic agent of torchrun.
 
-What torchrun does stays its work: rendezvous, numbering, starting, watching, restarting. Overridden
-are two of the methods that torch documents for extending its agent: a failed attempt is reported
-with its cause first, and after a signal the ranks get it once and then up to `grace_seconds` to
-write a checkpoint. Invariant: when `launch` returns, no rank of it runs.
+torchrun does the rendezvous, the numbering, the start, the watch and the restart of ranks. Two
+methods that torch documents for extensions of its agent are overridden: the cause of a failed
+attempt is reported first, and after a signal every rank receives it once and gets up to
+`grace_seconds` to write a checkpoint. When `launch` returns, no rank of it runs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from plait._torch.starting import started_by
 from plait.cli.launching import lifeline, rendezvous, watch
 from plait.cli.launching.failures import POLL_SECONDS, Reporter, process_exit_code
 from plait.cli.launching.lifeline import SIGNALS, on_signals
-from plait.cli.launching.settings import DEFAULT_PORT, Settings, check
+from plait.cli.launching.settings import DEFAULT_PORT, LaunchSettings, check
 from plait.cli.launching.standby import Standby
 from plait.cli.launching.watch import RankWatch
 from plait.cluster.topology import thread_count
@@ -49,17 +49,19 @@ from plait.errors import (
 )
 
 WORKER = Path(__file__).with_name("worker.py")
-AS_BEFORE = (ConfigError.exit_code, ParityError.exit_code, NumbersError.exit_code)
-"""Exit codes of failures that would come again: a wrong file, and numbers that follow from the same
-data and weights. No restart.
+NO_RESTART = (ConfigError.exit_code, ParityError.exit_code, NumbersError.exit_code)
+"""Exit codes of failures that a restart would repeat.
+
+They come from a wrong file, or from numbers that follow from the same data and weights.
 """
 STOP_SECONDS = 6
-"""What ranks get to end in when others failed: they cannot go on together, and what they write is
-at most a checkpoint begun before.
+"""Time that ranks get to end after another rank failed.
+
+They cannot continue, and write at most a checkpoint that they began before.
 """
-ENDING_SECONDS = 5
-"""What a rank that has failed gets to end in by itself; meanwhile others may wait for it."""
-ENDS_WELL = {
+FAILED_RANK_SECONDS = 5
+"""Time that a failed rank gets to end by itself, while others may wait for it."""
+SUCCESS_CODES = {
     signal.SIGINT: (0, 128 + signal.SIGINT, -signal.SIGINT),
     signal.SIGTERM: (0, 128 + signal.SIGTERM, -signal.SIGTERM),
 }
@@ -67,26 +69,32 @@ ENDS_WELL = {
 
 
 class LaunchError(PlaitError):
-    """The machines of a launch did not come together."""
+    """Machines of a launch that did not meet."""
 
 
 def launch(
     command: Sequence[str],
-    settings: Settings,
+    settings: LaunchSettings,
     *,
     environment: Mapping[str, str] | None = None,
     follow_stdin: bool = False,
 ) -> int:
-    """Run `command` (`script.py args...` or `-m module args...`) on every rank of this machine
-    until all have ended.
+    """Run a command on every rank of this machine until all ranks have ended.
 
-    The ranks get this process's environment with torchrun's variables and those of `environment`.
+    Args:
+        command: `script.py arguments...` or `-m module arguments...`.
+        settings: Settings of the launch.
+        environment: Variables for the ranks, in addition to those of this process and of torchrun.
+        follow_stdin: Whether standard input is the lifeline to the launcher of several machines,
+            see Note [Lifeline] in `lifeline`.
 
-    Returns 0 when every rank did; the exit code of the rank that failed first; 128 + N when signal
-    N (SIGINT, SIGTERM, SIGHUP) ended the launch and the ranks ended in time and without a failure,
-    137 when they had to be killed. With `follow_stdin` standard input is the line to the launcher
-    of several machines, see `lifeline`. Raises ConfigError for settings that cannot work and
-    LaunchError when the other machines did not appear.
+    Returns:
+        0 if all ranks succeed, else the exit code of the rank that failed first. If signal N
+        (SIGINT, SIGTERM, SIGHUP) ended the launch, 128 + N, or 137 if ranks had to be killed.
+
+    Raises:
+        ConfigError: The settings cannot work.
+        LaunchError: The other machines did not appear.
     """
     check(settings)
     with (
@@ -97,31 +105,32 @@ def launch(
         ) as standby,
         _environment(
             {
-                **_additions(settings),
+                **_rank_variables(settings),
                 **watch.environment(Path(folder)),
                 **standby.environment(),
                 **(environment or {}),
             }
         ),
         started_by(standby.take),
-        # Until torch's agent has started ranks and handles signals, nothing needs an orderly end,
-        # and waiting for the other machines happens in C++, where a handler in Python would not
-        # run.
+        # Until torch's agent has started ranks and handles signals, nothing requires an orderly
+        # end. The wait for other machines happens in C++, where a Python handler would not run.
         on_signals(signal.SIG_DFL),
         Reporter(socket.gethostname()) as reporter,
     ):
+        # A signal can arrive before the agent exists.
         agent = None
-        ranks = RankWatch(
-            Path(folder), kept=settings.stack_folder or settings.log_folder, tell=reporter.tell_hang
+        rank_watch = RankWatch(
+            Path(folder),
+            stack_folder=settings.stack_folder or settings.log_folder,
+            emit=reporter.report_hang,
         )
         try:
-            handler = rendezvous.make(settings)
-            logs = _Logs(folder, reporter, settings.log_folder)
+            handler = rendezvous.make_rendezvous(settings)
             agent = Agent(
-                _spec(command, settings, handler),
-                logs,
+                _worker_spec(command, settings, handler),
+                _RankLogs(folder, reporter, settings.log_folder),
                 reporter,
-                ranks,
+                rank_watch,
                 standby,
                 settings.grace_seconds,
             )
@@ -129,19 +138,23 @@ def launch(
                 lifeline.follow(agent)
             result = agent.run()
         except SignalException as interruption:
-            bad = agent.report_after(interruption.sigval) if agent is not None else None
-            return bad if bad is not None else 128 + interruption.sigval
+            failure = None
+            if agent is not None:
+                failure = agent.report_after_signal(interruption.sigval)
+            if failure is None:
+                return 128 + interruption.sigval
+            return failure
         except (RendezvousError, DistError) as error:
-            raise _not_met(settings, error) from None
+            raise _meeting_error(settings, error) from None
         handler.shutdown()
-    # None: the other machines have ended the launch
+    # The result is None if the other machines have ended the launch.
     if result is None or result.state == WorkerState.SUCCEEDED:
         return 0
     return agent.exit_code
 
 
 class Agent(LocalElasticAgent):
-    """torchrun's agent for the ranks of this machine."""
+    """Agent of torchrun for the ranks of this machine, with Plait's reports and shutdown."""
 
     def __init__(
         self,
@@ -159,152 +172,186 @@ class Agent(LocalElasticAgent):
         self._watch = watch
         self._standby = standby
         self._failed_attempts = 0
-        self._ended: dict[int, int] = {}
+        self._exit_codes: dict[int, int] = {}
+        """Exit codes of ranks that ended during a shutdown."""
         self._interrupted = False
-        self._overdue = False
-        self._heard_at = 0.0
+        self._killed_ranks = False
+        self._signal_noticed_at = 0.0
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        heard = self._signal_that_ranks_heard(worker_group)
-        if heard is not None and any(_running(worker.id) for worker in worker_group.workers):
+        received = self._signal_of_ranks(worker_group)
+        if received is not None and any(_is_running(worker.id) for worker in worker_group.workers):
             return RunResult(state=WorkerState.HEALTHY)
-        if heard is not None:
-            _say(f"the ranks have ended after {heard.name}, which one of them got")
+        if received is not None:
+            _say(f"the ranks have ended after {received.name}, which one of them received")
             self._remaining_restarts = 0
-            self.exit_code = 128 + heard
+            self.exit_code = 128 + received
             return RunResult(state=WorkerState.FAILED)
-        # before torch ends the others
-        ended = {worker.global_rank for worker in worker_group.workers if not _running(worker.id)}
+
+        # Read before super() ends the remaining ranks of a failed attempt.
+        ended = {
+            worker.global_rank for worker in worker_group.workers if not _is_running(worker.id)
+        }
         result = super()._monitor_workers(worker_group)
         if result.state == WorkerState.FAILED and result.failures:
-            self._failed_attempts += 1
             exit_codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
-            if set(exit_codes.values()) & set(AS_BEFORE):
-                self._remaining_restarts = 0
-                self._failed_attempts = worker_group.spec.max_restarts + 1
-            restarting = self._failed_attempts <= worker_group.spec.max_restarts
-            early = ended - exit_codes.keys()
-            cause = self._reporter.failed(
-                exit_codes, time.time_ns(), ended=early, restarting=restarting
-            )
-            self.exit_code = process_exit_code(cause)
-            if early and cause.record is not None and cause.record.lost_peer:
-                self.exit_code = CommunicationError.exit_code
-        if result.state == WorkerState.HEALTHY and self._stuck(worker_group):
+            self._report_attempt(exit_codes, ended, worker_group.spec.max_restarts)
+        if result.state == WorkerState.HEALTHY and self._is_stuck(worker_group):
             self._failed_attempts += 1
             if self._failed_attempts <= worker_group.spec.max_restarts:
-                self._reporter.tell_restart()
+                self._reporter.report_restart()
             return RunResult(state=WorkerState.FAILED)
         if result.state == WorkerState.HEALTHY:
-            self._standby.look()
+            self._standby.poll()
         return result
 
-    def _signal_that_ranks_heard(self, worker_group: WorkerGroup) -> signal.Signals | None:
-        """Of ranks that end well after a signal, which none but the ranks got: those that have
-        ended did so with 128 + N. The others follow after the same step; None where they do not
-        within the time that ranks get to end in.
+    def _report_attempt(
+        self, exit_codes: Mapping[int, int], ended: Collection[int], max_restarts: int
+    ) -> None:
+        """Report a failed attempt and set the exit code of the launch."""
+        self._failed_attempts += 1
+        if set(exit_codes.values()) & set(NO_RESTART):
+            self._remaining_restarts = 0
+            self._failed_attempts = max_restarts + 1
+        succeeded = set(ended) - exit_codes.keys()
+        cause = self._reporter.report_attempt(
+            exit_codes,
+            time.time_ns(),
+            ended=succeeded,
+            restarting=self._failed_attempts <= max_restarts,
+        )
+        self.exit_code = process_exit_code(cause)
+        # The others lost a rank that ended early with exit code 0.
+        if succeeded and cause.record is not None and cause.record.lost_peer:
+            self.exit_code = CommunicationError.exit_code
+
+    def _signal_of_ranks(self, worker_group: WorkerGroup) -> signal.Signals | None:
+        """Return the signal after which ranks end although this process did not receive it.
+
+        All ranks that have ended did so with 128 + N. The others follow after the same step. If
+        they do not follow within the grace, the result is None.
         """
         codes = {
-            _exit_code(worker.id) for worker in worker_group.workers if not _running(worker.id)
+            _exit_code(worker.id) for worker in worker_group.workers if not _is_running(worker.id)
         }
-        heard = next((number for number in SIGNALS if codes == {128 + number}), None)
-        if heard is None:
-            self._heard_at = 0.0
+        received = next((number for number in SIGNALS if codes == {128 + number}), None)
+        if received is None:
+            self._signal_noticed_at = 0.0
             return None
-        self._heard_at = self._heard_at or time.monotonic()
-        return heard if time.monotonic() - self._heard_at < self.grace_seconds else None
+        self._signal_noticed_at = self._signal_noticed_at or time.monotonic()
+        if time.monotonic() - self._signal_noticed_at >= self.grace_seconds:
+            return None
+        return received
 
-    def _stuck(self, worker_group: WorkerGroup) -> bool:
-        """Whether the ranks can go on no more although none has ended: one is late for a
-        collective, or has failed and does not end.
+    def _is_stuck(self, worker_group: WorkerGroup) -> bool:
+        """Return True if the ranks cannot continue although all of them run.
+
+        A rank is late for a collective, or has failed and does not end.
         """
         processes = {worker.global_rank: int(worker.id) for worker in worker_group.workers}
         if self._watch.hangs(processes):
             self.exit_code = CommunicationError.exit_code
             return True
-        failed = self._reporter.failed_and_running(
-            [rank for rank, pid in processes.items() if _running(pid)], ENDING_SECONDS
-        )
-        if failed:
-            self.exit_code = process_exit_code(self._reporter.failed(failed, time.time_ns()))
-        return bool(failed)
+        running = [rank for rank, pid in processes.items() if _is_running(pid)]
+        failed = self._reporter.failed_and_running(running, FAILED_RANK_SECONDS)
+        if not failed:
+            return False
+        cause = self._reporter.report_attempt(failed, time.time_ns())
+        self.exit_code = process_exit_code(cause)
+        return True
 
     def _shutdown(self, death_sig: signal.Signals | None = None, *args: Any, **kwargs: Any) -> None:
-        """End the ranks. torch's own shutdown follows and finds none left.
+        """End the ranks, before torch's shutdown, which then finds none.
 
-        Without a signal received the ranks are ended because others failed or the machines changed:
-        they cannot go on together, and a long grace would only delay the restart.
+        Without a signal, other ranks failed or the machines changed. The ranks cannot continue
+        then, and a long grace would only delay the restart.
         """
         if death_sig is not None:
             self._interrupted = True
-            self._end(death_sig if death_sig in ENDS_WELL else signal.SIGTERM, self.grace_seconds)
-        elif self._interrupted:  # a second signal, before `_end` could take it
-            self._end(signal.SIGKILL, 0)
+            # Ranks write their checkpoint after SIGINT and SIGTERM only.
+            if death_sig not in SUCCESS_CODES:
+                self._end_ranks(signal.SIGTERM, self.grace_seconds)
+            else:
+                self._end_ranks(death_sig, self.grace_seconds)
+        elif self._interrupted:
+            # A second signal arrived before `_end_ranks` could handle it.
+            self._end_ranks(signal.SIGKILL, 0)
         else:
-            self._end(signal.SIGTERM, min(STOP_SECONDS, self.grace_seconds))
+            self._end_ranks(signal.SIGTERM, min(STOP_SECONDS, self.grace_seconds))
         super()._shutdown(death_sig or signal.SIGTERM, *args, **kwargs)
 
-    def _end(self, sent: signal.Signals, seconds: float) -> None:
+    def _end_ranks(self, sent: signal.Signals, seconds: float) -> None:
         running = {
             worker.id: worker.global_rank
             for worker in self.get_worker_group().workers
-            if _running(worker.id)
+            if _is_running(worker.id)
         }
-        with on_signals(lambda *_: _kill(running, signal.SIGKILL)):
+
+        def kill(*_: object) -> None:
+            _send_signal(running, signal.SIGKILL)
+
+        with on_signals(kill):
             if running and self._interrupted and seconds:
                 _say(
                     f"{sent.name}: the ranks have up to {seconds:.0f} s to end; Ctrl-C or another"
                     " signal stops them at once"
                 )
-            _kill(running, sent)
-            _kill(running, signal.SIGCONT)  # one that is stopped takes no other signal
+            _send_signal(running, sent)
+            # A stopped process handles no other signal until it continues.
+            _send_signal(running, signal.SIGCONT)
             deadline = time.monotonic() + seconds
             while running:
-                for pid in [pid for pid in running if not _running(pid)]:
+                for pid in list(running):
+                    if _is_running(pid):
+                        continue
                     rank = running.pop(pid)
-                    if (code := _exit_code(pid)) is not None:
-                        self._ended[rank] = code
+                    code = _exit_code(pid)
+                    if code is not None:
+                        self._exit_codes[rank] = code
                 if running and time.monotonic() > deadline:
                     if sent != signal.SIGKILL:
                         _say(
                             f"rank {', '.join(map(str, running.values()))} did not end within"
                             f" {seconds:.0f} s and is killed"
                         )
-                        self._overdue = True
-                    _kill(running, signal.SIGKILL)
+                        self._killed_ranks = True
+                    _send_signal(running, signal.SIGKILL)
                     break
                 time.sleep(POLL_SECONDS)
 
-    def report_after(self, received: signal.Signals) -> int | None:
-        """Tell which ranks ended otherwise than by the signal: with an exception while they wrote
-        their checkpoint, for one.
+    def report_after_signal(self, received: signal.Signals) -> int | None:
+        """Report ranks that failed after a signal, for example while they wrote a checkpoint.
 
-        Returns the exit code of such a failure; None when all ended as a signal makes them, or were
-        stopped by a second one.
+        Returns:
+            The exit code of the first failure, or 137 if ranks were killed after the grace. None if
+            all ranks ended by the signal, or were stopped by a second one.
         """
-        ends_well = ENDS_WELL[received if received in ENDS_WELL else signal.SIGTERM]
-        bad = {
+        success_codes = SUCCESS_CODES.get(received, SUCCESS_CODES[signal.SIGTERM])
+        failed = {
             rank: code
-            for rank, code in self._ended.items()
-            if code not in (*ends_well, -signal.SIGKILL)
+            for rank, code in self._exit_codes.items()
+            if code not in (*success_codes, -signal.SIGKILL)
         }
-        if bad:
-            return process_exit_code(self._reporter.failed(bad, time.time_ns()))
-        return 128 + signal.SIGKILL if self._overdue else None
+        if failed:
+            return process_exit_code(self._reporter.report_attempt(failed, time.time_ns()))
+        if self._killed_ranks:
+            return 128 + signal.SIGKILL
+        return None
 
 
-class _Logs(DefaultLogsSpecs):
-    """Tells the reporter where the ranks of an attempt will record their exceptions. With a folder
-    of the user's, what ranks print goes there too, in a file a rank and stream.
+class _RankLogs(DefaultLogsSpecs):
+    """Output and error files of the ranks.
+
+    The reporter learns where the ranks of an attempt will record their exceptions. If the user
+    named a folder, the output of the ranks is also written there, in one file per rank and stream.
     """
 
-    def __init__(self, folder: str, reporter: Reporter, kept: Path | None) -> None:
-        if kept is not None:
-            kept.mkdir(parents=True, exist_ok=True)
-        super().__init__(
-            log_dir=str(kept) if kept is not None else folder,
-            tee=Std.ALL if kept is not None else Std.NONE,
-        )
+    def __init__(self, folder: str, reporter: Reporter, log_folder: Path | None) -> None:
+        if log_folder is None:
+            super().__init__(log_dir=folder, tee=Std.NONE)
+        else:
+            log_folder.mkdir(parents=True, exist_ok=True)
+            super().__init__(log_dir=str(log_folder), tee=Std.ALL)
         self._reporter = reporter
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
@@ -315,8 +362,17 @@ class _Logs(DefaultLogsSpecs):
         return destination
 
 
-def _spec(command: Sequence[str], settings: Settings, handler: RendezvousHandler) -> WorkerSpec:
-    by_hand = not settings.single_node and settings.rdzv_endpoint is None
+def _worker_spec(
+    command: Sequence[str], settings: LaunchSettings, handler: RendezvousHandler
+) -> WorkerSpec:
+    addresses: dict[str, Any] = {}
+    if settings.single_node:
+        addresses = {"local_addr": rendezvous.LOOPBACK}
+    elif settings.rdzv_endpoint is None:
+        addresses = {
+            "master_addr": settings.master_addr,
+            "master_port": settings.master_port or DEFAULT_PORT,
+        }
     return WorkerSpec(
         role="plait",
         local_world_size=settings.processes,
@@ -325,34 +381,31 @@ def _spec(command: Sequence[str], settings: Settings, handler: RendezvousHandler
         args=("-u", str(WORKER), str(os.getpid()), *command),
         max_restarts=settings.max_restarts,
         monitor_interval=POLL_SECONDS,
-        master_addr=settings.master_addr if by_hand else None,
-        master_port=(settings.master_port or DEFAULT_PORT) if by_hand else None,
-        local_addr=rendezvous.LOOPBACK if settings.single_node else None,
+        **addresses,
     )
 
 
-def _not_met(settings: Settings, error: Exception) -> LaunchError:
-    count = (
-        settings.min_nodes
-        if settings.min_nodes == settings.max_nodes
-        else f"{settings.min_nodes} to {settings.max_nodes}"
-    )
-    where = "on this machine" if settings.single_node else f"at {settings.meeting_point}"
-    failed = f"{count} machine(s) did not meet {where} within {settings.timeout_seconds:.0f} s"
-    unknown = None if settings.single_node else _unknown_name(settings.meeting_point)
-    if unknown is not None:
-        return LaunchError(f"{failed}: {unknown}")
+def _meeting_error(settings: LaunchSettings, error: Exception) -> LaunchError:
+    count = str(settings.min_nodes)
+    if settings.min_nodes != settings.max_nodes:
+        count = f"{settings.min_nodes} to {settings.max_nodes}"
+    place = "on this machine"
+    unresolved = None
+    if not settings.single_node:
+        place = f"at {settings.meeting_point}"
+        unresolved = _resolution_error(settings.meeting_point)
+    rule = f"{count} machine(s) did not meet {place} within {settings.timeout_seconds:.0f} s"
+    if unresolved is not None:
+        return LaunchError(f"{rule}: {unresolved}")
     return LaunchError(
-        f"{failed}: {type(error).__name__}: {first_line(error)}\nCheck that every machine runs the"
+        f"{rule}: {type(error).__name__}: {first_line(error)}\nCheck that every machine runs the"
         " same command with the same address, that the port is free on the first and open between"
         " them."
     )
 
 
-def _unknown_name(endpoint: str) -> str | None:
-    """Return why this machine finds no address for the host of HOST:PORT; None where it finds
-    one.
-    """
+def _resolution_error(endpoint: str) -> str | None:
+    """Return a message if this machine cannot resolve the host of HOST:PORT, else None."""
     host = endpoint.rpartition(":")[0].strip("[]")
     try:
         socket.getaddrinfo(host, None)
@@ -364,30 +417,28 @@ def _unknown_name(endpoint: str) -> str | None:
     return None
 
 
-def _additions(settings: Settings) -> dict[str, str]:
-    """What the ranks find in their environment besides torchrun's variables."""
-    # torchrun overrides nohup's decision to ignore the hang-up of a closed terminal; here it
-    # stands.
+def _rank_variables(settings: LaunchSettings) -> dict[str, str]:
+    """Return the variables of the ranks besides those of torchrun."""
+    # torchrun would handle SIGHUP even if nohup ignores it.
     handled = [number.name for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    additions = {"TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(handled)}
+    variables = {"TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(handled)}
     if "OMP_NUM_THREADS" not in os.environ:
-        additions["OMP_NUM_THREADS"] = str(thread_count(settings.processes))
-    # torch's record of collectives, which `comm.watch` reads again and again
+        variables["OMP_NUM_THREADS"] = str(thread_count(settings.processes))
+    # torch's record of collectives stays small, because `comm.watch` reads it again and again.
     if "TORCH_FR_BUFFER_SIZE" not in os.environ:
-        additions["TORCH_FR_BUFFER_SIZE"] = "64"
-    if not settings.single_node and (
-        settings.max_restarts or settings.min_nodes != settings.max_nodes
-    ):
-        # The agent's own store still holds the dead ranks' addresses after a restart, and new ranks
-        # connect to them (torch 2.13).
-        additions["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    return additions
+        variables["TORCH_FR_BUFFER_SIZE"] = "64"
+    can_restart = settings.max_restarts or settings.min_nodes != settings.max_nodes
+    if can_restart and not settings.single_node:
+        # After a restart the agent's store still has the addresses of the dead ranks, and new ranks
+        # would connect to them (torch 2.13).
+        variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    return variables
 
 
 @contextmanager
-def _environment(additions: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in additions}
-    os.environ.update(additions)
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
@@ -400,9 +451,7 @@ def _environment(additions: dict[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _quiet_torchrun() -> Iterator[None]:
-    """Silence the agent's log lines on failures and signals: they come before the cause, which the
-    reporter tells.
-    """
+    """Silence the agent's log lines about failures, which would precede the reported cause."""
     loggers = [
         logging.getLogger(f"torch.distributed.elastic.{name}")
         for name in ("multiprocessing.api", "agent.server.api")
@@ -417,33 +466,34 @@ def _quiet_torchrun() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _kill(pids: Iterable[int], number: signal.Signals) -> None:
-    """Signal each rank's process group: the rank with what it started."""
+def _send_signal(pids: Iterable[int], number: signal.Signals) -> None:
+    """Send a signal to the process groups of ranks, which include the processes they started."""
     for pid in list(pids):
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, number)
 
 
-def _running(pid: int | None) -> bool:
+def _is_running(pid: int | None) -> bool:
     if pid is None:
         return False
     try:
+        # WNOWAIT leaves the exit status for torch.
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
     except ChildProcessError:
         return False
 
 
 def _exit_code(pid: int) -> int | None:
-    """The exit code of a rank that has ended, left for torch to collect; None when torch did
-    already.
-    """
+    """Return the exit code of a rank that has ended, or None if torch has collected it already."""
     try:
         status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
         return None
     if status is None:
         return None
-    return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+    if status.si_code == os.CLD_EXITED:
+        return status.si_status
+    return -status.si_status
 
 
 def _say(text: str) -> None:

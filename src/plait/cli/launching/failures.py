@@ -1,8 +1,8 @@
-"""How ranks failed, and telling it so that the first line a user reads is the cause.
+"""Reports of failed ranks, in which the cause comes first.
 
-When one rank raises, the others fail after it (a lost connection, a signal from the launcher). The
-cause is printed at once, in full and labelled; each of the others in one line. Knows nothing of
-torch: it reads the records that `worker` writes.
+If one rank raises, the others fail after it, by a lost connection or a signal of the launcher. The
+cause is printed immediately and completely, and every other failure in one line. The module does
+not use torch: it reads the records that `worker` writes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Self
 from plait.cluster import accelerator
 
 POLL_SECONDS = 0.1
-NOBODY = -1
-"""In place of the rank whose failure was told: the ranks hang, and none has failed."""
+_HANG = -1
+"""Value in place of the rank whose failure was reported, after the report of a hang."""
 
 _LOST_PEER = re.compile(
     r"CommunicationError: |(RuntimeError|Dist\w*Error|Connection\w*Error|BrokenPipeError): .*"
@@ -32,15 +32,18 @@ _LOST_PEER = re.compile(
     rf"{accelerator.LOST_PEER})",
     re.IGNORECASE | re.DOTALL,
 )
-"""What a collective or the store says when another process is gone: the effect of a failure and not
-its cause.
+"""Messages of collectives and stores after another process has ended.
+
+They are the effect of a failure, and not its cause.
 """
 
 
 @dataclass(frozen=True)
-class Record:
-    """What a rank wrote about its own exception. `told` marks a sentence for the user, to be shown
-    without a traceback.
+class FailureRecord:
+    """Record of a rank about its own exception.
+
+    Attributes:
+        is_message: Whether the text is a message for the user, which is shown without a traceback.
     """
 
     time_ns: int
@@ -48,79 +51,81 @@ class Record:
     pid: int
     summary: str
     text: str
-    told: bool
+    is_message: bool
 
     @property
     def lost_peer(self) -> bool:
-        """Whether this looks like the effect of another rank's end."""
+        """True if this looks like the effect of the end of another rank."""
         return _LOST_PEER.match(self.summary) is not None
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank that ended with an exit code other than 0 (negative: killed by that signal)."""
+    """End of a rank with an exit code other than 0, or negative if a signal killed it."""
 
     rank: int
     exit_code: int
     noticed_ns: int
-    record: Record | None = None
+    record: FailureRecord | None = None
 
     @property
     def stopped(self) -> bool:
-        """Whether it ended because the launcher stopped it."""
+        """True if the rank ended because the launcher stopped it."""
         return self.record is None and self.exit_code in (-signal.SIGTERM, 128 + signal.SIGTERM)
 
     @property
     def order(self) -> tuple[bool, bool, int]:
-        """Sorts causes before effects, then by time."""
-        lost_peer = self.record is not None and self.record.lost_peer
-        return (
-            self.stopped,
-            lost_peer,
-            self.record.time_ns if self.record is not None else self.noticed_ns,
-        )
+        """Key that sorts causes before effects, and then by time."""
+        if self.record is None:
+            return self.stopped, False, self.noticed_ns
+        return self.stopped, self.record.lost_peer, self.record.time_ns
 
 
-def read(path: str | Path) -> Record | None:
-    """The record in an error file; None while there is none. Understands those of torch's own
-    `record` decorator too.
+def read_record(path: str | Path) -> FailureRecord | None:
+    """Return the record in an error file, or None if the file does not exist or is incomplete.
+
+    Files of torch's `record` decorator can be read too.
     """
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     message = content.get("message", "")
-    own = content.get("plait", {})
     if not isinstance(message, dict):
-        return Record(
-            int(content.get("timestamp", 0)) * 10**9,
-            1,
-            0,
-            str(message).splitlines()[-1] if message else "",
-            str(message),
-            False,
+        # The message in a file of torch can be a plain text.
+        lines = str(message).splitlines()
+        return FailureRecord(
+            time_ns=int(content.get("timestamp", 0)) * 10**9,
+            exit_code=1,
+            pid=0,
+            summary=lines[-1] if lines else "",
+            text=str(message),
+            is_message=False,
         )
+    fields = content.get("plait", {})
     extra = message.get("extraInfo", {})
-    return Record(
-        time_ns=own.get("time_ns", int(extra.get("timestamp", 0)) * 10**9),
-        exit_code=own.get("exit_code", 1),
-        pid=own.get("pid", 0),
+    return FailureRecord(
+        time_ns=fields.get("time_ns", int(extra.get("timestamp", 0)) * 10**9),
+        exit_code=fields.get("exit_code", 1),
+        pid=fields.get("pid", 0),
         summary=str(message.get("message", "")),
         text=str(extra.get("py_callstack", message.get("message", ""))).rstrip(),
-        told=own.get("told", False),
+        is_message=fields.get("told", False),
     )
 
 
-def first(failures: list[Failure]) -> Failure:
-    """The cause among the failures of one attempt."""
+def first_cause(failures: list[Failure]) -> Failure:
+    """Return the cause among the failures of one attempt."""
     return min(failures, key=lambda failure: failure.order)
 
 
 def process_exit_code(failure: Failure) -> int:
-    """What the launcher exits with: the rank's own code, 128 + N for signal N as shells have it."""
+    """Return the exit code of the launcher: that of the rank, or 128 + N for signal N."""
     if failure.record is not None:
         return failure.record.exit_code
-    return failure.exit_code if failure.exit_code > 0 else 128 - failure.exit_code
+    if failure.exit_code > 0:
+        return failure.exit_code
+    return 128 - failure.exit_code
 
 
 def _print(text: str) -> None:
@@ -128,16 +133,24 @@ def _print(text: str) -> None:
 
 
 class Reporter:
-    """Watches the error files of the ranks on this machine while they run, and tells each attempt's
-    cause once.
+    """Watch over the error files of the ranks on this machine.
+
+    The cause of each attempt is reported once, as soon as it is certain.
     """
 
-    def __init__(self, node: str, tell: Callable[[str], None] = _print) -> None:
+    def __init__(self, node: str, emit: Callable[[str], None] = _print) -> None:
+        """Report the failures of the ranks on a machine.
+
+        Args:
+            node: Name of the machine.
+            emit: Receives the lines of the report.
+        """
         self._node = node
-        self._tell = tell
+        self._emit = emit
         self._lock = threading.Lock()
         self._files: dict[int, str] = {}
-        self._told: int | None = None
+        self._reported_rank: int | None = None
+        """Rank whose failure was reported as the cause of this attempt."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="plait-failures", daemon=True)
 
@@ -150,38 +163,39 @@ class Reporter:
         self._thread.join()
 
     def watch(self, files: Mapping[int, str]) -> None:
-        """A new attempt begins; `files` maps a rank to its error file."""
+        """Begin a new attempt, whose ranks have these error files."""
         with self._lock:
             self._files = dict(files)
-            self._told = None
+            self._reported_rank = None
 
-    def tell_hang(self, text: str) -> None:
-        """A line about ranks that hang: what fails from now on is its effect."""
+    def report_hang(self, text: str) -> None:
+        """Report a line about ranks that hang. All later failures are effects of the hang."""
         with self._lock:
-            self._told = NOBODY
-            self._tell(text)
+            self._reported_rank = _HANG
+            self._emit(text)
 
-    def tell_restart(self) -> None:
-        """The ranks start again."""
-        self._tell("plait: starting the ranks again")
+    def report_restart(self) -> None:
+        """Report that the ranks start again."""
+        self._emit("plait: starting the ranks again")
 
     def failed_and_running(self, running: Collection[int], seconds: float) -> dict[int, int]:
-        """The exit codes of the ranks that have failed so long ago, and still run: something blocks
-        their end.
-        """
-        with self._lock:
-            records = {
-                rank: record
-                for rank in running
-                if (record := read(self._files.get(rank, os.devnull))) is not None
-            }
-            return {
-                rank: record.exit_code
-                for rank, record in records.items()
-                if time.time_ns() - record.time_ns > seconds * 1e9
-            }
+        """Return the exit codes of ranks that failed some time ago and still run.
 
-    def failed(
+        Something blocks their end, for example a thread or a communicator.
+
+        Args:
+            running: Ranks that run.
+            seconds: Time since the failure.
+        """
+        exit_codes = {}
+        with self._lock:
+            for rank in running:
+                record = self._read_record(rank)
+                if record is not None and time.time_ns() - record.time_ns > seconds * 1e9:
+                    exit_codes[rank] = record.exit_code
+        return exit_codes
+
+    def report_attempt(
         self,
         exit_codes: Mapping[int, int],
         noticed_ns: int,
@@ -189,122 +203,137 @@ class Reporter:
         ended: Collection[int] = (),
         restarting: bool = False,
     ) -> Failure:
-        """An attempt is over: tell its cause if that was not done, and the rest in a line each.
-        `ended`: ranks that had ended before with exit code 0. Returns the cause.
+        """Report the end of an attempt: its cause, unless that was reported, and the other ranks.
+
+        Args:
+            exit_codes: Exit codes of the failed ranks.
+            noticed_ns: Time at which the failures were noticed.
+            ended: Ranks that had ended before with exit code 0.
+            restarting: Whether the ranks start again.
+
+        Returns:
+            The cause.
         """
         with self._lock:
             failures = [
-                Failure(rank, code, noticed_ns, read(self._files.get(rank, os.devnull)))
+                Failure(rank, code, noticed_ns, self._read_record(rank))
                 for rank, code in exit_codes.items()
             ]
-            cause = first(failures)
-            if self._told is None:
+            cause = first_cause(failures)
+            if self._reported_rank is None:
                 if ended and cause.record is not None and cause.record.lost_peer:
-                    self._tell(
-                        f"plait: {_ranks(ended)} (node {self._node}) ended with exit code 0 before"
-                        " the others, which wait for it"
+                    self._emit(
+                        f"plait: {_format_ranks(ended)} (node {self._node}) ended with exit code 0"
+                        " before the others, which wait for it"
                     )
-                self._tell_cause(cause)
-            cause = next((failure for failure in failures if failure.rank == self._told), cause)
-            self._tell_others(
-                cause,
-                sorted((f for f in failures if f is not cause), key=lambda failure: failure.rank),
-            )
+                self._report_cause(cause)
+            for failure in failures:
+                if failure.rank == self._reported_rank:
+                    cause = failure
+            others = [failure for failure in failures if failure is not cause]
+            self._report_others(cause, sorted(others, key=lambda failure: failure.rank))
             if restarting:
-                self.tell_restart()
+                self.report_restart()
             return cause
+
+    def _read_record(self, rank: int) -> FailureRecord | None:
+        return read_record(self._files.get(rank, os.devnull))
 
     def _watch(self) -> None:
         while not self._stop.wait(POLL_SECONDS):
             with self._lock:
-                if self._told is None:
-                    self._tell_if_sure()
+                if self._reported_rank is None:
+                    self._report_certain_cause()
 
-    def _tell_if_sure(self) -> None:
-        """A lost peer may be the effect of a rank that died without a record, so it waits until all
-        have ended.
+    def _report_certain_cause(self) -> None:
+        """Report the first failure, if its record shows that it is a cause.
+
+        A lost peer may be the effect of a rank that died without a record. It is reported only when
+        all ranks have ended.
         """
-        found = [
-            (rank, record)
-            for rank, path in self._files.items()
-            if (record := read(path)) is not None and not record.lost_peer
-        ]
-        if found:
-            rank, record = min(found, key=lambda item: item[1].time_ns)
-            self._tell_cause(Failure(rank, record.exit_code, record.time_ns, record))
+        failures = []
+        for rank in self._files:
+            record = self._read_record(rank)
+            if record is not None and not record.lost_peer:
+                failures.append(Failure(rank, record.exit_code, record.time_ns, record))
+        if failures:
+            self._report_cause(min(failures, key=lambda failure: failure.noticed_ns))
 
-    def _tell_cause(self, failure: Failure) -> None:
-        self._told = failure.rank
+    def _report_cause(self, failure: Failure) -> None:
+        self._reported_rank = failure.rank
         record = failure.record
-        if record is not None and record.told:
-            self._tell(f"plait: {record.text}")
-        elif record is not None:
-            self._tell(
-                f"plait: {self._who(failure)} failed with exit code {record.exit_code}. Its"
-                f" traceback:\n{record.text}"
+        if record is None:
+            self._emit(
+                f"plait: {self._describe_rank(failure)} {_describe_end(failure.exit_code)}; it"
+                " recorded no exception, see its output above"
             )
-            if record.lost_peer:
-                self._tell(
-                    "plait: a rank that this one was connected to ended first: look for its failure"
-                    " on the other machines"
-                )
-        else:
-            self._tell(
-                f"plait: {self._who(failure)} {_how(failure.exit_code)}; it recorded no exception,"
-                " see its output above"
+            return
+        if record.is_message:
+            self._emit(f"plait: {record.text}")
+            return
+        self._emit(
+            f"plait: {self._describe_rank(failure)} failed with exit code {record.exit_code}. Its"
+            f" traceback:\n{record.text}"
+        )
+        if record.lost_peer:
+            self._emit(
+                "plait: a rank that this one was connected to ended first: look for its failure"
+                " on the other machines"
             )
 
-    def _tell_others(self, cause: Failure, others: list[Failure]) -> None:
-        told = cause.record is not None and cause.record.told
-        same = [
-            f
-            for f in others
-            if cause.record is not None
-            and f.record is not None
-            and f.record.summary == cause.record.summary
-        ]
+    def _report_others(self, cause: Failure, others: list[Failure]) -> None:
+        is_message = cause.record is not None and cause.record.is_message
+        same = [failure for failure in others if _has_same_summary(failure, cause)]
         stopped = [failure for failure in others if failure.stopped]
-        if same and not told:
-            self._tell(
-                f"plait: {_ranks([failure.rank for failure in same])} failed in the same way"
-            )
+        if same and not is_message:
+            ranks = _format_ranks([failure.rank for failure in same])
+            self._emit(f"plait: {ranks} failed in the same way")
         for failure in others:
             if failure not in same and failure not in stopped:
-                self._tell(f"plait: {self._line(failure)}")
-        if stopped and not told:
-            self._tell(
-                f"plait: {_ranks([failure.rank for failure in stopped])}"
-                f" {'was' if len(stopped) == 1 else 'were'} stopped"
-            )
+                self._emit(f"plait: {self._describe_failure(failure)}")
+        if stopped and not is_message:
+            ranks = _format_ranks([failure.rank for failure in stopped])
+            verb = "was" if len(stopped) == 1 else "were"
+            self._emit(f"plait: {ranks} {verb} stopped")
 
-    def _line(self, failure: Failure) -> str:
-        who = self._who(failure)
+    def _describe_failure(self, failure: Failure) -> str:
+        rank = self._describe_rank(failure)
         if failure.record is None:
-            return f"{who} {_how(failure.exit_code)}"
+            return f"{rank} {_describe_end(failure.exit_code)}"
         return (
-            f"{who} failed too, with exit code {failure.record.exit_code}:"
+            f"{rank} failed too, with exit code {failure.record.exit_code}:"
             f" {failure.record.summary.splitlines()[0][:160]}"
         )
 
-    def _who(self, failure: Failure) -> str:
-        pid = (
-            f", process {failure.record.pid}"
-            if failure.record is not None and failure.record.pid
-            else ""
-        )
+    def _describe_rank(self, failure: Failure) -> str:
+        pid = ""
+        if failure.record is not None and failure.record.pid:
+            pid = f", process {failure.record.pid}"
         return f"rank {failure.rank} (node {self._node}{pid})"
 
 
-def _ranks(ranks: Collection[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, sorted(ranks)))}"
+def _has_same_summary(failure: Failure, other: Failure) -> bool:
+    if failure.record is None or other.record is None:
+        return False
+    return failure.record.summary == other.record.summary
 
 
-def _how(exit_code: int) -> str:
+def _format_ranks(ranks: Collection[int]) -> str:
+    numbers = ", ".join(map(str, sorted(ranks)))
+    if len(ranks) == 1:
+        return f"rank {numbers}"
+    return f"ranks {numbers}"
+
+
+def _describe_end(exit_code: int) -> str:
     if exit_code >= 0:
         return f"ended with exit code {exit_code}"
     try:
         name = signal.Signals(-exit_code).name
     except ValueError:
         name = "unknown"
-    hint = " (out of memory?)" if -exit_code == signal.SIGKILL else ""
+    hint = ""
+    # The kernel kills processes with SIGKILL if the machine runs out of memory.
+    if -exit_code == signal.SIGKILL:
+        hint = " (out of memory?)"
     return f"was killed by signal {-exit_code} {name}{hint}"

@@ -1,9 +1,12 @@
-"""How the launcher of several machines reaches the launcher on each of them: a line of text on its
-standard input.
+"""Signals from the launcher of several machines to the launcher on each machine.
 
-`SIGINT 300` means: take SIGINT, and give the ranks 300 seconds. The end of the input means that the
-connection, or the launcher at its other end, is gone: the ranks are ended as by SIGTERM, so that no
-machine computes on alone. Works through `ssh` without a terminal.
+Note [Lifeline]
+    The launcher of a machine reads lines from its standard input. `SIGINT 300` means: act as after
+    SIGINT, and give the ranks 300 seconds. The end of the input means that the connection or the
+    launcher at its other end is gone. The ranks are then ended as by SIGTERM, so that no machine
+    continues alone. This works through `ssh` without a terminal.
+
+The module also handles the signals that end a launch.
 """
 
 from __future__ import annotations
@@ -18,38 +21,44 @@ from types import FrameType
 from typing import Protocol
 
 
-class Patient(Protocol):
-    """Something that waits `grace_seconds` after a signal."""
+class HasGrace(Protocol):
+    """Object that waits `grace_seconds` after a signal."""
 
     grace_seconds: float
 
 
-def line(number: signal.Signals, grace_seconds: float) -> bytes:
-    """The line that asks for a signal."""
+def format_line(number: signal.Signals, grace_seconds: float) -> bytes:
+    """Return the line that requests a signal."""
     return f"{number.name} {grace_seconds:g}\n".encode()
 
 
-def follow(agent: Patient, stream: Iterable[bytes] | None = None) -> None:
-    """Read lines in the background for the rest of this process and signal it as they say."""
-    # Not sys.stdin: a thread that waits in its buffer's lock cannot be left behind when the
-    # interpreter ends.
+def follow(agent: HasGrace, stream: Iterable[bytes] | None = None) -> None:
+    """Read lines in a thread until this process ends, and send it the requested signals.
+
+    Args:
+        agent: Receives the grace of each request.
+        stream: Source of the lines. None for standard input.
+    """
+    # sys.stdin is not used, because the interpreter cannot end while a thread holds the lock of its
+    # buffer.
     source = stream if stream is not None else io.FileIO(0, closefd=False)
     threading.Thread(
         target=_follow, args=(agent, source), name="plait-lifeline", daemon=True
     ).start()
 
 
-def _follow(agent: Patient, stream: Iterable[bytes]) -> None:
+def _follow(agent: HasGrace, stream: Iterable[bytes]) -> None:
     for text in stream:
         name, _, seconds = text.decode(errors="replace").strip().partition(" ")
         if name in ("SIGINT", "SIGTERM"):
             agent.grace_seconds = float(seconds)
             os.kill(os.getpid(), signal.Signals[name])
+    # The end of the input. See Note [Lifeline].
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
-"""That end a launch. Schedulers send SIGUSR1 before a limit of time (Slurm's --signal)."""
+"""Signals that end a launch. Schedulers send SIGUSR1 before a time limit (Slurm's --signal)."""
 
 
 @contextmanager
@@ -57,18 +66,24 @@ def on_signals(
     handler: Callable[[int, FrameType | None], None] | signal.Handlers,
     numbers: Sequence[signal.Signals] = SIGNALS,
 ) -> Iterator[None]:
-    """Handle the ending signals that are not ignored, and restore what was before. Only the main
-    thread may.
+    """Handle those of the signals that are not ignored, and restore the old handlers at exit.
+
+    Nothing happens outside of the main thread, where Python does not allow handlers.
+
+    Args:
+        handler: The handler.
+        numbers: The signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.getsignal(number) for number in numbers}
-    for number, previous in before.items():
+    previous_handlers = {number: signal.getsignal(number) for number in numbers}
+    for number, previous in previous_handlers.items():
+        # nohup ignores SIGHUP, which must stay so.
         if previous is not signal.SIG_IGN:
             signal.signal(number, handler)
     try:
         yield
     finally:
-        for number, previous in before.items():
+        for number, previous in previous_handlers.items():
             signal.signal(number, previous)

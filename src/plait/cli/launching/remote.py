@@ -1,9 +1,10 @@
-"""Several machines from one: the launcher of a hostfile, over ssh.
+"""Launcher of the machines of a hostfile, over ssh.
 
-Each machine gets its own `plait launch --node-rank ...`, this one as a child process and the others
-through the user's `ssh` (keys and names as in `~/.ssh/config`), in the same folder with the same
-Python. Their output is printed line by line, with the name of the machine. When one machine fails
-the others are ended; when this process dies its lifelines close and they end themselves.
+Every machine runs its own `plait launch --node-rank ...` in the same folder with the same Python:
+this one as a child process, and the others through the user's `ssh` with its keys and
+`~/.ssh/config`. Their output is printed line by line with the name of the machine. If one machine
+fails, the others are ended. If this process dies, its lifelines close and the launchers end
+themselves, see Note [Lifeline] in `lifeline`.
 """
 
 from __future__ import annotations
@@ -30,46 +31,51 @@ from plait.errors import ConfigError, Problem
 EXPORTED_PREFIXES = (*accelerator.PREFIXES, "GLOO_", "TORCH_", "UCX_")
 EXPORTED_NAMES = ("PYTHONPATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS")
 STOP_SECONDS = 30
-"""What the ranks of the other machines get to end in after a machine failed: nothing is left to
-wait for.
+"""Time that the ranks of other machines get to end after a machine failed.
+
+It is short, because they cannot continue.
 """
+_EXIT_MARGIN_SECONDS = 15
+"""Time that the launchers themselves get to end after their ranks."""
 SSH_FAILED = 255
-"""What ssh itself exits with when there was no connection, or it was lost."""
+"""Exit code of ssh if there was no connection, or if it was lost."""
 
 
 @dataclass(frozen=True)
-class Remote:
-    """A launch over several machines; `python` is the interpreter's path on all of them."""
+class RemoteLaunch:
+    """Launch on the machines of a hostfile."""
 
     hosts: tuple[Host, ...]
     command: tuple[str, ...]
     master_addr: str
     master_port: int = DEFAULT_PORT
     processes: int | None = None
+    """Number of processes per machine. None for one per slot of the hostfile."""
     grace_seconds: float = 300
     timeout_seconds: float = 900
     exported: Mapping[str, str] | None = None
+    """Variables of the environment that all machines get."""
     python: str = sys.executable
+    """Path of the interpreter on all machines."""
     folder: str = ""
+    """Folder in which the command runs. The default is the current folder."""
 
 
 def local_index(hosts: Sequence[Host]) -> int | None:
-    """Which of the hosts this machine is: by its name, else by an address of its own. None when it
-    is not among them.
-    """
-    own = socket.gethostname()
-    names = {own, own.split(".")[0], socket.getfqdn()}
-    by_name = [index for index, host in enumerate(hosts) if host.address in names]
-    return next(
-        iter(
-            by_name or [index for index, host in enumerate(hosts) if _is_own_address(host.address)]
-        ),
-        None,
-    )
+    """Return the index of this machine, by its name or else by an address, or None."""
+    hostname = socket.gethostname()
+    names = {hostname, hostname.split(".")[0], socket.getfqdn()}
+    for index, host in enumerate(hosts):
+        if host.address in names:
+            return index
+    for index, host in enumerate(hosts):
+        if _is_own_address(host.address):
+            return index
+    return None
 
 
 def _is_own_address(name: str) -> bool:
-    """Only an address of this machine can be bound."""
+    # Only an address of this machine can be bound.
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -79,32 +85,31 @@ def _is_own_address(name: str) -> bool:
     return True
 
 
-def master(hosts: Sequence[Host], given: str | None) -> str:
-    """The address at which the machines meet: as given, else the first host. Raises ConfigError
-    where others could not reach it.
+def master_address(hosts: Sequence[Host], address: str | None) -> str:
+    """Return the address at which the machines meet: `address`, or that of the first host.
+
+    Raises:
+        ConfigError: The other machines cannot reach the address.
     """
-    address = given or hosts[0].address
-    if len(hosts) > 1 and (
-        address == "localhost" or address.startswith("127.") or address == "::1"
-    ):
+    option = "--master-addr" if address else "--hostfile"
+    address = address or hosts[0].address
+    is_loopback = address in ("localhost", "::1") or address.startswith("127.")
+    if len(hosts) > 1 and is_loopback:
         rule = f"the other {len(hosts) - 1} machine(s) cannot reach it under that name"
         raise ConfigError(
-            Problem(
-                "--master-addr" if given else "--hostfile",
-                address,
-                rule,
-                "name the first machine as the others know it",
-            )
+            Problem(option, address, rule, "name the first machine as the others know it")
         )
     return address
 
 
-def exported(environment: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
-    """The variables that every machine gets: those for the communication libraries and Python's
-    path, and `names`.
+def exported_variables(environment: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
+    """Return the variables that every machine gets.
 
-    Raises ConfigError for a name that is not set. Values stand on the command line of ssh, visible
-    to the users of the machines.
+    They are `names`, the variables of the communication libraries, and Python's path. Their values
+    are on the command line of ssh, where the users of the machines can see them.
+
+    Raises:
+        ConfigError: One of `names` is not set.
     """
     missing = [name for name in names if name not in environment]
     if missing:
@@ -114,99 +119,94 @@ def exported(environment: Mapping[str, str], names: Sequence[str]) -> dict[str, 
                 for name in missing
             )
         )
-    wanted = {*EXPORTED_NAMES, *names}
+    all_names = {*EXPORTED_NAMES, *names}
     return {
         name: value
         for name, value in environment.items()
-        if name in wanted or name.startswith(EXPORTED_PREFIXES)
+        if name in all_names or name.startswith(EXPORTED_PREFIXES)
     }
 
 
-def node_command(remote: Remote, index: int) -> list[str]:
-    """What runs on machine `index`."""
-    host = remote.hosts[index]
-    numbered = (
-        ["--nnodes", str(len(remote.hosts)), "--node-rank", str(index)]
-        if len(remote.hosts) > 1
-        else []
-    )
-    meeting = (
-        ["--master-addr", remote.master_addr, "--master-port", str(remote.master_port)]
-        if len(remote.hosts) > 1
-        else []
-    )
-    patience = ["--grace", f"{remote.grace_seconds:g}", "--timeout", f"{remote.timeout_seconds:g}"]
-    processes = ["--nproc-per-node", str(remote.processes or len(host.slots))]
-    return [
-        remote.python,
-        "-m",
-        "plait",
-        "launch",
-        *numbered,
-        *meeting,
-        *processes,
-        *patience,
-        "--lifeline",
-        *remote.command,
-    ]
+def node_command(launch: RemoteLaunch, index: int) -> list[str]:
+    """Return the command of the launcher on machine `index`."""
+    options: list[str] = []
+    if len(launch.hosts) > 1:
+        options += ["--nnodes", str(len(launch.hosts)), "--node-rank", str(index)]
+        options += ["--master-addr", launch.master_addr, "--master-port", str(launch.master_port)]
+    options += ["--nproc-per-node", str(launch.processes or len(launch.hosts[index].slots))]
+    options += ["--grace", f"{launch.grace_seconds:g}", "--timeout", f"{launch.timeout_seconds:g}"]
+    return [launch.python, "-m", "plait", "launch", *options, "--lifeline", *launch.command]
 
 
-def node_environment(remote: Remote, index: int) -> dict[str, str]:
-    """The variables for machine `index`: the exported ones, and its GPUs where a filter chose some
-    of them.
+def node_environment(launch: RemoteLaunch, index: int) -> dict[str, str]:
+    """Return the variables for machine `index`.
+
+    They are the exported variables, and its GPUs if a filter selected some of them.
     """
-    slots = remote.hosts[index].slots
-    chosen = (
-        {accelerator.VISIBLE: ",".join(map(str, slots))}
-        if slots != tuple(range(len(slots)))
-        else {}
-    )
-    return {**(remote.exported or {}), **chosen}
+    environment = dict(launch.exported or {})
+    slots = launch.hosts[index].slots
+    if slots != tuple(range(len(slots))):
+        environment[accelerator.VISIBLE] = ",".join(map(str, slots))
+    return environment
 
 
-def ssh_command(remote: Remote, index: int) -> list[str]:
-    """`node_command` through ssh. Never asks for a password: standard input is the lifeline."""
-    assignments = [
-        f"{name}={shlex.quote(value)}"
-        for name, value in sorted(node_environment(remote, index).items())
-    ]
-    inner = shlex.join(node_command(remote, index))
-    script = (
-        f"cd {shlex.quote(remote.folder or os.getcwd())} && exec env"
-        f" {' '.join([*assignments, inner])}"
-    )
-    return ["ssh", "-o", "BatchMode=yes", "-T", remote.hosts[index].name, script]
+def ssh_command(launch: RemoteLaunch, index: int) -> list[str]:
+    """Return the command that runs `node_command` through ssh."""
+    environment = sorted(node_environment(launch, index).items())
+    assignments = [f"{name}={shlex.quote(value)}" for name, value in environment]
+    folder = shlex.quote(launch.folder or os.getcwd())
+    command = shlex.join(node_command(launch, index))
+    script = f"cd {folder} && exec env {' '.join([*assignments, command])}"
+    # BatchMode asks for no password, because standard input is the lifeline.
+    return ["ssh", "-o", "BatchMode=yes", "-T", launch.hosts[index].name, script]
 
 
-class _Machine:
-    """One machine's launcher, as a child process here."""
+class _NodeLauncher:
+    """Launcher of one machine, as a child process of this process."""
 
     def __init__(
-        self, remote: Remote, index: int, *, local: bool, ended: queue.SimpleQueue[int]
+        self, launch: RemoteLaunch, index: int, *, local: bool, ended: queue.SimpleQueue[int]
     ) -> None:
-        self.name = remote.hosts[index].name
+        """Start the launcher.
+
+        Args:
+            launch: The launch.
+            index: Index of the machine.
+            local: Whether it is this machine.
+            ended: Receives the index when the launcher has ended.
+        """
+        self.name = launch.hosts[index].name
         self.local = local
-        command = node_command(remote, index) if local else ssh_command(remote, index)
-        streams = None if local else subprocess.PIPE
+        if local:
+            command = node_command(launch, index)
+            environment = {**os.environ, **node_environment(launch, index)}
+            # The output of this machine's ranks goes to the terminal directly.
+            streams = None
+        else:
+            command = ssh_command(launch, index)
+            # The variables are in the command.
+            environment = None
+            streams = subprocess.PIPE
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=streams,
             stderr=streams,
-            env={**os.environ, **node_environment(remote, index)} if local else None,
-            # Ctrl-C at the terminal reaches this process only, which passes it on once.
+            env=environment,
+            # Ctrl-C at the terminal reaches this process only, which forwards it once.
             start_new_session=True,
         )
-        self._readers = [
-            threading.Thread(target=_copy, args=(source, sink, self.name), daemon=True)
-            for source, sink in (
-                (self.process.stdout, sys.stdout.buffer),
-                (self.process.stderr, sys.stderr.buffer),
-            )
-            if source is not None
-        ]
-        for reader in self._readers:
-            reader.start()
+        self._readers = []
+        for source, sink in (
+            (self.process.stdout, sys.stdout.buffer),
+            (self.process.stderr, sys.stderr.buffer),
+        ):
+            if source is not None:
+                reader = threading.Thread(
+                    target=_copy_lines, args=(source, sink, self.name), daemon=True
+                )
+                self._readers.append(reader)
+                reader.start()
         threading.Thread(target=self._wait, args=(index, ended), daemon=True).start()
 
     def _wait(self, index: int, ended: queue.SimpleQueue[int]) -> None:
@@ -216,90 +216,109 @@ class _Machine:
         ended.put(index)
 
     def send(self, number: signal.Signals, grace_seconds: float) -> None:
-        """Ask for a signal over its lifeline; nothing to do when it has ended."""
+        """Request a signal over the lifeline, unless the launcher has ended."""
         if self.process.stdin is not None and not self.process.stdin.closed:
             try:
-                self.process.stdin.write(lifeline.line(number, grace_seconds))
+                self.process.stdin.write(lifeline.format_line(number, grace_seconds))
                 self.process.stdin.flush()
             except OSError:
                 return
 
 
-def _copy(source: BinaryIO, sink: BinaryIO, name: str) -> None:
-    """Lines from one machine, each line written in one call."""
+def _copy_lines(source: BinaryIO, sink: BinaryIO, name: str) -> None:
+    # One write per line, so that lines of several machines do not mix.
     prefix = f"[{name}] ".encode()
-    for text in source:
-        sink.write(prefix + text)
+    for line in source:
+        sink.write(prefix + line)
         sink.flush()
 
 
-def run(remote: Remote) -> int:
-    """Run on every machine until all have ended; the exit code of the one that failed first, 128 +
-    N after signal N.
+def run(launch: RemoteLaunch) -> int:
+    """Run on every machine until all have ended.
+
+    Returns:
+        0, or the exit code of the machine that failed first, or 128 + N after signal N.
     """
-    here = local_index(remote.hosts)
+    local = local_index(launch.hosts)
     ended: queue.SimpleQueue[int] = queue.SimpleQueue()
     received: list[int] = []
-    machines: list[_Machine] = []
+    machines: list[_NodeLauncher] = []
 
     def forward(number: int, _: object) -> None:
         received.append(number)
-        sent = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
+        # The lifeline knows only these two signals.
+        forwarded = signal.SIGTERM
+        if number == signal.SIGINT:
+            forwarded = signal.SIGINT
+        grace = launch.grace_seconds
+        if len(received) > 1:
+            # A second signal stops the ranks immediately.
+            grace = 0
         for machine in machines:
-            machine.send(sent, remote.grace_seconds if len(received) == 1 else 0)
+            machine.send(forwarded, grace)
 
     with lifeline.on_signals(forward, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
         try:
-            while len(machines) < len(remote.hosts) and not received:
-                machines.append(
-                    _Machine(remote, len(machines), local=len(machines) == here, ended=ended)
-                )
-            first = _wait(machines, ended, received)
+            while len(machines) < len(launch.hosts) and not received:
+                index = len(machines)
+                machines.append(_NodeLauncher(launch, index, local=index == local, ended=ended))
+            first_failure = _wait(machines, ended, received)
         finally:
             for machine in machines:
                 if machine.process.poll() is None:
                     machine.process.kill()
-    return first or (128 + received[0] if received else 0)
+    if first_failure:
+        return first_failure
+    if received:
+        return 128 + received[0]
+    return 0
 
 
-def _wait(machines: list[_Machine], ended: queue.SimpleQueue[int], received: list[int]) -> int:
-    """Until all have ended, or `STOP_SECONDS` and some after the first failed. Returns the first
-    failure's exit code, or 0.
+def _wait(machines: list[_NodeLauncher], ended: queue.SimpleQueue[int], received: list[int]) -> int:
+    """Wait until all machines have ended, and stop the others after a failure.
 
-    Machines that end as the signal in `received` makes them did not fail.
+    Args:
+        machines: The launchers.
+        ended: Indices of launchers that have ended.
+        received: Signals that this process received. Launchers that end by them did not fail.
+
+    Returns:
+        The exit code of the first failure, or 0.
     """
-    first = 0
+    first_failure = 0
     deadline = float("inf")
-    left = set(range(len(machines)))
-    while left and time.monotonic() < deadline:
+    running = set(range(len(machines)))
+    while running and time.monotonic() < deadline:
         try:
             index = ended.get(timeout=1)
         except queue.Empty:
             continue
-        left.discard(index)
+        running.discard(index)
         code = machines[index].process.returncode
-        code = code if code >= 0 else 128 - code
-        if code == 0 or first or (received and code in (128 + signal.SIGINT, 128 + signal.SIGTERM)):
+        if code < 0:
+            code = 128 - code
+        by_signal = received and code in (128 + signal.SIGINT, 128 + signal.SIGTERM)
+        if code == 0 or first_failure or by_signal:
             continue
-        first = code
-        deadline = time.monotonic() + STOP_SECONDS + 15
+        first_failure = code
+        deadline = time.monotonic() + STOP_SECONDS + _EXIT_MARGIN_SECONDS
         print(
             f"plait: {_reason(machines[index], code)}; stopping the others",
             file=sys.stderr,
             flush=True,
         )
-        for other in left:
+        for other in running:
             machines[other].send(signal.SIGTERM, STOP_SECONDS)
-    for index in left:
+    for index in running:
         print(
             f"plait: node {machines[index].name} did not end and is given up",
             file=sys.stderr,
             flush=True,
         )
-    return first
+    return first_failure
 
 
-def _reason(machine: _Machine, code: int) -> str:
+def _reason(machine: _NodeLauncher, code: int) -> str:
     if code == SSH_FAILED and not machine.local:
         return f"node {machine.name}: no connection, or it was lost (try `ssh {machine.name} true`)"
     return f"node {machine.name} failed with exit code {code}"

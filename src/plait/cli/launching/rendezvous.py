@@ -1,8 +1,8 @@
-"""Where machines meet: torch's own rendezvous for several, and a plain store for one.
+"""Rendezvous of the machines: torch's own for several machines, and a plain store for one.
 
-torch's elastic rendezvous serves one machine too, but keeps a heartbeat with itself that a busy
-machine can miss, and after a restart hands the new ranks the addresses of the dead ones. One
-machine needs neither: it waits for no other, and every attempt gets a fresh store.
+torch's elastic rendezvous also works for one machine. But it exchanges heartbeats with itself,
+which a busy machine can miss, and after a restart it gives the new ranks the addresses of the dead
+ranks. A single machine waits for no other, and every attempt gets a new store.
 """
 
 from __future__ import annotations
@@ -21,22 +21,27 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from plait.cli.launching.settings import Settings
+from plait.cli.launching.settings import LaunchSettings
 
-# Other machines are not involved, and in containers this one's name often does not resolve.
+# Other machines are not involved, and in containers the name of this machine often does not
+# resolve.
 LOOPBACK = "127.0.0.1"
 
 
-def make(settings: Settings) -> RendezvousHandler:
-    """The rendezvous for a launch. May already connect: raises torch's RendezvousError or DistError
-    when that fails.
+def make_rendezvous(settings: LaunchSettings) -> RendezvousHandler:
+    """Return the rendezvous of a launch.
+
+    Raises:
+        RendezvousError, DistError: torch connected already, and failed.
     """
     seconds = max(1, int(settings.timeout_seconds))
     if settings.single_node:
-        return OneMachine(settings.rdzv_id or str(uuid.uuid4()), timedelta(seconds=seconds))
+        run_id = settings.rdzv_id or str(uuid.uuid4())
+        return SingleNodeRendezvous(run_id, timedelta(seconds=seconds))
     elastic = settings.rdzv_endpoint is not None
     config: dict[str, Any] = {"rank": settings.node_rank, "timeout": seconds}
     if elastic:
+        # torch names the timeouts of its two backends differently.
         config = {"join_timeout": seconds, "read_timeout": seconds}
     return get_rendezvous_handler(
         RendezvousParameters(
@@ -53,8 +58,8 @@ def make(settings: Settings) -> RendezvousHandler:
 def loopback_store(timeout: timedelta) -> TCPStore:
     """Return the server of a store that only processes of this machine can connect to.
 
-    TCPStore asks for no key, and its own socket listens on all interfaces: anyone on the network
-    could read and write the addresses that ranks exchange.
+    TCPStore requires no key, and the socket that it would open listens on all interfaces. Anyone on
+    the network could read and write the addresses that ranks exchange.
     """
     listener = socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]
@@ -69,10 +74,8 @@ def loopback_store(timeout: timedelta) -> TCPStore:
     )
 
 
-class OneMachine(RendezvousHandler):
-    """A rendezvous of one: a store on the loopback interface, new for every attempt, that the ranks
-    connect to.
-    """
+class SingleNodeRendezvous(RendezvousHandler):
+    """Rendezvous of one machine. Every attempt gets a new store on the loopback interface."""
 
     def __init__(self, run_id: str, timeout: timedelta) -> None:
         self._run_id = run_id
@@ -96,7 +99,7 @@ class OneMachine(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """No other machine could join."""
+        """Do nothing: no other machine could join."""
 
     def num_nodes_waiting(self) -> int:
         return 0

@@ -1,8 +1,7 @@
-"""What a launch is: how many processes on how many machines, where they meet, and what happens when
-one fails.
+"""Settings of a launch: processes, machines, their meeting point, and the reaction to failures.
 
-Pure: no torch, no environment, no network. `check` refuses settings that torchrun would accept and
-then wait on, or ignore.
+The module imports no torch and reads neither the environment nor the network. `check` refuses
+settings that torchrun would accept and then hang on or ignore.
 """
 
 from __future__ import annotations
@@ -16,23 +15,23 @@ from pathlib import Path
 from plait.errors import ConfigError, Problem, refuse
 
 DEFAULT_PORT = 29500
-MOST_NODES = 2**20
-MOST_ON_A_MACHINE = 4096
+MAX_NODES = 2**20
+MAX_PROCESSES_PER_NODE = 4096
 DEFAULT_GRACE_SECONDS = 300
 DEFAULT_TIMEOUT_SECONDS = 900
 
 
 @dataclass(frozen=True)
-class Settings:
-    """A launch on this machine as one of `min_nodes` to `max_nodes`.
+class LaunchSettings:
+    """Settings of a launch on this machine, which is one of `min_nodes` to `max_nodes` machines.
 
     Machines meet either at `rdzv_endpoint` (torchrun's elastic rendezvous, which numbers them
     itself and allows restarts and a changing number of machines), or at `master_addr:master_port`
-    with every machine given its `node_rank`.
+    if every machine knows its `node_rank`.
     """
 
     processes: int
-    """Processes on this machine."""
+    """Number of processes on this machine."""
     min_nodes: int = 1
     max_nodes: int = 1
     node_rank: int | None = None
@@ -41,33 +40,45 @@ class Settings:
     rdzv_endpoint: str | None = None
     rdzv_id: str | None = None
     max_restarts: int = 0
-    """How often all ranks are started again after one failed."""
+    """Largest number of restarts of all ranks after a failure."""
     standby: bool = False
-    """Keep one more process a rank, with its imports done, for the next start."""
+    """True to keep one more process per rank, with finished imports, for the next start."""
     grace_seconds: float = DEFAULT_GRACE_SECONDS
-    """How long the ranks may take to end after the launcher was interrupted."""
+    """Time that the ranks get to end after the launcher was interrupted."""
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
-    """How long to wait for the other machines."""
+    """Time to wait for the other machines."""
     log_folder: Path | None = None
-    """Where files with what each rank prints are written, too."""
+    """Folder for files with the output of each rank, which is also printed."""
     stack_folder: Path | None = None
-    """Where the stacks of ranks that hang are written; None: in `log_folder`, else in a new folder
-    for temporary files.
+    """Folder for the stacks of ranks that hang.
+
+    The default is `log_folder`, or a new temporary folder.
     """
 
     @property
     def single_node(self) -> bool:
-        """Whether no other machine can take part."""
+        """True if no other machine can take part."""
         return self.max_nodes == 1
 
     @property
     def meeting_point(self) -> str:
-        """`host:port` at which the machines meet."""
+        """Address `host:port` at which the machines meet."""
         return self.rdzv_endpoint or f"{self.master_addr}:{self.master_port or DEFAULT_PORT}"
+
+    @property
+    def node_range(self) -> str:
+        """Number of machines as the user writes it: `4`, or `2:4`."""
+        if self.min_nodes == self.max_nodes:
+            return str(self.max_nodes)
+        return f"{self.min_nodes}:{self.max_nodes}"
 
 
 def parse_nodes(text: str) -> tuple[int, int]:
-    """`4` to (4, 4), `2:4` to (2, 4). Raises ConfigError for anything else."""
+    """Parse a number of machines: `4` as (4, 4), `2:4` as (2, 4).
+
+    Raises:
+        ConfigError: The text has another form.
+    """
     match = re.fullmatch(r"(\d{1,9})(?::(\d{1,9}))?", text.strip())
     if match is None:
         raise ConfigError(
@@ -90,8 +101,19 @@ def parse_nodes(text: str) -> tuple[int, int]:
 def parse_processes(
     text: str | None, *, gpus: Callable[[], int], cores: Callable[[], int]
 ) -> int | None:
-    """torchrun's `--nproc-per-node`: a number, `gpu` or `auto` (what None means too: as many as
-    there are devices), `cpu` (as many as there are cores). Raises ConfigError for anything else.
+    """Parse torchrun's `--nproc-per-node`.
+
+    Args:
+        text: A number, `gpu` or `auto` (one process per device), or `cpu` (one per core). None if
+            the option is not used.
+        gpus: Returns the number of devices.
+        cores: Returns the number of cores.
+
+    Returns:
+        The number of processes, or None if the option is not used.
+
+    Raises:
+        ConfigError: The text has another form.
     """
     if text is None:
         return None
@@ -111,17 +133,22 @@ def parse_processes(
     return int(text)
 
 
-def check(settings: Settings) -> Settings:
-    """The same settings. Raises ConfigError with everything that is wrong with them."""
-    problems = [
-        *_numbers(settings),
-        *(_alone(settings) if settings.single_node else _together(settings)),
-    ]
+def check(settings: LaunchSettings) -> LaunchSettings:
+    """Return the settings after checking them.
+
+    Raises:
+        ConfigError: The settings cannot work. It lists all problems.
+    """
+    problems = _value_problems(settings)
+    if settings.single_node:
+        problems += _single_node_problems(settings)
+    else:
+        problems += _meeting_problems(settings)
     refuse(problems)
     return settings
 
 
-def _numbers(settings: Settings) -> list[Problem]:
+def _value_problems(settings: LaunchSettings) -> list[Problem]:
     problems = []
     if settings.processes < 1:
         problems.append(
@@ -132,17 +159,17 @@ def _numbers(settings: Settings) -> list[Problem]:
                 "use 1 or more",
             )
         )
-    if settings.processes > MOST_ON_A_MACHINE:
-        rule = f"more than {MOST_ON_A_MACHINE:,} processes on one machine"
+    if settings.processes > MAX_PROCESSES_PER_NODE:
+        rule = f"more than {MAX_PROCESSES_PER_NODE:,} processes on one machine"
         problems.append(Problem("--nproc-per-node", settings.processes, rule, "use fewer"))
     if not 1 <= settings.min_nodes <= settings.max_nodes:
         shown = f"{settings.min_nodes}:{settings.max_nodes}"
         problems.append(
             Problem("--nnodes", shown, "not 1 <= MIN <= MAX machines", "write for example 2:4")
         )
-    elif settings.max_nodes > MOST_NODES:
+    elif settings.max_nodes > MAX_NODES:
         problems.append(
-            Problem("--nnodes", settings.max_nodes, f"more than {MOST_NODES} machines", "use fewer")
+            Problem("--nnodes", settings.max_nodes, f"more than {MAX_NODES} machines", "use fewer")
         )
     if settings.max_restarts < 0:
         problems.append(
@@ -156,7 +183,7 @@ def _numbers(settings: Settings) -> list[Problem]:
     if settings.standby and not settings.max_restarts and settings.min_nodes == settings.max_nodes:
         rule = "processes stand by for a restart, and there is none"
         problems.append(Problem("--standby", None, rule, "add --max-restarts N, or leave it out"))
-    problems += checked_alike(
+    problems += common_problems(
         grace=settings.grace_seconds, timeout=settings.timeout_seconds, port=settings.master_port
     )
     if settings.rdzv_endpoint is not None:
@@ -174,10 +201,8 @@ def _numbers(settings: Settings) -> list[Problem]:
     return problems
 
 
-def checked_alike(*, grace: float, timeout: float, port: int | None) -> list[Problem]:
-    """What is wrong with the settings of every launch, of this machine or of those of a
-    hostfile.
-    """
+def common_problems(*, grace: float, timeout: float, port: int | None) -> list[Problem]:
+    """Return the problems of settings that launches with and without a hostfile share."""
     problems = []
     if not 0 <= grace < math.inf:
         problems.append(
@@ -196,7 +221,7 @@ def checked_alike(*, grace: float, timeout: float, port: int | None) -> list[Pro
     return problems
 
 
-def _alone(settings: Settings) -> list[Problem]:
+def _single_node_problems(settings: LaunchSettings) -> list[Problem]:
     if settings.node_rank in (None, 0):
         return []
     rule = "there is one machine, whose rank is 0"
@@ -205,36 +230,32 @@ def _alone(settings: Settings) -> list[Problem]:
     ]
 
 
-def _together(settings: Settings) -> list[Problem]:
-    count = (
-        f"{settings.min_nodes}:{settings.max_nodes}"
-        if settings.min_nodes != settings.max_nodes
-        else str(settings.max_nodes)
-    )
+def _meeting_problems(settings: LaunchSettings) -> list[Problem]:
+    """Return the problems of the meeting point of several machines."""
+    count = settings.node_range
     if settings.rdzv_endpoint is not None:
-        given = [
-            ("--node-rank", settings.node_rank),
-            ("--master-addr", settings.master_addr),
-            ("--master-port", settings.master_port),
-        ]
+        redundant = {
+            "--node-rank": settings.node_rank,
+            "--master-addr": settings.master_addr,
+            "--master-port": settings.master_port,
+        }
+        rule = (
+            "given together with --rdzv-endpoint, where the machines meet and are numbered"
+            " automatically"
+        )
         return [
-            Problem(
-                name,
-                value,
-                "given together with --rdzv-endpoint, where the machines meet and are numbered by"
-                " themselves",
-                "leave it out",
-            )
-            for name, value in given
+            Problem(name, value, rule, "leave it out")
+            for name, value in redundant.items()
             if value is not None
         ]
+
     problems = []
     if settings.min_nodes != settings.max_nodes:
         problems.append(
             Problem(
                 "--nnodes",
                 count,
-                "a changing number of machines needs a place to meet",
+                "a changing number of machines needs a meeting point",
                 "add --rdzv-endpoint HOST:PORT",
             )
         )
@@ -266,7 +287,7 @@ def _together(settings: Settings) -> list[Problem]:
             )
         )
     if settings.max_restarts:
-        rule = "with --master-addr the other machines do not hear of a restart"
+        rule = "with --master-addr the other machines do not learn of a restart"
         problems.append(
             Problem(
                 "--max-restarts",

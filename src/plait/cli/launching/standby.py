@@ -1,10 +1,10 @@
-"""Processes that stand by: interpreters that have imported what the ranks have, so that a restart
-does not wait for imports.
+"""Standby processes: interpreters with finished imports, so that a restart does not wait for them.
 
-The first rank of a machine lists what it has imported (`worker`). Then one process a rank is
-started beside the ranks, imports the same and waits. When torch's agent starts the ranks again,
-each of them is one of these processes, which is told its arguments, its environment and where it
-prints. One that is not ready stays, and the rank is started in the ordinary way.
+Note [Standby processes]
+    The first rank of a machine lists the modules that it has imported (`worker`). Then one standby
+    process per rank is started, which imports the same modules and waits. When torch's agent starts
+    the ranks again, each rank becomes one of these processes, which receives its arguments, its
+    environment and its output files. If none is ready, the rank is started as a new process.
 """
 
 from __future__ import annotations
@@ -24,72 +24,72 @@ from plait.cluster.host_memory import process_bytes
 from plait.units import format_bytes
 
 VARIABLE = "PLAIT_STANDBY"
-"""Names the list of imports; the ranks find it in their environment."""
+"""Variable with the path of the list of imports, in the environment of the ranks."""
 
 
 @dataclass
-class _Process:
-    """One that stands by."""
-
+class _StandbyProcess:
     popen: subprocess.Popen[bytes]
-    line: socket.socket
-    asked: int = 0
-    """The version of the list that it was told of last."""
+    connection: socket.socket
+    requested: int = 0
+    """Number of import requests that it received."""
     answered: int = 0
+    """Number of import requests that it has finished."""
 
     @property
     def ready(self) -> bool:
-        """Whether it has imported what it was told of."""
+        """True if it runs and has finished all requested imports."""
         with suppress(BlockingIOError, ConnectionError):
-            self.answered += self.line.recv(64, socket.MSG_DONTWAIT).count(b"\n")
-        return self.popen.poll() is None and 0 < self.asked == self.answered
+            self.answered += self.connection.recv(64, socket.MSG_DONTWAIT).count(b"\n")
+        return self.popen.poll() is None and 0 < self.requested == self.answered
 
 
 @dataclass
 class Standby:
-    """Of one launch on this machine."""
+    """Standby processes of one launch on this machine. See Note [Standby processes]."""
 
     count: int
-    """Ranks on this machine; 0: nothing stands by."""
+    """Number of standby processes: that of the ranks on this machine, or 0."""
     folder: Path
-    """Private, and gone with the launch."""
+    """Folder that only this user can read, and that is removed with the launch."""
     worker: Path
     say: Callable[[str], None]
-    _processes: list[_Process] = field(default_factory=list)
-    _listed: int = 0
-    """The list's time of change."""
-    _versions: int = 0
-    _told: bool = False
+    _processes: list[_StandbyProcess] = field(default_factory=list)
+    _list_mtime_ns: int = 0
+    _list_versions: int = 0
+    """Number of times that the list of imports was written."""
+    _is_reported: bool = False
 
     def environment(self) -> dict[str, str]:
-        """What the ranks need."""
-        return {VARIABLE: str(self._list)} if self.count else {}
+        """Return the variables for the ranks."""
+        return {VARIABLE: str(self._import_list)} if self.count else {}
 
-    def look(self) -> None:
-        """Called while the ranks run: start processes once it is known what they import, and tell
-        them of more.
+    def poll(self) -> None:
+        """Start missing processes, and request new imports. It is called while the ranks run.
+
+        Nothing happens until the first rank has listed its imports.
         """
         try:
-            changed = self._list.stat().st_mtime_ns
+            mtime_ns = self._import_list.stat().st_mtime_ns
         except OSError:
             return
-        if changed != self._listed:
-            self._listed = changed
-            self._versions = self._versions + 1
+        if mtime_ns != self._list_mtime_ns:
+            self._list_mtime_ns = mtime_ns
+            self._list_versions += 1
         self._processes = [process for process in self._processes if process.popen.poll() is None]
         while len(self._processes) < self.count:
-            self._processes.append(self._started())
+            self._processes.append(self._start())
         for process in self._processes:
-            while process.asked < self._versions:
-                process.asked += 1
+            while process.requested < self._list_versions:
+                process.requested += 1
                 with suppress(ConnectionError):
-                    process.line.sendall(b"import\n")
-        if not self._told and all(process.ready for process in self._processes):
-            self._told = True
-            taken = sum(process_bytes(process.popen.pid) for process in self._processes)
+                    process.connection.sendall(b"import\n")
+        if not self._is_reported and all(process.ready for process in self._processes):
+            self._is_reported = True
+            memory = sum(process_bytes(process.popen.pid) for process in self._processes)
             self.say(
                 f"{self.count} process{'es' * (self.count > 1)} standing by for a restart:"
-                f" {format_bytes(taken)} of memory"
+                f" {format_bytes(memory)} of memory"
             )
 
     def take(
@@ -98,9 +98,16 @@ class Standby:
         environment: Mapping[str, str],
         files: Sequence[IO[str] | None],
     ) -> subprocess.Popen[bytes] | None:
-        """A process that runs `worker` with these from now on; None where none is ready. arguments:
-        of the command that would be started, whose first are Python, its options and the worker.
-        files: for standard output and error; None leaves the launcher's.
+        """Turn a standby process into a rank.
+
+        Args:
+            arguments: Command that would start the rank: Python, its options, the worker and the
+                arguments of the worker.
+            environment: Environment of the rank.
+            files: Files for standard output and standard error. None for those of the launcher.
+
+        Returns:
+            The process, or None if no process is ready.
         """
         ready = next((process for process in self._processes if process.ready), None)
         if ready is None or str(self.worker) not in arguments:
@@ -111,48 +118,41 @@ class Standby:
             "environment": dict(environment),
             "files": [number for number, file in enumerate(files, 1) if file is not None],
         }
-        with open(
-            os.open(order, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8"
-        ) as file:
-            json.dump(content, file)
+        # The environment may contain secrets, so that only this user may read the file.
+        descriptor = os.open(order, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(descriptor, "w", encoding="utf-8") as order_file:
+            json.dump(content, order_file)
+        descriptors = [file.fileno() for file in files if file is not None]
         try:
-            socket.send_fds(
-                ready.line,
-                [f"run {order}\n".encode()],
-                [file.fileno() for file in files if file is not None],
-            )
+            socket.send_fds(ready.connection, [f"run {order}\n".encode()], descriptors)
         except ConnectionError:
             return None
         self._processes.remove(ready)
-        self._told = False
-        ready.line.close()
+        self._is_reported = False
+        ready.connection.close()
         return ready.popen
 
     def close(self) -> None:
-        """End those that are left."""
+        """End the processes that did not become ranks."""
         for process in self._processes:
             process.popen.kill()
             process.popen.wait()
-            process.line.close()
+            process.connection.close()
         self._processes = []
 
     @property
-    def _list(self) -> Path:
+    def _import_list(self) -> Path:
         return self.folder / "imports.json"
 
-    def _started(self) -> _Process:
-        ours, theirs = socket.socketpair()
-        with theirs:
+    def _start(self) -> _StandbyProcess:
+        connection, child_connection = socket.socketpair()
+        with child_connection:
+            descriptor = child_connection.fileno()
+            launcher = str(os.getpid())
             popen = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-u",
-                    str(self.worker),
-                    str(os.getpid()),
-                    "--stand-by",
-                    str(theirs.fileno()),
-                ],
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # as torch's agent starts a rank
+                [sys.executable, "-u", str(self.worker), launcher, "--stand-by", str(descriptor)],
+                pass_fds=(descriptor,),
+                # torch's agent also starts each rank in a new session.
+                start_new_session=True,
             )
-        return _Process(popen, ours)
+        return _StandbyProcess(popen, connection)

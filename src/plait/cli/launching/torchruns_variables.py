@@ -10,22 +10,18 @@ from typing import Any
 
 from plait.errors import ConfigError, Problem
 
-_WHOLE = ("node_rank", "master_port", "max_restarts")
-_BY_ENDPOINT = ("rdzv_endpoint", "rdzv_id", "rdzv_backend")
-_BY_ADDRESS = (
-    "node_rank",
-    "master_addr",
-    "master_port",
-)
+_INTEGERS = ("node_rank", "master_port", "max_restarts")
+_ENDPOINT_OPTIONS = ("rdzv_endpoint", "rdzv_id", "rdzv_backend")
+_ADDRESS_OPTIONS = ("node_rank", "master_addr", "master_port")
 
 
 def with_variables(options: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
     """Return options of a launch, completed from the variables that torchrun reads.
 
     Args:
-        options: Values by torchrun's names, with underscores. None stands for an option that was
-            not given.
-        environment: The environment's variables.
+        options: Values by torchrun's names, with underscores. None stands for an option that is not
+            used.
+        environment: Variables of the environment.
 
     Returns:
         All of `options`. Machines meet either at an endpoint or at a master address. If the command
@@ -33,31 +29,34 @@ def with_variables(options: Mapping[str, Any], environment: Mapping[str, str]) -
         the endpoint takes precedence, as in torchrun.
 
     Raises:
-        ConfigError: A variable is not the number that it has to be.
+        ConfigError: A variable must be a number and is not.
     """
     variables = {
         name: environment[_variable(name)] for name in options if environment.get(_variable(name))
     }
-    by_address = any(options.get(name) is not None for name in _BY_ADDRESS)
-    by_endpoint = options.get("rdzv_endpoint") is not None or (
-        not by_address and "rdzv_endpoint" in variables
+    has_address = any(options.get(name) is not None for name in _ADDRESS_OPTIONS)
+    has_endpoint = options.get("rdzv_endpoint") is not None or (
+        not has_address and "rdzv_endpoint" in variables
     )
     ignored: tuple[str, ...] = ()
-    if by_endpoint:
-        ignored = _BY_ADDRESS
-    elif by_address:
-        ignored = _BY_ENDPOINT
+    if has_endpoint:
+        ignored = _ADDRESS_OPTIONS
+    elif has_address:
+        ignored = _ENDPOINT_OPTIONS
     for name in ignored:
         variables.pop(name, None)
-    return {
-        name: _value(name, variables.get(name)) if given is None else given
-        for name, given in options.items()
-    }
+
+    completed = dict(options)
+    for name, text in variables.items():
+        if completed[name] is None:
+            completed[name] = _parse(name, text)
+    return completed
 
 
 def names_machines(environment: Mapping[str, str]) -> bool:
-    """Return whether RANK and WORLD_SIZE count machines: Kubeflow sets them for each pod, beside
-    `PET_NNODES`.
+    """Return True if RANK and WORLD_SIZE count machines.
+
+    Kubeflow sets them for each pod, in addition to `PET_NNODES`.
     """
     return _variable("nnodes") in environment and "LOCAL_RANK" not in environment
 
@@ -66,8 +65,8 @@ def _variable(name: str) -> str:
     return f"PET_{name.upper()}"
 
 
-def _value(name: str, text: str | None) -> Any:
-    if text is None or name not in _WHOLE:
+def _parse(name: str, text: str) -> Any:
+    if name not in _INTEGERS:
         return text
     if not text.strip().isdecimal():
         raise ConfigError(

@@ -1,8 +1,8 @@
-"""The launcher's look at the waits of its ranks: finds a hang, names the rank that is late with its
-stack, before any rank gives up.
+"""Detection of hangs by the launcher, which names the late rank with its stack.
 
-A rank publishes on its board what it does and waits for (`comm.board`), and writes its stacks when
-it is sent a signal. Both work while the rank is stopped or holds the interpreter's lock.
+A rank publishes on its board which operation it runs or waits for (`comm.board`), and writes its
+stacks after a signal. Both work while the rank is stopped or holds the GIL. The launcher reports a
+hang before any rank reaches its own timeout.
 """
 
 from __future__ import annotations
@@ -16,65 +16,85 @@ from plait.cluster.topology import WATCH_FOLDER
 from plait.comm import hang, stacks
 from plait.comm.board import Reading, read
 
-LOOK_SECONDS = 0.5
+POLL_SECONDS = 0.5
 STACK_SECONDS = 2.0
+"""Time that a rank gets to write its stacks."""
 STACK_SIGNAL = "PLAIT_STACK_SIGNAL"
-"""Tells `worker` which signal asks for stacks."""
+"""Variable that tells `worker` which signal requests the stacks."""
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """What the ranks need to take part. `folder`: for boards and stacks, gone with the launch."""
+    """Return the variables by which ranks take part.
+
+    Args:
+        folder: Folder for boards and stacks, which is removed with the launch.
+    """
     return {WATCH_FOLDER: str(folder), STACK_SIGNAL: str(int(stacks.SIGNAL))}
 
 
 class RankWatch:
-    """Of the ranks of one launch on this machine."""
+    """Watch over the ranks of one launch on this machine."""
 
-    def __init__(self, folder: Path, *, kept: Path | None, tell: Callable[[str], None]) -> None:
-        """`folder`: see `environment`. `kept`: where the stacks of a hang stay."""
+    def __init__(
+        self, folder: Path, *, stack_folder: Path | None, emit: Callable[[str], None]
+    ) -> None:
+        """Watch the ranks that have the variables of `environment(folder)`.
+
+        Args:
+            folder: Folder of boards and stacks.
+            stack_folder: Folder in which the stacks of a hang are kept. None for a new one.
+            emit: Receives the lines of a report.
+        """
         self._folder = folder
-        self._kept = kept
-        self._tell = tell
-        self._looked = 0.0
+        self._stack_folder = stack_folder
+        self._emit = emit
+        self._last_poll = 0.0
 
     def hangs(self, processes: Mapping[int, int]) -> bool:
-        """Whether a rank has waited longer than it may; if so that was told. `processes`: by rank,
-        of this machine, ended ones too.
+        """Return True if a rank has waited longer than its timeout, after reporting it.
+
+        Args:
+            processes: Process ids by rank of this machine, including those that have ended.
         """
         now = time.monotonic()
-        if now - self._looked < LOOK_SECONDS:
+        if now - self._last_poll < POLL_SECONDS:
             return False
-        self._looked = now
-        readings = self._read(processes)
-        found = hang.find(readings, now)
-        if found is None:
+        self._last_poll = now
+        readings = self._read_boards(processes)
+        detected = hang.find(readings, now)
+        if detected is None:
             return False
+
         states = {
-            rank: stacks.state(processes[rank]) for rank in found.suspects if rank in readings
+            rank: stacks.state(processes[rank]) for rank in detected.suspects if rank in readings
         }
         ended = [rank for rank, state in states.items() if state in stacks.ENDED]
-        self._tell(f"plait: {hang.cause(found, readings, ended=ended)}")
-        folder = self._kept or stacks.new_folder()
+        self._emit(f"plait: {hang.cause(detected, readings, ended=ended)}")
+        folder = self._stack_folder or stacks.new_folder()
         for rank, state in states.items():
-            kept = None
+            stack = None
             if state not in stacks.ENDED:
-                written = self._folder / f"{processes[rank]}.stack"
-                kept = stacks.collect(
-                    processes[rank], written, folder / f"rank-{rank}.txt", STACK_SECONDS
-                )
-            line = stacks.users_line(kept)
+                process = processes[rank]
+                source = self._folder / f"{process}.stack"
+                stack = stacks.collect(process, source, folder / f"rank-{rank}.txt", STACK_SECONDS)
             condition = hang.condition(
-                readings[rank], now, state=state, line=line, stack=str(kept or "")
+                readings[rank],
+                now,
+                state=state,
+                line=stacks.users_line(stack),
+                stack=str(stack or ""),
             )
-            self._tell(f"plait: {condition}")
+            self._emit(f"plait: {condition}")
         return True
 
-    def _read(self, processes: Mapping[int, int]) -> dict[int, Reading]:
-        found = {}
+    def _read_boards(self, processes: Mapping[int, int]) -> dict[int, Reading]:
+        readings = {}
         for rank, process in processes.items():
             reading = read(self._folder / f"{process}.board")
-            if reading is not None and reading.process == process:
-                found[rank] = (
-                    replace(reading, waits=()) if stacks.state(process) in stacks.ENDED else reading
-                )
-        return found
+            # A board of another process remains from an earlier attempt.
+            if reading is None or reading.process != process:
+                continue
+            if stacks.state(process) in stacks.ENDED:
+                reading = replace(reading, waits=())
+            readings[rank] = reading
+        return readings

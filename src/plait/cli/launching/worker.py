@@ -1,14 +1,15 @@
-"""What `plait launch` starts on every rank: runs the user's script or module as `__main__` and
-records how it fails.
+"""Program of every rank: runs the user's script or module as `__main__` and records its failure.
 
-Not imported but run by its path, before anything of Plait or torch is imported, so that the script
-finds the interpreter as `python script.py` leaves it. An exception goes to the file the launcher
-watches, and is printed here only where there is no such file: the launcher prints the first failure
-first. The process never outlives its launcher.
+The launcher runs this file by its path, before anything of Plait or torch is imported, so that the
+script finds the interpreter in the state in which `python script.py` leaves it. An exception is
+written to the file that the launcher watches, because the launcher prints the first failure first.
+It is printed here only if there is no such file. The process never outlives its launcher.
 
-    python worker.py LAUNCHER_PID script.py arguments... python worker.py LAUNCHER_PID -m module
-    arguments... python worker.py LAUNCHER_PID --stand-by DESCRIPTOR      imports what the ranks
-    have, until it is told to be one (`standby`)
+    python worker.py LAUNCHER_PID script.py arguments...
+    python worker.py LAUNCHER_PID -m module arguments...
+    python worker.py LAUNCHER_PID --stand-by DESCRIPTOR
+
+The last form is a standby process, see Note [Standby processes] in `standby`.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType, TracebackType
 
 EXIT_TIMEOUT_SECONDS = 60
-"""A rank that failed but cannot end (a thread or a communicator blocks its exit) is ended after
-this, with every thread's stack.
+"""Time after which a failed rank that cannot end is killed, after printing all stacks.
+
+A thread or a communicator can block its exit.
 """
 THREADS_SECONDS = 2
-"""Of them for threads that are not daemons: others wait meanwhile."""
+"""Time that a failed rank waits for threads that are not daemons. Other ranks wait meanwhile."""
 
-
-IMPORTED = (
+STANDBY_PACKAGES = (
     "torch",
     "numpy",
     "safetensors",
@@ -53,48 +54,50 @@ IMPORTED = (
     "trl",
     "plait",
 )
-"""Packages that are imported while a process stands by: nothing in them is different on another
-rank.
-"""
-LOOK_SECONDS = 1.0
-"""Imports that rest for this long are listed."""
+"""Packages that a standby process imports, because their import does not depend on the rank."""
+IMPORT_POLL_SECONDS = 1.0
+"""Interval between looks at the imported modules. An unchanged number of modules is written."""
 
 
 class UserError(Exception):
-    """A script or module that cannot be started: told without a traceback."""
+    """Script or module that cannot be started. The message is printed without a traceback."""
 
 
 def main(arguments: list[str]) -> None:
-    """Run it. Exits with the script's own exit code, 1 after an exception, or a PlaitError's
-    code.
+    """Run the script or module.
+
+    The process exits with the exit code of the script, with 1 after an exception, or with the exit
+    code of a PlaitError.
     """
     _die_with(int(arguments[0]))
     if arguments[1] == "--stand-by":
         arguments = [arguments[0], *_stand_by(int(arguments[2]))]
     faulthandler.enable()
-    _write_stacks_when_asked()
-    _list_imports()
+    _register_stack_signal()
+    _start_listing_imports()
     try:
-        code, module = (
-            _load_module(arguments[2:]) if arguments[1] == "-m" else _load_script(arguments[1:])
-        )
+        if arguments[1] == "-m":
+            code, module = _load_module(arguments[2:])
+        else:
+            code, module = _load_script(arguments[1:])
         sys.modules["__main__"] = module
         exec(code, module.__dict__)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except Exception as error:
         faulthandler.dump_traceback_later(EXIT_TIMEOUT_SECONDS, exit=True)
-        _leave(_fail(error))
+        _exit_process(_report_failure(error))
 
 
-def _leave(exit_code: int) -> None:
-    """End as the interpreter does, with its threads and what is registered for the end, but for
-    taking the modules apart: that takes seconds with torch, in which other ranks wait for this one.
+def _exit_process(exit_code: int) -> None:
+    """End like the interpreter, but without the teardown of modules.
+
+    With torch the teardown takes seconds, in which other ranks wait for this one.
     """
-    ends = time.monotonic() + THREADS_SECONDS
+    deadline = time.monotonic() + THREADS_SECONDS
     for thread in threading.enumerate():
         if not thread.daemon and thread is not threading.main_thread():
-            thread.join(max(0.0, ends - time.monotonic()))
+            thread.join(max(0.0, deadline - time.monotonic()))
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
@@ -117,17 +120,22 @@ def _load_script(arguments: list[str]) -> tuple[CodeType, ModuleType]:
 
 
 def _load_module(arguments: list[str]) -> tuple[CodeType, ModuleType]:
-    """As `python -m` does it: a package means its `__main__`, and the current folder is where
-    imports begin.
+    """Load a module as `python -m` does.
+
+    A package stands for its `__main__`, and imports are resolved from the current folder first.
     """
     sys.argv = arguments
     sys.path[0] = os.getcwd()
     name = arguments[0]
-    spec = _find(name)
+    spec = _find_spec(name)
     if spec is not None and spec.submodule_search_locations is not None:
-        spec = _find(f"{name}.__main__")
-    get_code = getattr(spec.loader, "get_code", None) if spec is not None else None
-    code = get_code(spec.name) if spec is not None and get_code is not None else None
+        spec = _find_spec(f"{name}.__main__")
+    code = None
+    if spec is not None:
+        # Namespace packages and extension modules have no code.
+        get_code = getattr(spec.loader, "get_code", None)
+        if get_code is not None:
+            code = get_code(spec.name)
     if spec is None or code is None:
         raise UserError(
             f"-m {name}: not a module that Python can run from here; check its name and the current"
@@ -139,10 +147,11 @@ def _load_module(arguments: list[str]) -> tuple[CodeType, ModuleType]:
     return code, module
 
 
-def _find(name: str) -> ModuleSpec | None:
+def _find_spec(name: str) -> ModuleSpec | None:
     try:
         return importlib.util.find_spec(name)
     except ModuleNotFoundError as error:
+        # Another name belongs to a failing import inside of a parent package.
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
             return None
         raise
@@ -151,46 +160,49 @@ def _find(name: str) -> ModuleSpec | None:
 def _main_module(spec: ModuleSpec | None) -> ModuleType:
     module = ModuleType("__main__")
     module.__spec__ = spec
-    module.__loader__ = spec.loader if spec is not None else None
-    module.__package__ = spec.parent if spec is not None else None
+    if spec is None:
+        module.__loader__ = None
+        module.__package__ = None
+    else:
+        module.__loader__ = spec.loader
+        module.__package__ = spec.parent
     module.__dict__["__builtins__"] = __builtins__
     return module
 
 
-def _fail(error: Exception) -> int:
-    """Record the failure, or print it where no launcher reads the record; the exit code."""
-    exit_code, text, told = _describe(error)
-    recorded = _record(error, exit_code, text, told)
-    # Hooks that report elsewhere (an error tracker) keep working; what they print (torch's does)
-    # the launcher tells better.
+def _report_failure(error: Exception) -> int:
+    """Record a failure, or print it if no launcher reads the record. Return the exit code."""
+    exit_code, text, is_message = _describe(error)
+    recorded = _write_record(error, exit_code, text, is_message)
+    # Hooks of error trackers keep working. Their output is dropped, because torch's hook prints a
+    # traceback that the launcher prints too.
     with contextlib.suppress(Exception), contextlib.redirect_stderr(io.StringIO()):
-        sys.excepthook(type(error), error, _own_frames_removed(error.__traceback__))
+        sys.excepthook(type(error), error, _without_own_frames(error.__traceback__))
     if not recorded:
         print(text, file=sys.stderr, flush=True)
     return exit_code
 
 
 def _describe(error: Exception) -> tuple[int, str, bool]:
-    """(exit code, what to print, whether that is a sentence for the user and no traceback)."""
+    """Return the exit code, the text, and whether the text is a message without a traceback."""
+    # plait.errors is not imported here. If the script did not import it, it raised no PlaitError.
     errors = sys.modules.get("plait.errors")
     if isinstance(error, UserError):
         return 2, str(error), True
     if errors is not None and isinstance(error, errors.PlaitError):
         return error.exit_code, str(error), True
-    lines = traceback.format_exception(type(error), error, _own_frames_removed(error.__traceback__))
+    lines = traceback.format_exception(type(error), error, _without_own_frames(error.__traceback__))
     return 1, "".join(lines).rstrip(), False
 
 
-def _own_frames_removed(trace: TracebackType | None) -> TracebackType | None:
+def _without_own_frames(trace: TracebackType | None) -> TracebackType | None:
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
     return trace
 
 
-def _record(error: Exception, exit_code: int, text: str, told: bool) -> bool:
-    """Write the failure where the launcher looks, in the format of torch's error files,
-    atomically.
-    """
+def _write_record(error: Exception, exit_code: int, text: str, is_message: bool) -> bool:
+    """Write the failure to the error file of torch atomically. Return False if there is none."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return False
@@ -200,7 +212,7 @@ def _record(error: Exception, exit_code: int, text: str, told: bool) -> bool:
             "message": f"{type(error).__name__}: {error}",
             "extraInfo": {"py_callstack": text, "timestamp": str(now // 10**9)},
         },
-        "plait": {"time_ns": now, "exit_code": exit_code, "pid": os.getpid(), "told": told},
+        "plait": {"time_ns": now, "exit_code": exit_code, "pid": os.getpid(), "told": is_message},
     }
     try:
         with open(f"{path}.partial", "w", encoding="utf-8") as file:
@@ -211,9 +223,10 @@ def _record(error: Exception, exit_code: int, text: str, told: bool) -> bool:
     return True
 
 
-def _write_stacks_when_asked() -> None:
-    """The launcher's signal writes the stacks of all threads, from C: also while a call holds the
-    interpreter's lock.
+def _register_stack_signal() -> None:
+    """Let a signal of the launcher write the stacks of all threads to a file.
+
+    faulthandler writes them from C, even while a call holds the GIL.
     """
     folder = os.environ.get("PLAIT_WATCH_FOLDER")
     number = os.environ.get("PLAIT_STACK_SIGNAL", "")
@@ -226,27 +239,29 @@ def _write_stacks_when_asked() -> None:
         faulthandler.register(int(number), file=file, all_threads=True)
 
 
-def _list_imports() -> None:
-    """Where a launch has processes that stand by, one rank of the machine keeps a list of its
-    imports for them, in a thread.
-    """
+def _start_listing_imports() -> None:
+    """Let one rank of the machine list its imports for the standby processes, in a thread."""
     path = os.environ.get("PLAIT_STANDBY")
     if path and os.environ.get("LOCAL_RANK") == "0":
-        threading.Thread(target=_keep_list, args=(path,), name="plait-imports", daemon=True).start()
+        threading.Thread(
+            target=_list_imports, args=(path,), name="plait-imports", daemon=True
+        ).start()
 
 
-def _keep_list(path: str) -> None:
-    seen = written = 0
+def _list_imports(path: str) -> None:
+    previous = 0
+    written = 0
     while True:
-        time.sleep(LOOK_SECONDS)
-        names = [name for name in list(sys.modules) if name.partition(".")[0] in IMPORTED]
-        if len(names) == seen != written:
-            packages = {name: _origin(name) for name in IMPORTED if name in names}
+        time.sleep(IMPORT_POLL_SECONDS)
+        names = [name for name in list(sys.modules) if name.partition(".")[0] in STANDBY_PACKAGES]
+        # While the number grows, the script is still importing.
+        if len(names) == previous and previous != written:
+            packages = {name: _origin(name) for name in STANDBY_PACKAGES if name in names}
             with open(f"{path}.partial", "w", encoding="utf-8") as file:
                 json.dump({"packages": packages, "modules": names}, file)
             os.replace(f"{path}.partial", path)
-            written = seen
-        seen = len(names)
+            written = previous
+        previous = len(names)
 
 
 def _origin(name: str) -> str | None:
@@ -255,53 +270,61 @@ def _origin(name: str) -> str | None:
 
 
 def _stand_by(descriptor: int) -> list[str]:
-    """Import what the ranks list, whenever the launcher says that there is more; then be a rank:
-    its arguments.
+    """Import modules when the launcher requests it, until this process becomes a rank.
+
+    Returns:
+        The arguments of the rank.
     """
-    # not the folder of this file; the rank's own is not known yet
+    # The folder of this file must not be searched, and the folder of the script is not known yet.
     sys.path[0] = sysconfig.get_path("stdlib")
-    line = socket.socket(fileno=descriptor)
+    connection = socket.socket(fileno=descriptor)
     while True:
-        text, files, *_ = socket.recv_fds(line, 4096, 2)
-        if not text:
+        message, files, *_ = socket.recv_fds(connection, 4096, 2)
+        if not message:
             sys.exit(0)
-        order = text.decode().strip()
-        if order.startswith("run "):
+        # Several import requests can arrive in one message.
+        request = message.decode().strip()
+        if request.startswith("run "):
             break
         with (
             contextlib.suppress(OSError),
             contextlib.redirect_stdout(io.StringIO()),
             contextlib.redirect_stderr(io.StringIO()),
         ):
-            _import(os.environ["PLAIT_STANDBY"])
-        line.sendall(b"ready\n" * len(order.splitlines()))
-    line.close()
-    with open(order[4:], encoding="utf-8") as file:
-        told = json.load(file)
-    os.unlink(order[4:])
-    for number, given in zip(told["files"], files, strict=True):
-        os.dup2(given, number)
-        os.close(given)
+            _import_listed(os.environ["PLAIT_STANDBY"])
+        connection.sendall(b"ready\n" * len(request.splitlines()))
+    connection.close()
+
+    path = request.removeprefix("run ")
+    with open(path, encoding="utf-8") as file:
+        order = json.load(file)
+    os.unlink(path)
+    # Standard output and standard error of the rank.
+    for number, received in zip(order["files"], files, strict=True):
+        os.dup2(received, number)
+        os.close(received)
     os.environ.clear()
-    os.environ.update(told["environment"])
-    arguments: list[str] = told["arguments"]
-    return arguments[1:]  # after the launcher's process
+    os.environ.update(order["environment"])
+    arguments: list[str] = order["arguments"]
+    # The first argument is the process id of the launcher.
+    return arguments[1:]
 
 
-def _import(path: str) -> None:
+def _import_listed(path: str) -> None:
     with open(path, encoding="utf-8") as file:
         listed = json.load(file)
-    # a script may bring its own
-    alike = {name for name, origin in listed["packages"].items() if _origin(name) == origin}
+    # A script can bring its own copy of a package, which must not be replaced by the installed one.
+    same_packages = {name for name, origin in listed["packages"].items() if _origin(name) == origin}
     for name in listed["modules"]:
-        if name.partition(".")[0] in alike:
+        if name.partition(".")[0] in same_packages:
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
 
 
 def _die_with(launcher: int) -> None:
-    """Have the kernel kill this process when its launcher dies without ending it (Linux; elsewhere
-    the launcher's signals must do).
+    """Let the kernel kill this process when its launcher dies.
+
+    This works on Linux only. Elsewhere the launcher has to send signals.
     """
     if sys.platform == "linux":
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG, <sys/prctl.h>

@@ -1,8 +1,7 @@
-"""A training file in which the layout says "auto": planned for the devices that are here, and
-written as the file that runs.
+"""Planning of training files whose layout contains "auto", for the devices of this machine.
 
-That file is next to the run's folder. As long as the training file asks for the same on as many
-devices, the next start takes it as it is, so a run keeps its layout when it goes on.
+The planned file is written next to the run's folder. While the training file and the number of
+devices stay the same, later starts use the planned file, so that a resumed run keeps its layout.
 """
 
 from __future__ import annotations
@@ -12,8 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from plait.cli.launching.count import processes_of
-from plait.cli.planning.request import cluster_for
+from plait.cli.planning.request import cluster_for, process_count
 from plait.config.resolving.resolve import look
 from plait.errors import InputError
 from plait.files import user_path
@@ -31,56 +29,73 @@ def planned_file(
     fresh: bool,
     say: Callable[[str], None],
 ) -> Path | None:
-    """The file with nothing of the layout left open, for that number of processes or for those that
-    the file starts; None where `file` leaves nothing open that takes a search. Raises ConfigError
-    or InputError for what cannot be planned.
+    """Plan the layout of a training file, and return the file with the planned layout.
+
+    Args:
+        file: The training file.
+        overrides: Values of --set.
+        processes: Number of processes. None for the number that the file starts.
+        fresh: Whether to plan again if the file was planned before.
+        say: Receives lines for the console.
+
+    Returns:
+        The planned file, or None if the layout has no "auto" that requires a search.
+
+    Raises:
+        ConfigError: The file is not valid.
+        InputError: The file cannot be planned.
     """
-    _, found = look(file, overrides)
-    asked = searched(found.tree)
-    if not asked:
+    _, document = look(file, overrides)
+    searched_keys = searched(document.tree)
+    if not searched_keys:
         return None
-    told = read_file(found)
-    run = told.config.run
-    beside = (
-        run.folder if run is not None and "folder" in run.model_fields_set else f"runs/{file.stem}"
-    )
-    path = user_path(f"{beside}.planned.json", "run.folder")
-    cluster = cluster_for(gpus=processes or processes_of(told.config))
-    if not fresh and _planned(path) == (found.raw, cluster.devices):
-        say(f'{", ".join(asked)}: "auto" was planned before ({path})')
+    training_file = read_file(document)
+    run = training_file.config.run
+    folder = f"runs/{file.stem}"
+    if run is not None and "folder" in run.model_fields_set:
+        folder = str(run.folder)
+    path = user_path(f"{folder}.planned.json", "run.folder")
+    cluster = cluster_for(gpus=processes or process_count(training_file.config))
+
+    keys = ", ".join(searched_keys)
+    if not fresh and _planned_for(path) == (document.raw, cluster.devices):
+        say(f'{keys}: "auto" was planned before ({path})')
         return path
-    _, plan = complete(told, cluster=cluster)
-    write(plan, path, found.raw)
+
+    _, plan = complete(training_file, cluster=cluster)
+    write(plan, path, document.raw)
     best = plan.best[0]
-    left_out = unpriced(told.config)
-    if left_out:
-        say(f"no plan prices {', '.join(left_out)}: what they change is not in the prediction")
-    chosen = (
-        f"{describe(best.layout)}, {best.seconds:.3g} s a step predicted, of {plan.candidates:,}"
-        " layouts"
+    not_modelled = unpriced(training_file.config)
+    if not_modelled:
+        say(f"plans do not model {', '.join(not_modelled)}: the prediction lacks their effect")
+    say(
+        f'{keys}: "auto" is {describe(best.layout)}, {best.seconds:.3g} s per step predicted, of'
+        f" {plan.candidates:,} layouts ({path})"
     )
-    say(f'{", ".join(asked)}: "auto" is {chosen} ({path})')
     return path
 
 
 def refuse_auto(file: Path, overrides: list[str]) -> None:
-    """Raise InputError for a file that takes a search, in one of several processes that are there
-    already.
+    """Raise InputError if a file must be planned. Processes of a launcher call it.
+
+    They cannot plan, because the plan decides how the processes are started.
     """
-    _, found = look(file, overrides)
-    asked = searched(found.tree)
-    if asked and not found.problems:
+    _, document = look(file, overrides)
+    searched_keys = searched(document.tree)
+    if searched_keys and not document.problems:
         raise InputError(
-            f'{file}: {", ".join(asked)} = "auto" is planned before processes are started, and'
-            f" these are there already; run `plait plan {file} --out planned.json` and start"
+            f'{file}: {", ".join(searched_keys)} = "auto" is planned before processes are started,'
+            f" and these run already; run `plait plan {file} --out planned.json` and start"
             f" planned.json, or use `plait train {file}` on one machine"
         )
 
 
-def _planned(path: Path) -> tuple[Mapping[str, Any], int] | None:
-    """What the file at `path` was planned for: a configuration, and a number of devices."""
+def _planned_for(path: Path) -> tuple[Mapping[str, Any], int] | None:
+    """Return the configuration and the number of devices that a planned file was planned for."""
     try:
+        if not path.is_file():
+            return None
         content = json.loads(path.with_suffix(".plan.json").read_text(encoding="utf-8"))
-        return (content["asked"], content["cluster"]["devices"]) if path.is_file() else None
+        return content["asked"], content["cluster"]["devices"]
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -1,4 +1,4 @@
-"""The devices that a calibration is of, and what is printed of it."""
+"""Devices of the running processes, and the output of a calibration."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from plait.planner.measured import MeasuredRuns
 
 
 def default_cache() -> Path:
-    """The folder for what is kept between runs, where no file names one."""
+    """Return the cache folder for runs whose file does not name one."""
     return Path(os.environ.get("PLAIT_CACHE") or Path.home() / ".cache" / "plait").expanduser()
 
 
 def live_devices() -> tuple[Topology, str]:
-    """The machines of the processes that run now, and what their devices call themselves."""
+    """Return the machines of the running processes, and the name that their devices report."""
     topology = discover()
     name = "cpu"
     if topology.device_type == accelerator.NAME:
@@ -39,23 +39,31 @@ def live_devices() -> tuple[Topology, str]:
 
 
 def live_cluster() -> Cluster:
-    """The devices of the processes that run now. Raises InputError for GPUs that are not in the
-    catalogue.
+    """Return the devices of the running processes for the planner.
+
+    Raises:
+        InputError: The catalogue lacks these GPUs.
     """
     return cluster_of(*live_devices())
 
 
 @contextmanager
 def progress(total: int, *, shown: bool) -> Iterator[Callable[[str], None]]:
-    """A bar on standard error that counts to `total`; a line a measurement where that is no
-    terminal.
+    """Show the progress of measurements on standard error: a bar on a terminal, lines elsewhere.
+
+    Args:
+        total: Number of measurements.
+        shown: Whether this process shows anything.
+
+    Yields:
+        A function that receives the name of each finished measurement.
     """
     if not shown:
         yield lambda _: None
         return
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield _Lines(total)
+        yield _ProgressPrinter(total)
         return
     with Progress(
         BarColumn(),
@@ -66,81 +74,81 @@ def progress(total: int, *, shown: bool) -> Iterator[Callable[[str], None]]:
     ) as bar:
         task = bar.add_task("starting", total=total)
 
-        def done(what: str) -> None:
-            bar.update(task, advance=1, description=what)
+        def finish(name: str) -> None:
+            bar.update(task, advance=1, description=name)
 
-        yield done
+        yield finish
 
 
-class _Lines:
-    """A line about every ten seconds, and one at the end."""
+class _ProgressPrinter:
+    """Prints a line about every ten seconds, and one at the end."""
 
     def __init__(self, total: int) -> None:
-        self._total, self._count, self._began = total, 0, time.monotonic()
-        self._told = self._began
+        self._total = total
+        self._count = 0
+        self._started = time.monotonic()
+        self._last_line = self._started
 
-    def __call__(self, what: str) -> None:
+    def __call__(self, name: str) -> None:
         self._count += 1
         now = time.monotonic()
-        if self._count in (1, self._total) or now - self._told >= 10:
-            self._told = now
+        if self._count in (1, self._total) or now - self._last_line >= 10:
+            self._last_line = now
             print(
-                f"plait: {self._count} of {self._total} measurements, {now - self._began:.0f} s:"
-                f" {what}",
+                f"plait: {self._count} of {self._total} measurements, {now - self._started:.0f} s:"
+                f" {name}",
                 file=sys.stderr,
                 flush=True,
             )
 
 
 def print_rates(rates: DeviceRates) -> None:
-    """What was measured of the device."""
+    """Print the measured rates of a device."""
     for name, value in rates.products.items():
         print(f"product {name:<22} {value / 1e9:10.1f} GFLOP/s")
     print(f"memory {'':<23} {rates.memory_bytes_per_second / 1e9:10.1f} GB/s")
     if rates.all_reduce is not None:
         fixed, per_byte = rates.all_reduce
-        print(
-            f"all-reduce {'':<19} {fixed * 1e6:10.0f} us"
-            + (f" + {1 / per_byte / 1e9:.2f} GB/s" if per_byte else "")
-        )
+        bandwidth = f" + {1 / per_byte / 1e9:.2f} GB/s" if per_byte else ""
+        print(f"all-reduce {'':<19} {fixed * 1e6:10.0f} us{bandwidth}")
     print()
 
 
 def print_calibration(
-    found: Calibration, runs: MeasuredRuns, *, known: Knowledge | None = None
+    calibration: Calibration, runs: MeasuredRuns, *, known: Knowledge | None = None
 ) -> None:
-    """The constants that moved with their priors and uncertainties, and errors before, after, and
-    with each row left out.
+    """Print the fitted constants with their uncertainties, and the errors of the fit.
+
+    Args:
+        calibration: The fitted constants.
+        runs: Measured runs that they were fitted to.
+        known: Knowledge before the fit. None for the shipped constants.
     """
     shipped = knowledge().constants
     prior = (known or knowledge()).constants
     rows = []
-    kept = 0
-    for fit in (found.time, found.memory):
+    undetermined = 0
+    for fit in (calibration.time, calibration.memory):
         if not fit.rows:
             continue
         for name, deviation in zip(fit.names, np.sqrt(np.diag(fit.covariance)), strict=True):
             before = prior[name]
             value = float(fit.rates[name])
+            is_shipped = before == shipped[name]
+            # The fit neither narrowed nor moved the prior.
             if (
-                before == shipped[name]
+                is_shipped
                 and deviation > 0.98 * before.width
                 and abs(np.log(value / before.median)) < 0.02 * before.width
             ):
-                kept += 1
+                undetermined += 1
                 continue
-            measured = (
-                ""
-                if before == shipped[name]
-                else f"{before.median:.3g} ±{100 * before.width:.0f} %"
-            )
-            shipped_text = f"{shipped[name].median:.3g} ±{100 * shipped[name].width:.0f} %"
             rows.append(
                 [
                     name,
-                    shipped_text,
-                    measured,
-                    f"{value:.3g} ±{100 * deviation:.0f} %",
+                    _with_uncertainty(shipped[name].median, shipped[name].width),
+                    "" if is_shipped else _with_uncertainty(before.median, before.width),
+                    _with_uncertainty(value, deviation),
                     shipped[name].meaning,
                 ]
             )
@@ -149,20 +157,20 @@ def print_calibration(
         ["constant", "shipped", "rates measured", "fitted", "meaning"],
         rows,
     )
-    if kept:
-        print(f"{kept} constants that these runs do not determine stay as shipped\n")
-    lines = [
-        ("before", errors_with(runs, uncalibrated())),
-        ("after", errors_with(runs, found)),
-        ("left out", errors_left_out(runs, known)),
+    if undetermined:
+        print(f"{undetermined} constants that these runs do not determine stay as shipped\n")
+
+    errors = [
+        ("before", "with the shipped constants", errors_with(runs, uncalibrated())),
+        ("after", "of the fitted layouts", errors_with(runs, calibration)),
+        ("left out", "each layout by a fit to all others", errors_left_out(runs, known)),
     ]
-    words = {
-        "before": "by the constants that ship",
-        "after": "of the layouts fitted",
-        "left out": "each layout by a fit to all others",
-    }
-    for name, (count, middle, largest) in lines:
+    for name, meaning, (count, middle, largest) in errors:
         print(
             f"error {name:<9} median {middle:6.1%}, largest {largest:6.1%} over {count} layouts,"
-            f" {words[name]}"
+            f" {meaning}"
         )
+
+
+def _with_uncertainty(value: float, deviation: float) -> str:
+    return f"{value:.3g} ±{100 * deviation:.0f} %"

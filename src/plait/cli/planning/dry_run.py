@@ -1,9 +1,8 @@
-"""`plait dryrun`: one rank of a planned layout, built by the engine itself and stepped without its
-peers, against the prediction.
+"""Dry run of one rank of a planned layout, and its comparison with the planner's prediction.
 
-On fake tensors it runs anywhere and holds nothing; the memory is then predicted for the operators
-of the device type that stands there. On a GPU (`--on-device`) kernels run and time and memory are
-the device's.
+The engine builds and steps the rank without the other ranks. With fake tensors this needs no memory
+and no GPU; the prediction is then made for the operators of the device type of this machine. On a
+GPU (`--on-device`) kernels run, and time and memory are measured.
 """
 
 from __future__ import annotations
@@ -40,62 +39,61 @@ from plait.verify.model_under_test import transformers_model
 
 @dataclass(frozen=True)
 class DryRun:
-    """What was run, what it held and what had been predicted."""
+    """Measurements of a dry run, next to the prediction."""
 
     rank: int
     world_size: int
     stage: str
-    """Where in the pipeline the rank is."""
+    """Position of the rank in the pipeline, for the user."""
     found: SingleRankRun
     predicted: Mapping[str, float]
-    """Bytes by the names of `found`: parameters, optimizer, peak. Empty where the planner prices no
-    such rank.
+    """Predicted bytes of `parameters`, `optimizer` and `peak`.
+
+    Empty if the planner does not model this rank.
     """
     moment: str
+    """Point of the step at which the peak is predicted."""
     micro_batches_run: int
-    """Micro-batches of the step that was run."""
+    """Number of micro-batches of the step that was run."""
     accumulation: int
-    """Micro-batches of the planned step."""
+    """Number of micro-batches of the planned step."""
     notes: tuple[str, ...]
 
     def rows(self) -> list[tuple[str, float | None, float, float | None]]:
-        """(what, predicted, dry run, predicted / dry run)."""
-        found = {
+        """Return the name, prediction, measurement and their ratio for each kind of memory."""
+        measurements = {
             "parameters": self.found.parameters,
             "optimizer": self.found.optimizer,
             "peak": self.found.peak,
         }
         rows = []
-        for name, measured in found.items():
-            told = self.predicted.get(name)
-            rows.append(
-                (
-                    name,
-                    told,
-                    float(measured),
-                    told / measured if told is not None and measured else None,
-                )
-            )
+        for name, measured in measurements.items():
+            predicted = self.predicted.get(name)
+            ratio = None
+            if predicted is not None and measured:
+                ratio = predicted / measured
+            rows.append((name, predicted, float(measured), ratio))
         return rows
 
     def as_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return the measurements and predictions as plain values."""
+        sizes = {}
+        for name, predicted, measured, ratio in self.rows():
+            sizes[name] = {"predicted": predicted, "dry_run": measured, "ratio": ratio}
+        sizes["gradients"] = {"predicted": None, "dry_run": self.found.gradients, "ratio": None}
         return {
             "rank": self.rank,
             "world_size": self.world_size,
             "stage": self.stage,
             "device": self.found.device,
-            "bytes": (
-                {n: {"predicted": p, "dry_run": m, "ratio": r} for n, p, m, r in self.rows()}
-                | {"gradients": {"predicted": None, "dry_run": self.found.gradients, "ratio": None}}
-            ),
+            "bytes": sizes,
             "peak_predicted_during": self.moment,
             "peak_during": self.found.peak_during,
             "micro_batches_run": self.micro_batches_run,
             "micro_batches_of_a_step": self.accumulation,
             "flops": self.found.flops,
             "operators": [asdict(operator) for operator in self.found.operators],
-            "traffic": [asdict(sent) for sent in self.found.traffic],
+            "traffic": [asdict(collective) for collective in self.found.traffic],
             "build_seconds": self.found.build_seconds,
             "step_seconds": self.found.step_seconds,
             "notes": list(self.notes),
@@ -111,8 +109,20 @@ def dry_run(
     on_device: bool = False,
     quiet: bool = False,
 ) -> DryRun:
-    """Run a rank of the configuration `tree` on as many devices as `request` has. Raises
-    ConfigError, InputError or ModelError for what does not run.
+    """Run one rank of a configuration.
+
+    Args:
+        request: Request of the plan, with the number of devices.
+        tree: The configuration.
+        rank: Rank to run. None for the one that is predicted to need the most memory.
+        full_step: Whether to run all micro-batches, not only as many as reach the peak.
+        on_device: Whether to run the kernels on this machine's GPU, not on fake tensors.
+        quiet: Whether to print no progress to standard error.
+
+    Raises:
+        ConfigError: The configuration or the rank is not valid.
+        InputError: Transformers cannot build the model.
+        ModelError: The configuration cannot be applied to the model.
     """
     world = request.cluster.devices
     full = resolve(load(dict(tree)), world_size=world)
@@ -122,120 +132,126 @@ def dry_run(
             Problem("--rank", rank, f"the layout has ranks 0 to {world - 1:,}", "give one of them")
         )
     notes = []
-    layout, why = layout_of(full)
+    layout, reason = layout_of(full)
     if layout is None:
-        notes.append(f"no memory is predicted: {why}")
-    asked = rank
+        notes.append(f"no memory is predicted: {reason}")
+    rank_is_chosen = rank is None
     if rank is None:
-        rank = _fullest(request, layout, world, pp) if layout is not None else 0
-    at = full.layout.coordinates(rank)["pp"]
-    stage = "the only stage" if pp == 1 else f"rank {at} of {pp} in the pipeline"
+        rank = 0
+        if layout is not None:
+            rank = _fullest_rank(request, layout, world, pp)
+    pp_rank = full.layout.coordinates(rank)["pp"]
+    stage = "the only stage" if pp == 1 else f"rank {pp_rank} of {pp} in the pipeline"
     predicted: dict[str, float] = {}
     moment = ""
-    if layout is not None and at in (0, pp - 1):
-        predicted, moment = _predicted(
-            request, layout, last=at == pp - 1 and pp > 1, on_device=on_device
-        )
+    if layout is not None and pp_rank in (0, pp - 1):
+        is_last = pp_rank == pp - 1 and pp > 1
+        predicted, moment = _predict(request, layout, last=is_last, on_device=on_device)
     elif layout is not None:
         notes.append(
-            "no memory is predicted: the planner prices the first and the last rank of a pipeline,"
-            " and this one is between"
+            "no memory is predicted: the planner models the first and the last rank of a pipeline,"
+            " and this one is between them"
         )
+
     count = full.batch.accumulation
-    micro_batches_run = count if full_step else _enough(full)
+    micro_batches_run = count if full_step else _micro_batches_to_peak(full)
     resolved = full
     if micro_batches_run < count:
-        fewer = copy.deepcopy(dict(tree))
-        fewer["gradient_accumulation_steps"] = micro_batches_run
-        fewer["train_batch_size"] = micro_batches_run * full.batch.micro_batch_size * full.layout.dp
-        resolved = resolve(load(fewer), world_size=world)
+        shorter = copy.deepcopy(dict(tree))
+        samples = micro_batches_run * full.batch.micro_batch_size * full.layout.dp
+        shorter["gradient_accumulation_steps"] = micro_batches_run
+        shorter["train_batch_size"] = samples
+        resolved = resolve(load(shorter), world_size=world)
         notes.append(
             f"{micro_batches_run} of the step's {count} micro-batches were run, enough for its"
-            " peak; operators and traffic are of those (--full-step runs all)"
+            " peak; operators and traffic are those of the micro-batches that were run (--full-step"
+            " runs all)"
         )
-    model = _model(tree)
-    if asked is None and pp > 1:
+    model = _build_model(tree)
+    if rank_is_chosen and pp > 1:
         notes.append(
             f"rank {rank:,} is predicted to need the most memory; choose another with --rank"
         )
-    began = time.perf_counter()
+    started = time.perf_counter()
 
-    def tell(what: str) -> None:
+    def print_phase(phase: str) -> None:
         if not quiet:
             print(
-                f"plait: dry run, {time.perf_counter() - began:.0f} s: {what}",
+                f"plait: dry run, {time.perf_counter() - started:.0f} s: {phase}",
                 file=sys.stderr,
                 flush=True,
             )
 
-    found = run_single_rank(
+    run = run_single_rank(
         model,
         resolved,
         rank=rank,
         samples=full.batch.micro_batch_size,
         length=request.sequence,
         real=on_device,
-        tell=tell,
+        tell=print_phase,
     )
     return DryRun(
-        rank, world, stage, found, predicted, moment, micro_batches_run, count, tuple(notes)
+        rank=rank,
+        world_size=world,
+        stage=stage,
+        found=run,
+        predicted=predicted,
+        moment=moment,
+        micro_batches_run=micro_batches_run,
+        accumulation=count,
+        notes=tuple(notes),
     )
 
 
 def layout_of(resolved: Resolved) -> tuple[dict[str, Any] | None, str]:
-    """The planner's fields of a resolved configuration; None with the reason where it has none for
-    something of it.
+    """Return the planner's fields of a resolved configuration.
+
+    If the planner does not model a setting, return None and the reason.
     """
-    at = resolved.layout
-    recompute = resolved.recompute
+    layout = resolved.layout
     pipeline = resolved.pipeline
-    if recompute.mode not in RECOMPUTE_FIXED:
-        return None, f"the planner does not price the recomputation {recompute.mode}"
+    if resolved.recompute.mode not in RECOMPUTE_FIXED:
+        return None, f"the planner does not model the recomputation {resolved.recompute.mode}"
     if resolved.activation_offload.fraction > 0:
-        return None, "the planner prices no activations on the host"
+        return None, "the planner does not model activations on the host"
     if resolved.parameter_offload.device == "nvme":
-        return None, "the planner prices no parameters in files"
-    if at.pp > 1 and pipeline.schedule not in SCHEDULE_INDEX:
-        return None, f"the planner does not price the schedule {pipeline.schedule}"
+        return None, "the planner does not model parameters in files"
+    if layout.pp > 1 and pipeline.schedule not in SCHEDULE_INDEX:
+        return None, f"the planner does not model the schedule {pipeline.schedule}"
     if resolved.optimizer.type not in ("Adam", "AdamW"):
         return None, "the planner models AdamW"
-    chunks = (
-        1
-        if at.pp == 1
-        else pipeline.stages_per_rank or TABLES[pipeline.schedule].stages_per_rank[0]
-    )
-    found = planned_layout(resolved)
-    schedule = SCHEDULES.index(found["schedule"])
-    kind = RECOMPUTE.index(found["recompute"])
-    return (
-        found
-        | {
-            "schedule": schedule,
-            "recompute": kind,
-            "vpp": chunks,
-            "sp": int(found["sp"] and at.tp > 1),
-        },
-        "",
-    )
+
+    fields = dict(planned_layout(resolved))
+    fields["schedule"] = SCHEDULES.index(fields["schedule"])
+    fields["recompute"] = RECOMPUTE.index(fields["recompute"])
+    fields["sp"] = int(fields["sp"] and layout.tp > 1)
+    fields["vpp"] = 1
+    if layout.pp > 1:
+        default_stages = TABLES[pipeline.schedule].stages_per_rank[0]
+        fields["vpp"] = pipeline.stages_per_rank or default_stages
+    return fields, ""
 
 
-def _enough(resolved: Resolved) -> int:
-    """Micro-batches with which the peak of a step is reached: as many again as a pipeline has in
-    flight, all where all are in flight.
+def _micro_batches_to_peak(resolved: Resolved) -> int:
+    """Return the number of micro-batches with which a step reaches its peak.
+
+    It is twice the number of micro-batches that a pipeline has in flight.
     """
     count = resolved.batch.accumulation
     pp = resolved.layout.pp
     if pp == 1:
         return min(count, 2)
-    return (
-        count
-        if resolved.pipeline.schedule in ("gpipe", "looped-bfs") or count <= 2 * pp
-        else 2 * pp
-    )
+    # These schedules have all micro-batches in flight.
+    if resolved.pipeline.schedule in ("gpipe", "looped-bfs"):
+        return count
+    return min(count, 2 * pp)
 
 
-def _priced(request: Request, layout: Mapping[str, Any], *, on_device: bool) -> tuple[Any, Any]:
-    """(job, states) for the operators of the device type that the dry run runs on."""
+def _job_and_states(
+    request: Request, layout: Mapping[str, Any], *, on_device: bool
+) -> tuple[Any, Any]:
+    """Return the planner's job and states for the device type that the dry run uses."""
     if accelerator.available_type() == "cpu" and not on_device:
         family = device("cpu").family
         cluster = replace(request.cluster, device=replace(request.cluster.device, family=family))
@@ -244,37 +260,40 @@ def _priced(request: Request, layout: Mapping[str, Any], *, on_device: bool) -> 
     return job, states_of(request, job)
 
 
-def _memory(job: Any, states: Any, *, last: bool) -> tuple[float, str]:
-    memory = memory_bytes(job, knowledge().rates, states, ranks=("last",) if last else ("first",))
+def _peak(job: Any, states: Any, *, last: bool) -> tuple[float, str]:
+    """Return the predicted peak of the first or last pipeline rank, and its point in the step."""
+    pipeline_rank = "last" if last else "first"
+    memory = memory_bytes(job, knowledge().rates, states, ranks=(pipeline_rank,))
     return only(memory.allocated), MOMENTS[int(only(memory.moment))]
 
 
-def _fullest(request: Request, layout: Mapping[str, Any], world: int, pp: int) -> int:
-    """The first rank of the first or of the last stage."""
+def _fullest_rank(request: Request, layout: Mapping[str, Any], world: int, pp: int) -> int:
+    """Return the first rank of the first or of the last pipeline rank, whichever needs more."""
     if pp == 1:
         return 0
-    job, states = _priced(request, layout, on_device=False)
-    return (
-        0
-        if _memory(job, states, last=False)[0] >= _memory(job, states, last=True)[0]
-        else world // pp * (pp - 1)
-    )
+    job, states = _job_and_states(request, layout, on_device=False)
+    first, _ = _peak(job, states, last=False)
+    last, _ = _peak(job, states, last=True)
+    if first >= last:
+        return 0
+    return world // pp * (pp - 1)
 
 
-def _predicted(
+def _predict(
     request: Request, layout: Mapping[str, Any], *, last: bool, on_device: bool
 ) -> tuple[dict[str, float], str]:
-    job, states = _priced(request, layout, on_device=on_device)
-    peak, moment = _memory(job, states, last=last)
-    held = states.last if last else states.first
-    return {
-        "parameters": only(held["weights"]),
-        "optimizer": only(held["optimizer"]),
+    job, states = _job_and_states(request, layout, on_device=on_device)
+    peak, moment = _peak(job, states, last=last)
+    model_states = states.last if last else states.first
+    predicted = {
+        "parameters": only(model_states["weights"]),
+        "optimizer": only(model_states["optimizer"]),
         "peak": peak,
-    }, moment
+    }
+    return predicted, moment
 
 
-def _fields(tree: Mapping[str, Any]) -> dict[str, Any]:
+def _model_fields(tree: Mapping[str, Any]) -> dict[str, Any]:
     section = tree.get("model") or {}
     if section.get("config"):
         return dict(section["config"])
@@ -289,19 +308,19 @@ def _fields(tree: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _model(tree: Mapping[str, Any]) -> Any:
-    """The model on meta, by Transformers."""
+def _build_model(tree: Mapping[str, Any]) -> Any:
+    """Build the model with Transformers on the meta device."""
     require_transformers("plait dryrun")
     from transformers import CONFIG_MAPPING
 
-    fields = _fields(tree)
+    fields = _model_fields(tree)
     kind = fields.get("model_type")
     if kind not in CONFIG_MAPPING:
         near = difflib.get_close_matches(str(kind), list(CONFIG_MAPPING), n=3)
         hint = f"did you mean {', '.join(near)}? " if near else ""
         raise InputError(
-            f"plait dryrun: Transformers has no model {kind!r} in this version; {hint}the plan"
-            " itself needs no such code"
+            f"plait dryrun: Transformers has no model {kind!r} in this version; {hint}`plait plan`"
+            " does not need the code of the model"
         )
     try:
         return transformers_model(
@@ -315,44 +334,58 @@ def _model(tree: Mapping[str, Any]) -> Any:
 
 
 def print_dry_run(run: DryRun, *, operators: int) -> None:
-    """Memory against the prediction, traffic by axis, the operators with the most FLOPs (on a
-    device: the longest).
+    """Print the memory next to the prediction, the traffic by axis, and the largest operators.
+
+    Args:
+        run: The dry run.
+        operators: Number of operators to print: those with the most FLOPs, or on a device those
+            that take longest.
     """
     console = Console(soft_wrap=True, highlight=False)
-    found = run.found
-    print(f"dry run of rank {run.rank:,} of {run.world_size:,}, {run.stage}, on {found.device}")
-    table = [
-        [
-            name,
-            f"{told / GIB:.3f} GiB" if told is not None else "-",
-            f"{got / GIB:.3f} GiB",
-            f"{ratio:.3f}" if ratio is not None else "-",
-        ]
-        for name, told, got, ratio in run.rows()
-    ]
-    table.insert(1, ["gradients", "-", f"{found.gradients / GIB:.3f} GiB", "-"])
+    measured_run = run.found
+    print(
+        f"dry run of rank {run.rank:,} of {run.world_size:,}, {run.stage}, on {measured_run.device}"
+    )
+    table = []
+    for name, predicted, measured, ratio in run.rows():
+        predicted_text = "-"
+        ratio_text = "-"
+        if predicted is not None:
+            predicted_text = f"{predicted / GIB:.3f} GiB"
+        if ratio is not None:
+            ratio_text = f"{ratio:.3f}"
+        table.append([name, predicted_text, f"{measured / GIB:.3f} GiB", ratio_text])
+    table.insert(1, ["gradients", "-", f"{measured_run.gradients / GIB:.3f} GiB", "-"])
     print_table(console, ("memory", "predicted", "dry run", "ratio"), table)
-    said = f" (predicted: {run.moment})" if run.moment else ""
-    print(f"the peak came in {found.peak_during}{said}")
+    predicted_moment = ""
+    if run.moment:
+        predicted_moment = f" (predicted: {run.moment})"
+    print(f"the peak occurred in {measured_run.peak_during}{predicted_moment}")
+
     traffic = [
-        [s.axis, s.kind, str(s.ranks), f"{s.calls:,}", format_bytes(s.wire_bytes)]
-        for s in found.traffic
+        [t.axis, t.kind, str(t.ranks), f"{t.calls:,}", format_bytes(t.wire_bytes)]
+        for t in measured_run.traffic
     ]
     print_table(console, ("axis", "collective", "ranks", "calls", "sent by this rank"), traffic)
-    rows = [
-        [o.name, f"{o.calls:,}", format_count(float(o.flops)) if o.flops else "-"]
-        + ([f"{o.device_seconds * 1e3:.3g} ms"] if o.device_seconds else [])
-        for o in found.operators[:operators]
-    ]
-    timed = ("time",) if any(o.device_seconds for o in found.operators[:operators]) else ()
-    print_table(
-        console,
-        ("operator", "calls", "FLOPs", *timed),
-        [row + [""] * (3 + len(timed) - len(row)) for row in rows],
-    )
+
+    shown = measured_run.operators[:operators]
+    columns = ["operator", "calls", "FLOPs"]
+    # Fake tensors take no time.
+    has_times = any(operator.device_seconds for operator in shown)
+    if has_times:
+        columns.append("time")
+    rows = []
+    for operator in shown:
+        flops = format_count(float(operator.flops)) if operator.flops else "-"
+        row = [operator.name, f"{operator.calls:,}", flops]
+        if has_times:
+            seconds = operator.device_seconds
+            row.append(f"{seconds * 1e3:.3g} ms" if seconds else "")
+        rows.append(row)
+    print_table(console, columns, rows)
     print(
-        f"{found.flops:.4g} FLOPs; built in {found.build_seconds:.1f} s, stepped in"
-        f" {found.step_seconds:.1f} s"
+        f"{measured_run.flops:.4g} FLOPs; built in {measured_run.build_seconds:.1f} s, stepped in"
+        f" {measured_run.step_seconds:.1f} s"
     )
     for note in run.notes:
         print(f"note: {note}")

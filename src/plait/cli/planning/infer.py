@@ -1,22 +1,28 @@
-"""`plait plan infer`: where `plait generate` would put a model, the bytes of every tier, and a
-bound of its speed.
+"""Verb `plait plan infer`: the placement that `plait generate` would choose, and its bytes.
 
-Bytes and placement are those that `plait generate` decides with (`inference.deployment`). The bound
-counts bytes and bandwidths alone (`inference.bandwidth`).
+Placement and bytes come from the code that `plait generate` decides with (`inference.deployment`).
+The bound of the speed depends only on bytes and bandwidths (`inference.bandwidth`).
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from plait.cli.options import Adapters, Json, in_panel, one_adapter, refuse_given
+from plait.cli.options import (
+    Adapters,
+    Json,
+    WeightDtype,
+    in_panel,
+    parse_budget,
+    refuse_options,
+    single_adapter,
+)
 from plait.cli.planning.tables import print_table
 from plait.errors import InputError
 
@@ -29,7 +35,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
-MOST_TOKENS = 1 << 24
+_MAX_TOKENS = 1 << 24
 
 _EPILOG = """Examples:
 
@@ -40,19 +46,7 @@ plait plan infer --model trained --cpu-budget 2GiB --batch-size 16
 plait plan infer --model llama-3-70b --gpu h100 --nproc-per-node 4 --batch-size 8"""
 
 
-class Dtype(StrEnum):
-    """Of the weights, and of the computation."""
-
-    stored = "stored"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
 _devices = in_panel("The devices")
-Count = Annotated[
-    int | None, _devices(min=1, metavar="N", help="Devices to use at most. (default: all)")
-]
 
 
 @app.command(epilog=_EPILOG)
@@ -66,68 +60,80 @@ def infer(
     ],
     adapter: Adapters = None,
     prompt_tokens: Annotated[
-        int, typer.Option(min=1, max=MOST_TOKENS, metavar="N", help="Of every prompt.")
+        int, typer.Option(min=1, max=_MAX_TOKENS, metavar="N", help="Tokens of each prompt.")
     ] = 512,
     new_tokens: Annotated[
-        int, typer.Option(min=1, max=MOST_TOKENS, metavar="N", help="That every prompt gets.")
+        int, typer.Option(min=1, max=_MAX_TOKENS, metavar="N", help="Tokens of each answer.")
     ] = 128,
     batch_size: Annotated[
-        int, typer.Option(min=1, max=1 << 16, metavar="N", help="Prompts that are decoded at once.")
+        int,
+        typer.Option(
+            min=1, max=1 << 16, metavar="N", help="Number of prompts that are decoded together."
+        ),
     ] = 1,
     dtype: Annotated[
-        Dtype, typer.Option(metavar="NAME", help="float32, bfloat16, float16; or as stored.")
-    ] = Dtype.stored,
+        WeightDtype,
+        typer.Option(metavar="NAME", help="float32, bfloat16, float16, or stored."),
+    ] = WeightDtype.stored,
     gpu: Annotated[
-        str | None, _devices(metavar="NAME", help="h100, a100 and others. (default: this machine)")
+        str | None,
+        _devices(metavar="NAME", help="h100, a100 and others. (default: this machine's)"),
     ] = None,
-    nproc_per_node: Count = None,
+    nproc_per_node: Annotated[
+        int | None,
+        _devices(min=1, metavar="N", help="Largest number of devices to use. (default: all)"),
+    ] = None,
     tp: Annotated[
         int | None,
-        _devices(min=1, metavar="N", help="Tensor parallelism. (default: the fewest devices)"),
+        _devices(min=1, metavar="N", help="Tensor-parallel degree. (default: fewest devices)"),
     ] = None,
-    pp: Annotated[int | None, _devices(min=1, metavar="N", help="Pipeline stages.")] = None,
+    pp: Annotated[
+        int | None,
+        _devices(min=1, metavar="N", help="Pipeline stages. (default: fewest devices)"),
+    ] = None,
     gpu_budget: Annotated[
         str | None,
-        _devices(metavar="SIZE", help="Of a GPU's memory; other layers are streamed to it."),
+        _devices(metavar="SIZE", help="GPU memory to use. Layers that do not fit are streamed."),
     ] = None,
     cpu_budget: Annotated[
         str | None,
-        _devices(metavar="SIZE", help="Of host memory; what does not fit is read from disk."),
+        _devices(metavar="SIZE", help="Host memory to use. Other layers are read from disk."),
     ] = None,
     offload_cache: Annotated[
-        bool, _devices("--offload-cache", help="Keys and values in host memory.")
+        bool, _devices("--offload-cache", help="Keep the KV cache of a GPU in host memory.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Print where `plait generate` puts a model, the bytes of every tier, and a lower bound of the
-    time per token.
+    """Print the placement that `plait generate` chooses for a model, the bytes of every memory
+    tier, and a lower bound of the time per token.
 
-    Exit code 2, with the numbers, where nothing fits.
+    Exit code 2, with the numbers, if nothing fits.
     """
     from plait.inference.bandwidth import bandwidth_bound, catalogued_gpu, devices_of
     from plait.inference.capacity import check_positions, compute_dtype
     from plait.inference.deployment import Work, deploy, deploy_streamed, devices_here
     from plait.planner.hardware import device
-    from plait.units import bytes_of, format_count
+    from plait.units import format_count
 
-    asked_for = (("--gpu-budget", gpu_budget), ("--cpu-budget", cpu_budget))
-    budgets = [None if value is None else bytes_of(value, name) for name, value in asked_for]
-    if any(budgets):
-        given = {"--tp": tp, "--pp": pp, "--nproc-per-node": nproc_per_node}
-        refuse_given(
-            given,
+    gpu_bytes = parse_budget(gpu_budget, "--gpu-budget")
+    cpu_bytes = parse_budget(cpu_budget, "--cpu-budget")
+    has_budget = bool(gpu_bytes or cpu_bytes)
+    layout_options = {"--tp": tp, "--pp": pp, "--nproc-per-node": nproc_per_node}
+    if has_budget:
+        refuse_options(
+            layout_options,
             "chooses a layout of several devices, and a budget streams weights to one",
             "leave one of them out",
         )
-    target = None if gpu is None else device(gpu)
-    on = devices_here() if target is None else devices_of(target, nproc_per_node)
-    if not on.on_gpu:
-        refuse_given(
-            {"--tp": tp, "--pp": pp, "--nproc-per-node": nproc_per_node},
-            "is for GPUs",
-            "name some with --gpu, or leave it out",
-        )
-    source, unloaded = _model(model, one_adapter(adapter), dtype)
+    if gpu is None:
+        named_gpu = None
+        devices = devices_here()
+    else:
+        named_gpu = device(gpu)
+        devices = devices_of(named_gpu, nproc_per_node)
+    if not devices.on_gpu:
+        refuse_options(layout_options, "is for GPUs", "name some with --gpu, or leave it out")
+    source, unloaded = _open_model(model, single_adapter(adapter), dtype)
     check_positions(
         getattr(unloaded, "config", None),
         prompt_tokens + new_tokens,
@@ -135,19 +141,21 @@ def infer(
         remedy="give smaller ones",
     )
     work = Work(source, unloaded, prompt_tokens + new_tokens, batch_size, offload_cache)
-    if any(budgets):
-        found = deploy_streamed(work, gpu_budget=budgets[0], cpu_budget=budgets[1], on=on)
+    if has_budget:
+        deployment = deploy_streamed(work, gpu_budget=gpu_bytes, cpu_budget=cpu_bytes, on=devices)
     else:
-        found = deploy(
-            work, tp=tp, pp=pp, devices=nproc_per_node if target is None else None, on=on
-        )
+        # The devices of a named GPU have been limited to --nproc-per-node already.
+        limit = nproc_per_node if named_gpu is None else None
+        deployment = deploy(work, tp=tp, pp=pp, devices=limit, on=devices)
 
-    known = target
-    if known is None and on.on_gpu:
-        known = catalogued_gpu()
-    bound = None if known is None else bandwidth_bound(found.account, known)
+    bound_gpu = named_gpu
+    if bound_gpu is None and devices.on_gpu:
+        bound_gpu = catalogued_gpu()
+    bound = None
+    if bound_gpu is not None:
+        bound = bandwidth_bound(deployment.account, bound_gpu)
     if as_json:
-        print(json.dumps(_as_json(found, bound), indent=1))
+        print(json.dumps(_as_json(deployment, bound), indent=1))
         return
 
     count = format_count(sum(p.numel() for p in unloaded.parameters()))
@@ -156,13 +164,18 @@ def infer(
         f"{model}: {count} parameters, {kind}; {batch_size} x ({prompt_tokens:,} + {new_tokens:,})"
         " tokens"
     )
-    print(found.why)
-    _show_bytes(found, on)
-    _show_bound(found, bound, batch_size)
+    print(deployment.why)
+    _print_bytes(deployment, devices)
+    _print_bound(deployment, bound, batch_size)
 
 
-def _model(name: str, adapter: Path | None, dtype: Dtype) -> tuple[Source | None, nn.Module]:
-    """A folder with weights, or a configuration, or a public model; on meta."""
+def _open_model(
+    name: str, adapter: Path | None, dtype: WeightDtype
+) -> tuple[Source | None, nn.Module]:
+    """Return the weights and the model on the meta device.
+
+    A configuration and a public model have no weights.
+    """
     import torch
 
     from plait.inference.source import described, is_of_transformers, open_source
@@ -171,21 +184,21 @@ def _model(name: str, adapter: Path | None, dtype: Dtype) -> tuple[Source | None
     from plait.planner.models import named, names, to_config
 
     require_transformers("plait plan infer")
-    wanted = None if dtype is Dtype.stored else getattr(torch, dtype.value)
+    torch_dtype = dtype.torch_dtype()
     path = Path(name)
-    only_described = is_of_transformers(path) and not any(path.glob("*.safetensors"))
-    if path.is_dir() and not only_described:
+    has_only_config = is_of_transformers(path) and not any(path.glob("*.safetensors"))
+    if path.is_dir() and not has_only_config:
         source = open_source(path, adapter)
-        model = source.model(wanted)
-        # a file that was cut off is named before it is planned with
+        model = source.model(torch_dtype)
+        # Reads the headers, which raises for a truncated file.
         tensors_in_files(source, model)
         return source, model
     if adapter is not None:
         raise InputError(
             f"--adapter {adapter}: needs a folder with weights as --model, and {name} has none"
         )
-    if only_described or path.is_file():
-        return None, described(path, dtype=wanted)
+    if has_only_config or path.is_file():
+        return None, described(path, dtype=torch_dtype)
     public = named(name)
     if public is None:
         from difflib import get_close_matches
@@ -196,49 +209,56 @@ def _model(name: str, adapter: Path | None, dtype: Dtype) -> tuple[Source | None
             f"--model {name}: no such folder or file, and no public model; {hint}`plait plan"
             " models` lists them"
         )
-    return None, described(to_config(public, positions=1 << 20), dtype=wanted or torch.bfloat16)
+    config = to_config(public, positions=1 << 20)
+    return None, described(config, dtype=torch_dtype or torch.bfloat16)
 
 
-def _as_json(found: Deployment, bound: BandwidthBound | None) -> dict[str, Any]:
+def _as_json(deployment: Deployment, bound: BandwidthBound | None) -> dict[str, Any]:
     return {
         "placement": {
-            "tp": found.tp,
-            "pp": found.pp,
-            "streamed": found.budget_bytes is not None,
-            "why": found.why,
+            "tp": deployment.tp,
+            "pp": deployment.pp,
+            "streamed": deployment.budget_bytes is not None,
+            "why": deployment.why,
         },
-        "bytes": asdict(found.account),
+        "bytes": asdict(deployment.account),
         "bound": None if bound is None else asdict(bound),
     }
 
 
-def _show_bytes(found: Deployment, on: Devices) -> None:
+def _print_bytes(deployment: Deployment, devices: Devices) -> None:
     from plait.inference.deployment import UNKNOWN
     from plait.inference.placement import WORKSPACE
     from plait.units import format_bytes
 
-    account = found.account
-    where = "host memory"
-    if on.on_gpu:
-        where = "each GPU" if found.tp * found.pp > 1 else "the GPU"
+    account = deployment.account
+    tier = "host memory"
+    if devices.on_gpu:
+        tier = "the GPU"
+    if devices.on_gpu and deployment.tp * deployment.pp > 1:
+        tier = "each GPU"
     rows = [
-        [where, "weights that stay", format_bytes(account.weights)],
-        [where, "places of layers that are streamed", format_bytes(account.slots)],
-        [where, "keys and values", format_bytes(account.cache)],
-        [where, "activations", format_bytes(account.activations)],
+        [tier, "resident weights", format_bytes(account.weights)],
+        [tier, "slots of streamed layers", format_bytes(account.slots)],
+        [tier, "KV cache", format_bytes(account.cache)],
+        [tier, "activations", format_bytes(account.activations)],
         ["pinned host memory", "weights", format_bytes(account.on_host)],
-        ["pinned host memory", "keys and values", format_bytes(account.cache_on_host)],
+        ["pinned host memory", "KV cache", format_bytes(account.cache_on_host)],
         ["files", "weights, read for every token", format_bytes(account.in_files)],
     ]
     console = Console(soft_wrap=True, highlight=False)
-    print_table(console, ("tier", "what", "bytes"), [row for row in rows if row[2] != "0 B"])
+    print_table(console, ("tier", "content", "bytes"), [row for row in rows if row[2] != "0 B"])
 
-    memory = "unknown" if account.memory >= UNKNOWN // 2 else format_bytes(account.memory)
-    free = "" if account.activations else f"; {WORKSPACE:.0%} more is left to activations"
-    print(f"{memory} may be used on {where}{free}")
+    memory = format_bytes(account.memory)
+    if account.memory >= UNKNOWN // 2:
+        memory = "unknown"
+    reserve = ""
+    if not account.activations:
+        reserve = f"; {WORKSPACE:.0%} more is left for activations"
+    print(f"{memory} may be used on {tier}{reserve}")
 
 
-def _show_bound(found: Deployment, bound: BandwidthBound | None, batch_size: int) -> None:
+def _print_bound(deployment: Deployment, bound: BandwidthBound | None, batch_size: int) -> None:
     from plait.units import format_bytes
 
     if bound is None:
@@ -252,8 +272,8 @@ def _show_bound(found: Deployment, bound: BandwidthBound | None, batch_size: int
             f"bound: at least {1000 * bound.token_seconds:.3g} ms per token, at most {rate:.3g}"
             f" tokens/s, by {bound.limit}"
         )
-    if found.account.in_files:
+    if deployment.account.in_files:
         print(
-            f"       and the time to read {format_bytes(found.account.in_files)} from files for"
-            " every token"
+            f"       plus the time to read {format_bytes(deployment.account.in_files)} from files"
+            " for every token"
         )

@@ -1,5 +1,6 @@
-"""From the command line and files to what is planned. Looks at this machine where no GPU is
-named.
+"""Query of a plan, from the options of the command line and the files that they name.
+
+If no GPU is named, the plan is for the devices of this machine.
 """
 
 from __future__ import annotations
@@ -9,14 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plait.cli.launching.count import processes_of
 from plait.cli.planning.calibrations import live_devices
 from plait.cluster import accelerator
 from plait.cluster.machines import load
-from plait.cluster.topology import default_processes, machine_name
+from plait.cluster.topology import default_processes, device_count, machine_name
 from plait.config.dialects.examine import at_path, examine
 from plait.config.dialects.foreign import refuse_foreign
 from plait.config.reading.source import read
+from plait.config.resolving.degrees import smallest_world
+from plait.config.schema.config import Config
 from plait.errors import ConfigError, InputError, Problem
 from plait.planner import calibration_file, hardware
 from plait.planner.auto import (
@@ -37,24 +39,40 @@ from plait.planner.request import Request, formula_notes
 from plait.planner.unpriced import unpriced
 from plait.units import GIB
 
-_TOKENS = 4 * 2**20
-"""Tokens of a step where no batch is given: usual for models of more than a few billion parameters.
-"""
+_DEFAULT_TOKENS = 4 * 2**20
+"""Tokens of a step without --batch, usual for models of more than a few billion parameters."""
+_MAX_SIZE = 10**9
+"""Largest number of samples in a step, and of tokens in a sample."""
+_MIN_RULES = {"batch": "a step has at least one sample", "seq": "a sample has at least one token"}
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a command line and a file ask to be planned."""
+class PlanQuery:
+    """Query of a plan, from the command line and a file."""
 
     request: Request
     base: dict[str, Any]
-    """The file as it is written, with the options of the command line in it; empty without a file.
-    """
+    """The file as written, with the options of the command line. Empty without a file."""
     tree: dict[str, Any]
-    """The same under the schema's names."""
+    """`base` with the names of the schema."""
     fixed: dict[str, int]
-    """Fields of the layout that file and options fix."""
+    """Fields of the layout that the file and the options fix."""
     notes: list[str]
+
+
+def process_count(config: Config) -> int:
+    """Return the number of processes that a configuration starts on this machine by default.
+
+    It is the number in the file, else one per GPU. On a CPU it is the number of ranks that the
+    layout requires, or two.
+    """
+    processes = config.run.processes if config.run is not None else "auto"
+    if processes != "auto":
+        return processes
+    required = smallest_world(config.parallel)
+    if required > 1 and not device_count():
+        return required
+    return default_processes()
 
 
 def read_request(
@@ -75,58 +93,52 @@ def read_request(
     network: float | None = None,
     everything: bool = False,
     as_it_is: bool = False,
-) -> Asked:
-    """What is planned: for the values that a file gives (an option wins over the file, and a note
-    says so), the rest open.
+) -> PlanQuery:
+    """Read the query of a plan.
 
-    Raises ConfigError for a file that cannot be run, InputError for what is missing or cannot be.
+    Args:
+        file: A training configuration. Its values are planned for, and options override them with a
+            note.
+        as_it_is: Whether a complete layout of the file is run as it is, and fixes nothing.
+        everything: Whether to include techniques that this version does not run.
+
+    The other arguments are the options of the command line; None stands for an unused option.
+
+    Raises:
+        ConfigError: The file cannot be run, or an option is out of range.
+        InputError: The model or the devices are missing or unknown.
     """
-    devices = _devices(world_size, nnodes, nproc_per_node, gpu)
+    devices = _device_count(world_size, nnodes, nproc_per_node, gpu)
     fixed = parse_fixed(fix or ())
-    options = {"batch": batch, "seq": seq}
-    for name, value in options.items():
-        if value is not None and not 1 <= value <= _MOST:
-            rule = _LEAST[name] if value < 1 else f"no plan counts more than {_MOST:,}"
-            raise ConfigError(
-                Problem(f"--{name}", value, rule, "give 1 or more" if value < 1 else "give fewer")
-            )
+    _check_sizes(batch, seq)
     if precision not in (None, "bf16", "fp16", "fp32"):
         raise InputError(
             f"--precision {precision}: not one that Plait trains in; use bf16, fp16 or fp32"
         )
     notes: list[str] = []
-    found = _read_file(
-        file,
-        _overrides(
-            batch=batch, seq=seq, precision=precision, compiled=compiled, model=model, fixed=fixed
-        ),
-        notes,
+    overrides = _overrides(
+        batch=batch, seq=seq, precision=precision, compiled=compiled, model=model, fixed=fixed
     )
-    planned = None
-    per_device = None
+    training_file = _read_file(file, overrides, notes)
+    config = None if training_file is None else training_file.config
+
     sequence = seq
-    if found is not None:
-        config = found.config
-        if isinstance(config.train_batch_size, int):
-            batch = config.train_batch_size
-        elif isinstance(config.train_micro_batch_size_per_gpu, int):
-            accumulation = config.gradient_accumulation_steps
-            per_device = config.train_micro_batch_size_per_gpu * (
-                accumulation if isinstance(accumulation, int) else 1
-            )
+    planned_model = None
+    if config is not None:
         if sequence is None and config.data is not None:
             sequence = config.data.sequence_length
-        planned = model_of(config)
+        planned_model = model_of(config)
     sequence = sequence or 4096
     if model is not None:
-        planned = find_model(model, sequence=sequence)
-    if planned is None:
+        planned_model = find_model(model, sequence=sequence)
+    if planned_model is None:
         raise InputError(
             "--model: nothing to plan for; name a public model (`plait plan models`), a"
             " config.json, or a training configuration"
         )
+
     if devices is None and gpu is None and cluster is None:
-        devices = default_processes() if found is None else processes_of(found.config)
+        devices = default_processes() if config is None else process_count(config)
     machines = cluster_for(
         gpus=devices,
         gpu=gpu,
@@ -135,74 +147,119 @@ def read_request(
         memory_gib=memory_gib,
         network=network,
     )
-    if precision is None and found is not None:
-        precision = precision_of(found.config)
-        if precision == "fp32":
-            notes.append(
-                f"fp32: {file} switches neither bf16 nor fp16 on; --precision bf16 plans and writes"
-                " that"
-            )
-    if precision is None:
-        precision = next(p for p in ("bf16", "fp16", "fp32") if p in machines.device.flops)
-        precision = "fp32" if machines.device.name == "cpu" else precision
-    if batch is None and per_device is not None:
-        batch = per_device * machines.devices
-        notes.append(
-            f"batch {batch}: {per_device} samples a device, as {file} has it; set another with"
-            " --batch"
-        )
-    if batch is None:
-        batch = max(1, round(_TOKENS / sequence / machines.devices)) * machines.devices
-        notes.append(f"batch {batch}: about 4 Mi tokens a step; set it with --batch")
+    precision = precision or _default_precision(file, config, machines, notes)
+    batch = _batch_size(batch, file, config, sequence, machines, notes)
     if machines.device.name == "cpu" and gpu is None:
         notes.append(
             "no GPU here: planned for this machine's processes; name others with --gpu and"
             " --world-size"
         )
-    notes += [
-        note
-        for note in (unknown_layers(planned.architecture), _too_long(planned.section, sequence))
-        if note
-    ]
-    # what has a name is built
-    described = planned.section.get("config") if model is None or named(model) is None else None
-    if described and (refusal := why_refused(described)):
-        notes.append(f"`plait train` refuses this model: {refusal}")
-    request = Request(planned, machines, batch, sequence, precision, compiled, everything)
+    unknown = unknown_layers(planned_model.architecture)
+    too_long = _too_long(planned_model.section, sequence)
+    notes += [note for note in (unknown, too_long) if note]
+    # Public models are known to be accepted.
+    if model is None or named(model) is None:
+        described = planned_model.section.get("config")
+        if described and (refusal := why_refused(described)):
+            notes.append(f"`plait train` refuses this model: {refusal}")
+
+    request = Request(planned_model, machines, batch, sequence, precision, compiled, everything)
     notes += formula_notes(request)
-    if found is None:
-        return Asked(request, {}, {}, fixed, notes)
-    request = with_settings_of(found.config, request)
-    layout = {} if as_it_is and own_layout(file, found.tree) else fixed_by(found)
+    if training_file is None:
+        return PlanQuery(request, {}, {}, fixed, notes)
+
+    request = with_settings_of(training_file.config, request)
+    layout = {}
+    if not (as_it_is and own_layout(file, training_file.tree)):
+        layout = fixed_by(training_file)
     if layout:
         notes.append(
             f'{file} fixes {written(layout)}; leave a key out or write "auto" to have it chosen'
         )
-    left_out = unpriced(found.config)
-    if left_out:
+    not_modelled = unpriced(training_file.config)
+    if not_modelled:
         notes.append(
-            f"no plan prices {', '.join(left_out)}: what they change is not in the times and bytes"
+            f"plans do not model {', '.join(not_modelled)}: the times and bytes lack their effect"
         )
-    return Asked(request, dict(found.raw), dict(found.tree), layout | fixed, notes)
+    base = dict(training_file.raw)
+    return PlanQuery(request, base, dict(training_file.tree), layout | fixed, notes)
+
+
+def _check_sizes(batch: int | None, seq: int | None) -> None:
+    for name, value in (("batch", batch), ("seq", seq)):
+        if value is None or 1 <= value <= _MAX_SIZE:
+            continue
+        rule = f"no plan counts more than {_MAX_SIZE:,}"
+        remedy = "give fewer"
+        if value < 1:
+            rule = _MIN_RULES[name]
+            remedy = "give 1 or more"
+        raise ConfigError(Problem(f"--{name}", value, rule, remedy))
+
+
+def _default_precision(
+    file: Path | None, config: Config | None, machines: hardware.Cluster, notes: list[str]
+) -> str:
+    """Return the precision of the file, or the best precision of the devices."""
+    if config is not None:
+        precision = precision_of(config)
+        if precision == "fp32":
+            notes.append(
+                f"fp32: {file} enables neither bf16 nor fp16; --precision bf16 plans and writes"
+                " bf16"
+            )
+        if precision is not None:
+            return precision
+    if machines.device.name == "cpu":
+        return "fp32"
+    return next(name for name in ("bf16", "fp16", "fp32") if name in machines.device.flops)
+
+
+def _batch_size(
+    batch: int | None,
+    file: Path | None,
+    config: Config | None,
+    sequence: int,
+    machines: hardware.Cluster,
+    notes: list[str],
+) -> int:
+    """Return the samples per step: of the file, which has the options already, or the default."""
+    if config is not None and isinstance(config.train_batch_size, int):
+        return config.train_batch_size
+    if config is not None and isinstance(config.train_micro_batch_size_per_gpu, int):
+        per_device = config.train_micro_batch_size_per_gpu
+        if isinstance(config.gradient_accumulation_steps, int):
+            per_device *= config.gradient_accumulation_steps
+        if batch is None:
+            batch = per_device * machines.devices
+            notes.append(
+                f"batch {batch}: {per_device} samples per device as in {file}; set another with"
+                " --batch"
+            )
+    if batch is None:
+        batch = max(1, round(_DEFAULT_TOKENS / sequence / machines.devices)) * machines.devices
+        notes.append(f"batch {batch}: about 4 Mi tokens per step; set it with --batch")
+    return batch
 
 
 def _too_long(section: Mapping[str, Any], sequence: int) -> str | None:
-    """What to tell of samples that are longer than the model's configuration allows."""
+    """Return a note if samples are longer than the model's configuration allows."""
     config = section.get("config") or {}
-    names = (
-        name
-        for name in ("max_position_embeddings", "n_positions")
-        if isinstance(config.get(name), int)
-    )
-    name = next(names, None)
-    if name is None or sequence <= config[name]:
-        return None
-    rule = f"{name} is {config[name]}, and `plait train` refuses samples of {sequence} tokens"
-    return f"{rule}; raise it in the model's configuration, or lower --seq"
+    for name in ("max_position_embeddings", "n_positions"):
+        limit = config.get(name)
+        if not isinstance(limit, int):
+            continue
+        if sequence <= limit:
+            return None
+        return (
+            f"{name} is {limit}, and `plait train` refuses samples of {sequence} tokens; raise it"
+            " in the model's configuration, or lower --seq"
+        )
+    return None
 
 
 def own_layout(file: Path | None, base: Mapping[str, Any]) -> bool:
-    """Whether a file says all of a layout, so that its own is run and not the search's."""
+    """Return True if a file defines a complete layout, so that no search is needed."""
     return (
         file is not None
         and "parallel" in base
@@ -211,33 +268,30 @@ def own_layout(file: Path | None, base: Mapping[str, Any]) -> bool:
     )
 
 
-def _devices(
+def _device_count(
     world_size: int | None, nnodes: int | None, nproc_per_node: int | None, gpu: str | None
 ) -> int | None:
-    """The number of all devices, from the counts that are given. Raises InputError for counts that
-    contradict each other.
+    """Return the number of all devices, or None if no option defines it.
+
+    Raises:
+        InputError: The options contradict each other.
     """
     if nnodes is None:
         return world_size
-    each = nproc_per_node
-    if each is None and gpu is not None:
-        each = int(hardware.device(gpu).devices_per_node)
-    if each is None:
+    per_node = nproc_per_node
+    if per_node is None and gpu is not None:
+        per_node = int(hardware.device(gpu).devices_per_node)
+    if per_node is None:
         raise InputError(
-            f"--nnodes {nnodes}: of how many GPUs each? add --nproc-per-node, or --gpu for what is"
-            " usual"
+            f"--nnodes {nnodes}: of how many GPUs each? add --nproc-per-node, or --gpu for the"
+            " usual number"
         )
-    if world_size is not None and world_size != nnodes * each:
+    if world_size is not None and world_size != nnodes * per_node:
         raise InputError(
-            f"--world-size {world_size}: {nnodes} machines of {each} GPUs are {nnodes * each};"
-            " leave one of the options out"
+            f"--world-size {world_size}: {nnodes} machines of {per_node} GPUs are"
+            f" {nnodes * per_node}; leave one of the options out"
         )
-    return nnodes * each
-
-
-_MOST = 10**9
-"""Samples of a step or tokens of a sample."""
-_LEAST = {"batch": "a step has at least one sample", "seq": "a sample has at least one token"}
+    return nnodes * per_node
 
 
 def _overrides(
@@ -249,53 +303,47 @@ def _overrides(
     model: str | None,
     fixed: Mapping[str, int],
 ) -> dict[str, Any]:
-    """What options say of the keys of a file; None takes the key out."""
-    found: dict[str, Any] = {} if batch is None else {"train_batch_size": batch}
+    """Return the values by which options replace keys of a file. None removes the key."""
+    overrides: dict[str, Any] = {}
+    if batch is not None:
+        overrides["train_batch_size"] = batch
     if seq is not None:
-        found["data.sequence_length"] = seq
+        overrides["data.sequence_length"] = seq
     if precision is not None:
-        found |= {
-            f"{name}.enabled": True if name == precision else None for name in ("fp16", "bf16")
-        }
+        for name in ("fp16", "bf16"):
+            overrides[f"{name}.enabled"] = True if name == precision else None
     if compiled:
-        found["compile.enabled"] = True
+        overrides["compile.enabled"] = True
     if model is not None:
-        found["model"] = None
-    return found | {PATHS[name]: None for name in fixed}
+        overrides["model"] = None
+    for name in fixed:
+        overrides[PATHS[name]] = None
+    return overrides
 
 
 def _read_file(file: Path | None, options: Mapping[str, Any], notes: list[str]) -> File | None:
-    """A training file with the options of the command line in it; a note for every value of the
-    file that is overridden.
-    """
+    """Read a training file, replace values by options, and add a note for each replaced value."""
     if file is None:
         return None
     document = read(file)
     refuse_foreign(document)
     before = examine(document)
-    after = examine(
-        document,
-        [
-            (tuple(path.split(".")), value)
-            for path, value in options.items()
-            if _says(before.tree, path, value)
-        ],
-    )
+    overrides = []
+    for path, value in options.items():
+        # Removing a key that does not exist would create the sections above it.
+        if value is not None or at_path(before.tree, path) is not None:
+            overrides.append((tuple(path.split(".")), value))
+    after = examine(document, overrides)
     for path in options:
-        was = at_path(before.tree, path)
-        now = at_path(after.tree, path)
-        if was not in (None, "auto") and was != now:
-            shown = "a section" if isinstance(was, dict) else was
+        old = at_path(before.tree, path)
+        new = at_path(after.tree, path)
+        if old not in (None, "auto") and old != new:
+            shown = "a section" if isinstance(old, dict) else old
             notes.append(
                 f"{before.written.get(path, path)} = {shown} of {file} is overridden by the command"
                 " line"
             )
     return read_file(after)
-
-
-def _says(tree: Mapping[str, Any], path: str, value: Any) -> bool:
-    """Whether an option changes what a file says; a section that stays out is not made for it."""
-    return value is not None or at_path(tree, path) is not None
 
 
 def cluster_for(
@@ -307,8 +355,18 @@ def cluster_for(
     memory_gib: float | None = None,
     network: float | None = None,
 ) -> hardware.Cluster:
-    """The devices that are planned for: those that are named, else this machine's. Raises
-    InputError for what is missing or unknown.
+    """Return the devices of a plan: those that options name, else those of this machine.
+
+    Args:
+        gpus: Total number of devices.
+        gpu: Name of the GPU in the catalogue.
+        per_node: Number of devices per machine.
+        file: A cluster file.
+        memory_gib: Memory of a device in GiB.
+        network: Bandwidth of a device to other machines in GB/s.
+
+    Raises:
+        InputError: A value is missing or unknown.
     """
     for name, value in (("--memory-gib", memory_gib), ("--network", network)):
         if value is not None and not 0 < value < float("inf"):
@@ -316,15 +374,16 @@ def cluster_for(
                 f"{name} {value:g}: a device has some; give a number greater than 0, or leave"
                 " it out"
             )
-    changes: dict[str, float | None] = {
-        "memory_bytes": memory_gib * GIB if memory_gib else None,
-        "nic_bandwidth": network * 1e9 if network else None,
-    }
+    changes: dict[str, float | None] = {"memory_bytes": None, "nic_bandwidth": None}
+    if memory_gib is not None:
+        changes["memory_bytes"] = memory_gib * GIB
+    if network is not None:
+        changes["nic_bandwidth"] = network * 1e9
     if file is not None:
         for name, count in (("--world-size", gpus), ("--nproc-per-node", per_node)):
             if count is not None:
                 raise InputError(
-                    f"{name} {count}: --cluster {file} sets their number; leave one of the two out"
+                    f"{name} {count}: --cluster {file} sets the number; leave one of the two out"
                 )
         topology = load(file)
         if gpu is None and topology.device_type == accelerator.NAME:
@@ -337,27 +396,40 @@ def cluster_for(
         if gpus is None:
             raise InputError(f"--gpu {gpu}: how many? add --world-size, for example --world-size 8")
         return hardware.cluster(gpu, gpus, devices_per_node=per_node, **changes)
+    return _local_cluster(gpus, per_node, changes)
+
+
+def _local_cluster(
+    gpus: int | None, per_node: int | None, changes: dict[str, float | None]
+) -> hardware.Cluster:
+    """Return a cluster of devices like those of this machine."""
     topology, name = live_devices()
     if gpus is None:
         return hardware.cluster_of(topology, name, **changes)
-    here = topology.nodes[0].devices
+    local_devices = topology.nodes[0].devices
     memory = topology.memory_bytes
-    each = per_node or (gpus if name == "cpu" else min(gpus, here))
+    if per_node is None:
+        per_node = gpus
+        if name != "cpu":
+            per_node = min(gpus, local_devices)
     if name == "cpu" and memory is not None:
-        memory = memory * here // each  # the processes of a machine share it
+        # The processes of a machine share its memory.
+        memory = memory * local_devices // per_node
     changes["memory_bytes"] = changes["memory_bytes"] or memory
-    return hardware.cluster(name, gpus, devices_per_node=each, **changes)
+    return hardware.cluster(name, gpus, devices_per_node=per_node, **changes)
 
 
 def read_calibration(path: Path | None, request: Request) -> Calibration | None:
-    """Return the constants of a file of `plait calibrate`; None without a path. Raises InputError
-    for a file of another device.
+    """Return the constants of a file of `plait calibrate`, or None without a path.
+
+    Raises:
+        InputError: The file belongs to another device.
     """
     if path is None:
         return None
     gpu = str(request.cluster.device.name)
-    together = min(request.cluster.devices, int(request.cluster.device.devices_per_node))
-    machine = machine_name(together) if gpu == "cpu" else ""
+    per_node = min(request.cluster.devices, int(request.cluster.device.devices_per_node))
+    machine = machine_name(per_node) if gpu == "cpu" else ""
     calibration, origin = calibration_file.load(path)
     calibration_file.refuse_other(path, origin, gpu=gpu, machine=machine)
     return calibration

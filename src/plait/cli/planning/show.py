@@ -1,4 +1,4 @@
-"""What `plait plan` shows: tables on a terminal, aligned lines in a pipe, a trace in a file."""
+"""Output of `plait plan`: tables on a terminal, aligned lines in a pipe, and a trace in a file."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from plait.errors import InputError
 from plait.observe.files import write_text
 from plait.observe.trace import chrome_trace
 from plait.planner import hardware
-from plait.planner import models as known
+from plait.planner import models as catalogue
 from plait.planner.calibrate import Calibration
+from plait.planner.choice import Choice
 from plait.planner.constants import coverage_of_intervals
 from plait.planner.detail import beyond, timeline
 from plait.planner.explain import Change, Comparison, describe, ties_of
@@ -29,125 +30,141 @@ def _console() -> Console:
 
 
 def print_plan(
-    found: Plan,
+    plan: Plan,
     notes: list[str],
     reasons: list[Comparison],
-    beside: list[Comparison],
+    neighbours: list[Comparison],
     changes: list[Change],
 ) -> None:
-    """A plan: the best layouts, the winner's terms, the reasons asked for, the layouts one step
-    away (`beside`), what was left out.
+    """Print a plan.
+
+    Args:
+        plan: The plan.
+        notes: Notes about its query.
+        reasons: Comparisons that the user requested.
+        neighbours: Comparisons with the layouts one step away.
+        changes: Plans for other hardware.
     """
     console = _console()
-    request = found.request
-    best = found.best[0]
+    request = plan.request
     model = request.model.architecture
     print(f"{model.name}: {format_count(float(model.parameters))} parameters; {request.cluster}")
     print(
         f"batch {request.global_batch} x {request.sequence} tokens, {request.precision}; "
-        f"{found.candidates:,} layouts priced, {found.fitting:,} fit"
+        f"{plan.candidates:,} layouts evaluated, {plan.fitting:,} fit"
     )
     for note in notes:
         print(f"note: {note}")
-    room = float(request.cluster.device.memory_bytes) / GIB
-    rows = [
-        [
-            str(index + 1),
-            describe(choice.layout),
-            f"{choice.seconds:.4g} s ({choice.seconds_low:.3g} to {choice.seconds_high:.3g})",
-            format_count(choice.tokens_per_second),
-            f"{choice.mfu:.1%}",
-            f"{choice.needed / GIB:.1f} (to {choice.needed_high / GIB:.1f}) of {room:.1f} GiB",
-        ]
-        for index, choice in enumerate(found.best)
-    ]
-    print_table(console, ("", "layout", "step (90 %)", "tokens/s", "MFU", "memory (90 %)"), rows)
-    print(f"{coverage_of_intervals(experts=bool(model.experts))}\n")
-    if found.ties > 1:
-        print(f"{ties_of(found)}\n")
-    times = [
-        [TERMS[name], f"{value:.4g} s", f"{value / best.seconds:.1%}"]
-        for name, value in best.terms.items()
-        if value > 0.0005 * best.seconds
-    ]
-    print_table(console, ("1: the step", "", ""), times)
-    sizes = [
-        [MEMORY_TERMS[name], f"{value / GIB:.2f} GiB"]
-        for name, value in best.memory_terms.items()
-        if value > 0
-    ]
-    sizes += [
-        ["allocated", f"{best.allocated / GIB:.2f} GiB"],
-        ["reserved", f"{best.reserved / GIB:.2f} GiB"],
-        ["with the context", f"{best.needed / GIB:.2f} GiB"],
-    ]
-    print_table(console, (f"1: memory at its peak, {best.moment}", ""), sizes)
+
+    _print_choices(plan, console)
+    _print_terms(plan.best[0], console)
     for comparison in reasons:
         print(f"why not {comparison.reason}")
         if comparison.other is not None and comparison.other is not comparison.winner:
-            table = [
+            rows = [
                 [TERMS[name], f"{ours:.3g} s", f"{theirs:.3g} s"]
                 for name, ours, theirs in comparison.differences[:6]
                 if abs(ours - theirs) > 1e-4
             ]
-            print_table(console, ("term", "plan", describe(comparison.other.layout)), table)
-    if beside:
-        print_table(
-            console, ("one step away", "step", "layout", "because"), _neighbour_rows(beside)
-        )
+            print_table(console, ("term", "plan", describe(comparison.other.layout)), rows)
+    if neighbours:
+        columns = ("one step away", "step", "layout", "because")
+        print_table(console, columns, _neighbour_rows(neighbours))
     if changes:
-        table = [
-            [
-                c.what,
-                f"{c.seconds:.4g} s" if c.seconds else "-",
-                format_count(c.tokens_per_second) if c.tokens_per_second else "-",
-                c.layout or c.note,
-            ]
-            for c in changes
-        ]
-        print_table(console, ("if it had", "step", "tokens/s", "best layout"), table)
-    left_out = [[e.region, e.rule] for e in found.excluded] + [
-        [s.region, str(s)] for s in found.shortages
-    ]
+        columns = ("change", "step", "tokens/s", "best layout")
+        print_table(console, columns, [_change_row(change) for change in changes])
+
+    left_out = [[exclusion.region, exclusion.rule] for exclusion in plan.excluded]
+    left_out += [[shortage.region, str(shortage)] for shortage in plan.shortages]
     print_table(console, ("left out", "because"), left_out[:12])
     if len(left_out) > 12:
         print(f"and {len(left_out) - 12} more regions; --json lists them")
 
 
-def _neighbour_rows(beside: list[Comparison]) -> list[list[str]]:
-    """A row for every neighbour; one that leads to the layout of an earlier row only says so."""
+def _print_choices(plan: Plan, console: Console) -> None:
+    capacity = float(plan.request.cluster.device.memory_bytes) / GIB
     rows = []
-    shown = dict[str, str]()
-    for comparison in beside:
+    for index, choice in enumerate(plan.best):
+        rows.append(
+            [
+                str(index + 1),
+                describe(choice.layout),
+                f"{choice.seconds:.4g} s ({choice.seconds_low:.3g} to {choice.seconds_high:.3g})",
+                format_count(choice.tokens_per_second),
+                f"{choice.mfu:.1%}",
+                f"{choice.needed / GIB:.1f} (to {choice.needed_high / GIB:.1f}) of"
+                f" {capacity:.1f} GiB",
+            ]
+        )
+    print_table(console, ("", "layout", "step (90 %)", "tokens/s", "MFU", "memory (90 %)"), rows)
+    has_experts = bool(plan.request.model.architecture.experts)
+    print(f"{coverage_of_intervals(experts=has_experts)}\n")
+    if plan.ties > 1:
+        print(f"{ties_of(plan)}\n")
+
+
+def _print_terms(choice: Choice, console: Console) -> None:
+    """Print the terms of the step time and of the memory of a choice."""
+    times = [
+        [TERMS[name], f"{value:.4g} s", f"{value / choice.seconds:.1%}"]
+        for name, value in choice.terms.items()
+        # Smaller terms would read 0.0 %.
+        if value > 0.0005 * choice.seconds
+    ]
+    print_table(console, ("1: the step", "", ""), times)
+    sizes = [
+        [MEMORY_TERMS[name], f"{value / GIB:.2f} GiB"]
+        for name, value in choice.memory_terms.items()
+        if value > 0
+    ]
+    sizes += [
+        ["allocated", f"{choice.allocated / GIB:.2f} GiB"],
+        ["reserved", f"{choice.reserved / GIB:.2f} GiB"],
+        ["with the context", f"{choice.needed / GIB:.2f} GiB"],
+    ]
+    print_table(console, (f"1: memory at its peak, {choice.moment}", ""), sizes)
+
+
+def _change_row(change: Change) -> list[str]:
+    seconds = f"{change.seconds:.4g} s" if change.seconds else "-"
+    throughput = "-"
+    if change.tokens_per_second:
+        throughput = format_count(change.tokens_per_second)
+    return [change.what, seconds, throughput, change.layout or change.note]
+
+
+def _neighbour_rows(neighbours: list[Comparison]) -> list[list[str]]:
+    """Return a row per neighbour. A layout that occurs again only refers to its first row."""
+    rows = []
+    first_queries: dict[str, str] = {}
+    for comparison in neighbours:
+        query = comparison.query
         other = comparison.other
         if other is None:
-            rows.append(
-                [comparison.query, "-", "-", comparison.reason.removeprefix(f"{comparison.query} ")]
-            )
+            rows.append([query, "-", "-", comparison.reason.removeprefix(f"{query} ")])
             continue
         layout = describe(other.layout)
-        first = shown.setdefault(layout, comparison.query)
-        because = (
-            f"the same layout as {first}"
-            if first != comparison.query
-            else comparison.reason.partition("): ")[2]
-        )
-        rows.append([comparison.query, f"{other.seconds:.4g} s", layout, because])
+        first_query = first_queries.setdefault(layout, query)
+        if first_query != query:
+            reason = f"the same layout as {first_query}"
+        else:
+            reason = comparison.reason.partition("): ")[2]
+        rows.append([query, f"{other.seconds:.4g} s", layout, reason])
     return rows
 
 
-def print_nothing_fits(found: Plan) -> None:
-    """To standard error: what the smallest layouts lack."""
-    request = found.request
+def print_nothing_fits(plan: Plan) -> None:
+    """Print to standard error that no layout fits, and what the smallest layouts lack."""
+    request = plan.request
     print(
         f"plait: nothing fits: {request.model.architecture.name} on {request.cluster}",
         file=sys.stderr,
     )
-    for shortage in sorted(found.shortages, key=lambda s: s.needed)[:4]:
+    for shortage in sorted(plan.shortages, key=lambda shortage: shortage.needed)[:4]:
         print(f"plait: {shortage.region} {shortage}", file=sys.stderr)
-    if found.fitting:
+    if plan.fitting:
         print(
-            f"plait: {found.fitting} layouts would fit by a margin smaller than the uncertainty of"
+            f"plait: {plan.fitting} layouts would fit by a margin smaller than the uncertainty of"
             " their memory",
             file=sys.stderr,
         )
@@ -158,48 +175,50 @@ def print_nothing_fits(found: Plan) -> None:
 
 
 def names_as_json() -> dict[str, list[str]]:
-    """Models and GPUs that have names."""
-    return {"models": list(known.names()), "gpus": list(hardware.device_names())}
+    """Return the names of the public models and of the GPUs in the catalogue."""
+    return {"models": list(catalogue.names()), "gpus": list(hardware.device_names())}
 
 
 def print_names() -> None:
-    """The same, with their sizes."""
+    """Print the public models and the GPUs in the catalogue with their sizes."""
     console = _console()
     models = []
-    for name in known.names():
-        one = known.named(name)
-        assert one is not None
+    for name in catalogue.names():
+        model = catalogue.named(name)
+        assert model is not None
         models.append(
             [
                 name,
-                format_count(float(one.parameters)),
-                f"{one.layers} x {one.hidden}, {one.heads} heads, vocabulary {one.vocab}",
+                format_count(float(model.parameters)),
+                f"{model.layers} x {model.hidden}, {model.heads} heads, vocabulary {model.vocab}",
             ]
         )
     print_table(console, ("model", "parameters", "shape"), models)
     devices = []
     for name in hardware.device_names():
-        one_device = hardware.device(name)
-        peak = max(one_device.flops.get(p, 0) for p in ("bf16", "fp16", "fp32"))
+        device = hardware.device(name)
+        peak = max(device.flops.get(precision, 0) for precision in ("bf16", "fp16", "fp32"))
         devices.append(
             [
                 name,
-                one_device.title,
-                f"{one_device.memory_bytes / GIB:.1f} GiB",
+                device.title,
+                f"{device.memory_bytes / GIB:.1f} GiB",
                 f"{peak / 1e12:.4g} TFLOP/s",
-                f"{one_device.devices_per_node} a node",
+                f"{device.devices_per_node} per node",
             ]
         )
     print_table(console, ("gpu", "", "memory", "16 bits", ""), devices)
 
 
-def write_trace(path: Path, found: Plan, *, calibration: Calibration | None = None) -> None:
-    """The pipeline of the best choice as a Chrome trace. Raises InputError where its schedule has
-    no table, or the file cannot be written.
+def write_trace(path: Path, plan: Plan, *, calibration: Calibration | None = None) -> None:
+    """Write the pipeline of the best choice as a Chrome trace.
+
+    Raises:
+        InputError: The schedule of the layout has no table, or the file cannot be written.
     """
-    best = found.best[0]
+    best = plan.best[0]
     try:
-        simulated = timeline(found.request, best, calibration=calibration)
+        simulated = timeline(plan.request, best, calibration=calibration)
     except InputError as error:
         raise InputError(
             f"--trace: the best layout has no timeline: {error}; leave the option out, or --fix"

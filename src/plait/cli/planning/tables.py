@@ -1,4 +1,4 @@
-"""Tables on a terminal, aligned lines in a pipe."""
+"""Tables on a terminal, and aligned lines in a pipe."""
 
 from __future__ import annotations
 
@@ -16,7 +16,17 @@ def print_table(
     title: str = "",
     indent: str = "  ",
 ) -> None:
-    """One table. Nothing is cut: long cells are folded on a terminal and in full in a pipe."""
+    """Print a table, unless it has no rows.
+
+    Nothing is truncated: long cells are folded on a terminal, and kept in one line in a pipe.
+
+    Args:
+        console: The console. Lines are printed if it is not a terminal.
+        columns: Headings.
+        rows: Cells of each row.
+        title: Title of the table.
+        indent: Indentation of the lines in a pipe.
+    """
     if not rows:
         return
     if not console.is_terminal:
@@ -29,19 +39,27 @@ def print_table(
         column.overflow = "fold"
     for row in rows:
         table.add_row(*row)
-    console.print(table, soft_wrap=False)  # also on a console whose other lines are not wrapped
+    # The console may have soft_wrap for its other lines, which would break the table.
+    console.print(table, soft_wrap=False)
 
 
 def aligned(
-    rows: Sequence[Sequence[str]], *, indent: str = "", most: Mapping[int, int] | None = None
+    rows: Sequence[Sequence[str]], *, indent: str = "", max_widths: Mapping[int, int] | None = None
 ) -> list[str]:
-    """A line a row, its cells under each other. The columns `most` are at most so wide: longer
-    cells push the others to the right.
+    """Return one line per row with aligned columns.
+
+    Args:
+        rows: Cells of each row, which has the same number of cells as all others.
+        indent: Indentation of the lines.
+        max_widths: Largest widths of columns by their index. Longer cells push later cells of their
+            line to the right.
     """
-    widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))] if rows else []
-    widths = [min(width, (most or {}).get(index, width)) for index, width in enumerate(widths)]
-    return [
-        indent
-        + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for index, limit in (max_widths or {}).items():
+        if index < len(widths):
+            widths[index] = min(widths[index], limit)
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append(indent + "  ".join(cells).rstrip())
+    return lines

@@ -1,1 +1,4 @@
-"""`plait doctor --validate`: the processes that it starts, and what it shows."""
+"""Command `plait doctor --validate`: the processes that it starts, and its output.
+
+The checks themselves are in `plait.validation`.
+"""

@@ -59,6 +59,7 @@ def validate(
         InputError: An option cannot be followed.
         DeviceError: There is no GPU.
     """
+    # The budget includes the search for the GPUs.
     started = time.monotonic()
     require_writable("--out", out, make_folder=True)
     facts = machine_facts()
@@ -107,7 +108,7 @@ def validate(
 
 
 def list_rows(*, only: Sequence[str], gpus: int | None) -> str:
-    """Return the table of rows with their planned seconds, without a look at the devices."""
+    """Return the table of rows with their planned seconds, without using the devices."""
     count = gpus or 1
     if not 1 <= count <= MOST_GPUS:
         raise InputError(f"--nproc-per-node {count}: a validation uses 1 to {MOST_GPUS} GPUs")
@@ -170,7 +171,7 @@ def machine_of(facts: dict[str, Any], gpus: int | None) -> Machine:
     """Return the facts that decide which rows run.
 
     Raises:
-        InputError: More GPUs are asked for than there are.
+        InputError: `gpus` is larger than the number of GPUs that can be used.
     """
     devices = facts["devices"]
     most = min(len(devices), MOST_GPUS)

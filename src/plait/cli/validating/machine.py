@@ -1,8 +1,7 @@
-"""Prints what a validation has to know of this machine as one JSON object: `python -m
-plait.cli.validating.machine`.
+"""Program that prints the facts of this machine for a validation as one JSON object.
 
-In a process of its own, because a driver may hang or end whoever asks it, and because the command
-itself keeps off the devices.
+It runs in a separate process (`python -m plait.cli.validating.machine`), because a driver can hang
+or end a process that queries it, and because the command itself must not touch the devices.
 """
 
 from __future__ import annotations
@@ -22,25 +21,28 @@ from plait.cluster.topology import device_count
 from plait.validation.catalogue import PACKAGES_OF_PEERS
 from plait.validation.context import SIMULATED
 
-_OTHERS = ("OMP_NUM_THREADS", "GLOO_")
-"""Beginnings of variables that change how the checks run besides those of the accelerator; others
-stay out of what is sent in.
+_VARIABLE_PREFIXES = ("OMP_NUM_THREADS", "GLOO_")
+"""Prefixes of variables that change how the checks run, besides those of the accelerator.
+
+Other variables are private to the user and are not part of the document.
 """
-_LEFT_OUT = ("interpreter", "free_bytes_here")
-_SECONDS = 20
+_PRIVATE_FACTS = ("interpreter", "free_bytes_here")
+_TIMEOUT_SECONDS = 20
 
 
 def main() -> None:
-    """To standard output."""
-    print(json.dumps(found()))
+    """Print the facts to standard output."""
+    print(json.dumps(validation_facts()))
 
 
-def found() -> dict[str, Any]:
-    """Facts of the machine, its devices and the installed packages."""
+def validation_facts() -> dict[str, Any]:
+    """Return the facts of the machine, its devices and the installed packages."""
     import torch
 
-    known = facts(os.environ, folder=Path.cwd())
-    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    environment = facts(os.environ, folder=Path.cwd())
+    kind = None
+    if torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator()
     count = device_count()
     names = [accelerator.model_name(index) for index in range(count)]
     devices = [
@@ -48,16 +50,18 @@ def found() -> dict[str, Any]:
         for index, name in enumerate(names)
     ]
     return {
-        "plait": {"version": known["versions"].get("plait"), **_revision()},
-        "versions": known["versions"],
-        "built_for": known["gpus"]["built_for"],
-        "communication": known["communication"],
+        "plait": {"version": environment["versions"].get("plait"), **_revision()},
+        "versions": environment["versions"],
+        "built_for": environment["gpus"]["built_for"],
+        "communication": environment["communication"],
         "machine": {
-            name: value for name, value in known["machine"].items() if name not in _LEFT_OUT
+            name: value
+            for name, value in environment["machine"].items()
+            if name not in _PRIVATE_FACTS
         },
         "accelerator": kind.type if kind is not None else None,
         "devices": devices,
-        "described": [known["gpus"][f"gpu {index}"] for index in range(count)],
+        "described": [environment["gpus"][f"gpu {index}"] for index in range(count)],
         "driver": _driver(),
         "links_of_devices": _topology(),
         "simulated": any(SIMULATED in name for name in names),
@@ -67,51 +71,47 @@ def found() -> dict[str, Any]:
         "variables": {
             name: value
             for name, value in sorted(os.environ.items())
-            if name.startswith((*accelerator.SETTINGS, *_OTHERS))
+            if name.startswith((*accelerator.SETTINGS, *_VARIABLE_PREFIXES))
         },
     }
 
 
 def _revision() -> dict[str, Any]:
-    """Of the source that runs: a git revision where it is a working copy, else only the version
-    counts.
-    """
+    """Return the git revision of a working copy. A wheel has only its version."""
     folder = Path(__file__).resolve().parents[4]
     if not (folder / ".git").exists():
         return {"from": "a wheel", "revision": None, "changed": None}
-    revision = _asked("git", "-C", str(folder), "rev-parse", "HEAD")
+    revision = _output_of("git", "-C", str(folder), "rev-parse", "HEAD")
     return {
         "from": "a working copy",
         "revision": revision,
-        "changed": bool(_asked("git", "-C", str(folder), "status", "--porcelain")),
+        "changed": bool(_output_of("git", "-C", str(folder), "status", "--porcelain")),
     }
 
 
 def _driver() -> str | None:
-    said = _asked("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    return said.splitlines()[0] if said else None
+    output = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return output.splitlines()[0] if output else None
 
 
 def _topology() -> list[str]:
-    """How the devices of the machine are joined, as nvidia-smi draws it."""
-    return [
-        line.rstrip()
-        for line in (_asked("nvidia-smi", "topo", "-m") or "").splitlines()
-        if line.startswith(("GPU", "\t", " "))
-    ]
+    """Return the table of nvidia-smi about the links between the devices."""
+    lines = (_output_of("nvidia-smi", "topo", "-m") or "").splitlines()
+    # The legend below the table is left out.
+    return [line.rstrip() for line in lines if line.startswith(("GPU", "\t", " "))]
 
 
-def _asked(*command: str) -> str | None:
-    """What a program says; None where there is none, or it fails."""
+def _output_of(*command: str) -> str | None:
+    """Return the output of a program, or None if it does not exist or fails."""
     if shutil.which(command[0]) is None:
         return None
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_SECONDS, check=False
+        process = subprocess.run(
+            command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return process.stdout.strip() if process.returncode == 0 else None
 
 
 if __name__ == "__main__":

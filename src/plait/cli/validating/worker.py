@@ -1,4 +1,4 @@
-"""What each rank of a launch runs: `python -m plait.cli.validating.worker FOLDER`.
+"""Program of each rank of a validation: `python -m plait.cli.validating.worker FOLDER`.
 
 See Note [Turns] in `validation.runner`. With one rank, a row that raises is reported as failed and
 the process continues, if the device still works. With several ranks the others would wait for the
@@ -37,18 +37,18 @@ def main(folder: Path) -> None:
     from plait.cluster.topology import place, share_gpus
 
     shares_gpu = share_gpus(int(facts["gpus"]))
-    here = place()
+    process = place()
     from plait.validation.context import Context
 
     calibration = facts.get("calibration")
     context = Context(
-        here.rank,
-        here.world_size,
+        process.rank,
+        process.world_size,
         shares_gpu,
         bool(facts["simulated"]),
         calibration=Path(calibration) if calibration else None,
     )
-    events = _Events(folder / EVENTS if here.rank == 0 else None)
+    events = _Events(folder / EVENTS if process.rank == 0 else None)
     for index in _turns(folder / TURNS):
         run_row(context, content["rows"][index], events)
     context.close()

@@ -16,7 +16,10 @@ _RECOMPUTE = 'write "parallel": {"recompute": {"mode": "full"}} in the configura
 FUNCTIONS: Mapping[str, str] = {
     "tp_model_init": 'write "parallel": {"tp": 2} in the configuration',
     "checkpointing": f"call torch.utils.checkpoint.checkpoint, or {_RECOMPUTE}",
-    "moe": "experts are not distributed by Plait",
+    "moe": (
+        'use a mixture-of-experts model of Transformers, and write "parallel": {"ep": 2} in the'
+        " configuration"
+    ),
     "runtime": (
         "pass an optimizer and a schedule of torch to initialize; torch.manual_seed sets the seed"
     ),

@@ -94,7 +94,7 @@ def _build_document(
         tuple(rows),
         tuple(problems),
         {path: name for path, (name, _) in settings.items()},
-        frozenset(defaults),
+        tuple(defaults),
     )
 
 

@@ -41,7 +41,7 @@ class TranslatedDocument(Document):
     problems: tuple[Problem, ...] = ()
     written: Mapping[str, str] = field(default_factory=dict)
     """Key that sets each path of the tree."""
-    defaults: frozenset[str] = frozenset()
+    defaults: tuple[str, ...] = ()
     """Paths that no key sets. They have the program's default, which differs from Plait's."""
 
 
@@ -83,11 +83,11 @@ class Translation:
             if rule is not None:
                 self.problems.append(Problem(key, value, rule, "keep one of them"))
 
-        used_defaults = set()
+        used_defaults = []
         for path, value in defaults.items():
             # The included file takes precedence over a default.
             if path not in self.settings and set_path(tree, path, value) is None:
-                used_defaults.add(path)
+                used_defaults.append(path)
         return TranslatedDocument(
             name,
             tree,
@@ -96,7 +96,7 @@ class Translation:
             tuple(self.rows),
             tuple(self.problems),
             {path: key for path, (key, _) in self.settings.items()},
-            frozenset(used_defaults),
+            tuple(used_defaults),
         )
 
     def ignore(self, key: str, value: Any, why: str) -> None:

@@ -252,12 +252,12 @@ def _visit_free(written: tuple[str, ...], dotted: str, value: Tree, examined: Ex
 
 def _visit_table(shown: str, key: Key, value: Any, examined: Examined) -> None:
     problem = type_problem(key, value)
+    if key.path in SECRETS:
+        value = "(not shown)"
     if problem is not None:
         examined.problems.append(Problem(shown, value, *problem))
         return
 
-    if key.path in SECRETS:
-        value = "(not shown)"
     status = key.status
     meaning = key.why
     if key.status is Status.REFUSED and asks_for_nothing(key, value):

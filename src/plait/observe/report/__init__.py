@@ -1,3 +1,4 @@
-"""Pages: one HTML file each that needs nothing else. A section is one function from data to markup;
-`page.page` joins them.
+"""HTML pages that load nothing from elsewhere.
+
+A section is a function from data to markup; `page.page` joins the sections to a file.
 """

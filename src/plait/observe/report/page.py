@@ -1,5 +1,6 @@
-"""The frame of a page and its plain parts: sections, tables, notes, legends. `page.css` is written
-into the page; nothing is loaded.
+"""Frame of a page and its basic elements: sections, tables, notes and legends.
+
+`page.css` is embedded in the page, so that nothing is loaded.
 """
 
 from __future__ import annotations
@@ -9,39 +10,44 @@ from importlib.resources import files
 
 from markupsafe import Markup
 
-from plait.observe.templating import part, render
+from plait.observe.templating import render, render_macro
 from plait.version import __version__
 
 
 def page(title: str, subtitle: str, sections: Iterable[tuple[str, str, Markup]]) -> str:
-    """A whole page. A section is (id, heading, content); those without content are left out."""
-    style = Markup(files("plait.observe.report").joinpath("page.css").read_text(encoding="utf-8"))
-    shown = [entry for entry in sections if entry[2]]
+    """Return a page as HTML.
+
+    Args:
+        title: Title of the page.
+        subtitle: Line under the title.
+        sections: Tuples of id, heading and content. Sections without content are left out.
+    """
+    style = files("plait.observe.report").joinpath("page.css").read_text(encoding="utf-8")
     return str(
         render(
             "page.html",
             title=title,
             subtitle=subtitle,
-            style=style,
-            sections=shown,
+            style=Markup(style),
+            sections=[section for section in sections if section[2]],
             version=__version__,
         )
     )
 
 
-def join(*parts: Markup) -> Markup:
-    """One after the other."""
-    return Markup("").join(parts)
+def join(*elements: Markup) -> Markup:
+    """Return the elements one after the other."""
+    return Markup("").join(elements)
 
 
 def note(text: str) -> Markup:
-    """A line under a heading or a figure."""
-    return part("note", text)
+    """Return a paragraph under a heading or a figure."""
+    return render_macro("note", text)
 
 
 def warning(text: str) -> Markup:
-    """What a reader must not miss."""
-    return part("warning", text)
+    """Return a highlighted paragraph."""
+    return render_macro("warning", text)
 
 
 def table(
@@ -51,23 +57,32 @@ def table(
     numbers: Sequence[int] = (),
     marked: int | None = None,
 ) -> Markup:
-    """A table; the columns in `numbers` are set to the right, the row `marked` stands out. Nothing
-    for no rows.
+    """Return a table, or nothing if there are no rows.
+
+    Args:
+        columns: Headings.
+        rows: Cells of each row.
+        numbers: Indices of the columns that are aligned to the right.
+        marked: Index of the row that is highlighted.
     """
     body = list(rows)
-    return part("table", columns, body, numbers, marked) if body else Markup("")
+    if not body:
+        return Markup("")
+    return render_macro("table", columns, body, numbers, marked)
 
 
 def tiles(entries: Iterable[tuple[str, str, str]]) -> Markup:
-    """Figures that stand out: (what, value, what belongs to it)."""
-    return part("tiles", entries)
+    """Return highlighted figures from tuples of name, value and details."""
+    return render_macro("tiles", entries)
 
 
 def legend(entries: Mapping[str, str]) -> Markup:
-    """CSS class of a colour to what it means."""
-    return part("legend", entries)
+    """Return a legend from a mapping of CSS classes to meanings."""
+    return render_macro("legend", entries)
 
 
 def folded(summary: str, content: Markup) -> Markup:
-    """What is shown when it is asked for; printed in full."""
-    return part("folded", summary, content) if content else Markup("")
+    """Return content that is collapsed under its summary. It is expanded in print."""
+    if not content:
+        return Markup("")
+    return render_macro("folded", summary, content)

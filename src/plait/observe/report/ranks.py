@@ -1,7 +1,8 @@
-"""Which rank sits where: a row a machine, a cell a device, tensor-parallel groups framed, pipeline
-stages in colours.
+"""Drawing of the ranks on the machines.
 
-Machines in a row that hold the same stages are one row where there are many of them.
+There is one row per machine and one cell per device. Frames show tensor-parallel groups, and
+colours show pipeline ranks. If there are many machines, consecutive machines with the same stages
+share a row.
 """
 
 from __future__ import annotations
@@ -16,56 +17,68 @@ from plait.cluster.layout import AXES, Layout
 from plait.cluster.machines import Topology
 from plait.cluster.placement import crossings, warning
 from plait.observe.report import page
-from plait.observe.templating import part
+from plait.observe.templating import render_macro
 
-_MOST_ROWS = 16
-"""More machines than this are drawn as one row for each run of equal ones."""
-_MOST_RUNS = 64
+_MAX_MACHINES = 16
+"""Largest number of machines that have a row each."""
+_MAX_ROWS = 64
 _COLOURS = 8
-_SHORT = {"dp_replicate": "rep", "dp_shard": "shard"}
+_AXIS_LABELS = {"dp_replicate": "rep", "dp_shard": "shard"}
 
 
 @dataclass(frozen=True)
-class Run:
-    """Machines in a row whose devices hold the same stages."""
+class MachineRow:
+    """Consecutive machines whose devices hold the same pipeline stages."""
 
     first_node: int
     last_node: int
     ranks: range
-    """Of the first of them."""
+    """Ranks of the first machine."""
 
 
 def rank_grid(layout: Layout, topology: Topology) -> Markup:
-    """The drawing, what of it crosses machines, and a key to the axes."""
-    found = runs(layout, topology)
-    shown = found[:_MOST_RUNS]
-    grid = part("ranks", [_machine(run, layout) for run in shown])
-    lines = [page.note(line) for line in _said(layout, topology, found, shown)]
-    wide = warning(layout, topology)
-    return page.join(*lines, page.warning(wide) if wide else Markup(""), grid)
+    """Draw the ranks on the machines, with notes about groups that span machines.
 
-
-def runs(layout: Layout, topology: Topology) -> list[Run]:
-    """Machines in rank order; where they are more than a page shows, consecutive ones that hold the
-    same stages together.
+    Args:
+        layout: Degrees of the parallel axes.
+        topology: Machines in the order of the ranks.
     """
-    found: list[Run] = []
-    held: tuple[int, ...] | None = None
+    rows = machine_rows(layout, topology)
+    shown = rows[:_MAX_ROWS]
+    elements = [page.note(line) for line in _notes(layout, topology, rows, shown)]
+    text = warning(layout, topology)
+    if text:
+        elements.append(page.warning(text))
+    elements.append(render_macro("ranks", [_machine_values(row, layout) for row in shown]))
+    return page.join(*elements)
+
+
+def machine_rows(layout: Layout, topology: Topology) -> list[MachineRow]:
+    """Return the rows of the drawing in the order of the ranks.
+
+    If there are more machines than a page shows, consecutive machines with the same stages share a
+    row.
+    """
+    rows: list[MachineRow] = []
+    previous_stages: tuple[int, ...] | None = None
     start = 0
     for index, node in enumerate(topology.nodes):
         ranks = range(start, start + node.devices)
         start += node.devices
         stages = tuple(layout.coordinates(rank)["pp"] for rank in ranks)
-        if len(topology.nodes) > _MOST_ROWS and stages == held:
-            found[-1] = Run(found[-1].first_node, index, found[-1].ranks)
+        if len(topology.nodes) > _MAX_MACHINES and stages == previous_stages:
+            rows[-1] = MachineRow(rows[-1].first_node, index, rows[-1].ranks)
         else:
-            found.append(Run(index, index, ranks))
-        held = stages
-    return found
+            rows.append(MachineRow(index, index, ranks))
+        previous_stages = stages
+    return rows
 
 
-def _said(
-    layout: Layout, topology: Topology, found: Sequence[Run], shown: Sequence[Run]
+def _notes(
+    layout: Layout,
+    topology: Topology,
+    rows: Sequence[MachineRow],
+    shown: Sequence[MachineRow],
 ) -> list[str]:
     lines = [
         f"{topology.world_size:,} ranks on {len(topology.nodes):,} machines: {layout}. Ranks count"
@@ -75,58 +88,71 @@ def _said(
         lines[0] += " A frame is a tensor-parallel group."
     if layout.pp > 1:
         lines[0] += " A colour is a pipeline rank."
-    crossed = [f"{c.axis} ({c.groups:,} of {c.of:,} groups)" for c in crossings(layout, topology)]
-    if crossed:
+    spanning = [
+        f"{crossing.axis} ({crossing.groups:,} of {crossing.of:,} groups)"
+        for crossing in crossings(layout, topology)
+    ]
+    if spanning:
         lines.append(
-            f"Groups that span machines: {', '.join(crossed)}; all others stay inside one."
+            f"Groups that span machines: {', '.join(spanning)}; all others stay inside one."
         )
-    if any(run.last_node > run.first_node for run in found):
+    if any(row.last_node > row.first_node for row in rows):
         lines.append(
             "A row with several machines shows the first of them; the others hold the same stages,"
             " for other parts of the batch."
         )
-    if len(shown) < len(found):
-        lines.append(f"The first {len(shown)} of {len(found)} rows.")
+    if len(shown) < len(rows):
+        lines.append(f"The first {len(shown)} of {len(rows)} rows.")
     return lines
 
 
-def _machine(run: Run, layout: Layout) -> dict[str, Any]:
-    """What the row of a run shows."""
-    several = run.last_node > run.first_node
-    places = [layout.coordinates(rank) for rank in run.ranks]
-    shared = [
-        axis for axis in AXES if getattr(layout, axis) > 1 and len({at[axis] for at in places}) == 1
+def _machine_values(row: MachineRow, layout: Layout) -> dict[str, Any]:
+    """Return the values of the template for a row."""
+    coordinates = [layout.coordinates(rank) for rank in row.ranks]
+    shared_axes = [
+        axis
+        for axis in _parallel_axes(layout)
+        if all(rank[axis] == coordinates[0][axis] for rank in coordinates)
     ]
     groups: dict[tuple[int, ...], list[dict[str, Any]]] = {}
-    for rank, at in zip(run.ranks, places, strict=True):
-        groups.setdefault(tuple(at[axis] for axis in AXES if axis != "tp"), []).append(
-            _cell(rank, layout, shared)
-        )
+    for rank, position in zip(row.ranks, coordinates, strict=True):
+        group = tuple(position[axis] for axis in AXES if axis != "tp")
+        groups.setdefault(group, []).append(_cell_values(rank, layout, shared_axes))
+
+    name = f"machine {row.first_node}"
+    label_axes = shared_axes
+    if row.last_node > row.first_node:
+        name = f"machines {row.first_node} to {row.last_node}"
+        # Machines of a row share their stages, but not their coordinates on the other axes.
+        label_axes = [axis for axis in shared_axes if axis == "pp"]
     return {
-        "name": (
-            f"machines {run.first_node} to {run.last_node}"
-            if several
-            else f"machine {run.first_node}"
-        ),
-        "beside": ", ".join(
-            _named(axis, places[0][axis]) for axis in shared if axis == "pp" or not several
-        ),
+        "name": name,
+        "label": ", ".join(_coordinate(axis, coordinates[0][axis]) for axis in label_axes),
         "groups": list(groups.values()),
         "framed": layout.tp > 1,
     }
 
 
-def _named(axis: str, place: int) -> str:
-    return f"{_SHORT.get(axis, axis)} {place}"
+def _cell_values(rank: int, layout: Layout, shared_axes: Sequence[str]) -> dict[str, Any]:
+    """Return the values of the template for a rank.
 
-
-def _cell(rank: int, layout: Layout, shared: Sequence[str]) -> dict[str, Any]:
-    """A rank with its place on the axes; those that the whole row shares are in its title alone."""
-    at = layout.coordinates(rank)
-    used = [axis for axis in AXES if getattr(layout, axis) > 1]
+    Coordinates that are equal in the whole row are only in the tooltip.
+    """
+    position = layout.coordinates(rank)
+    axes = _parallel_axes(layout)
     return {
         "number": rank,
-        "stage": at["pp"] % _COLOURS,
-        "title": ", ".join(_named(axis, at[axis]) for axis in used) or "alone",
-        "words": [_named(axis, at[axis]) for axis in used if axis not in shared],
+        "stage": position["pp"] % _COLOURS,
+        "title": ", ".join(_coordinate(axis, position[axis]) for axis in axes) or "alone",
+        "coordinates": [
+            _coordinate(axis, position[axis]) for axis in axes if axis not in shared_axes
+        ],
     }
+
+
+def _parallel_axes(layout: Layout) -> list[str]:
+    return [axis for axis in AXES if getattr(layout, axis) > 1]
+
+
+def _coordinate(axis: str, index: int) -> str:
+    return f"{_AXIS_LABELS.get(axis, axis)} {index}"

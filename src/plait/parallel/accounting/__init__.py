@@ -1,1 +1,5 @@
-"""Numbers only: bytes of states and traffic, and the peak memory of a step."""
+"""Accounts of memory and traffic in numbers, without tensors.
+
+`ledger` holds the bytes of candidate layouts, and every technique adds its own. `activations` and
+`peak` put measured figures of one micro-batch together along the schedule of a step.
+"""

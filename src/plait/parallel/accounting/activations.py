@@ -1,110 +1,112 @@
-"""Activations that a rank holds, block by block and for every recomputation mode: figures of its
-stages, put together along its row of the schedule. No tensors. Without a pipeline a rank has one
-stage, and one micro-batch after the other goes through it (`ONE_STAGE`).
+"""Activations that a rank holds, block by block and for every recomputation mode, as numbers.
 
-A rank of a pipeline holds several micro-batches, as many as the schedule and its place say, so a
-budget for activations bounds their sum at the worst point of the row. Where a backward is split, a
-stage holds something else between its halves: what the first half made (recomputed activations
-among it) waits for the second.
+Figures of the rank's stages are put together along its row of the schedule. Without a pipeline a
+rank has one stage, and one micro-batch after the other goes through it (`ONE_STAGE`).
+
+A rank of a pipeline holds several micro-batches, as many as the schedule and its position say, so a
+budget for activations bounds their sum at the worst point of the row. If a backward is split, a
+stage holds other tensors between its halves: what the first half made (recomputed activations among
+it) waits for the second.
 
 `dryrun.rank_activations` measures the figures. Bytes are those of distinct storages that are
-neither parameters nor buffers nor the batch itself. A block's input belongs to the block, so blocks
-in different modes add up.
+neither parameters nor buffers nor the batch itself. The input of a block belongs to the block, so
+the bytes of blocks in different modes can be added.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Literal
 
 from plait.parallel.schedules.actions import Action, Kind
 from plait.parallel.schedules.schedule import Schedule
 
 BlockMode = Literal["none", "selective", "full"]
-"""none: everything that backward needs is kept; selective: the results of chosen operators; full:
-the input alone.
+"""Recomputation mode of a block: what it keeps from forward to backward.
+
+none: everything that backward needs. selective: the results of selected operators. full: the input
+alone.
 """
 ONE_STAGE = Schedule(
     "one stage", 1, 1, (0,), ((Action(0, Kind.FORWARD, 0), Action(0, Kind.BACKWARD, 0)),)
 )
-"""A model without a pipeline."""
+"""Schedule of a model without a pipeline."""
 Assignment = tuple[BlockMode, ...]
-"""The mode of every block of a rank, in the order of its stages."""
+"""Mode of every block of a rank, in the order of its stages."""
 
 
 @dataclass(frozen=True)
 class StageMode:
-    """One micro-batch through a stage with all its blocks in one mode, in bytes. A figure a block,
-    or of all that is outside of them.
+    """Bytes of one micro-batch in a stage whose blocks all have one mode.
+
+    Tuples have one entry per block.
     """
 
     kept: tuple[int, ...]
-    """By a block on the device, from forward to backward, its input included."""
+    """Bytes that a block keeps on the device from forward to backward, its input included."""
     outside: int
-    """Saved before and outside of the blocks: embedding, positions, masks; boundary activations,
-    except on the last stage.
+    """Bytes that are saved before and outside of the blocks: embedding, positions, masks.
+
+    Boundary activations are included, except on the last stage.
     """
     head: int
-    """By what follows the last block: final norm, head and loss, the last block's output included.
-    """
+    """Bytes after the last block: final norm, head and loss, the last block's output included."""
     returning: tuple[int, ...]
-    """Tensors that a block's backward recomputes, or prefetches from a store."""
+    """Bytes that the backward of a block recomputes, or prefetches from a store."""
     flops: int
-    """Operations of forward and backward, what is recomputed included: matrix products and
-    attention.
-    """
+    """Operations of forward, backward and recomputation in matrix products and attention."""
     traffic: Mapping[str, int] = field(default_factory=dict)
-    """What forward and backward send over the tp axis, by collective."""
+    """Bytes that forward and backward send over the tp axis, by collective."""
     peak: int = 0
-    """The most that forward and backward hold at once: all of the above, what is recomputed, and
-    temporaries; gradients of parameters are counted until they are accumulated.
+    """Most bytes that forward and backward hold at once.
+
+    These are all of the above, recomputed tensors and temporaries. Gradients of parameters are
+    counted until they are accumulated.
     """
     stored: tuple[int, ...] = ()
-    """What a block puts into a store; empty where none does."""
+    """Bytes that a block puts into a store. Empty if none does."""
     deferred: tuple[int, ...] = ()
-    """By a block, from the first half of a split backward to the second; empty where no backward of
-    the stage is split.
-    """
+    """Bytes that a block keeps between the halves of a split backward. Empty if none is split."""
     deferred_outside: int = 0
+    """Bytes that are kept between the halves outside of the blocks."""
 
 
 @dataclass(frozen=True)
 class StageFacts:
-    """A stage in every mode that was measured."""
+    """Measurements of a stage in all modes."""
 
     modes: Mapping[BlockMode, StageMode]
     received: int = 0
-    """Bytes that it gets from the stage before, which are counted in both where both are on one
-    rank.
-    """
+    """Bytes from the previous stage, which are counted in both stages if both are on one rank."""
     differentiable: bool = False
-    """Whether a gradient goes back to a stage before; without one, a split backward is a second
-    half alone.
+    """True if the stage sends a gradient to a previous one.
+
+    Otherwise a split backward consists of its second half.
     """
 
     @property
     def blocks(self) -> int:
-        """How many."""
+        """Number of blocks."""
         return len(self.modes["none"].kept)
 
     def kept(self, assignment: Assignment) -> int:
-        """Bytes of one micro-batch by the blocks on the device, and by what is before and outside
-        of them, where block i is in mode `assignment[i]`.
+        """Return the bytes of one micro-batch on the device, without those of the head.
+
+        Args:
+            assignment: The mode of each block of the stage.
         """
-        # a recomputed block keeps shared arguments too
+        # A recomputed block keeps shared arguments alive.
         outside = max(self.modes[mode].outside for mode in {"none", *assignment})
         return outside + sum(self.modes[mode].kept[index] for index, mode in enumerate(assignment))
 
     def returning(self, assignment: Assignment) -> int:
-        """The peak bytes that the backward of one block recomputes or prefetches."""
-        return max(
-            (0, *(self.modes[mode].returning[index] for index, mode in enumerate(assignment)))
-        )
+        """Return the most bytes that the backward of one block recomputes or prefetches."""
+        returning = [self.modes[mode].returning[index] for index, mode in enumerate(assignment)]
+        return max(returning, default=0)
 
     def stored(self, assignment: Assignment) -> int:
-        """Bytes of one micro-batch that blocks put into a store."""
+        """Return the bytes of one micro-batch that blocks put into a store."""
         return sum(
             self.modes[mode].stored[index]
             for index, mode in enumerate(assignment)
@@ -112,219 +114,251 @@ class StageFacts:
         )
 
     def repeated(self, assignment: Assignment) -> float:
-        """Operations that one micro-batch repeats. Blocks count as equal."""
-        more = {mode: one.flops - self.modes["none"].flops for mode, one in self.modes.items()}
-        return sum(more[mode] for mode in assignment) / max(1, len(assignment))
+        """Return the operations that one micro-batch repeats, as if all blocks were equal."""
+        base = self.modes["none"].flops
+        additional = {mode: figures.flops - base for mode, figures in self.modes.items()}
+        return sum(additional[mode] for mode in assignment) / max(1, len(assignment))
 
     def repeated_traffic(self, assignment: Assignment) -> dict[str, int]:
-        """Bytes that recomputation sends over the tp axis in addition, by collective. Blocks count
-        as equal.
+        """Return the bytes that recomputation sends over tp, by collective.
+
+        Blocks count as equal.
         """
         base = self.modes["none"].traffic
-        more = dict.fromkeys(self.modes["none"].traffic, 0)
+        repeated = dict.fromkeys(base, 0)
         for mode in set(assignment) - {"none"}:
+            blocks = assignment.count(mode)
             for collective, sent in self.modes[mode].traffic.items():
-                more[collective] = more.get(collective, 0) + (
-                    sent - base.get(collective, 0)
-                ) * assignment.count(mode) // len(assignment)
-        return more
+                additional = sent - base.get(collective, 0)
+                repeated.setdefault(collective, 0)
+                repeated[collective] += additional * blocks // len(assignment)
+        return repeated
 
 
 @dataclass(frozen=True)
-class _Stage:
-    """A stage with the modes of its blocks decided."""
+class _StageBytes:
+    """Bytes of one micro-batch in a stage whose blocks have their modes."""
 
-    kept: int
+    saved: int
+    """Bytes between forward and backward."""
     deferred: int
+    """Bytes between the halves of a split backward."""
     in_backward: int
-    """The most besides `kept` during an unsplit backward."""
+    """Most bytes besides `saved` during an unsplit backward."""
     in_first_half: int
+    """Most bytes besides `saved` during the first half of a split backward."""
     in_second_half: int
-    """The same besides `deferred`."""
+    """Most bytes besides `deferred` during the second half of a split backward."""
     received: int
 
 
-def _decided(facts: StageFacts, modes: Assignment) -> _Stage:
-    kept = [facts.modes[mode].kept[index] for index, mode in enumerate(modes)]
+def _stage_bytes(facts: StageFacts, modes: Assignment) -> _StageBytes:
+    saved = [facts.modes[mode].kept[index] for index, mode in enumerate(modes)]
     returning = [facts.modes[mode].returning[index] for index, mode in enumerate(modes)]
-    used = {"none", *modes}
-    full = facts.kept(modes) + facts.modes["none"].head
-    back = facts.returning(modes)
+    total_saved = facts.kept(modes) + facts.modes["none"].head
+    in_backward = facts.returning(modes)
+
     deferred = 0
-    first = 0
+    in_first_half = 0
     if facts.modes["none"].deferred:
-        later = [facts.modes[mode].deferred[index] for index, mode in enumerate(modes)]
-        deferred = max(facts.modes[mode].deferred_outside for mode in used) + sum(later)
-        # Blocks behind have had their first half, those before have not.
-        grown = [new - old for new, old in zip(later, kept, strict=True)]
-        behind = [0, *accumulate(reversed(grown))]
-        first = max(
-            (
-                0,
-                deferred - full,
-                *(done + come for done, come in zip(behind, reversed(returning), strict=False)),
-            )
-        )
+        block_deferred = [facts.modes[mode].deferred[index] for index, mode in enumerate(modes)]
+        outside = max(facts.modes[mode].deferred_outside for mode in {"none", *modes})
+        deferred = outside + sum(block_deferred)
+        # During the first half of a block, later blocks have had theirs and earlier ones have not.
+        growth = [new - old for new, old in zip(block_deferred, saved, strict=True)]
+        in_first_half = max(0, deferred - total_saved)
+        later_growth = 0
+        for block_growth, block_returning in zip(
+            reversed(growth), reversed(returning), strict=True
+        ):
+            in_first_half = max(in_first_half, later_growth + block_returning)
+            later_growth += block_growth
     if not facts.differentiable:
-        return _Stage(full, deferred, back, 0, back, facts.received)
-    # The second half computes all of the stage's blocks again before it has done with any.
-    again = sum(come for mode, come in zip(modes, returning, strict=True) if mode != "none")
-    return _Stage(full, deferred, back, first, again, facts.received)
+        return _StageBytes(total_saved, deferred, in_backward, 0, in_backward, facts.received)
+
+    # The second half recomputes all blocks of the stage before it frees any.
+    in_second_half = sum(
+        block_returning
+        for mode, block_returning in zip(modes, returning, strict=True)
+        if mode != "none"
+    )
+    return _StageBytes(
+        total_saved, deferred, in_backward, in_first_half, in_second_half, facts.received
+    )
 
 
 @dataclass(frozen=True)
-class _Moment:
-    """What is in flight on a rank, by the position of a stage among the rank's."""
+class _RankMoment:
+    """Micro-batches in flight on a rank, per stage of the rank, during or after an action."""
 
     waiting: tuple[int, ...]
     """Micro-batches between forward and backward."""
     deferred: tuple[int, ...]
     """Micro-batches between the halves of their backward."""
     shared: tuple[int, ...]
-    """Micro-batches of the stage whose input is the output of another one of this rank, which has
-    it too.
-    """
+    """Micro-batches whose input is the output of another stage of this rank."""
     running: int
+    """Position of the action's stage among those of the rank."""
     kind: Kind
+    """Kind of the action."""
 
 
-def _moments(schedule: Schedule, rank: int) -> Iterator[tuple[Action, _Moment, _Moment]]:
-    """Every action of a row, with what is in flight while it runs and after it. A micro-batch in
-    its backward is still in flight.
+def _moments(schedule: Schedule, rank: int) -> Iterator[tuple[Action, _RankMoment, _RankMoment]]:
+    """Yield every action of a row, with what is in flight while it runs and after it.
+
+    A micro-batch in its backward is still in flight.
     """
     stages = schedule.stages_of(rank)
-    place = {stage: index for index, stage in enumerate(stages)}
-    state: dict[tuple[int, int], Kind] = {}
+    positions = {stage: index for index, stage in enumerate(stages)}
+    # (stage, micro-batch) in flight -> the last computation of it
+    in_flight: dict[tuple[int, int], Kind] = {}
 
-    def now(action: Action) -> _Moment:
-        def count(*kinds: Kind) -> tuple[int, ...]:
-            return tuple(
-                sum(at == stage and kind in kinds for (at, _), kind in state.items())
-                for stage in stages
-            )
-
-        both = tuple(
-            sum(at == stage and (stage - 1, microbatch) in state for at, microbatch in state)
-            for stage in stages
-        )
-        return _Moment(
-            count(Kind.FORWARD), count(Kind.INPUT), both, place[action.stage], action.kind
+    def moment(action: Action) -> _RankMoment:
+        waiting = [0] * len(stages)
+        deferred = [0] * len(stages)
+        shared = [0] * len(stages)
+        for (stage, microbatch), kind in in_flight.items():
+            if kind is Kind.FORWARD:
+                waiting[positions[stage]] += 1
+            else:
+                deferred[positions[stage]] += 1
+            if (stage - 1, microbatch) in in_flight:
+                shared[positions[stage]] += 1
+        return _RankMoment(
+            tuple(waiting), tuple(deferred), tuple(shared), positions[action.stage], action.kind
         )
 
     for action in schedule.ranks[rank]:
         key = (action.stage, action.microbatch)
         if action.kind is Kind.FORWARD:
-            state[key] = Kind.FORWARD
-        during = now(action)
+            in_flight[key] = Kind.FORWARD
+        during = moment(action)
         if action.kind is Kind.INPUT:
-            state[key] = Kind.INPUT
+            in_flight[key] = Kind.INPUT
         elif action.kind is not Kind.FORWARD:
-            del state[key]
-        yield action, during, now(action)
+            del in_flight[key]
+        yield action, during, moment(action)
 
 
-def _standing(moment: _Moment, stages: Sequence[_Stage]) -> int:
-    held = 0
+def _kept_bytes(moment: _RankMoment, stages: Sequence[_StageBytes]) -> int:
+    """Return the bytes that all micro-batches in flight keep."""
+    total = 0
     for waiting, deferred, shared, stage in zip(
         moment.waiting, moment.deferred, moment.shared, stages, strict=True
     ):
-        held += waiting * stage.kept + deferred * stage.deferred - shared * stage.received
-    return held
+        # A tensor that passes between two stages of this rank exists once.
+        total += waiting * stage.saved + deferred * stage.deferred - shared * stage.received
+    return total
 
 
-def _most(moments: Iterable[_Moment], stages: Sequence[_Stage]) -> int:
-    extra = {
-        Kind.FORWARD: [0 for _ in stages],
-        Kind.BACKWARD: [stage.in_backward for stage in stages],
-        Kind.INPUT: [stage.in_first_half for stage in stages],
-        Kind.WEIGHT: [stage.in_second_half for stage in stages],
-    }
-    return max(_standing(moment, stages) + extra[moment.kind][moment.running] for moment in moments)
+def _peak_bytes(moments: Iterable[_RankMoment], stages: Sequence[_StageBytes]) -> int:
+    """Return the most bytes of any moment, with those of the running action."""
+    peak = 0
+    for moment in moments:
+        total = _kept_bytes(moment, stages)
+        running = stages[moment.running]
+        if moment.kind is Kind.BACKWARD:
+            total += running.in_backward
+        elif moment.kind is Kind.INPUT:
+            total += running.in_first_half
+        elif moment.kind is Kind.WEIGHT:
+            total += running.in_second_half
+        peak = max(peak, total)
+    return peak
 
 
 @dataclass(frozen=True)
 class RankActivations:
-    """The stages of one rank and its row of the schedule."""
+    """Stages of one rank and its row of the schedule."""
 
     schedule: Schedule
     rank: int
-    """On the pp axis."""
+    """Rank on the pp axis."""
     stages: tuple[StageFacts, ...]
-    """Of this rank, the model's first one first."""
+    """Stages of this rank, in the order of the model."""
 
     @property
     def blocks(self) -> int:
-        """How many blocks the rank has."""
+        """Number of blocks of the rank."""
         return sum(stage.blocks for stage in self.stages)
 
     def held_after(self, assignment: Assignment) -> list[tuple[Action, int]]:
-        """Every action of the row, and the bytes that all micro-batches in flight keep when it has
-        ended: blocks, what is outside of them, head and loss.
+        """Return every action of the row with the bytes that are kept when it has ended.
+
+        These are the bytes of all micro-batches in flight: blocks, outside of them, head and loss.
         """
-        stages = self._decided(assignment)
+        stages = self._stage_bytes(assignment)
         return [
-            (action, _standing(after, stages))
+            (action, _kept_bytes(after, stages))
             for action, _, after in _moments(self.schedule, self.rank)
         ]
 
     def most(self, assignment: Assignment) -> int:
-        """What a budget limits: the peak of the saved tensors, together with the recomputed or
-        prefetched tensors of one block's backward.
+        """Return the peak that a budget limits.
+
+        It consists of the saved tensors, and the tensors that the backward of one block recomputes
+        or prefetches.
         """
-        return _most(self._different(), self._decided(assignment))
+        return _peak_bytes(self._moments(), self._stage_bytes(assignment))
 
     def most_in_flight(self) -> float:
-        """Micro-batches through all stages of the rank that are held at most."""
-        return max(
-            sum(moment.waiting) + sum(moment.deferred) for moment in self._different()
-        ) / len(self.stages)
+        """Return the most micro-batches that are held at once, through all stages of the rank."""
+        counts = [sum(moment.waiting) + sum(moment.deferred) for moment in self._moments()]
+        return max(counts) / len(self.stages)
 
     def solve(self, budget_bytes: int) -> Assignment | None:
-        """The modes that repeat the fewest operations within the budget; None where there are none.
+        """Return the modes that repeat the fewest operations within the budget, or None.
 
-        Blocks of a stage count as equal, so only how many are in which mode matters. The first
-        blocks of a rank keep least: their forward comes first and their backward last.
+        Blocks of a stage count as equal, so only the number of blocks in each mode matters. The
+        first blocks of a rank keep the least, because their forward comes first and their backward
+        last.
         """
-        moments = self._different()
-        best: tuple[float, int, Assignment] | None = None
+        moments = self._moments()
+        best: Assignment | None = None
+        best_cost = (float("inf"), 0)
         for assignment in self.candidates():
-            work = self.repeated(assignment)
-            if best is not None and work > best[0]:
+            flops = self.repeated(assignment)
+            if flops > best_cost[0]:
+                # Compare the operations first, because the peak takes longer to compute.
                 continue
-            most = _most(moments, self._decided(assignment))
-            if most <= budget_bytes and (best is None or (work, most) < best[:2]):
-                best = (work, most, assignment)
-        return best[2] if best else None
+            peak = _peak_bytes(moments, self._stage_bytes(assignment))
+            if peak <= budget_bytes and (flops, peak) < best_cost:
+                best_cost = (flops, peak)
+                best = assignment
+        return best
 
     def least(self) -> tuple[int, Assignment]:
-        """The smallest budget that can be kept, and how."""
-        moments = self._different()
+        """Return the smallest possible budget, and the modes that need it."""
+        moments = self._moments()
         return min(
-            (_most(moments, self._decided(assignment)), assignment)
+            (_peak_bytes(moments, self._stage_bytes(assignment)), assignment)
             for assignment in self.candidates()
         )
 
     def candidates(self) -> Iterator[Assignment]:
-        """What is chosen among."""
-        count = self.blocks
-        several = all("selective" in stage.modes for stage in self.stages)
-        for full in range(count + 1):
-            for selective in range(count - full + 1 if several else 1):
-                yield (
-                    *_alike("full", full),
-                    *_alike("selective", selective),
-                    *_alike("none", count - full - selective),
-                )
+        """Yield the assignments that `solve` chooses from."""
+        full_mode: Assignment = ("full",)
+        selective_mode: Assignment = ("selective",)
+        no_recomputation: Assignment = ("none",)
+        has_selective = all("selective" in stage.modes for stage in self.stages)
+        for full in range(self.blocks + 1):
+            most_selective = 0
+            if has_selective:
+                most_selective = self.blocks - full
+            for selective in range(most_selective + 1):
+                none = self.blocks - full - selective
+                yield full_mode * full + selective_mode * selective + no_recomputation * none
 
     def repeated(self, assignment: Assignment) -> float:
-        """Operations that one micro-batch repeats."""
+        """Return the operations that one micro-batch repeats."""
         return sum(stage.repeated(modes) for stage, modes in self._split(assignment))
 
-    def _different(self) -> set[_Moment]:
+    def _moments(self) -> set[_RankMoment]:
+        """Return the distinct moments during the actions of the row, which are few."""
         return {during for _, during, _ in _moments(self.schedule, self.rank)}
 
-    def _decided(self, assignment: Assignment) -> list[_Stage]:
-        return [_decided(stage, modes) for stage, modes in self._split(assignment)]
+    def _stage_bytes(self, assignment: Assignment) -> list[_StageBytes]:
+        return [_stage_bytes(stage, modes) for stage, modes in self._split(assignment)]
 
     def _split(self, assignment: Assignment) -> Iterator[tuple[StageFacts, Assignment]]:
         if len(assignment) != self.blocks:
@@ -333,7 +367,3 @@ class RankActivations:
         for stage in self.stages:
             yield stage, assignment[start : start + stage.blocks]
             start += stage.blocks
-
-
-def _alike(mode: BlockMode, count: int) -> Assignment:
-    return (mode,) * count

@@ -1,9 +1,8 @@
-"""A scheme of compression between data-parallel ranks: which collectives it compresses, and the
-same in numbers.
+"""Scheme of compression between data-parallel ranks, for the run and in numbers.
 
-`comm.compress` holds the collectives. Here they are put in place: as the reducer's buckets at stage
-0, as each unit's own at the sharded stages. Every rank ends with the same bits. With `dp_replicate
-> 1` what is compressed are the collectives over `dp_shard`; the sum over the replicas is torch's.
+`comm.compress` implements the collectives. A scheme installs them: as the reducer's buckets at
+stage 0, and per unit at the sharded stages. Every rank ends with the same bits. With `dp_replicate
+> 1` the collectives over `dp_shard` are compressed, and the sum over the replicas is torch's.
 """
 
 from __future__ import annotations
@@ -35,51 +34,53 @@ MaybeBits = Literal[0, 4, 8]
 Numbers = NDArray[np.int64]
 _POWERSGD_CODE = 1
 QUANTISED_BUCKET_BYTES = 4 * MIB
-"""Default bucket of gradients that are sent as int8 or int4: a MiB or less is sent, so that most of
-it overlaps with the backward, and large enough for a thread (2 to 4 MiB were best on links of 1
-Gbit/s and on fast ones).
+"""Default size of a bucket of gradients that are sent as int8 or int4.
+
+At most 1 MiB is sent per bucket, so that most of it overlaps with the backward, and a bucket is
+large enough for a thread (2 to 4 MiB were best on links of 1 Gbit/s and on fast ones).
 """
 
 
 class Scheme(Policy):
-    """What is compressed, and how."""
+    """Compressed values, and the form in which they are sent."""
 
     gradient_bits: MaybeBits = 0
     """Bits per element of a sent gradient; 0: uncompressed."""
     weight_bits: MaybeBits = 0
     """Bits per element of a gathered parameter, at stages 1 to 3; 0: uncompressed."""
     powersgd_rank: int = 0
-    """Stage 0: gradients of matrices are sent as factors of so many columns; 0 is off."""
+    """Stage 0: columns of the factors as which gradients of matrices are sent; 0: off."""
     error_feedback: bool = False
-    """Add what the last step lost to this step's gradients. PowerSGD always does."""
+    """True to add the error of the last step to this step's gradients. PowerSGD always does."""
     revocable: bool = False
-    """Steps may be skipped: a step writes residuals and factors to second tensors until it is known
-    that it is applied.
+    """True if steps may be skipped.
+
+    A step then writes residuals and factors to second tensors until it is known to be applied.
     """
 
     @property
     def name(self) -> str:
-        """A description of the compression."""
-        return (
-            f"PowerSGD of rank {self.powersgd_rank}"
-            if self.powersgd_rank
-            else f"int{self.gradient_bits}"
-        )
+        """Description of the compression of gradients."""
+        if self.powersgd_rank:
+            return f"PowerSGD of rank {self.powersgd_rank}"
+        return f"int{self.gradient_bits}"
 
     @property
     def code(self) -> int:
-        """Of what gradients are sent as, in a checkpoint."""
-        return _POWERSGD_CODE if self.powersgd_rank else self.gradient_bits
+        """Number of the compression of gradients in a checkpoint."""
+        if self.powersgd_rank:
+            return _POWERSGD_CODE
+        return self.gradient_bits
 
     def bucket_bytes(self, otherwise: int) -> int:
-        """Of gradients in a bucket where no file and no measurement says it; `otherwise` where they
-        are not quantised.
-        """
-        return QUANTISED_BUCKET_BYTES if self.gradient_bits else otherwise
+        """Return the default size of a bucket, or `otherwise` if gradients are not quantised."""
+        if self.gradient_bits:
+            return QUANTISED_BUCKET_BYTES
+        return otherwise
 
     @property
     def gradients(self) -> bool:
-        """Whether gradients are compressed at all."""
+        """True if gradients are compressed."""
         return bool(self.gradient_bits or self.powersgd_rank)
 
     def buckets(
@@ -90,7 +91,14 @@ class Scheme(Policy):
         *,
         whole_steps: int = POWERSGD_START,
     ) -> Buckets:
-        """Stage 0's. `whole_steps`: those that PowerSGD sums as they are before it begins."""
+        """Return compressed buckets for stage 0.
+
+        Args:
+            group: The ranks that sum gradients.
+            device: The device of the gradients.
+            flats: The form of each bucket.
+            whole_steps: Number of steps that PowerSGD sums uncompressed before it begins.
+        """
         if self.powersgd_rank:
             return PowerSGDBuckets(
                 group,
@@ -111,12 +119,19 @@ class Scheme(Policy):
         )
 
     def install(self, model: nn.Module, levels: Levels | None) -> dict[str, QuantisedReduceScatter]:
-        """Give every unit of a sharded model its own compressed collectives; those that keep
-        errors, by name.
+        """Give every unit of a sharded model its compressed collectives.
+
+        Args:
+            model: The sharded model.
+            levels: Groups within and between machines, or None.
+
+        Returns:
+            The reduce-scatters of gradients, by name, which keep errors.
         """
-        found = {}
+        scatters = {}
         for index, module in enumerate(sharded_modules(model)):
             if self.weight_bits:
+                # Parameters of fewer than two dimensions are sent as they are.
                 segments = [
                     Segment(numel, dimensions > 1)
                     for dimensions, numel, _ in gathered_shapes(module)
@@ -136,12 +151,13 @@ class Scheme(Policy):
                     revocable=self.revocable,
                 )
                 module.set_custom_reduce_scatter(scatter)
-                found[f"unit.{index}"] = scatter
-        return found
+                scatters[f"unit.{index}"] = scatter
+        return scatters
 
 
 def sent_bytes(bits: Any, shape: Sequence[int], numel: Numbers, itemsize: Any) -> Numbers:
-    """Bytes of one rank's `numel` numbers of a parameter on the wire."""
+    """Return the bytes in which `numel` elements of a parameter are sent by one rank."""
+    # Vectors are not compressed.
     if len(shape) < 2:
         return numel * itemsize
     bits = np.asarray(bits)
@@ -149,15 +165,18 @@ def sent_bytes(bits: Any, shape: Sequence[int], numel: Numbers, itemsize: Any) -
 
 
 def error_bytes(scheme: Scheme, shape: Sequence[int], numel: Numbers, ranks: Numbers) -> Numbers:
-    """Bytes of the error that a sharded unit keeps for a parameter: float32, of all ranks'
-    parts.
+    """Return the bytes of the error that a sharded unit keeps for a parameter.
+
+    It is float32, and covers the parts of all ranks.
     """
     if len(shape) < 2:
         return np.zeros_like(numel)
-    on = (np.asarray(scheme.gradient_bits) > 0) & np.asarray(scheme.error_feedback)
-    return np.where(on, copies(scheme) * ranks * blocks_of(numel) * BLOCK * 4, 0)
+    keeps_error = (np.asarray(scheme.gradient_bits) > 0) & np.asarray(scheme.error_feedback)
+    return np.where(keeps_error, copies(scheme) * ranks * blocks_of(numel) * BLOCK * 4, 0)
 
 
 def copies(scheme: Scheme) -> int:
-    """Of everything that is carried from step to step."""
-    return 2 if scheme.revocable else 1
+    """Return the number of tensors for each tensor that is carried from step to step."""
+    if scheme.revocable:
+        return 2
+    return 1

@@ -1,5 +1,7 @@
-"""How experts on different ranks are held: split over ep along their first dimension, as tensor
-parallelism splits, then replicated or sharded over the ranks that have the same ones.
+"""Degrees of a layout as seen by experts on different ranks.
+
+Experts are split over ep along their first dimension, as tensor parallelism splits, and replicated
+or sharded over the ranks with the same experts.
 """
 
 from __future__ import annotations
@@ -13,20 +15,23 @@ from plait.parallel.accounting.ledger import Ledger
 
 
 def is_sharded(ledger: Ledger) -> NDArray[np.bool_]:
-    """Whether anything is, or is cast for the computation."""
+    """Return True for candidates that shard parameters, or cast them for the computation."""
     return (ledger.dp_shard > 1) | np.asarray(ledger.compute_bytes is not None)
 
 
 def of_experts(ledger: Ledger) -> Ledger:
-    """The degrees as experts see them; nothing is priced yet. Ranks of dp_replicate that have the
-    same ones share them out too.
+    """Return a ledger with the degrees as experts see them, and without any bytes.
+
+    Ranks of dp_replicate with the same experts shard them too.
     """
     same = ledger.dp_replicate * ledger.dp_shard * ledger.cp * ledger.tp // ledger.ep
     shards = is_sharded(ledger)
-    one = np.ones_like(same)
+    single = np.ones_like(same)
+    # ep takes the place of tp: it splits experts along their first dimension, and tp does not split
+    # them.
     return ledger.with_(
-        dp_replicate=np.where(shards, one, same),
-        dp_shard=np.where(shards, same, one),
+        dp_replicate=np.where(shards, single, same),
+        dp_shard=np.where(shards, same, single),
         shard_rank=np.where(shards, ledger.edp_rank, 0),
         tp=ledger.ep,
         tp_rank=np.zeros_like(same),
@@ -37,8 +42,14 @@ def of_experts(ledger: Ledger) -> Ledger:
 
 
 def view_of(ledger: Ledger) -> Callable[[str], Ledger]:
-    """A parameter's name to the degrees as it sees them."""
+    """Return a function from the name of a parameter to the ledger with its degrees."""
     if not ledger.experts:
         return lambda name: ledger
-    experts = of_experts(ledger)
-    return lambda name: experts if name in ledger.experts else ledger
+    expert_ledger = of_experts(ledger)
+
+    def view(name: str) -> Ledger:
+        if name in ledger.experts:
+            return expert_ledger
+        return ledger
+
+    return view

@@ -1,8 +1,8 @@
-"""The account of a layout in bytes: what every technique writes into and the planner reads from.
+"""Account of layouts in bytes. Every technique writes to it, and the planner reads it.
 
-All figures are NumPy arrays with one entry a candidate layout, so that a whole search space is
-priced in one call. Figures are per rank and exact: what a process measures is what is written here
-(`verify` compares them).
+All figures are NumPy arrays with one entry per candidate layout, so that a search space is priced
+in one call. Figures are per rank and exact: they are what a process measures, which `verify`
+compares.
 """
 
 from __future__ import annotations
@@ -29,25 +29,28 @@ Array = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class StageCounts:
-    """What one rank of a pipeline does in a step, counted from its schedule's table (see
-    `pipeline.account`).
+    """Work of one pipeline rank in a step, counted from the table of its schedule.
+
+    See `pipeline.account`.
     """
 
     root_gathers: Array
-    """How often ZeRO stage 3 gathers what is outside of the blocks."""
+    """Number of times that ZeRO stage 3 gathers the root unit."""
     ends: Array
-    """How many of the model's two ends, the front and the back, are here."""
+    """Number of the model's two ends, the front and the back, on this rank."""
     root_reduces: Array
-    """Backwards of the stages that own something outside of the blocks: how often ZeRO stages 2 and
-    3 reduce it.
+    """Number of times that ZeRO stages 2 and 3 reduce the root unit.
+
+    These are the backwards of the stages that own something outside of the blocks.
     """
     sends: Array
     """Tensors sent to other stages: activations and their gradients."""
     boundary_bytes: Array
-    """Bytes of one of them."""
+    """Bytes of such a tensor."""
     shared_bytes: Array
-    """2 (n - 1) / n bytes of the gradients that n stages share, after sharding: what their sum
-    sends.
+    """Bytes sent for the sum of gradients that n stages share, after sharding.
+
+    These are 2 (n - 1) / n of the gradients.
     """
 
 
@@ -59,82 +62,88 @@ MEMORY_KINDS = (
     "optimizer",
     "compression",
 )
-"""`parameters`, `gradients`, `optimizer` and `compression` (its errors) are what a rank holds just
-before the optimizer step; `gathered_parameters` and `unsharded_gradients` are what it holds in
-addition between two micro-batches of a step; in a pipeline, `pipeline.account.held_after` tells
-them for every computation.
+"""Kinds of memory of parameters, gradients and states.
+
+`parameters`, `gradients`, `optimizer` and `compression` (its errors) are what a rank holds just
+before the optimizer step. `gathered_parameters` and `unsharded_gradients` are what it holds in
+addition between two micro-batches of a step. A pipeline accounts for them after each computation
+(`pipeline.account`).
 """
 
 ACTIVATION_KINDS = ("activations", "logits", "returning_activations", "stored_activations")
-"""What a micro-batch keeps on the device from forward to backward, in blocks and before them, and
-after them (head, loss); the most that one block's backward recomputes or prefetches; and what is in
-host memory or on disk. For every micro-batch that is between its forward and its backward.
+"""Kinds of memory of the micro-batches that are between their forward and their backward.
+
+`activations` and `logits` stay on the device from forward to backward: those of blocks and before
+them, and those of head and loss. `returning_activations` are the most that the backward of one
+block recomputes or prefetches. `stored_activations` are in host memory or on disk.
 """
 
 PLACE_KINDS = ("host", "files", "step_buffers")
-"""How much of `parameters`, `gradients` and `optimizer` is in host memory or in files, and the most
-of the latter which is in memory during a step.
+"""Places of `parameters`, `gradients` and `optimizer` besides the device.
+
+`step_buffers` are the most of the `files` that is in memory during a step.
 """
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "send", "control")
-"""`reduce_scatter` includes all-to-all, with which gloo carries it out. `control` is the few
-scalars a step agrees on: target weight, used parameters, gradient norm, loss.
+"""Kinds of traffic.
+
+`reduce_scatter` includes all-to-all, with which gloo implements it. `control` are the few scalars
+that a step exchanges: target weight, used parameters, gradient norm, loss.
 """
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """Candidates and what they cost so far."""
+    """Candidate layouts and their cost so far."""
 
     dp_replicate: Array
     dp_shard: Array
     accumulation: Array
     """Micro-batches per optimizer step."""
     shard_rank: Array
-    """Which rank of the dp_shard axis is priced; 0 holds the most."""
+    """Coordinate along dp_shard of the rank that is accounted; 0 holds the most."""
     tp: Array
     tp_rank: Array
-    """Which rank of the tp axis is priced; 0 holds the most."""
+    """Coordinate along tp of the rank that is accounted; 0 holds the most."""
     cp: Array
     ep: Array
-    """How many of the ranks of a stage have different experts."""
+    """Number of ranks of a stage with different experts."""
     edp_rank: Array
-    """Which of the ranks that have the same experts is priced; 0 holds the most."""
+    """Coordinate of the accounted rank among those with the same experts; 0 holds the most."""
     tokens: Array
-    """Tokens of a micro-batch on one data-parallel rank: samples x sequence length. Only the
-    traffic of tp and cp grows with them.
+    """Tokens of a micro-batch on one data-parallel rank: samples x sequence length.
+
+    Only the traffic of tp, cp and ep depends on them.
     """
     activations: RankActivations | None = None
-    """What one micro-batch of these tokens keeps, measured; None leaves activations out of the
-    account.
-    """
+    """Measured activations of a micro-batch of these tokens, or None to leave them out."""
     tensor_dims: Mapping[str, int | None] = field(default_factory=lambda: MappingProxyType({}))
-    """Parameter name to the dimension that tensor parallelism splits; parameters not named are
-    replicated.
-    """
+    """Dimension that tensor parallelism splits, by parameter name, or None for replicated ones."""
     sequence_parallel: Any = False
-    """Whether tensor parallelism shards sequences too; an array where it differs."""
+    """True if tensor parallelism also shards sequences; an array if candidates differ."""
     experts: frozenset[str] = frozenset()
     """Names of the parameters that are split over ep along their first dimension."""
     scheme: Scheme = field(default_factory=Scheme)
-    """How messages between data-parallel ranks are compressed."""
+    """Compression of the messages between data-parallel ranks."""
     optimizer_tensors: int = 2
-    """Parameter-shaped states of the optimizer, in the parameter's dtype (AdamW: 2)."""
+    """Number of parameter-shaped states of the optimizer, in the parameter's dtype (AdamW: 2)."""
     optimizer_scalar_bytes: int = 4
     """Bytes of scalar state per parameter (AdamW: one float32 step)."""
     optimizer_states: str | None = None
-    """The form of these states, see `optimizer_states`."""
+    """Form of the states (`precision.optimizer_states`), or None for the parameter's dtype."""
     compute_bytes: Array | None = None
-    """Bytes per element of the compute dtype; None where parameters keep their own."""
+    """Bytes per element of the compute dtype, or None for the dtype of the parameters."""
     reduce_bytes: Array | None = None
-    """Bytes per element of the reduction dtype; None where gradients keep their own."""
+    """Bytes per element of the reduction's dtype, or None for the dtype of the gradients."""
     stage: StageCounts | None = None
-    """The pipeline's part; None without a pipeline."""
+    """Work of a pipeline rank, or None without a pipeline."""
     memory: Mapping[str, Array] = field(default_factory=lambda: MappingProxyType({}))
-    """Kind to bytes per rank."""
+    """Bytes per rank, by kind."""
     traffic: Mapping[str, Array] = field(default_factory=lambda: MappingProxyType({}))
-    """Collective to bytes that one rank sends per optimizer step, by the ring formulas: all-reduce
-    2 (n-1)/n, the others (n-1)/n of the full tensor.
+    """Bytes that one rank sends per optimizer step, by collective.
+
+    They follow the ring formulas: 2 (n-1)/n of the full tensor for all-reduce, (n-1)/n for the
+    others.
     """
 
     @classmethod
@@ -153,36 +162,24 @@ class Ledger:
         tokens: Any = 0,
         **fields: Any,
     ) -> Ledger:
-        """A ledger for scalars or arrays of candidates, broadcast against each other."""
-        given = (
-            dp_replicate,
-            dp_shard,
-            accumulation,
-            shard_rank,
-            tp,
-            tp_rank,
-            cp,
-            ep,
-            edp_rank,
-            tokens,
-        )
-        names = (
-            "dp_replicate",
-            "dp_shard",
-            "accumulation",
-            "shard_rank",
-            "tp",
-            "tp_rank",
-            "cp",
-            "ep",
-            "edp_rank",
-            "tokens",
-        )
+        """Return a ledger for scalars or arrays of candidates, broadcast against each other."""
+        values = {
+            "dp_replicate": dp_replicate,
+            "dp_shard": dp_shard,
+            "accumulation": accumulation,
+            "shard_rank": shard_rank,
+            "tp": tp,
+            "tp_rank": tp_rank,
+            "cp": cp,
+            "ep": ep,
+            "edp_rank": edp_rank,
+            "tokens": tokens,
+        }
         arrays = np.broadcast_arrays(
-            *(np.atleast_1d(np.asarray(value, dtype=np.int64)) for value in given)
+            *(np.atleast_1d(np.asarray(value, dtype=np.int64)) for value in values.values())
         )
-        axes: dict[str, Any] = dict(zip(names, arrays, strict=True))
-        return cls(**axes, **fields)
+        candidates: dict[str, Any] = dict(zip(values, arrays, strict=True))
+        return cls(**candidates, **fields)
 
     @classmethod
     def of_rank(
@@ -194,8 +191,14 @@ class Ledger:
         tokens: int = 0,
         **fields: Any,
     ) -> Ledger:
-        """A ledger for one rank of one layout; `at` are its coordinates by axis, by default those
-        of rank 0.
+        """Return a ledger for one rank of a layout.
+
+        Args:
+            layout: The layout.
+            at: Coordinates of the rank by axis, by default those of rank 0.
+            accumulation: Micro-batches per optimizer step.
+            tokens: Tokens of a micro-batch on one data-parallel rank.
+            fields: Other fields of the ledger.
         """
         at = at or layout.coordinates(0)
         return cls.start(
@@ -213,19 +216,22 @@ class Ledger:
         )
 
     def add_memory(self, kind: str, count: Any) -> Ledger:
-        """More bytes of a kind (see MEMORY_KINDS, ACTIVATION_KINDS and PLACE_KINDS)."""
+        """Return a ledger with more bytes of a kind.
+
+        The kind is one of MEMORY_KINDS, ACTIVATION_KINDS and PLACE_KINDS.
+        """
         if kind not in (*MEMORY_KINDS, *ACTIVATION_KINDS, *PLACE_KINDS):
             raise KeyError(kind)
         return replace(self, memory=_added(self.memory, kind, count))
 
     def add_traffic(self, collective: str, count: Any) -> Ledger:
-        """More bytes sent by a collective (see COLLECTIVES)."""
+        """Return a ledger with more bytes sent by a collective, one of COLLECTIVES."""
         if collective not in COLLECTIVES:
             raise KeyError(collective)
         return replace(self, traffic=_added(self.traffic, collective, count))
 
     def with_(self, **changes: Any) -> Ledger:
-        """A copy with some fields replaced."""
+        """Return a copy with some fields replaced."""
         return replace(self, **changes)
 
 
@@ -234,26 +240,33 @@ def _added(table: Mapping[str, Array], key: str, count: Any) -> Mapping[str, Arr
 
 
 @dataclass(frozen=True)
-class Part:
-    """What a rank holds of a parameter, of its gradient and of its optimizer states, for every
-    candidate: tp splits it along one dimension, then dp_shard along the first. Over the other axes
-    it is replicated. The run-time counterpart is `reduction.Reduction`.
+class ParameterPart:
+    """Part of a parameter, its gradient and its optimizer states on a rank, for every candidate.
+
+    tp splits a parameter along one dimension, and dp_shard along the first. It is replicated over
+    all other axes. The counterpart of a run is `reduction.Reduction`.
     """
 
     rows: Array
-    """Of the first dimension, after tp."""
+    """Length of the first dimension after tp."""
     row: Array
-    """Elements of one of them."""
+    """Elements of a row."""
     padded: Array
-    """Rows of the first rank's shard: the others are stored and sent padded to them."""
+    """Rows of the first rank's shard, to which other shards are padded in memory and messages."""
     held: Array
     """Rows of this rank's shard."""
 
 
-def part_of(shape: tuple[int, ...], tensor_dim: int | None, ledger: Ledger) -> Part:
-    """Of a parameter of this shape that tp splits along `tensor_dim`, None for none."""
+def part_of(shape: tuple[int, ...], tensor_dim: int | None, ledger: Ledger) -> ParameterPart:
+    """Return this rank's part of a parameter.
+
+    Args:
+        shape: Shape of the parameter.
+        tensor_dim: Dimension that tp splits, or None.
+        ledger: The candidates.
+    """
     rows, row = local_rows(shape, tensor_dim, ledger)
-    return Part(
+    return ParameterPart(
         rows,
         row,
         shard_size(rows, ledger.dp_shard),
@@ -262,27 +275,25 @@ def part_of(shape: tuple[int, ...], tensor_dim: int | None, ledger: Ledger) -> P
 
 
 def gradient_bytes(facts: ModelFacts, ledger: Ledger) -> Array:
-    """What this rank holds of the gradients once they are reduced, without padding."""
-    parts = [
-        (p.itemsize, part_of(p.shape, ledger.tensor_dims.get(p.name), ledger))
-        for p in facts.trainable
-    ]
-    return sum(
-        (itemsize * part.held * part.row for itemsize, part in parts),
-        start=np.zeros_like(ledger.dp_shard),
-    )
+    """Return the bytes of reduced gradients on this rank, without padding."""
+    total = np.zeros_like(ledger.dp_shard)
+    for parameter in facts.trainable:
+        part = part_of(parameter.shape, ledger.tensor_dims.get(parameter.name), ledger)
+        total = total + parameter.itemsize * part.held * part.row
+    return total
 
 
 def local_rows(
     shape: tuple[int, ...], tensor_dim: int | None, ledger: Ledger
 ) -> tuple[Array, Array]:
-    """(rows, elements of a row) of a parameter after the tp axis took its part, for every
-    candidate.
-    """
+    """Return (rows, elements of a row) of a parameter after tp, for every candidate."""
     rows = np.full_like(ledger.tp, shape[0] if shape else 1)
     row_numel = np.full_like(ledger.tp, prod(shape[1:]))
     if tensor_dim is None:
         return rows, row_numel
+    # tp takes some of the rows, or a part of each row.
     length = shape[tensor_dim]
-    part = shard_length(length, ledger.tp, ledger.tp_rank)
-    return (part, row_numel) if tensor_dim == 0 else (rows, row_numel // length * part)
+    local_length = shard_length(length, ledger.tp, ledger.tp_rank)
+    if tensor_dim == 0:
+        return local_length, row_numel
+    return rows, row_numel // length * local_length

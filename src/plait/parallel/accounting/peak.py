@@ -1,10 +1,10 @@
-"""The most that a rank holds during a training step, and when: the account of the tensors in
-flight, iterated over the step in order.
+"""Peak memory of a rank in a training step, and the moment when it occurs.
 
-Three things are put together: what a micro-batch keeps and needs (`timeline_points`, measured),
-what the ranks hold and move of parameters and gradients (`unit_bytes`, arithmetic; the order is
-that of torch 2.13's `FSDPParamGroup` and of `reducer.Reducer`), and in a pipeline the rank's row of
-the schedule. Bytes are those of storages: what an allocator rounds up or cannot reuse comes on top.
+The account follows the tensors in flight through the step, in order. It combines what a micro-batch
+keeps and needs (`timeline_points`, measured), what ranks hold and move of parameters and gradients
+(`unit_bytes`, arithmetic, in the order of torch 2.13's `FSDPParamGroup` and of `reducer.Reducer`),
+and in a pipeline the rank's row of the schedule. Bytes are those of storages. What an allocator
+rounds up or cannot reuse is not included.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ Unit = int | str
 
 @dataclass(frozen=True)
 class Peak:
-    """The peak memory of a rank."""
+    """Peak memory of a rank."""
 
     peak_bytes: int
     moment: str
-    """When, e.g. `backward of model.layers.3`."""
+    """Description of the moment, e.g. `backward of model.layers.3`."""
     kinds: Mapping[str, int]
-    """Bytes by kind at that point (see PEAK_KINDS)."""
+    """Bytes at that moment by kind (see PEAK_KINDS)."""
     phases: Mapping[str, int]
-    """The most of each part of the step: forward, backward, optimizer step."""
+    """Most bytes in each phase of the step: forward, backward, optimizer step."""
 
 
 def step_peak(
@@ -55,20 +55,25 @@ def step_peak(
     schedule: Schedule | None,
     pp_rank: int = 0,
 ) -> Peak:
-    """The peak of a step after the first, when the optimizer has its states.
+    """Return the peak of a step after the first, when the optimizer has its states.
 
-    `ledger` is the account of this one candidate, `model` the rank's part of the model, `zero` the
-    ZeRO stage; `schedule` is None without a pipeline.
+    Args:
+        facts: Measurements of the rank's step.
+        ledger: The account of one candidate.
+        model: The rank's part of the model.
+        zero: The ZeRO stage.
+        schedule: The schedule of a pipeline, or None.
+        pp_rank: The rank on the pp axis.
     """
-    walk = _Walk(facts, ledger, model, zero, schedule, pp_rank)
-    for action in walk.row:
-        walk.run(action)
-    walk.update()
-    return walk.peak()
+    simulation = _StepSimulation(facts, ledger, model, zero, schedule, pp_rank)
+    for action in simulation.row:
+        simulation.run(action)
+    simulation.update()
+    return simulation.peak()
 
 
-class _Walk:
-    """One step of one rank."""
+class _StepSimulation:
+    """Simulation of one step of one rank, which tracks the bytes that it holds."""
 
     def __init__(
         self,
@@ -86,140 +91,167 @@ class _Walk:
         self.units = unit_bytes(model, ledger)
         self.embeddings = model.outer.embeddings
         self.head: Unit = model.outer.head or ROOT
-        self.ranks, self.replicas = int(ledger.dp_shard[0]), int(ledger.dp_replicate[0])
+        self.ranks = int(ledger.dp_shard[0])
+        self.replicas = int(ledger.dp_replicate[0])
         self.sharded = self.ranks > 1 or ledger.compute_bytes is not None
+
         count = int(ledger.accumulation[0])
-        self.row: Sequence[Action] = (
-            _without_pipeline(count) if schedule is None else schedule.ranks[pp_rank]
-        )
-        self.left = dict.fromkeys(facts.stages, count)
-        last = 0 if schedule is None else schedule.stages - 1
-        self.last_stage = last
-        self.ends = {0, last} & set(facts.stages)
+        self.row: Sequence[Action]
+        self.expected: dict[int, list[Message]] = {}
+        """Messages that are still to be received, by the rank that sends them."""
+        if schedule is None:
+            self.row = _without_pipeline(count)
+            self.last_stage = 0
+        else:
+            self.row = schedule.ranks[pp_rank]
+            self.last_stage = schedule.stages - 1
+            for (source, to), sent in messages(schedule).items():
+                if to == pp_rank:
+                    self.expected[source] = list(sent)
+        self.backwards_left = dict.fromkeys(facts.stages, count)
+        self.root_users = {0, self.last_stage} & set(facts.stages)
+        """Stages of this rank that compute gradients of the root unit."""
         self.blocks = {
             index: [moment.unit for moment in stage.forward if moment.unit >= 0]
             for index, stage in facts.stages.items()
         }
-        states = {kind: int(ledger.memory[kind][0]) for kind in ("parameters", "optimizer")}
-        self.constant = {**states, "batch": facts.batch_bytes, "buffers": facts.buffer_bytes}
-        self.buckets = not self.sharded and self.replicas > 1
-        if self.buckets:  # gradients live in the buckets, which stay
-            own = int(ledger.memory["gradients"][0])
-            wire = sum(unit.gradients for unit in self.units.values())
-            self.constant["gradients"] = own
-            casts = any(unit.gradients != unit.sharded_gradients for unit in self.units.values())
-            self.constant["communication"] = wire if casts else 0
+
+        self.constant = {
+            "parameters": int(ledger.memory["parameters"][0]),
+            "optimizer": int(ledger.memory["optimizer"][0]),
+            "batch": facts.batch_bytes,
+            "buffers": facts.buffer_bytes,
+        }
+        """Bytes that do not change during the step, by kind."""
+        self.has_buckets = not self.sharded and self.replicas > 1
+        # Gradients live in the buckets, which stay.
+        if self.has_buckets:
+            self.constant["gradients"] = int(ledger.memory["gradients"][0])
+            units = self.units.values()
+            if any(unit.gradients != unit.sharded_gradients for unit in units):
+                # Separate buffers in the dtype of the reduction.
+                self.constant["communication"] = sum(unit.gradients for unit in units)
+
         self.gathered: dict[Unit, int] = {}
-        self.arriving_units: dict[Unit, int] = {}
-        """Flat buffers of gathers whose parameters are not copied out yet."""
+        """Gathered parameters."""
+        self.gathering: dict[Unit, int] = {}
+        """Flat buffers of all-gathers whose parameters have not been copied out yet."""
         self.last_gather = 0
-        """The flat buffer of the last gather of a forward, which stays until the next one."""
-        self.order: list[int] = []
+        """Flat buffer of the last all-gather of a forward, which stays until the next one."""
+        self.forward_order: list[int] = []
         """Units by the end of their forward."""
-        self.whole: dict[Unit, int] = {}
-        self.shards: dict[Unit, int] = {}
-        self.partial: dict[Unit, int] = {}
-        """Reduced over dp_shard, not yet over dp_replicate."""
+        self.unsharded_gradients: dict[Unit, int] = {}
+        self.gradient_shards: dict[Unit, int] = {}
+        self.partial_shards: dict[Unit, int] = {}
+        """Gradients that are reduced over dp_shard, but not yet over dp_replicate."""
         self.reduce_input = 0
-        self.across = 0
-        """Buffers that the sum over dp_replicate used, until the end of the backward."""
-        self.flying: dict[tuple[int, int], Alive] = {}
-        """What each micro-batch keeps between its computations."""
+        """Input of the last reduction, which stays until the next one."""
+        self.replica_buffers = 0
+        """Buffers of the sums over dp_replicate, which stay until the end of the backward."""
+        self.in_flight: dict[tuple[int, int], Alive] = {}
+        """Bytes that each (stage, micro-batch) keeps between its computations."""
         self.now = Alive()
-        self.expected = (
-            {}
-            if schedule is None
-            else {
-                source: list(row)
-                for (source, to), row in messages(schedule).items()
-                if to == pp_rank
-            }
-        )
-        self.arriving: set[Message] = set()
-        self.here: set[Message] = set()
+        """Bytes of the running computation."""
+        self.receiving: set[Message] = set()
+        self.local_messages: set[Message] = set()
+        """Messages between two stages of this rank."""
         self.sending = 0
+
         self.phase = "forward"
-        self.where = ""
+        self.place = ""
+        """Micro-batch and stage of the running computation, for the description of a moment."""
         self.best = 0
         self.best_moment = ""
         self.best_kinds: dict[str, int] = {}
         self.phases: dict[str, int] = {}
 
-    def look(
+    def _record(
         self,
         moment: str,
         *,
         alive: Alive | None = None,
         buffers: int = 0,
-        whole: int = 0,
-        shards: int = 0,
+        unsharded_gradients: int = 0,
+        gradient_shards: int = 0,
     ) -> None:
-        """Compare the bytes held now with the peak so far; `buffers`, `whole` and `shards` are held
-        at this point only.
+        """Compare the bytes held at a moment with the peak so far.
+
+        Args:
+            moment: Description of the moment.
+            alive: Bytes of the running computation, `self.now` by default.
+            buffers: Communication buffers that exist at this moment only.
+            unsharded_gradients: Unsharded gradients that exist at this moment only.
+            gradient_shards: Shards of gradients that exist at this moment only.
         """
-        now = self.now if alive is None else alive
-        others = self.flying.values()
+        if alive is None:
+            alive = self.now
+        total = _sum([alive, *self.in_flight.values()])
+        local_gradients = [m for m in self.local_messages if m.payload is Payload.GRADIENT]
+        message_count = len(self.receiving) + len(local_gradients)
         kinds = {
             **self.constant,
             "gathered_parameters": sum(self.gathered.values()),
-            "gradients": self.constant.get("gradients", 0) + sum(self.shards.values()) + shards,
+            "gradients": (
+                self.constant.get("gradients", 0)
+                + sum(self.gradient_shards.values())
+                + gradient_shards
+            ),
             "unsharded_gradients": (
-                sum(self.whole.values()) + now.gradients + now.root_gradients + whole
+                sum(self.unsharded_gradients.values())
+                + total.gradients
+                + total.root_gradients
+                + unsharded_gradients
             ),
             "communication": (
                 self.constant.get("communication", 0)
-                + sum(self.arriving_units.values())
-                + sum(self.partial.values())
+                + sum(self.gathering.values())
+                + sum(self.partial_shards.values())
                 + self.last_gather
                 + self.reduce_input
-                + self.across
+                + self.replica_buffers
                 + buffers
             ),
-            "activations": now.activations + sum(other.activations for other in others),
-            "logits": now.logits + sum(other.logits for other in others),
-            "temporaries": now.temporaries + sum(other.temporaries for other in others),
-            "messages": (
-                (len(self.arriving) + len([m for m in self.here if m.payload is Payload.GRADIENT]))
-                * self.facts.boundary_bytes
-                + self.sending
-            ),
+            "activations": total.activations,
+            "logits": total.logits,
+            "temporaries": total.temporaries,
+            "messages": message_count * self.facts.boundary_bytes + self.sending,
         }
-        kinds["unsharded_gradients"] += sum(
-            other.gradients + other.root_gradients for other in others
-        )
-        total = sum(kinds.values())
-        self.phases[self.phase] = max(total, self.phases.get(self.phase, 0))
-        if total > self.best:
-            self.best = total
-            self.best_moment = f"{moment}{self.where}"
+        total_bytes = sum(kinds.values())
+        self.phases[self.phase] = max(total_bytes, self.phases.get(self.phase, 0))
+        if total_bytes > self.best:
+            self.best = total_bytes
+            self.best_moment = f"{moment}{self.place}"
             self.best_kinds = kinds
 
-    def _name(self, moment: Moment) -> str:
-        return (
-            f"{moment.direction} of {self._unit(moment.unit)}"
-            if moment.direction != "weights"
-            else "gradients of weights"
-        )
+    def _moment_name(self, moment: Moment) -> str:
+        if moment.direction == "weights":
+            return "gradients of weights"
+        return f"{moment.direction} of {self._unit_name(moment.unit)}"
 
-    def _unit(self, unit: Unit) -> str:
-        names = {BESIDE: "what is outside of the blocks", HEAD: "the head", LOSS: "the loss"}
+    def _unit_name(self, unit: Unit) -> str:
         if isinstance(unit, str):
             return unit
-        return names[unit] if unit < 0 else self.names[unit]
+        if unit >= 0:
+            return self.names[unit]
+        names = {BESIDE: "what is outside of the blocks", HEAD: "the head", LOSS: "the loss"}
+        return names[unit]
 
     def peak(self) -> Peak:
-        """The result."""
+        """Return the peak so far."""
         kinds = {kind: self.best_kinds.get(kind, 0) for kind in PEAK_KINDS}
         return Peak(self.best, self.best_moment, kinds, dict(self.phases))
 
     def run(self, action: Action) -> None:
-        """One computation."""
+        """Simulate one computation."""
         stage = self.facts.stages[action.stage]
-        self.where = f", micro-batch {action.microbatch}" if self.schedule is not None else ""
+        self.place = ""
+        if self.schedule is not None:
+            self.place = f", micro-batch {action.microbatch}"
         if len(self.facts.stages) > 1:
-            self.where += f" of stage {action.stage}"
-        self.phase = "forward" if action.kind is Kind.FORWARD else "backward"
+            self.place += f" of stage {action.stage}"
+        self.phase = "backward"
         if action.kind is Kind.FORWARD:
+            self.phase = "forward"
             self._forward(action, stage)
         elif action.kind is Kind.WEIGHT:
             self._weights(action, stage)
@@ -227,20 +259,22 @@ class _Walk:
             self._backward(action, stage)
 
     def update(self) -> None:
-        """The optimizer's step."""
+        """Simulate the optimizer step."""
         self.phase = "optimizer step"
-        self.where = ""
-        self.look("optimizer step", alive=Alive(temporaries=self.facts.optimizer_temporary_bytes))
+        self.place = ""
+        alive = Alive(temporaries=self.facts.optimizer_temporary_bytes)
+        self._record("optimizer step", alive=alive)
 
     def _forward(self, action: Action, stage: StageMoments) -> None:
         shared = 0
         if action.stage > 0:
-            shared = self._take(Message(Payload.ACTIVATION, action.stage - 1, action.microbatch))
+            shared = self._receive(Message(Payload.ACTIVATION, action.stage - 1, action.microbatch))
         self.now = Alive()
         blocks = self.blocks[action.stage]
         self._gather(ROOT, forward=True)
         for name in self.embeddings:
             self._gather(name, forward=True)
+
         for moment in stage.forward:
             if moment.unit >= 0:
                 self._gather(moment.unit, forward=True)
@@ -248,55 +282,65 @@ class _Walk:
                 self._gather(self.head, forward=True)
             elif moment.unit == LOSS:
                 self.last_gather = 0
-            self._during(moment, blocks=blocks, shared=shared)
+            self._compute(moment, blocks=blocks, shared=shared)
             if moment.unit >= 0:
-                self.order.append(moment.unit)
+                self.forward_order.append(moment.unit)
             if self.zero == 3:
                 # Embeddings run outside of the blocks, and the first such moment frees them.
-                freed: Sequence[Unit] = (moment.unit,) if moment.unit >= 0 else self.embeddings
+                freed: Sequence[Unit] = self.embeddings
+                if moment.unit >= 0:
+                    freed = (moment.unit,)
                 for unit in freed:
                     self.gathered.pop(unit, None)
-        self.order.append(ROOT)
+
+        self.forward_order.append(ROOT)
         self.last_gather = 0
-        self.flying[action.stage, action.microbatch] = self.now
+        self.in_flight[action.stage, action.microbatch] = self.now
         self.now = Alive()
         if action.stage < self.last_stage:
             self._send(Message(Payload.ACTIVATION, action.stage, action.microbatch))
 
     def _backward(self, action: Action, stage: StageMoments) -> None:
         if action.stage < self.last_stage:
-            self._take(Message(Payload.GRADIENT, action.stage + 1, action.microbatch))
-        before = self.flying.pop((action.stage, action.microbatch))
-        self.now = before
-        shared = stage.forward[-1].end.activations - before.activations
-        splits = action.kind is Kind.INPUT
-        # Where some backwards are split, the others reduce at their end too (`pipeline_zero`).
-        late = self.schedule is not None and self.schedule.splits_backward
-        reached_root = False
+            self._receive(Message(Payload.GRADIENT, action.stage + 1, action.microbatch))
+        saved = self.in_flight.pop((action.stage, action.microbatch))
+        self.now = saved
+        shared = stage.forward[-1].end.activations - saved.activations
+        is_first_half = action.kind is Kind.INPUT
+        moments = stage.backward
+        if is_first_half:
+            moments = stage.inputs
+        # If some backwards of a schedule are split, the others reduce at their end too
+        # (`pipeline_zero`).
+        reduces_late = self.schedule is not None and self.schedule.splits_backward
+        has_root = False
         blocks = self.blocks[action.stage]
-        for moment in stage.inputs if splits else stage.backward:
-            if moment.unit != LOSS and not reached_root:
-                reached_root = True
+        for moment in moments:
+            if moment.unit != LOSS and not has_root:
+                has_root = True
                 self._gather(ROOT, forward=False)
                 self._prefetch(blocks[-1:])
             if moment.unit >= 0:
                 self._gather(moment.unit, forward=False)
-                self._prefetch(self._before(moment.unit, blocks))
-            self._during(moment, blocks=blocks, shared=shared)
-            if moment.unit >= 0 and not splits:
-                self._gradients_made(moment.unit, self.now.gradients, action.stage, only_keep=late)
+                self._prefetch(self._previous_in_forward(moment.unit, blocks))
+            self._compute(moment, blocks=blocks, shared=shared)
+            if moment.unit >= 0 and not is_first_half:
+                self._finish_gradients(
+                    moment.unit, self.now.gradients, action.stage, only_keep=reduces_late
+                )
                 self.now = replace(self.now, gradients=0)
             elif moment.unit == HEAD and self.head != ROOT:
-                self._gradients_made(self.head, self.now.gradients, action.stage)
+                self._finish_gradients(self.head, self.now.gradients, action.stage)
                 self.now = replace(self.now, gradients=0)
-        if late and not splits:
-            self._gradients_made(ROOT, self.now.root_gradients, action.stage, only_keep=True)
+
+        if reduces_late and not is_first_half:
+            self._finish_gradients(ROOT, self.now.root_gradients, action.stage, only_keep=True)
             self.now = replace(self.now, root_gradients=0)
             for unit in blocks:
-                self._gradients_made(unit, 0, action.stage)
-        if splits:
-            self.order.clear()
-            self.flying[action.stage, action.microbatch] = self.now
+                self._finish_gradients(unit, 0, action.stage)
+        if is_first_half:
+            self.forward_order.clear()
+            self.in_flight[action.stage, action.microbatch] = self.now
         else:
             self._end_backward(action.stage)
         self.now = Alive()
@@ -304,200 +348,249 @@ class _Walk:
             self._send(Message(Payload.GRADIENT, action.stage, action.microbatch))
 
     def _weights(self, action: Action, stage: StageMoments) -> None:
-        before = self.flying.pop((action.stage, action.microbatch))
-        self.now = before
-        shared = stage.inputs[-1].end.activations - before.activations
+        saved = self.in_flight.pop((action.stage, action.microbatch))
+        self.now = saved
+        shared = stage.inputs[-1].end.activations - saved.activations
         blocks = self.blocks[action.stage]
         for moment in stage.weights:
-            self._during(moment, blocks=blocks, shared=shared, halves=True)
-        made = self.now.gradients
+            self._compute(moment, blocks=blocks, shared=shared, is_second_half=True)
+
+        # The gradients of all blocks exist now. They are reduced block by block.
+        gradients = self.now.gradients
         self.now = Alive(root_gradients=self.now.root_gradients)
-        whole = sum(self.units[unit].gradients for unit in blocks) or 1
-        shares = {unit: made * self.units[unit].gradients // whole for unit in blocks}
+        total = sum(self.units[unit].gradients for unit in blocks) or 1
+        shares = {unit: gradients * self.units[unit].gradients // total for unit in blocks}
         for unit in blocks:
-            shares_left = sum(shares[other] for other in blocks if other > unit)
-            self.now = replace(self.now, gradients=shares[unit] + shares_left)
-            self._gradients_made(unit, shares[unit], action.stage)
+            remaining = sum(shares[other] for other in blocks if other > unit)
+            self.now = replace(self.now, gradients=shares[unit] + remaining)
+            self._finish_gradients(unit, shares[unit], action.stage)
         self.now = replace(self.now, gradients=0)
         self._end_backward(action.stage)
 
-    def _during(
-        self, moment: Moment, *, blocks: Sequence[int], shared: int, halves: bool = False
+    def _compute(
+        self, moment: Moment, *, blocks: Sequence[int], shared: int, is_second_half: bool = False
     ) -> None:
-        """A stretch of computation. `shared` bytes of its activations belong to the stage before,
-        on this rank.
+        """Simulate an interval of computation.
+
+        Args:
+            moment: The interval.
+            blocks: The blocks of the stage.
+            shared: Bytes of its activations that belong to the previous stage, on this rank.
+            is_second_half: Whether it belongs to the second half of a split backward.
         """
-        # the second half of a backward keeps the gradients of all blocks
-        unit = moment.unit if not halves else blocks[0]
-        owner: Unit = self.head if unit in (HEAD, LOSS) else unit
-        gone = self._adds(owner) or self.buckets
-        root_gone = (
-            self._adds(ROOT) or any(self._adds(name) for name in self.embeddings) or self.buckets
+        unit = moment.unit
+        if is_second_half:
+            # The second half keeps the gradients of all blocks, so any of them stands for all.
+            unit = blocks[0]
+        owner: Unit = unit
+        if unit in (HEAD, LOSS):
+            owner = self.head
+
+        # Gradients that are added to existing ones, or moved to buckets, do not stay.
+        adds = self.has_buckets or self._adds(owner)
+        adds_root = (
+            self.has_buckets
+            or self._adds(ROOT)
+            or any(self._adds(name) for name in self.embeddings)
         )
-        looked = [moment.peak] if gone else [moment.peak_with_gradients]
-        if not gone and root_gone:
-            looked = [moment.peak, replace(moment.peak_with_gradients, root_gradients=0)]
-        for alive in looked:
-            self.look(self._name(moment), alive=_less(alive, shared))
         end = moment.end
-        if gone:
+        if adds:
+            peaks = [moment.peak]
             end = replace(end, gradients=0, root_gradients=0)
-        elif root_gone:
+        elif adds_root:
+            peaks = [moment.peak, replace(moment.peak_with_gradients, root_gradients=0)]
             end = replace(end, root_gradients=0)
-        self.now = _less(end, shared)
+        else:
+            peaks = [moment.peak_with_gradients]
+        for alive in peaks:
+            self._record(self._moment_name(moment), alive=_without_shared(alive, shared))
+        self.now = _without_shared(end, shared)
 
     def _gather(self, unit: Unit, *, forward: bool) -> None:
-        """Gather a unit, or take what was gathered ahead."""
+        """Gather a unit, or use what was prefetched."""
         if not self.sharded or unit in self.gathered:
             return
         self._prefetch([unit])
-        bytes_ = self.units[unit]
+        sizes = self.units[unit]
         if forward:
             self.last_gather = 0
-        self.gathered[unit] = bytes_.gathered
-        self.look(
-            f"gather of {self._unit(unit)}", buffers=bytes_.last_parameter if self.ranks == 1 else 0
-        )
-        flat = self.arriving_units.pop(unit, 0)
+        self.gathered[unit] = sizes.gathered
+        buffers = 0
+        if self.ranks == 1:
+            buffers = sizes.last_parameter
+        self._record(f"gather of {self._unit_name(unit)}", buffers=buffers)
+        flat = self.gathering.pop(unit, 0)
         if forward:
             self.last_gather = flat
 
     def _prefetch(self, units: Sequence[Unit]) -> None:
-        """Begin to gather."""
+        """Start to gather units."""
+        if not self.sharded or self.ranks == 1:
+            return
         for unit in units:
-            if (
-                not self.sharded
-                or self.ranks == 1
-                or unit in self.gathered
-                or unit in self.arriving_units
-            ):
+            if unit in self.gathered or unit in self.gathering:
                 continue
-            self.arriving_units[unit] = self.units[unit].gathered
-            self.look(f"gather of {self._unit(unit)}", buffers=self.units[unit].cast_shards)
+            self.gathering[unit] = self.units[unit].gathered
+            self._record(f"gather of {self._unit_name(unit)}", buffers=self.units[unit].cast_shards)
 
-    def _before(self, unit: int, blocks: Sequence[int]) -> Sequence[int]:
-        """What is gathered ahead when the backward of a block begins: the block whose forward came
-        before, as long as no other backward has ended since, which makes torch forget the order.
+    def _previous_in_forward(self, unit: int, blocks: Sequence[int]) -> Sequence[int]:
+        """Return what is prefetched when the backward of a block begins.
+
+        It is the block whose forward came before. The end of another backward makes torch forget
+        the order, and nothing is prefetched then.
         """
-        if unit == blocks[0] or unit not in self.order:
+        if unit == blocks[0] or unit not in self.forward_order:
             return ()
-        at = len(self.order) - 1 - self.order[::-1].index(unit)
-        return self.order[at - 1 : at]
+        last = len(self.forward_order) - 1 - self.forward_order[::-1].index(unit)
+        return self.forward_order[last - 1 : last]
 
     def _end_backward(self, stage: int) -> None:
         """Reduce the root unit and then the embeddings, and free the flat buffers."""
         remaining = self.now.root_gradients
-        of_embeddings: dict[Unit, int] = {
-            name: min(self.units[name].made_gradients, remaining) for name in self.embeddings
-        }
-        of_units: dict[Unit, int] = {
-            ROOT: max(0, remaining - sum(of_embeddings.values())),
-            **of_embeddings,
-        }
-        for unit, gradients in of_units.items():
-            self._gradients_made(unit, gradients, stage)
+        gradients_of: dict[Unit, int] = {ROOT: 0}
+        for name in self.embeddings:
+            gradients_of[name] = min(self.units[name].made_gradients, remaining)
+        gradients_of[ROOT] = max(0, remaining - sum(gradients_of.values()))
+        for unit, gradients in gradients_of.items():
+            self._finish_gradients(unit, gradients, stage)
             remaining -= gradients
             self.now = replace(self.now, root_gradients=remaining)
         self.now = replace(self.now, root_gradients=0)
-        self.reduce_input = self.across = 0
-        self.order.clear()
-        self.left[stage] -= 1
-
-    def _gradients_made(
-        self, unit: Unit, made: int, stage: int, *, only_keep: bool = False
-    ) -> None:
-        """The end of a unit's backward; `made` bytes of new gradients are part of `self.now`.
-        `only_keep` them, to be reduced later.
-        """
-        bytes_ = self.units[unit]
-        if self.buckets:
-            return
-        if not self.sharded:  # one process: gradients stay where they are made
-            if made or unit in self.shards:
-                self.shards[unit] = bytes_.sharded_gradients
-            return
-        reduces, ends, frees = (False, False, False) if only_keep else self._rule(unit, stage)
-        if not reduces:
-            if frees:
-                self.gathered.pop(unit, None)
-            if made or unit in self.whole:
-                if bytes_.casts_gradients and unit not in self.whole:
-                    self.look(
-                        f"cast of gradients of {self._unit(unit)}",
-                        whole=bytes_.gradients - made + bytes_.last_parameter,
-                    )
-                self.whole[unit] = bytes_.gradients
-            return
-        if unit in self.whole:
-            made = 0
-        elif not made:
-            return
-        if frees:
-            self.gathered.pop(unit, None)
         self.reduce_input = 0
-        self.look(f"reduction of {self._unit(unit)}", buffers=bytes_.reduce_input)
-        self.whole.pop(unit, None)
-        self.reduce_input = bytes_.reduce_input
-        field = "root_gradients" if unit == ROOT or unit in self.embeddings else "gradients"
-        freed = min(made, getattr(self.now, field))
-        self.now = replace(self.now, **{field: getattr(self.now, field) - freed})
-        casts = bytes_.reduce_output != bytes_.sharded_gradients
-        self.look(
-            f"reduction of {self._unit(unit)}",
-            # On one rank torch divides into a buffer of its own, and copies.
-            buffers=bytes_.reduce_output
-            + (bytes_.reduce_input if self.ranks == 1 or self.facts.exchanges_reductions else 0),
-            shards=bytes_.sharded_gradients if casts else 0,
-        )
+        self.replica_buffers = 0
+        self.forward_order.clear()
+        self.backwards_left[stage] -= 1
+
+    def _finish_gradients(
+        self, unit: Unit, gradients: int, stage: int, *, only_keep: bool = False
+    ) -> None:
+        """Simulate the end of a unit's backward.
+
+        Args:
+            unit: The unit.
+            gradients: Bytes of its new gradients, which are part of `self.now`.
+            stage: The pipeline stage that ran.
+            only_keep: Whether the gradients are kept to be reduced later.
+        """
+        sizes = self.units[unit]
+        if self.has_buckets:
+            return
+        # A single process: gradients stay where they are computed.
+        if not self.sharded:
+            if gradients or unit in self.gradient_shards:
+                self.gradient_shards[unit] = sizes.sharded_gradients
+            return
+
+        rule = AfterBackward(False, False, False)
+        if not only_keep:
+            rule = self._rule(unit, stage)
+        has_unsharded = unit in self.unsharded_gradients
+        if rule.free and (not rule.reduce or has_unsharded or gradients):
+            self.gathered.pop(unit, None)
+        if rule.reduce:
+            if has_unsharded:
+                self._reduce(unit, 0, is_last=rule.last)
+            elif gradients:
+                self._reduce(unit, gradients, is_last=rule.last)
+        elif gradients or has_unsharded:
+            if sizes.casts_gradients and not has_unsharded:
+                self._record(
+                    f"cast of gradients of {self._unit_name(unit)}",
+                    unsharded_gradients=sizes.gradients - gradients + sizes.last_parameter,
+                )
+            self.unsharded_gradients[unit] = sizes.gradients
+
+    def _reduce(self, unit: Unit, gradients: int, *, is_last: bool) -> None:
+        """Simulate the reduction of a unit, with `gradients` bytes that are part of `self.now`."""
+        sizes = self.units[unit]
+        name = f"reduction of {self._unit_name(unit)}"
+        self.reduce_input = 0
+        self._record(name, buffers=sizes.reduce_input)
+        self.unsharded_gradients.pop(unit, None)
+        self.reduce_input = sizes.reduce_input
+        if unit == ROOT or unit in self.embeddings:
+            self.now = replace(self.now, root_gradients=max(0, self.now.root_gradients - gradients))
+        else:
+            self.now = replace(self.now, gradients=max(0, self.now.gradients - gradients))
+
+        casts = sizes.reduce_output != sizes.sharded_gradients
+        buffers = sizes.reduce_output
+        if self.ranks == 1 or self.facts.exchanges_reductions:
+            # On one rank torch divides into a separate buffer, and copies.
+            buffers += sizes.reduce_input
+        gradient_shards = 0
+        if casts:
+            gradient_shards = sizes.sharded_gradients
+        self._record(name, buffers=buffers, gradient_shards=gradient_shards)
+
         if self.replicas > 1:
-            if not ends:
-                self.partial[unit] = bytes_.reduce_output
+            if not is_last:
+                self.partial_shards[unit] = sizes.reduce_output
                 return
-            self.partial.pop(unit, None)
-            self.across += bytes_.reduce_output if casts else 0
-        self.shards[unit] = bytes_.sharded_gradients
+            self.partial_shards.pop(unit, None)
+            if casts:
+                self.replica_buffers += sizes.reduce_output
+        self.gradient_shards[unit] = sizes.sharded_gradients
 
     def _adds(self, unit: Unit) -> bool:
-        """Return whether the unit has an unsharded gradient to which a new one is added
-        immediately.
-        """
-        return unit in self.whole and not self.units[unit].casts_gradients
+        """Return True if new gradients of the unit are immediately added to an unsharded one."""
+        return unit in self.unsharded_gradients and not self.units[unit].casts_gradients
 
     def _rule(self, unit: Unit, stage: int) -> AfterBackward:
         if unit == ROOT:
-            return of_root(self.zero, self.left, ran=stage, users=self.ends)
-        return of_block(self.zero, self.left, ran=stage, own=stage)
+            return of_root(self.zero, self.backwards_left, ran=stage, users=self.root_users)
+        return of_block(self.zero, self.backwards_left, ran=stage, own=stage)
 
-    def _take(self, message: Message) -> int:
-        """Receive, as `runtime` does: in the order of the other rank, one ahead. Returns the bytes
-        that another stage of this rank holds too.
+    def _receive(self, message: Message) -> int:
+        """Receive a message as the runtime does: in the order of the sender, one ahead.
+
+        Returns:
+            Bytes of the message that another stage of this rank holds too.
         """
         assert self.schedule is not None
-        if message in self.here:
-            self.here.remove(message)
-            return self.facts.boundary_bytes if message.payload is Payload.ACTIVATION else 0
-        waiting = self.expected[self.schedule.stage_ranks[message.stage]]
-        while message not in self.arriving:
-            self.arriving.add(waiting.pop(0))
-        self.arriving.remove(message)
-        if waiting:
-            self.arriving.add(waiting.pop(0))
+        if message in self.local_messages:
+            self.local_messages.remove(message)
+            if message.payload is Payload.ACTIVATION:
+                return self.facts.boundary_bytes
+            return 0
+        expected = self.expected[self.schedule.stage_ranks[message.stage]]
+        while message not in self.receiving:
+            self.receiving.add(expected.pop(0))
+        self.receiving.remove(message)
+        if expected:
+            self.receiving.add(expected.pop(0))
         return 0
 
     def _send(self, message: Message) -> None:
         assert self.schedule is not None
         if destination(self.schedule, message) is None:
-            self.here.add(message)
-        else:  # an activation is kept for the backward anyway
-            self.sending = self.facts.boundary_bytes if message.payload is Payload.GRADIENT else 0
+            self.local_messages.add(message)
+        elif message.payload is Payload.GRADIENT:
+            self.sending = self.facts.boundary_bytes
+        else:
+            # An activation stays for the backward anyway, and is counted there.
+            self.sending = 0
 
 
 def _without_pipeline(count: int) -> tuple[Action, ...]:
-    """Forward and backward in turn."""
+    """Return the row of a rank without a pipeline: forward and backward in turn."""
     return tuple(
         Action(0, kind, index) for index in range(count) for kind in (Kind.FORWARD, Kind.BACKWARD)
     )
 
 
-def _less(alive: Alive, shared: int) -> Alive:
+def _without_shared(alive: Alive, shared: int) -> Alive:
     return replace(alive, activations=alive.activations - shared)
+
+
+def _sum(parts: Sequence[Alive]) -> Alive:
+    total = Alive()
+    for part in parts:
+        total = Alive(
+            activations=total.activations + part.activations,
+            logits=total.logits + part.logits,
+            temporaries=total.temporaries + part.temporaries,
+            gradients=total.gradients + part.gradients,
+            root_gradients=total.root_gradients + part.root_gradients,
+        )
+    return total

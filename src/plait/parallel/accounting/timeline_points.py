@@ -1,7 +1,6 @@
-"""Timeline points of a forward and a backward, and the allocated bytes at each: figures, no
-tensors.
+"""Points of a forward and a backward, with the bytes that are allocated at each, as numbers.
 
-`dryrun.predicted_peak` measures them for one micro-batch of a stage on fake tensors; `peak`
+`dryrun.predicted_peak` measures them for one micro-batch of a stage on fake tensors, and `peak`
 combines them to a full step. A point ends where something about the parameters changes: a block
 begins or ends, the loss is reached, a gradient arrives.
 """
@@ -15,13 +14,16 @@ from typing import Literal
 BESIDE = -1
 HEAD = -2
 LOSS = -3
-"""Units that are no block: before, between and outside of the blocks; from the last block's output
-to the model's; the loss.
+"""Units that are not blocks.
+
+BESIDE: before, between and outside of the blocks. HEAD: from the last block's output to the model's
+output. LOSS: the loss.
 """
 
 Direction = Literal["forward", "backward", "weights"]
-"""`weights` is the second half of a backward that is split in two; the first half is a `backward`
-too.
+"""Direction of a computation.
+
+`weights` is the second half of a split backward. The first half is a `backward`.
 """
 
 
@@ -39,29 +41,27 @@ PEAK_KINDS: dict[str, str] = {
     "batch": "the batch",
     "buffers": "buffers of the model",
 }
-"""What a peak is made of, and what to call it."""
+"""Kinds of memory of a peak, with their names for the user."""
 
 
 @dataclass(frozen=True)
 class Alive:
-    """Bytes of one micro-batch."""
+    """Bytes of one micro-batch by kind."""
 
     activations: int = 0
-    """Made in forward, in the blocks and before them."""
+    """Tensors of the forward, in the blocks and before them."""
     logits: int = 0
-    """Made in forward by head and loss."""
+    """Tensors of the forward in head and loss."""
     temporaries: int = 0
-    """Made in backward: gradients of activations, what is computed again."""
+    """Tensors of the backward: gradients of activations, and recomputed activations."""
     gradients: int = 0
-    """Gradients of the block's parameters, or of a head that is a sharding unit, in the dtype of
-    computation.
-    """
+    """Gradients of a block's parameters, or of a head that is a unit, in the compute dtype."""
     root_gradients: int = 0
-    """Gradients of the other parameters outside of the blocks."""
+    """Gradients of all other parameters outside of the blocks."""
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Sum of all kinds."""
         return (
             self.activations + self.logits + self.temporaries + self.gradients + self.root_gradients
         )
@@ -69,50 +69,50 @@ class Alive:
 
 @dataclass(frozen=True)
 class Moment:
-    """One stretch of a computation."""
+    """Interval of a computation between two points."""
 
     direction: Direction
     unit: int
-    """Index of the block on the rank; BESIDE, HEAD or LOSS."""
+    """Index of the block on the rank, or BESIDE, HEAD or LOSS."""
     peak: Alive
-    """The most that was alive, where a parameter's gradient is gone as soon as it is made (added to
-    another, or put into a bucket).
-    """
+    """Peak if a parameter's gradient is gone at once, added to another or moved to a bucket."""
     peak_with_gradients: Alive
-    """The same where gradients of a block stay until its backward ends, and those of other
-    parameters until the backward of the model does.
+    """Peak if gradients stay until the backward of their unit ends.
+
+    Gradients outside of the blocks stay until the backward of the model ends.
     """
     end: Alive
-    """What is left at the end; with gradients."""
+    """Bytes at the end, with gradients."""
 
 
 @dataclass(frozen=True)
 class StageMoments:
-    """One micro-batch through one stage (without a pipeline: through the model)."""
+    """Moments of one micro-batch in one stage, or in the model without a pipeline."""
 
     forward: tuple[Moment, ...]
     backward: tuple[Moment, ...] = ()
-    """A whole backward; empty where the schedule has none."""
+    """Unsplit backward. Empty if the schedule has none."""
     inputs: tuple[Moment, ...] = ()
-    """The first half of a backward that is split in two; empty where none is."""
+    """First half of a split backward. Empty if none is split."""
     weights: tuple[Moment, ...] = ()
-    """The second half."""
+    """Second half of a split backward."""
 
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What a rank's step consists of, measured on fake tensors."""
+    """Measurements of a rank's step on fake tensors."""
 
     stages: Mapping[int, StageMoments]
     boundary_bytes: int
-    """What passes between two stages."""
+    """Bytes of a message between two stages."""
     batch_bytes: int
-    """Input of all micro-batches of a step."""
+    """Bytes of the input of all micro-batches of a step."""
     buffer_bytes: int
-    """Buffers of the rank's model."""
+    """Bytes of the buffers of the rank's model."""
     optimizer_temporary_bytes: int
-    """The most that the optimizer's step holds besides its states."""
+    """Most bytes that the optimizer step holds besides its states."""
     exchanges_reductions: bool = False
-    """Whether a reduce-scatter is an exchange into a buffer as large as its input, as on CPUs
-    (`comm.reduce_scatter`).
+    """True if a reduce-scatter is an exchange into a buffer as large as its input, as on CPUs.
+
+    See `comm.reduce_scatter`.
     """

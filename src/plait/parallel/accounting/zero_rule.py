@@ -1,9 +1,8 @@
-"""What the ZeRO stages mean at the end of a backward: the one rule, which the run, the account and
-the peak memory follow.
+"""Rule of the ZeRO stages at the end of a backward, for the run, the account and the peak memory.
 
 Without a pipeline a rank has one stage, whose micro-batches are the accumulation steps, and each
 unit ends its step with the last of them. In a pipeline the stages of a rank end their steps at
-different times, and the root unit (what is outside of the blocks) belongs to several.
+different times, and the root unit (all outside of the blocks) belongs to several of them.
 """
 
 from __future__ import annotations
@@ -13,21 +12,27 @@ from typing import NamedTuple
 
 
 class AfterBackward(NamedTuple):
-    """What happens to a unit that `fully_shard` gathers and reduces as one."""
+    """Actions on a unit, which `fully_shard` gathers and reduces as one, after a backward."""
 
     reduce: bool
-    """Its gradients are reduced over dp_shard."""
+    """True if its gradients are reduced over dp_shard."""
     last: bool
-    """They are complete: for the last time in this step, so they are summed over dp_replicate too.
-    """
+    """True if its gradients are complete, so that they are also summed over dp_replicate."""
     free: bool
-    """Its gathered parameters are freed."""
+    """True if its gathered parameters are freed."""
 
 
 def of_block(zero: int, left: Mapping[int, int], *, ran: int, own: int) -> AfterBackward:
-    """A block of pipeline stage `own`, after a backward of stage `ran`. `left`: backwards that each
-    stage of the rank has to run in this step, this one included.
+    """Return the actions on a block after a backward.
+
+    Args:
+        zero: The ZeRO stage.
+        left: Backwards that each pipeline stage of the rank has to run in this step, this one
+            included.
+        ran: The pipeline stage that ran.
+        own: The pipeline stage of the block.
     """
+    # Backwards of other stages of the rank do not touch the block.
     if own != ran:
         return AfterBackward(False, False, False)
     last = left[own] == 1
@@ -37,9 +42,17 @@ def of_block(zero: int, left: Mapping[int, int], *, ran: int, own: int) -> After
 def of_root(
     zero: int, left: Mapping[int, int], *, ran: int, users: Collection[int]
 ) -> AfterBackward:
-    """The root unit, which the stages `users` of the rank compute gradients of, after a backward of
-    stage `ran`. Every stage gathers it.
+    """Return the actions on the root unit after a backward.
+
+    Args:
+        zero: The ZeRO stage.
+        left: Backwards that each pipeline stage of the rank has to run in this step, this one
+            included.
+        ran: The pipeline stage that ran. Every stage gathers the root unit.
+        users: The pipeline stages of the rank that compute gradients of it.
     """
+    # Its gradients are complete after the last backward of the stages that use it. It is freed
+    # after the last backward of any stage, because all of them gather it.
     last = ran in users and sum(left[stage] for stage in users) == 1
     return AfterBackward(
         ran in users and (zero >= 2 or last), last, zero == 3 or sum(left.values()) == 1

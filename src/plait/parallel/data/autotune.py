@@ -22,17 +22,19 @@ from plait.cluster import accelerator
 from plait.parallel.hooks import StepEnd, StepHook
 
 SHARE = 0.05
-"""Of a step, which has to be saved."""
+"""Share of a step's time that a candidate has to save."""
 _UNCOMPRESSED = "uncompressed"
 _UNCOUNTED = 2
 _COUNTED = 3
-"""Steps per candidate. Caches and buffers come into being in the first ones."""
+"""Steps per candidate that count. The first ones do not, because they fill caches and buffers."""
 _DECISION = "autotune.decision"
 
 
 def best_of(seconds: Mapping[str, float]) -> str:
-    """Return the last of the candidates (to seconds per step, the least lossy first) that is
-    shorter by SHARE than the best before it.
+    """Return the last candidate whose steps are shorter by SHARE than the best one before it.
+
+    Args:
+        seconds: Seconds per step of each candidate, the least lossy first.
     """
     best, *others = seconds
     for name in others:
@@ -42,11 +44,14 @@ def best_of(seconds: Mapping[str, float]) -> str:
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A candidate for compression.
+class CompressionCandidate:
+    """A scheme of compression that may be selected.
 
-    Attributes: name: Shown to the user. code: Stands for it in a checkpoint; positive. activate:
-        Uses it from the next step on. Called between two steps, on every rank of the groups.
+    Attributes:
+        name: Name for the user.
+        code: Number of the scheme in a checkpoint, positive.
+        activate: Switches to the scheme at the next step. Called between two steps, on every rank
+            of the groups.
     """
 
     name: str
@@ -56,25 +61,28 @@ class Candidate:
 
 @dataclass
 class CompressionAutotuner(StepHook):
-    """Times steps and chooses the compression of gradients.
+    """Times steps and selects the compression of gradients.
 
-    Attributes: groups: One group along each axis whose ranks must take the same decision (see
-        `deciding_groups`). device: The device of this rank. Its queue is empty when a step's time
-        is taken. deactivate: Returns to uncompressed gradients. candidates: The least lossy first.
-        decision: For a checkpoint. -1: not decided; 0: uncompressed; otherwise the code of a
-        candidate.
+    Attributes:
+        groups: One group for each axis whose ranks must take the same decision (see
+            `deciding_groups`).
+        device: The device of this rank. Its queue is empty when a step's time is taken.
+        deactivate: Returns to uncompressed gradients.
+        candidates: Candidates, the least lossy first.
+        decision: int64 scalar for a checkpoint. -1: undecided, 0: uncompressed, otherwise the code
+            of a candidate.
     """
 
     groups: tuple[dist.ProcessGroup, ...]
     device: torch.device
     deactivate: Callable[[], object]
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[CompressionCandidate, ...]
     decision: torch.Tensor = field(default_factory=lambda: torch.full((), -1, dtype=torch.int64))
-    _active: Candidate | None = None
-    _untested: list[Candidate] = field(default_factory=list)
+    _active: CompressionCandidate | None = None
+    _untested: list[CompressionCandidate] = field(default_factory=list)
     _seconds: dict[str, float] = field(default_factory=dict)
     _seconds_again: float | None = None
-    """Of uncompressed gradients after the candidates."""
+    """Seconds per step of uncompressed gradients, timed again after the candidates."""
     _steps: list[float] = field(default_factory=list)
     _last_end: float | None = None
 
@@ -83,18 +91,19 @@ class CompressionAutotuner(StepHook):
         return {_DECISION: self.decision}
 
     def load_state(self, saved: Mapping[str, torch.Tensor]) -> None:
-        """Restore a decision, if its candidate exists here."""
+        """Restore a decision, if its candidate is available in this run."""
         decided = int(saved.get(_DECISION, torch.tensor(-1)))
         if decided in (0, *(candidate.code for candidate in self.candidates)):
             self.commit(decided)
 
     def after_step(self, end: StepEnd) -> str:
-        """Time a step. Returns a description of the decision after the step that takes it, else
-        nothing.
+        """Time a step. Collective over the groups at the end of every candidate's steps.
 
-        Collective over the groups at the end of every candidate's steps. Until the decision the
-        host waits for the device after each step: kernels are queued, so without the wait the clock
-        would measure how quickly the host launches them.
+        Until the decision the host waits for the device after each step: kernels are queued, so
+        without the wait the clock would measure how quickly the host launches them.
+
+        Returns:
+            A description of the decision after the step that takes it, otherwise an empty string.
         """
         if int(self.decision) >= 0:
             return ""
@@ -106,6 +115,8 @@ class CompressionAutotuner(StepHook):
         if len(self._steps) < _UNCOUNTED + _COUNTED:
             return ""
 
+        # The phases are: uncompressed, each candidate, and uncompressed again if a candidate won,
+        # because the first steps may have been slow by chance.
         seconds = self._slowest_rank()
         self._steps = []
         if not self._seconds:
@@ -126,41 +137,48 @@ class CompressionAutotuner(StepHook):
         return self._decide()
 
     def _slowest_rank(self) -> float:
-        """Return the seconds of a step, of the slowest rank. Collective."""
+        """Return the median seconds per step of the slowest rank. Collective."""
         seconds = torch.tensor(
             median(self._steps[_UNCOUNTED:]), dtype=torch.float64, device=self.device
         )
-        for group in self.groups:  # one axis after the other gives the maximum over all of them
+        # One axis after the other gives the maximum over all of them.
+        for group in self.groups:
             dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=group)
         return float(seconds)
 
     def _decide(self) -> str:
-        chosen = best_of(self._seconds)
-        code = next(
-            (candidate.code for candidate in self.candidates if candidate.name == chosen), 0
-        )
+        best = best_of(self._seconds)
+        code = next((candidate.code for candidate in self.candidates if candidate.name == best), 0)
         self.commit(code)
+
         times = {name: seconds for name, seconds in self._seconds.items() if name != _UNCOMPRESSED}
         if self._seconds_again is not None:
             times["uncompressed again"] = self._seconds_again
         measured = ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in times.items())
-        verdict = (
-            f"gradients are sent as {chosen} from now on" if code else "gradients stay uncompressed"
-        )
+        verdict = "gradients stay uncompressed"
+        if code:
+            verdict = f"gradients are sent as {best} from now on"
         return (
             f"{verdict}: a step takes {self._seconds[_UNCOMPRESSED] * 1e3:.3g} ms uncompressed;"
             f" candidates: {measured}"
         )
 
     def commit(self, code: int) -> None:
-        """Decide, or restore an earlier decision; 0 leaves gradients uncompressed."""
+        """Take a decision, or restore an earlier one.
+
+        Args:
+            code: Code of a candidate, or 0 for uncompressed gradients.
+        """
         self.decision.fill_(code)
         self._activate(
             next((candidate for candidate in self.candidates if candidate.code == code), None)
         )
 
-    def _activate(self, candidate: Candidate | None) -> None:
+    def _activate(self, candidate: CompressionCandidate | None) -> None:
         if candidate is self._active:
             return
         self._active = candidate
-        (self.deactivate if candidate is None else candidate.activate)()
+        if candidate is None:
+            self.deactivate()
+        else:
+            candidate.activate()

@@ -1,9 +1,14 @@
-"""Which collectives the data-parallel technique uses on the groups that exist, and a sentence that
-says so and why.
+"""Selection of the collectives between data-parallel ranks, with a description of the reason.
 
-Decided once, when the model is sharded, the same on every rank of a group and of the tp axis.
-Compression that was asked for comes first, then an algorithm that was asked for, then shared
-memory, then what a measurement at the start says, then torch.
+The selection is made once, when the model is sharded. The first of these that applies decides:
+compression in the configuration, an algorithm in the configuration, shared memory, a measurement
+of the links at the start, and finally torch's default.
+
+Note [Same selection on all ranks of tp]
+    Replicated parameters must keep the same bits on all ranks of tp, and each of these ranks sums
+    their gradients in a separate data-parallel group. Different algorithms add in different orders.
+    Therefore all groups use the selection of one of them, even if their own links or machines
+    differ.
 """
 
 from __future__ import annotations
@@ -19,16 +24,16 @@ from torch.distributed.fsdp import FSDPModule
 
 from plait._torch.units import DefaultReduceScatter, ReduceScatter, sharded_modules
 from plait.cluster.fake_group import is_fake
-from plait.cluster.mesh import Mesh
+from plait.cluster.mesh import Levels, Mesh
 from plait.comm.algorithms import Name
 from plait.comm.buckets import AlgorithmBuckets, Buckets, Flat
 from plait.comm.choose import choose_buckets
 from plait.comm.shared_memory.host import Host
-from plait.comm.startup import Found, find_links, refine
+from plait.comm.startup import find_links, refine
 from plait.comm.transport import Transport, TransportName, connect
 from plait.errors import ConfigError, Problem
 from plait.parallel.accounting.compression_scheme import Scheme
-from plait.parallel.data.autotune import Candidate, CompressionAutotuner
+from plait.parallel.data.autotune import CompressionAutotuner, CompressionCandidate
 from plait.parallel.data.compression import Compression
 from plait.parallel.data.reducer import Reducer
 from plait.parallel.data.residuals import CompressedUnits
@@ -38,153 +43,238 @@ from plait.units import MIB
 T = TypeVar("T")
 MakeBuckets = Callable[[Sequence[Flat]], Buckets]
 
-
 NEEDS_LEVELS = ("by-machines", "hierarchical")
-"""Values of `all_reduce` that look at which ranks share a machine."""
+"""Values of `all_reduce` that depend on which ranks share a machine."""
 
 
 class CollectiveSettings(Technique):
-    """How gradients and parameters are sent between data-parallel ranks."""
+    """Settings of the collectives between data-parallel ranks."""
 
     bucket_bytes: int = 25 * MIB
-    """Stage 0: gradients are reduced in buckets of about this size. Sharded stages reduce block by
-    block.
-    """
+    """Approximate size of a gradient bucket at stage 0. Sharded stages reduce block by block."""
     transport: TransportName = "prefer-shared-memory"
-    """How bytes move between processes: torch's collectives, or memory that the processes of one
-    machine share.
-    """
+    """Transport between processes: torch's collectives, or memory shared by those of a machine."""
     all_reduce: Name | Literal["by-machines"] = "by-machines"
-    """Stage 0: how gradients are summed (see `comm.algorithms`). `by-machines`: hierarchical where
-    a group spans machines that hold several of its ranks each, else the backend's own, or shared
-    memory.
+    """Algorithm of the all-reduce of gradients at stage 0 (see `comm.algorithms`).
+
+    `by-machines` is hierarchical if the group spans machines with several of its ranks each, and
+    otherwise shared memory or the backend's own algorithm.
     """
     measure_seconds: float = 0.0
-    """How long `by-machines` measures the links when the model is sharded, where there is no shared
-    memory; 0 does not.
+    """Seconds for which `by-machines` measures the links when the model is sharded; 0: never.
+
+    Nothing is measured where shared memory is used.
     """
     kept_links: str | None = None
-    """Where that measurement is kept for the next start of the run."""
+    """File that stores the measured links for the next start of the run."""
     bucket_by_links: bool = False
-    """Let the links decide the size of a bucket too, where they are known; else `bucket_bytes`
-    does.
-    """
+    """True if measured links also determine the size of a bucket. Otherwise `bucket_bytes` does."""
     secondary_partition: int = 0
-    """Stage 3: keep a block's parameters sharded over so many neighbouring ranks from its forward
-    to its backward, which gathers them from those; 0 keeps what the optimizer has.
+    """Ranks over which stage 3 shards the parameters of a block between forward and backward.
+
+    Backward gathers them from these neighbouring ranks. 0: from all ranks of dp_shard.
     """
 
 
 @dataclass(frozen=True)
-class BucketWay:
-    """How the gradients of replicated parameters are summed."""
+class BucketReduction:
+    """Collective that sums the gradient buckets of replicated parameters."""
 
     make_buckets: MakeBuckets
     bucket_bytes: int
 
-    def take(self, reducer: Reducer, *, compressed: bool) -> None:
-        """From the next step on."""
+    def activate(self, reducer: Reducer, *, compressed: bool) -> None:
+        """Use it from the next step on. Collective."""
         reducer.rebuild(
             self.make_buckets, bucket_bytes=self.bucket_bytes, separate_vectors=compressed
         )
 
 
 @dataclass(frozen=True)
-class Summing:
-    """The selected collective, and the candidates that may replace it after the first steps."""
+class ReplicatedReduction:
+    """Selected reduction, and the candidates that may replace it after the first steps."""
 
-    way: BucketWay
-    said: str
-    """A description."""
-    others: tuple[tuple[Scheme, BucketWay], ...] = ()
+    buckets: BucketReduction
+    description: str
+    candidates: tuple[tuple[Scheme, BucketReduction], ...] = ()
     is_default: bool = False
-    """Whether the choice is the default, without a setting or a measurement that decided it."""
+    """True if neither a setting nor a measurement has decided the selection."""
 
     def autotuner_of(self, reducer: Reducer, mesh: Mesh) -> CompressionAutotuner | None:
-        """Return the hook whose steps decide on compression; None if there are no candidates."""
-        if not self.others:
+        """Return the hook that selects a candidate, or None if there are no candidates."""
+        if not self.candidates:
             return None
         candidates = tuple(
-            Candidate(to.name, to.code, partial(way.take, reducer, compressed=True))
-            for to, way in self.others
+            CompressionCandidate(
+                scheme.name, scheme.code, partial(buckets.activate, reducer, compressed=True)
+            )
+            for scheme, buckets in self.candidates
         )
-        uncompressed = partial(self.way.take, reducer, compressed=False)
+        uncompressed = partial(self.buckets.activate, reducer, compressed=False)
         return CompressionAutotuner(deciding_groups(mesh), mesh.device, uncompressed, candidates)
 
 
+@dataclass(frozen=True)
+class ShardCollectives:
+    """Selected collectives of the shards of a model."""
+
+    description: str = ""
+    compressors: CompressedUnits = field(default_factory=CompressedUnits)
+    autotuner: CompressionAutotuner | None = None
+    """Hook whose steps decide whether gradients are compressed, or None if that is fixed."""
+    is_default: bool = False
+    """True if no setting has decided the selection."""
+    parameter_host: Host | None = None
+    """Ranks of a machine that can store parameters once in shared memory, or None."""
+
+
 def deciding_groups(mesh: Mesh) -> tuple[dist.ProcessGroup, ...]:
-    """The groups along the axes whose ranks must take the same decision on compression: all that
-    sum the same gradients, and the tp axis, whose ranks hold the same replicated parameters and sum
-    them in groups of their own.
+    """Return the groups whose ranks must take the same decision on compression.
+
+    These are all ranks that sum the same gradients, and those of tp, which hold the same replicated
+    parameters and sum them in separate groups.
     """
     groups = (mesh.group(axis) for axis in ("dp_replicate", "dp_shard", "tp"))
     return tuple(group for group in groups if group is not None)
 
 
-def _agreed(mesh: Mesh, mine: T) -> T:
-    """What the first rank of the tp axis found. Its ranks measure links in groups of their own, and
-    replicated parameters keep the same bits on all of them only if all use one algorithm.
-    Collective over tp.
-    """
+def _broadcast_over_tp(mesh: Mesh, value: T) -> T:
+    """Return the value of the first rank of tp. See Note [Same selection on all ranks of tp]."""
     group = mesh.group("tp")
     if group is None or is_fake(group):
-        return mine
-    box = [mine]
+        return value
+    box = [value]
     dist.broadcast_object_list(box, group=group, group_src=0)
     return box[0]
 
 
-def _on_all_of_tp(mesh: Mesh, here: bool) -> bool:
-    """Whether it holds on every rank of the tp axis. Collective over tp."""
+def _all_over_tp(mesh: Mesh, condition: bool) -> bool:
+    """Return True if a condition holds on all ranks of tp. Collective over tp."""
     group = mesh.group("tp")
     if group is None or is_fake(group):
-        return here
-    answers = [here] * group.size()
-    dist.all_gather_object(answers, here, group=group)
-    return all(answers)
+        return condition
+    conditions = [condition] * group.size()
+    dist.all_gather_object(conditions, condition, group=group)
+    return all(conditions)
 
 
-def _connected(
+def _connect(
     technique: CollectiveSettings, group: dist.ProcessGroup, mesh: Mesh, *, label: str
 ) -> Transport:
-    """`connect`, the same on every rank of the tp axis."""
-    way = connect(group, label=label, device=mesh.device, wanted=technique.transport)
+    """Return a transport that is the same on all ranks of tp. Collective over the group and tp."""
+    transport = connect(group, label=label, device=mesh.device, wanted=technique.transport)
+    # Only a preference can have another result on another rank. The exchange comes before the last
+    # condition, because all ranks of tp must take part in it.
     if (
         technique.transport != "prefer-shared-memory"
-        or _on_all_of_tp(mesh, way.name == "shared-memory")
-        or way.name == "torch"
+        or _all_over_tp(mesh, transport.name == "shared-memory")
+        or transport.name == "torch"
     ):
-        return way
-    found = connect(group, label=label, device=mesh.device, wanted="torch")
+        return transport
     return replace(
-        found, reason="another rank of the tp axis has no memory in common with its group"
+        connect(group, label=label, device=mesh.device, wanted="torch"),
+        reason="another rank of the tp axis has no memory in common with its group",
     )
 
 
-def replicated(
+def select_replicated(
     technique: CollectiveSettings,
     compression: Compression,
     group: dist.ProcessGroup,
     mesh: Mesh,
     *,
     gradient_bytes: int,
-) -> Summing:
-    """Collective over the group and over tp. `gradient_bytes`: of all gradients that this rank
-    sums.
+) -> ReplicatedReduction:
+    """Select the reduction of replicated gradients. Collective over the group and tp.
+
+    Args:
+        technique: The settings.
+        compression: The scheme of compression, or its candidates.
+        group: The ranks that sum gradients.
+        mesh: The mesh of all ranks.
+        gradient_bytes: Bytes of all gradients that this rank reduces per step.
+
+    Raises:
+        ConfigError: `all_reduce` is hierarchical, and the group does not fill several machines.
     """
     scheme = compression.scheme
     if scheme.gradients:
-        fixed = BucketWay(partial(scheme.buckets, group, mesh.device), technique.bucket_bytes)
-        return Summing(fixed, f"gradients are reduced as {scheme.name}")
-    levels = mesh.levels("dp_replicate") if technique.all_reduce in NEEDS_LEVELS else None
-    if not _on_all_of_tp(mesh, levels is not None):
-        levels = None
-    wanted: str = technique.all_reduce
-    why = "set in the configuration"
+        compressed = BucketReduction(
+            partial(scheme.buckets, group, mesh.device), technique.bucket_bytes
+        )
+        return ReplicatedReduction(compressed, f"gradients are reduced as {scheme.name}")
+
+    levels = _replica_levels(technique, group, mesh)
+    algorithm: str = technique.all_reduce
+    reason = "set in the configuration"
     bucket_bytes = technique.bucket_bytes
-    shared = None
-    found: Found | None = None
-    if wanted == "hierarchical" and levels is None:
+    transport: Transport | None = None
+    measured = None
+    if algorithm == "by-machines" and not is_fake(group):
+        transport = _connect(technique, group, mesh, label="dp_replicate")
+        # Nothing is faster than shared memory, so links are measured only without it.
+        if transport.name == "torch" and technique.measure_seconds:
+            measured = _select_by_links(technique, group, levels, mesh, gradient_bytes)
+    if measured is not None:
+        algorithm, bucket_bytes, reason = measured
+
+    # Without measured links the levels decide, unless the ranks share memory.
+    has_shared_memory = transport is not None and transport.name == "shared-memory"
+    if algorithm == "by-machines" and levels is not None and not has_shared_memory:
+        algorithm = "hierarchical"
+        reason = f"{levels.across.size()} machines with {levels.inside.size()} ranks each"
+
+    make_buckets: MakeBuckets
+    if algorithm in ("by-machines", "shared-memory"):
+        if transport is None:
+            transport = _connect(technique, group, mesh, label="dp_replicate")
+        if algorithm == "by-machines":
+            reason = transport.reason
+            if transport.name == "shared-memory":
+                reason += "; the links were not measured, because nothing here is faster"
+        make_buckets = transport.buckets
+        description = f"gradients are reduced by {transport.name}: {reason}"
+        in_memory = algorithm == "shared-memory" or transport.name == "shared-memory"
+    else:
+        make_buckets = partial(
+            AlgorithmBuckets,
+            group,
+            device=mesh.device,
+            algorithm=cast(Name, algorithm),
+            levels=levels,
+        )
+        description = f"gradients are reduced by {algorithm}: {reason}"
+        in_memory = False
+
+    schemes, sentence = _candidate_schemes(compression, in_memory=in_memory)
+    candidates = tuple(
+        (scheme, _compressed_reduction(scheme, technique, group, mesh)) for scheme in schemes
+    )
+    is_default = (
+        algorithm == "by-machines"
+        and measured is None
+        and technique.transport == "prefer-shared-memory"
+        and not sentence
+    )
+    return ReplicatedReduction(
+        BucketReduction(make_buckets, bucket_bytes),
+        f"{description}{sentence}",
+        candidates,
+        is_default,
+    )
+
+
+def _replica_levels(
+    technique: CollectiveSettings, group: dist.ProcessGroup, mesh: Mesh
+) -> Levels | None:
+    """Return the groups within and between machines, if the algorithm may need them."""
+    levels = None
+    if technique.all_reduce in NEEDS_LEVELS:
+        levels = mesh.levels("dp_replicate")
+    # See Note [Same selection on all ranks of tp].
+    if not _all_over_tp(mesh, levels is not None):
+        levels = None
+    if technique.all_reduce == "hierarchical" and levels is None:
         rule = (
             f"the {group.size()} processes are on one machine, or do not fill several equally with"
             " two or more"
@@ -192,179 +282,175 @@ def replicated(
         raise ConfigError(
             Problem("parallel.all_reduce", "hierarchical", rule, 'use "auto" or "all-reduce"')
         )
-    if wanted == "by-machines" and not is_fake(group):
-        shared = _connected(technique, group, mesh, label="dp_replicate")
-        if shared.name == "torch" and technique.measure_seconds:
-            found = find_links(
-                "dp_replicate",
-                group,
-                levels,
-                machines=mesh.machines("dp_replicate"),
-                device=mesh.device,
-                seconds=technique.measure_seconds,
-                kept=Path(technique.kept_links) if technique.kept_links else None,
-                largest_bytes=gradient_bytes,
-            )
-        if found is not None:
-            given = None if technique.bucket_by_links else bucket_bytes
-            choice = choose_buckets(gradient_bytes, found.links, bucket_bytes=given)
-            choice, words = refine(
-                choice,
-                found.links,
-                group,
-                levels,
-                device=mesh.device,
-                seconds=technique.measure_seconds,
-            )
-            why = "; ".join(filter(None, (f"{choice.reason} The links were {found.how}", words)))
-            wanted, bucket_bytes, why = _agreed(mesh, (choice.algorithm, choice.bucket_bytes, why))
-    if (
-        wanted == "by-machines"
-        and levels is not None
-        and (shared is None or shared.name == "torch")
-    ):
-        wanted = "hierarchical"
-        why = f"{levels.across.size()} machines with {levels.inside.size()} ranks each"
-    if wanted in ("by-machines", "shared-memory"):
-        way = shared or _connected(technique, group, mesh, label="dp_replicate")
-        note = (
-            "; the links were not measured, because nothing here is faster"
-            if way.name == "shared-memory"
-            else ""
-        )
-        why = way.reason + note if wanted == "by-machines" else why
-        make = way.buckets
-        said = f"gradients are reduced by {way.name}: {why}"
-    else:
-        make = partial(
-            AlgorithmBuckets, group, device=mesh.device, algorithm=cast(Name, wanted), levels=levels
-        )
-        said = f"gradients are reduced by {wanted}: {why}"
-    in_memory = wanted == "shared-memory" or (
-        wanted == "by-machines" and way.name == "shared-memory"
-    )
-    open_, words = _open_to_compression(compression, in_memory=in_memory)
-    others = tuple((to, _compressed_way(to, technique, group, mesh)) for to in open_)
-    is_default = (
-        wanted == "by-machines"
-        and found is None
-        and technique.transport == "prefer-shared-memory"
-        and not words
-    )
-    return Summing(BucketWay(make, bucket_bytes), f"{said}{words}", others, is_default)
+    return levels
 
 
-def _open_to_compression(
+def _select_by_links(
+    technique: CollectiveSettings,
+    group: dist.ProcessGroup,
+    levels: Levels | None,
+    mesh: Mesh,
+    gradient_bytes: int,
+) -> tuple[str, int, str]:
+    """Measure the links of the group, and select by them. Collective over the group and tp.
+
+    Returns:
+        (algorithm, bucket size in bytes, reason).
+    """
+    measurement = find_links(
+        "dp_replicate",
+        group,
+        levels,
+        machines=mesh.machines("dp_replicate"),
+        device=mesh.device,
+        seconds=technique.measure_seconds,
+        kept=Path(technique.kept_links) if technique.kept_links else None,
+        largest_bytes=gradient_bytes,
+    )
+    fixed_bucket_bytes = None
+    if not technique.bucket_by_links:
+        fixed_bucket_bytes = technique.bucket_bytes
+    choice = choose_buckets(gradient_bytes, measurement.links, bucket_bytes=fixed_bucket_bytes)
+    choice, refinement = refine(
+        choice,
+        measurement.links,
+        group,
+        levels,
+        device=mesh.device,
+        seconds=technique.measure_seconds,
+    )
+    reason = f"{choice.reason} The links were {measurement.how}"
+    if refinement:
+        reason += f"; {refinement}"
+    return _broadcast_over_tp(mesh, (choice.algorithm, choice.bucket_bytes, reason))
+
+
+def _candidate_schemes(
     compression: Compression, *, in_memory: bool
 ) -> tuple[tuple[Scheme, ...], str]:
-    """(candidates of the first steps, a sentence about them)."""
-    allowed = compression.candidates
-    if not allowed:
+    """Return the schemes that the first steps choose from, and a sentence about them."""
+    schemes = compression.candidates
+    if not schemes:
         return (), ""
     if in_memory:
         return (), ". Gradients stay uncompressed: shared memory is faster than compressing"
-    return (
-        allowed,
-        f". The first steps decide on compression: {', '.join(to.name for to in allowed)}",
-    )
+    names = ", ".join(scheme.name for scheme in schemes)
+    return schemes, f". The first steps decide on compression: {names}"
 
 
-def _compressed_way(
-    to: Scheme, technique: CollectiveSettings, group: dist.ProcessGroup, mesh: Mesh
-) -> BucketWay:
-    given = technique.bucket_bytes
-    # the steps before were uncompressed
-    make = partial(to.buckets, group, mesh.device, whole_steps=0)
-    return BucketWay(make, to.bucket_bytes(given) if technique.bucket_by_links else given)
+def _compressed_reduction(
+    scheme: Scheme, technique: CollectiveSettings, group: dist.ProcessGroup, mesh: Mesh
+) -> BucketReduction:
+    # PowerSGD begins after some uncompressed steps. The run has already made them.
+    make_buckets = partial(scheme.buckets, group, mesh.device, whole_steps=0)
+    bucket_bytes = technique.bucket_bytes
+    if technique.bucket_by_links:
+        bucket_bytes = scheme.bucket_bytes(bucket_bytes)
+    return BucketReduction(make_buckets, bucket_bytes)
 
 
-@dataclass(frozen=True)
-class Sharing:
-    """How the shards of a model are exchanged."""
-
-    said: str = ""
-    """A description."""
-    compressors: CompressedUnits = field(default_factory=CompressedUnits)
-    autotuner: CompressionAutotuner | None = None
-    """The steps that decide whether gradients are compressed."""
-    is_default: bool = False
-    """Whether the choice is the default, without a setting that decided it."""
-    parameter_host: Host | None = None
-    """Ranks that can hold parameters once, in the memory that they share."""
-
-
-def sharded(
+def select_sharded(
     technique: CollectiveSettings, compression: Compression, stage: int, parts: Parts, mesh: Mesh
-) -> Sharing:
-    """Collective over `dp_shard` and tp."""
+) -> ShardCollectives:
+    """Select the collectives of shards, and install them. Collective over `dp_shard` and tp.
+
+    Args:
+        technique: The settings.
+        compression: The scheme of compression, or its candidates.
+        stage: The ZeRO stage.
+        parts: The sharded model.
+        mesh: The mesh of all ranks.
+
+    Raises:
+        ConfigError: `transport` is shared memory, and the parameters are replicated.
+    """
     group = mesh.group("dp_shard")
     if group is None:
         if technique.transport == "shared-memory" and mesh.layout.dp > 1:
-            rule = (
-                "replicated parameters that are cast for the computation are reduced by torch's"
-                " collectives"
-            )
-            raise ConfigError(
-                Problem(
-                    "parallel.transport",
-                    "shared-memory",
-                    rule,
-                    'use "auto", or zero_optimization.stage 1, 2 or 3',
-                )
-            )
-        return Sharing()
-    way = _connected(technique, group, mesh, label="dp_shard")
+            raise _no_shared_memory()
+        return ShardCollectives()
+
+    transport = _connect(technique, group, mesh, label="dp_shard")
     # Shared memory is laid out for one group, and the secondary partition is gathered over another.
-    all_gather = way.all_gather if not (stage == 3 and technique.secondary_partition) else None
+    all_gather = transport.all_gather
+    if stage == 3 and technique.secondary_partition:
+        all_gather = None
     if all_gather is not None:
-        for module in _units(parts):
+        for module in _dp_shard_units(parts):
             module.set_custom_all_gather(all_gather)
-    if way.reduce_scatter is not None:
-        _reduce_by(way.reduce_scatter, parts)
+    if transport.reduce_scatter is not None:
+        _install_reduce_scatter(transport.reduce_scatter, parts)
+
     scheme = compression.scheme
-    # The shared memory has the parameters that the forward computes with; on a disk, or in another
-    # dtype, they are others.
-    shard = parts.shard
-    as_they_are = shard.compute_dtype is None and not (
-        shard.offloaded_units or shard.always_shard or shard.own_mesh
-    )
-    host = way.host if all_gather is not None and as_they_are and not scheme.weight_bits else None
-    names = {0: f"by {way.name}", 4: "as int4", 8: "as int8"}
-    gathered = (
-        f"gathered {names[scheme.weight_bits]}" if host is None else "stored once in shared memory"
-    )
-    said = (
-        f"parameters are {gathered}, gradients reduced {names[scheme.gradient_bits]}: {way.reason}"
-    )
-    open_, words = _open_to_compression(compression, in_memory=way.name == "shared-memory")
-    levels = mesh.levels("dp_shard") if scheme.gradient_bits or open_ else None
+    host = None
+    if all_gather is not None and not scheme.weight_bits and _computes_with_shards(parts):
+        host = transport.host
+
+    description = _describe_sharded(scheme, transport, is_shared=host is not None)
+
+    in_memory = transport.name == "shared-memory"
+    schemes, sentence = _candidate_schemes(compression, in_memory=in_memory)
+    levels = None
+    if scheme.gradient_bits or schemes:
+        levels = mesh.levels("dp_shard")
     compressors = CompressedUnits(scheme.install(parts.model, levels))
 
-    def take(to: Scheme | None) -> None:
+    def compress(scheme: Scheme) -> None:
         compressors.clear()
-        if to is None:
-            _reduce_by(way.reduce_scatter or DefaultReduceScatter(), parts)
-        else:
-            compressors.update(to.install(parts.model, levels))
+        compressors.update(scheme.install(parts.model, levels))
 
-    candidates = tuple(Candidate(to.name, to.code, partial(take, to)) for to in open_)
+    def uncompress() -> None:
+        compressors.clear()
+        _install_reduce_scatter(transport.reduce_scatter or DefaultReduceScatter(), parts)
+
+    candidates = tuple(
+        CompressionCandidate(scheme.name, scheme.code, partial(compress, scheme))
+        for scheme in schemes
+    )
     autotuner = None
     if candidates:
-        autotuner = CompressionAutotuner(
-            deciding_groups(mesh), mesh.device, partial(take, None), candidates
-        )
+        autotuner = CompressionAutotuner(deciding_groups(mesh), mesh.device, uncompress, candidates)
     is_default = technique.transport == "prefer-shared-memory" and not (
-        scheme.weight_bits or scheme.gradient_bits or words
+        scheme.weight_bits or scheme.gradient_bits or sentence
     )
-    return Sharing(f"{said}{words}", compressors, autotuner, is_default, host)
+    return ShardCollectives(f"{description}{sentence}", compressors, autotuner, is_default, host)
 
 
-def _units(parts: Parts) -> list[FSDPModule]:
-    """Those that are sharded over `dp_shard`."""
-    apart = {id(parts.model.get_submodule(name)) for name in parts.shard.own_mesh}
-    return [module for module in sharded_modules(parts.model) if id(module) not in apart]
+def _describe_sharded(scheme: Scheme, transport: Transport, *, is_shared: bool) -> str:
+    names = {0: f"by {transport.name}", 4: "as int4", 8: "as int8"}
+    storage = f"gathered {names[scheme.weight_bits]}"
+    if is_shared:
+        storage = "stored once in shared memory"
+    return (
+        f"parameters are {storage}, gradients reduced {names[scheme.gradient_bits]}:"
+        f" {transport.reason}"
+    )
 
 
-def _reduce_by(reduce_scatter: ReduceScatter, parts: Parts) -> None:
-    for module in _units(parts):
+def _no_shared_memory() -> ConfigError:
+    rule = (
+        "replicated parameters that are cast for the computation are reduced by torch's collectives"
+    )
+    remedy = 'use "auto", or zero_optimization.stage 1, 2 or 3'
+    return ConfigError(Problem("parallel.transport", "shared-memory", rule, remedy))
+
+
+def _computes_with_shards(parts: Parts) -> bool:
+    """Return True if forward computes with the numbers that shards store.
+
+    Only then shared memory can store parameters. Shards on a disk or in another dtype are others.
+    """
+    shard = parts.shard
+    is_special = shard.offloaded_units or shard.always_shard or shard.separate_mesh
+    return shard.compute_dtype is None and not is_special
+
+
+def _dp_shard_units(parts: Parts) -> list[FSDPModule]:
+    """Return the units that are sharded over `dp_shard`, which those of experts are not."""
+    separate = {id(parts.model.get_submodule(name)) for name in parts.shard.separate_mesh}
+    return [module for module in sharded_modules(parts.model) if id(module) not in separate]
+
+
+def _install_reduce_scatter(reduce_scatter: ReduceScatter, parts: Parts) -> None:
+    for module in _dp_shard_units(parts):
         module.set_custom_reduce_scatter(reduce_scatter)

@@ -1,8 +1,7 @@
-"""Compressed communication between data-parallel ranks: which scheme, or which of several the first
-steps may choose.
+"""Compression of the communication between data-parallel ranks.
 
-The collectives are chosen with all others (`collective_selection`), by the technique that reduces;
-here is what can be set, and what stays from step to step.
+The technique holds the scheme, or the candidates among which the first steps choose. The technique
+that reduces selects the compressed collectives together with all others (`collective_selection`).
 """
 
 from __future__ import annotations
@@ -19,42 +18,42 @@ from plait.parallel.technique import Parts, Technique
 
 
 class Compression(Technique):
-    """What is compressed."""
+    """Compression of gradients and gathered parameters."""
 
     scheme: Scheme = Scheme()
-    """From the first step on."""
+    """Scheme from the first step on."""
     candidates: tuple[Scheme, ...] = ()
-    """From which the first steps may select one, the least lossy first (see
-    `parallel.data.autotune`).
+    """Candidates for the first steps, the least lossy first (see `parallel.data.autotune`).
     """
 
     @property
     def gradients(self) -> bool:
-        """Whether gradients are compressed, from the first step or perhaps after the first
-        steps.
-        """
+        """True if gradients are compressed from the first step, or may be after the first steps."""
         return self.scheme.gradients or bool(self.candidates)
 
     @property
     def schemes(self) -> tuple[Scheme, ...]:
-        """All that may be used."""
+        """All schemes that may be used."""
         return (self.scheme, *self.candidates)
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
-        """Leave it for the technique that reduces."""
+        """Leave the settings for the technique that reduces."""
         return parts.with_notes(self)
 
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
-        """The steps that decide, where that is open, and what compressed collectives carry."""
+        """Return the hooks that select the compression and that keep its state between steps."""
         if not self.gradients:
             return []
         autotuner = parts.noted(CompressionAutotuner)
         units = parts.noted(CompressedUnits)
-        residuals = Residuals(
-            parts.noted(Reducer), CompressedUnits() if units is None else units, device=mesh.device
-        )
-        return [residuals] if autotuner is None else [autotuner, residuals]
+        # An empty dictionary counts as well: the autotuner may fill it.
+        if units is None:
+            units = CompressedUnits()
+        residuals = Residuals(parts.noted(Reducer), units, device=mesh.device)
+        if autotuner is None:
+            return [residuals]
+        return [autotuner, residuals]
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
-        """Leave it for the technique that prices messages."""
+        """Leave the scheme for the technique that accounts for messages."""
         return ledger.with_(scheme=self.scheme)

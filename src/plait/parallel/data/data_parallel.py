@@ -1,23 +1,25 @@
 """Data parallelism and ZeRO stages 0 to 3 over `dp_replicate` x `dp_shard` ranks.
 
-A stage is a meaning, in bytes and in traffic (P: bytes of all parameters, k: micro-batches of a
-step, n: ranks; times (n-1)/n):
+Note [ZeRO stages]
+    A stage defines what is sharded and what a step sends. P: bytes of all parameters, O: bytes of
+    the parameters outside of the blocks, k: micro-batches per step, n: ranks. Traffic is in units
+    of (n - 1) / n.
 
-    stage  sharded                            traffic per step           between micro-batches a
-    rank holds 0      nothing                            2 P   (one all-reduce)     parameters, full
-    gradients 1      optimizer states                   2 P                        gathered
-    parameters, full gradients 2      and gradients                      (k + 1) P
-    gathered parameters, gradient shards 3      and parameters, freed after use    3 k P - k O
-    shards only
+    stage  sharded                   traffic per step  held between micro-batches
+    0      nothing                   2 P (all-reduce)  parameters, full gradients
+    1      optimizer states          2 P               gathered parameters, full gradients
+    2      and gradients             (k + 1) P         gathered parameters, gradient shards
+    3      and parameters            3 k P - k O       shards only
 
-O are the bytes of the parameters outside of the blocks, which are gathered once per micro-batch:
-the root unit stays gathered from the forward to the end of the backward, the head from its forward
-to its backward, and an embedding does not need its weight in the backward (`model.outer_units`).
+    Stage 3 frees gathered parameters after their use. Parameters outside of the blocks are gathered
+    once per micro-batch: the root unit stays gathered from forward to the end of backward, the head
+    from its forward to its backward, and an embedding does not need its weight in backward
+    (`model.outer_units`).
 
-Mechanisms: replicated parameters in their own dtype use `reducer.Reducer`; everything else is
-torch's `fully_shard`, which keeps the master weights sharded and gathers a copy in the compute
-dtype. With `dp_replicate > 1` (hybrid sharding) shards stay inside the `dp_shard` group and the
-reduced shards are all-reduced across, once per step.
+Replicated parameters in their own dtype use `reducer.Reducer`. Everything else uses torch's
+`fully_shard`, which shards the master weights and gathers a copy in the compute dtype. With
+`dp_replicate > 1` (hybrid sharding) shards stay inside the `dp_shard` group, and the reduced shards
+are all-reduced over `dp_replicate` once per step.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ from plait.parallel.accounting.zero_rule import of_block
 from plait.parallel.buffers import ChangingBuffers
 from plait.parallel.data import collective_selection
 from plait.parallel.data.bucket_account import ALGORITHM_KINDS, account_buckets
-from plait.parallel.data.collective_selection import CollectiveSettings, Sharing
+from plait.parallel.data.collective_selection import CollectiveSettings, ShardCollectives
 from plait.parallel.data.compression import Compression
 from plait.parallel.data.gathered_writes import LostWrites
 from plait.parallel.data.reducer import Reducer
@@ -75,22 +77,31 @@ Stage = Literal[0, 1, 2, 3]
 
 
 class DataParallel(CollectiveSettings):
-    """ZeRO stage, and how gradients are reduced."""
+    """ZeRO stage and reduction of gradients. See Note [ZeRO stages]."""
 
     batch_axes: ClassVar[tuple[str, ...]] = SAMPLE_AXES
     stage: Stage = 0
-    """0 replicated; 1 optimizer states sharded; 2 gradients too; 3 parameters too."""
+    """ZeRO stage: which states are sharded.
+
+    0: everything is replicated. 1: optimizer states are sharded. 2: gradients too. 3: parameters
+    too.
+    """
     unused_parameters: bool = True
-    """Let a step leave parameters unused, also different ones on different ranks. Costs one small
-    all-reduce a step.
+    """True if a step may leave parameters unused, also different ones on different ranks.
+
+    Costs one small all-reduce per step.
     """
     update_in_backward: bool = False
-    """Update a parameter when its gradient is complete, inside of the backward, and free the
-    gradient.
+    """True to update a parameter inside of backward, as soon as its gradient is complete.
+
+    The gradient is freed after the update.
     """
 
     def check(self, context: Context) -> OuterUnits | None:
-        """Find the outer units before other techniques change the model's layers.
+        """Find the outer units before other techniques change the layers of the model.
+
+        Returns:
+            The outer units, or None if only the configuration is known.
 
         Raises:
             ModelError: A parameter cannot be trained.
@@ -98,12 +109,11 @@ class DataParallel(CollectiveSettings):
         if context.model is None:
             return None
         layout = context.layout
-        offloads = (
-            context.chosen(OptimizerOffload).device,
-            context.chosen(ParameterOffload).device,
-        )
         cast = context.chosen(Precision).compute is not None
-        offloaded = set(offloads) != {"none"}
+        offloaded = (
+            context.chosen(OptimizerOffload).device != "none"
+            or context.chosen(ParameterOffload).device != "none"
+        )
         # Casting and offloading wrap the model in FSDP even on a single rank.
         sharded = layout.dp_shard > 1 or cast or offloaded
         moved = layout.tp > 1 or any(
@@ -126,48 +136,53 @@ class DataParallel(CollectiveSettings):
                 not compression.scheme.gradients
                 and self.all_reduce in collective_selection.NEEDS_LEVELS
             )
-            return Groups(
-                levels=("dp_replicate",) if layout.dp_replicate > 1 and needs_levels else ()
-            )
+            if layout.dp_replicate > 1 and needs_levels:
+                return Groups(levels=("dp_replicate",))
+            return Groups()
+
         compressed = compression.scheme.gradient_bits or compression.candidates
-        return Groups(levels=("dp_shard",) if layout.dp_shard > 1 and compressed else ())
+        if layout.dp_shard > 1 and compressed:
+            return Groups(levels=("dp_shard",))
+        return Groups()
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
-        """Shard in place, or make the gradient reducer."""
+        """Shard the model in place, or create the reducer of its gradients."""
         shard = parts.shard
         compression = parts.noted(Compression) or Compression()
         parts = parts.with_notes(self)
         if shard.compute_dtype is not None or shard.reduce_dtype is not None:
             refuse_complex(parts.model)
-        whole = mesh.layout.dp_shard == 1 and shard.compute_dtype is None
-        # nothing to shard, nothing to cast
-        if whole and not shard.master_weights_on_host and not shard.always_shard:
+        # The stage does not matter on a single rank of dp_shard: there is nothing to shard.
+        is_replicated = mesh.layout.dp_shard == 1 and shard.compute_dtype is None
+        if is_replicated and not shard.master_weights_on_host and not shard.always_shard:
             group = mesh.group("dp_replicate")
             if group is None:
                 return parts
-            summing = collective_selection.replicated(
+            reduction = collective_selection.select_replicated(
                 self, compression, group, mesh, gradient_bytes=_gradient_bytes(parts)
             )
             reducer = Reducer(
                 parts.model,
                 group,
-                bucket_bytes=summing.way.bucket_bytes,
-                make_buckets=summing.way.make_buckets,
+                bucket_bytes=reduction.buckets.bucket_bytes,
+                make_buckets=reduction.buckets.make_buckets,
                 separate_vectors=compression.scheme.gradients,
                 reduce_dtype=shard.reduce_dtype,
                 track_unused=self.unused_parameters,
-                apart=parts.apart,
+                excluded=parts.separately_reduced,
             )
-            reducer.said = summing.said
-            reducer.said_is_default = summing.is_default
-            return parts.with_notes(reducer, summing.autotuner_of(reducer, mesh))
-        shard_units(
-            parts,
-            mesh,
-            free_after_forward=(self.secondary_partition or True) if self.stage == 3 else False,
+            reducer.said = reduction.description
+            reducer.said_is_default = reduction.is_default
+            return parts.with_notes(reducer, reduction.autotuner_of(reducer, mesh))
+
+        free_after_forward: bool | int = False
+        if self.stage == 3:
+            free_after_forward = self.secondary_partition or True
+        shard_units(parts, mesh, free_after_forward=free_after_forward)
+        collectives = collective_selection.select_sharded(
+            self, compression, self.stage, parts, mesh
         )
-        sharing = collective_selection.sharded(self, compression, self.stage, parts, mesh)
-        return parts.with_notes(sharing, sharing.autotuner, sharing.compressors)
+        return parts.with_notes(collectives, collectives.autotuner, collectives.compressors)
 
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
         """Return the hooks of a step.
@@ -179,14 +194,14 @@ class DataParallel(CollectiveSettings):
         mean = parts.shard.mean
         hooks = list[StepHook]()
         reducer = parts.noted(Reducer)
-        sharing = parts.noted(Sharing)
+        collectives = parts.noted(ShardCollectives)
         if reducer is not None:
-            hooks.append(_attached(reducer, mean=mean))
+            hooks.append(_attach_reducer(reducer, mean=mean))
         if isinstance(model, FSDPModule):
             steps = ShardedSteps(model, self.stage)
-            if sharing is not None:
-                steps.said = _description(sharing, parts)
-                steps.said_is_default = sharing.is_default
+            if collectives is not None:
+                steps.said = _place_in_shared_memory(collectives, parts)
+                steps.said_is_default = collectives.is_default
             hooks.append(steps)
             keep_trainability(model)
             if not mean:
@@ -196,17 +211,17 @@ class DataParallel(CollectiveSettings):
             group = mesh.group(*parts.batch_axes, *(("tp",) if mesh.layout.ep > 1 else ()))
             scalars = _scalar_reducer(parts, group, mesh, track_unused=self.unused_parameters)
             if scalars is not None:
-                hooks.append(_attached(scalars, mean=mean))
+                hooks.append(_attach_reducer(scalars, mean=mean))
             if self.unused_parameters and group is not None:
-                # After `_description`, because shared memory replaces the gathering of units, and
-                # the order has to wrap what it puts there.
+                # After `_place_in_shared_memory`, which replaces the all-gather of the units: the
+                # order has to wrap the replacement.
                 order = _unit_order(self, parts, mesh)
                 hooks.append(
                     UnusedTracker(
                         model, group, device=mesh.device, order=order, finishes_backward=mean
                     )
                 )
-            if sharing is None or sharing.parameter_host is None:
+            if collectives is None or collectives.parameter_host is None:
                 # Shards in shared memory are read in place, so writes to them are kept.
                 hooks.append(LostWrites(model, in_forward=mean))
         buffers = ChangingBuffers(model, parts.blocks, mesh, parts.batch_axes)
@@ -215,13 +230,14 @@ class DataParallel(CollectiveSettings):
         return [*hooks, buffers]
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
-        """Bytes and traffic of the table above, exact to the padding."""
+        """Add the bytes and the traffic of Note [ZeRO stages], exact to the padding."""
         return _account(self, ledger, facts)
 
 
 def _all_reduces(context: Context) -> bool:
-    """Whether there will be a reducer (`apply` asks the same of what the techniques before it have
-    left): nothing is sharded or cast.
+    """Return True if a `Reducer` will reduce the gradients, because nothing is sharded or cast.
+
+    `DataParallel.apply` decides the same from the settings that earlier techniques have left.
     """
     states = context.chosen(OptimizerOffload)
     shards = context.chosen(ParameterOffload)
@@ -233,19 +249,18 @@ def _all_reduces(context: Context) -> bool:
     return not sharded and context.chosen(Precision).compute is None
 
 
-def _description(sharing: Sharing, parts: Parts) -> str:
-    """Put shards into shared memory if it was chosen, and describe how they are gathered."""
-    words = (
-        share_parameters(parts.model, sharing.parameter_host)
-        if sharing.parameter_host is not None
-        else ""
-    )
-    return ". ".join(filter(None, (sharing.said, words)))
+def _place_in_shared_memory(collectives: ShardCollectives, parts: Parts) -> str:
+    """Move the shards to shared memory if it was selected, and describe how they are gathered."""
+    sentences = [collectives.description]
+    if collectives.parameter_host is not None:
+        sentences.append(share_parameters(parts.model, collectives.parameter_host))
+    return ". ".join(filter(None, sentences))
 
 
-def _attached(reducer: Reducer, *, mean: bool) -> Reducer:
-    """Let a reducer listen to its parameters, and return it."""
-    reducer.mean = reducer.accepts = mean
+def _attach_reducer(reducer: Reducer, *, mean: bool) -> Reducer:
+    reducer.mean = mean
+    # An engine expects gradients only inside of its backward, and sets this there.
+    reducer.expects_gradients = mean
     reducer.attach()
     if mean:
         reducer.finish_with_backward()
@@ -260,8 +275,8 @@ def _scalar_reducer(
     The result is None if the model has none, or if `group` is None.
     """
     parameters = list(parts.model.parameters())
-    others = frozenset(p for p in parameters if p.ndim > 0)
-    if group is None or len(others) == len(parameters):
+    sharded = frozenset(p for p in parameters if p.ndim > 0)
+    if group is None or len(sharded) == len(parameters):
         return None
     return Reducer(
         parts.model,
@@ -269,7 +284,7 @@ def _scalar_reducer(
         bucket_bytes=1 << 20,
         make_buckets=partial(GroupBuckets, group, device=mesh.device),
         track_unused=track_unused,
-        apart=others,
+        excluded=sharded,
     )
 
 
@@ -282,18 +297,21 @@ def _unit_order(technique: DataParallel, parts: Parts, mesh: Mesh) -> UnitOrder 
         return None
     model: Any = parts.model
     outer = (parts.noted(OuterUnits) or OuterUnits()).without(parts.shard.float32_modules)
+    heads = []
+    if outer.head is not None:
+        heads.append(model.get_submodule(outer.head))
     return UnitOrder(
         model,
         is_fixed=technique.stage < 3,
         embeddings=[model.get_submodule(name) for name in outer.embeddings],
-        heads=[model.get_submodule(outer.head)] if outer.head is not None else [],
+        heads=heads,
     )
 
 
 def _gradient_bytes(parts: Parts) -> int:
     """Return the bytes of the gradients that this rank reduces per step."""
-    apart = parts.apart
-    trainable = [p for p in parts.model.parameters() if p.requires_grad and p not in apart]
+    excluded = parts.separately_reduced
+    trainable = [p for p in parts.model.parameters() if p.requires_grad and p not in excluded]
     return sum(
         local_tensor(p.detach()).numel() * (parts.shard.reduce_dtype or p.dtype).itemsize
         for p in trainable
@@ -301,16 +319,18 @@ def _gradient_bytes(parts: Parts) -> int:
 
 
 def reduce_by_sum(model: nn.Module) -> None:
-    """Make the reductions of shards sums: the engine has divided every loss by the global weight
-    already. torch's default is the mean over ranks.
+    """Make the reductions of a sharded model sums, where torch's default is the mean over ranks.
+
+    The engine has already divided every loss by its global weight.
     """
     for module in sharded_modules(model):
         module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled reduction
+        # By default torch scales inside of the collective, which gloo does not support.
+        module.set_force_sum_reduction_for_comms(True)
 
 
 class ShardedSteps(StepHook):
-    """Gives every ZeRO stage its meaning from micro-batch to micro-batch."""
+    """Sets the flags of `fully_shard` per micro-batch. See Note [ZeRO stages]."""
 
     def __init__(self, model: FSDPModule, stage: Stage) -> None:
         assert isinstance(model, nn.Module)
@@ -319,27 +339,33 @@ class ShardedSteps(StepHook):
         self._root = model
 
     def before_microbatch(self, last: bool) -> None:
-        """Which gradients are reduced, and which parameters are freed."""
-        # one stage, and the root unit ends its step with the blocks
-        then = of_block(self.stage, {0: 1 if last else 2}, ran=0, own=0)
-        self.model.set_requires_gradient_sync(then.reduce)
-        self.model.set_requires_all_reduce(then.last)
-        self.model.set_reshard_after_backward(then.free)
+        """Select which gradients are reduced and which parameters are freed."""
+        # Without a pipeline the only stage is stage 0, and the root unit ends its step together
+        # with the blocks. Two backwards left stand for any number above one.
+        backwards_left = 2
+        if last:
+            backwards_left = 1
+        after_backward = of_block(self.stage, {0: backwards_left}, ran=0, own=0)
+        self.model.set_requires_gradient_sync(after_backward.reduce)
+        self.model.set_requires_all_reduce(after_backward.last)
+        self.model.set_reshard_after_backward(after_backward.free)
 
     def finish_reduction(self) -> None:
-        """Nothing gathered is left."""
-        # a forward between the last backward and this would keep the old values, or be read
-        # while they change
+        """Free all gathered parameters."""
+        # A forward after the last backward gathers parameters again. They would keep their old
+        # values through the update.
         free_gathered(self._root)
 
     def on_error(self, lost: Lost) -> None:
-        """Everything is sharded, and nothing awaited."""
+        """Free all gathered parameters, and wait for the collectives in flight."""
         reset_failed_step(self._root, keep_gradients=lost == "forward")
 
 
 def watch_shards_of(model: nn.Module) -> None:
-    """What a user does with shards is right or refused: reading numbers of them, and writing to
-    what is not them. When the model has the parameters that it keeps.
+    """Make the access of users to sharded parameters correct, or raise an error.
+
+    This covers reading numbers of shards, and writing to tensors that are not shards. Call it when
+    the model has its final parameters.
     """
     sum_before_reading()
     for module in sharded_modules(model):
@@ -347,20 +373,25 @@ def watch_shards_of(model: nn.Module) -> None:
 
 
 def free_after_evaluation(model: nn.Module, unless: Callable[[], bool] = lambda: False) -> None:
-    """Free what a forward without gradients gathered, when it ends: code that then reads or writes
-    the model's parameters finds the shards.
+    """Free gathered parameters at the end of a forward without gradients.
+
+    Code that reads or writes the parameters of the model afterwards finds the shards.
+
+    Args:
+        model: The root. Nothing happens if it is not sharded.
+        unless: Returns True if the parameters stay gathered.
     """
 
-    def after(*_: object) -> None:
+    def free_if_evaluated(*_: object) -> None:
         if not torch.is_grad_enabled() and not unless():
             free_gathered(model)
 
     if isinstance(model, FSDPModule):
-        model.register_forward_hook(after)
+        model.register_forward_hook(free_if_evaluated)
 
 
 def free_gathered(model: nn.Module) -> None:
-    """Reshard gathered parameters, e.g. after an evaluation, so that the model holds its shards."""
+    """Reshard gathered parameters, so that the model holds its shards, e.g. after an evaluation."""
     for module in sharded_modules(model):
         module.reshard()
 
@@ -368,30 +399,37 @@ def free_gathered(model: nn.Module) -> None:
 def _account(technique: DataParallel, ledger: Ledger, facts: ModelFacts) -> Ledger:
     if not ledger.experts:
         return _account_of(technique, ledger, facts, sharded=is_sharded(ledger))
-    apart = tuple(p for p in facts.parameters if p.name in ledger.experts)
-    rest = tuple(p for p in facts.parameters if p.name not in ledger.experts)
-    found = _account_of(
-        technique, ledger, replace(facts, parameters=rest), sharded=is_sharded(ledger)
+    experts = tuple(p for p in facts.parameters if p.name in ledger.experts)
+    shared = tuple(p for p in facts.parameters if p.name not in ledger.experts)
+    total = _account_of(
+        technique, ledger, replace(facts, parameters=shared), sharded=is_sharded(ledger)
     )
-    plain = technique.model_copy(update={"all_reduce": "by-machines"})  # another hook sums them
-    view = _account_of(
-        plain, of_experts(ledger), replace(facts, parameters=apart), sharded=is_sharded(ledger)
+    # `ExpertGradients` sums the gradients of experts, by one plain all-reduce.
+    all_reduced = technique.model_copy(update={"all_reduce": "by-machines"})
+    expert_ledger = _account_of(
+        all_reduced,
+        of_experts(ledger),
+        replace(facts, parameters=experts),
+        sharded=is_sharded(ledger),
     )
-    for kind, count in view.memory.items():
-        found = found.add_memory(kind, count)
-    for collective, count in view.traffic.items():
-        found = found.add_traffic(collective, count)
-    return found
+    for kind, count in expert_ledger.memory.items():
+        total = total.add_memory(kind, count)
+    for collective, count in expert_ledger.traffic.items():
+        total = total.add_traffic(collective, count)
+    return total
 
 
 def _account_of(
     technique: DataParallel, ledger: Ledger, facts: ModelFacts, *, sharded: NDArray[np.bool_]
 ) -> Ledger:
+    """Account `facts` as if all of its parameters were sharded alike.
+
+    `n` and `k` are those of Note [ZeRO stages].
+    """
     stage = np.broadcast_to(np.asarray(technique.stage), ledger.dp_shard.shape)
     n = ledger.dp_shard
     replicas = ledger.dp_replicate
     k = ledger.accumulation
-    # One column a distinct shape, split and so on: models repeat a few shapes many times.
     kinds = (
         "parameters",
         "gradients",
@@ -402,27 +440,39 @@ def _account_of(
         "wire_reduce_block",
         "wire_reduce_root",
         "wire_gather_again",
-        "across",
+        "all_reduced",
         "compression",
-        "whole",
+        "unsharded_gradients",
     )
     total: dict[str, Array] = {kind: np.zeros_like(n) for kind in kinds}
+    # Models repeat a few shapes many times, so equal parameters are priced once.
     for (shape, itemsize, trainable, in_block, tensor_dim), count in _shapes(facts, ledger).items():
         part = part_of(shape, tensor_dim, ledger)
         rows = part.rows
         row_numel = part.row
         padded = part.padded
-        compute = itemsize if ledger.compute_bytes is None else ledger.compute_bytes
-        reduce = compute if ledger.reduce_bytes is None else ledger.reduce_bytes
+        compute: Any = itemsize
+        if ledger.compute_bytes is not None:
+            compute = ledger.compute_bytes
+        reduce = compute
+        if ledger.reduce_bytes is not None:
+            reduce = ledger.reduce_bytes
+        place = "root"
+        if in_block:
+            place = "block"
+
         total["parameters"] += count * padded * row_numel * itemsize
         total["gathered"] += count * padded * n * row_numel * compute
         shard = padded * row_numel
-        again = technique.secondary_partition or n
         sent = count * n * sent_bytes(ledger.scheme.weight_bits, shape, shard, compute)
-        total["wire_gather_block" if in_block else "wire_gather_root"] += sent
-        if in_block:  # the backward's gathering, which may have larger shards over fewer ranks
-            larger = sent_bytes(ledger.scheme.weight_bits, shape, shard * n // again, compute)
-            total["wire_gather_again"] += count * (again - 1) * larger
+        total[f"wire_gather_{place}"] += sent
+        if in_block:
+            # The all-gather of the backward, from a secondary partition with larger shards over
+            # fewer ranks.
+            ranks = technique.secondary_partition or n
+            larger = sent_bytes(ledger.scheme.weight_bits, shape, shard * n // ranks, compute)
+            total["wire_gather_again"] += count * (ranks - 1) * larger
+
         if trainable:
             total["gradients"] += count * padded * row_numel * itemsize
             states = state_bytes(
@@ -434,24 +484,33 @@ def _account_of(
             )
             total["optimizer"] += count * (states + ledger.optimizer_scalar_bytes)
             sent = count * n * sent_bytes(ledger.scheme.gradient_bits, shape, shard, reduce)
-            total["wire_reduce_block" if in_block else "wire_reduce_root"] += sent
-            total["across"] += count * padded * row_numel * reduce
+            total[f"wire_reduce_{place}"] += sent
+            total["all_reduced"] += count * padded * row_numel * reduce
             total["compression"] += count * error_bytes(ledger.scheme, shape, shard, n)
-            total["whole"] += count * rows * row_numel * reduce
-    # a pipeline's, after each computation, are `pipeline.account.held_after`
-    accumulates = (k > 1) & (ledger.stage is None)
-    between = {
-        "gathered_parameters": np.where(sharded & (stage < 3) & accumulates, total["gathered"], 0),
-        "unsharded_gradients": np.where(sharded & (stage < 2) & accumulates, total["whole"], 0),
-    }
+            total["unsharded_gradients"] += count * rows * row_numel * reduce
+
     if technique.update_in_backward:
         total["gradients"] = _largest_gradients(ledger, facts, sharded)
     for kind in ("parameters", "gradients", "optimizer"):
         ledger = ledger.add_memory(kind, total[kind])
-    for kind, extra in between.items():
-        ledger = ledger.add_memory(kind, extra)
-    root_gathers = k if ledger.stage is None else ledger.stage.root_gathers
-    root_reduces = k if ledger.stage is None else ledger.stage.root_reduces
+
+    # What a rank holds in addition between two micro-batches. A pipeline accounts for it after
+    # each computation (`pipeline.account`).
+    accumulates = (k > 1) & (ledger.stage is None)
+    ledger = ledger.add_memory(
+        "gathered_parameters",
+        np.where(sharded & (stage < 3) & accumulates, total["gathered"], 0),
+    )
+    ledger = ledger.add_memory(
+        "unsharded_gradients",
+        np.where(sharded & (stage < 2) & accumulates, total["unsharded_gradients"], 0),
+    )
+
+    root_gathers = k
+    root_reduces = k
+    if ledger.stage is not None:
+        root_gathers = ledger.stage.root_gathers
+        root_reduces = ledger.stage.root_reduces
     gathers = (
         np.where(stage == 3, k, 1) * total["wire_gather_block"]
         + np.where(stage == 3, root_gathers, 1) * total["wire_gather_root"]
@@ -464,33 +523,36 @@ def _account_of(
     ledger = ledger.add_traffic("all_gather", np.where(sharded, gathers * (n - 1) // n + again, 0))
     ledger = ledger.add_traffic("reduce_scatter", np.where(sharded, reduces * (n - 1) // n, 0))
     ledger = ledger.add_memory("compression", np.where(sharded, total["compression"], 0))
-    special = ledger.scheme.gradients or technique.all_reduce in ALGORITHM_KINDS
-    in_buckets = np.broadcast_to(~sharded & (replicas > 1) & special, n.shape)
-    ledger = ledger.add_traffic(
-        "all_reduce", np.where(in_buckets, 0, 2 * total["across"] * (replicas - 1) // replicas)
-    )
+
+    # The traffic of a plain all-reduce is that of all gradients together. Compression and other
+    # algorithms depend on the buckets.
+    depends_on_buckets = ledger.scheme.gradients or technique.all_reduce in ALGORITHM_KINDS
+    in_buckets = np.broadcast_to(~sharded & (replicas > 1) & depends_on_buckets, n.shape)
+    all_reduces = 2 * total["all_reduced"] * (replicas - 1) // replicas
+    ledger = ledger.add_traffic("all_reduce", np.where(in_buckets, 0, all_reduces))
     if not in_buckets.any():
         return ledger
-    numels = [
-        rows * of_row
-        for rows, of_row in (
-            local_rows(p.shape, ledger.tensor_dims.get(p.name), ledger) for p in facts.trainable
-        )
-    ]
+
+    numels = []
+    for parameter in facts.trainable:
+        tensor_dim = ledger.tensor_dims.get(parameter.name)
+        rows, row_numel = local_rows(parameter.shape, tensor_dim, ledger)
+        numels.append(rows * row_numel)
     return account_buckets(
         technique.all_reduce,
         ledger,
         facts,
         numels,
         bucket_bytes=technique.bucket_bytes,
-        at=in_buckets,
+        candidates=in_buckets,
     )
 
 
 def _largest_gradients(ledger: Ledger, facts: ModelFacts, sharded: NDArray[np.bool_]) -> Array:
-    """Bytes of the gradients that exist at the same time where parameters are updated in the
-    backward: those of the largest unit, which are reduced together; where nothing is sharded, the
-    largest parameter's.
+    """Return the most bytes of gradients that exist together if backward updates the parameters.
+
+    In a sharded model these are the gradients of the largest unit, which are reduced together.
+    Otherwise it is the gradient of the largest parameter.
     """
     zero = np.zeros_like(ledger.dp_shard)
     units: dict[int | str, Array] = {}
@@ -506,6 +568,7 @@ def _largest_gradients(ledger: Ledger, facts: ModelFacts, sharded: NDArray[np.bo
 def _shapes(
     facts: ModelFacts, ledger: Ledger
 ) -> Counter[tuple[tuple[int, ...], int, bool, bool, int | None]]:
+    """Count equal parameters: (shape, itemsize, trainable, in a block, dimension split over tp)."""
     return Counter(
         (p.shape, p.itemsize, p.trainable, p.unit >= 0, ledger.tensor_dims.get(p.name))
         for p in facts.parameters

@@ -1,13 +1,33 @@
-"""Data parallelism's gradient reduction for replicated parameters (ZeRO stage 0): buckets,
-all-reduced while backward still runs.
+"""Reduction of the gradients of replicated parameters (ZeRO stage 0), overlapped with backward.
 
-The same idea as DistributedDataParallel's reducer, which cannot be used here because it wraps or
-hijacks the root module's forward, breaks under pipeline schedules and averages. This one listens to
-gradients only, so it works for any part of a model, in any schedule. Invariant: gradients live in
-the buckets (one copy), all ranks launch the buckets in one fixed order, and nothing is added to a
-bucket between its launch and the end of its sum: what arrives then (a reentrant checkpoint's
-backward runs inside another one) is kept apart in `parameter.grad` and summed in a round of its
-own. A gradient that has been summed over the ranks is never summed again.
+The idea is that of DistributedDataParallel's reducer, which cannot be used here: it wraps the
+forward of the root module, breaks under pipeline schedules, and always averages. `Reducer` only
+listens to gradients, so it works for any part of a model and any schedule.
+
+Note [Life of a gradient]
+    A gradient has one copy, in a gradient bucket that all parameters of the bucket share.
+
+    1. Accumulate. Autograd accumulates a gradient into `parameter.grad` and calls `_on_gradient`.
+       The first one of a step is a new tensor. It is copied into the bucket, and `parameter.grad`
+       becomes a view of the bucket, so that later micro-batches accumulate there without a copy.
+    2. Launch. In the last backward of a step, a bucket whose gradients have all arrived is
+       all-reduced while backward continues. Buckets are launched in the order of their index,
+       because collectives of one group must have the same order on all ranks. From then on
+       `parameter.grad` is None: no kernel may write to a buffer that is being sent.
+    3. Finish. `finish_reduction` launches the remaining buckets. Parameters that this rank did not
+       use contribute zeros, so that ranks which used different parameters make the same calls. It
+       then waits for all buckets.
+    4. Restore. `parameter.grad` becomes the view of the bucket again, or None if no rank used the
+       parameter. One all-reduce of flags per step finds out which ones were used.
+
+    Two cases need more than one round of launches in a step. Both keep the rule that a gradient
+    which has been summed over the ranks is not summed again:
+
+    * Late gradients. A reentrant checkpoint runs a backward inside another one, so a gradient can
+      arrive after the launch of its bucket. It stays in `parameter.grad`, and `finish_reduction`
+      reduces it in a second round, for the late buckets only.
+    * Another backward after `finish_reduction`. The sums move to `Bucket.reduced` and are added to
+      those of the new round.
 """
 
 from __future__ import annotations
@@ -31,7 +51,6 @@ from plait.comm.buckets import Buckets, Flat
 from plait.comm.failures import naming
 from plait.comm.pending import Pending
 from plait.errors import ModelError
-from plait.parallel.data.bucket import Bucket, Slot
 from plait.parallel.data.bucket_account import partition
 from plait.parallel.data.unused import foreign_backward
 from plait.parallel.hooks import Lost, StepEnd, StepHook
@@ -39,89 +58,141 @@ from plait.parallel.memory_layout import dims_in_memory, like_in_memory
 from plait.parallel.placed import like_parameter
 
 
+@dataclass(eq=False)
+class Bucket:
+    """Gradients that are reduced together.
+
+    `flat` has shape [numel] and holds the gradients one after the other, each in the memory layout
+    of its parameter.
+    """
+
+    parameters: list[nn.Parameter]
+    flat: torch.Tensor
+    wire: torch.Tensor
+    """Buffer that is summed over the ranks: `flat`, or a buffer in the reduction's dtype."""
+    index: int
+    slots: range
+    """Slot indices of `parameters`."""
+    missing: set[int] = field(default_factory=set)
+    """Slots whose gradient has not arrived in this round."""
+    launched: bool = False
+    reduced: torch.Tensor | None = None
+    """Sum of earlier rounds of the step while another round runs, otherwise None."""
+
+
+@dataclass(frozen=True)
+class ParameterSlot:
+    """Place of a parameter in a bucket."""
+
+    bucket: Bucket
+    view: torch.Tensor
+    grad: torch.Tensor
+    """Value of the parameter's `grad`: `view`, or a DTensor around it under tensor parallelism."""
+    index: int
+
+
 @dataclass
 class Reducer(StepHook):
-    """All-reduces the gradients of `model` over `group`, once attached: buckets start in the last
-    backward of a step as they are complete, and `finish_reduction` ends the sums.
+    """All-reduces the gradients of a model over a group. See Note [Life of a gradient].
 
-    `mean` divides by the group's size (what DistributedDataParallel does); otherwise gradients are
-    summed. `reduce_dtype` is the dtype on the wire. With `track_unused`, a parameter that no rank
-    used keeps `grad = None`, and ranks may get gradients in different numbers of parts; one small
-    all-reduce a step finds out.
+    `attach` allocates the buckets and registers the hooks. In the last backward of a step buckets
+    are launched as they become complete, and `finish_reduction` waits for their sums.
     """
 
     model: nn.Module
     group: dist.ProcessGroup
     bucket_bytes: int
+    """Size at which a bucket is closed. A larger parameter has a bucket to itself."""
     make_buckets: Callable[[Sequence[Flat]], Buckets]
-    """Makes the buffers that are summed over `group` (see `comm.transport`)."""
+    """Allocates the buffers that are summed over `group` (see `comm.transport`)."""
     mean: bool = False
+    """True to divide by the size of the group, as DistributedDataParallel does."""
     reduce_dtype: torch.dtype | None = None
+    """Dtype of the reduction, or None for the dtype of the gradients."""
     track_unused: bool = True
-    apart: frozenset[nn.Parameter] = frozenset()
+    """True if a parameter that no rank used keeps `grad = None`.
+
+    It also lets ranks receive a gradient in different numbers of parts. Costs one small all-reduce
+    per step.
+    """
+    excluded: frozenset[nn.Parameter] = frozenset()
     """Parameters of the model that another hook reduces."""
     separate_vectors: bool = False
-    """Give parameters of fewer than two dimensions buckets of their own: compression leaves them as
-    they are.
+    """True if parameters of fewer than two dimensions have separate buckets.
+
+    Compression does not apply to them.
     """
     synchronise: bool = True
-    """Whether the coming backward is the last of its step; the others only accumulate."""
-    accepts: bool = True
-    """Whether gradients are expected now; one that comes all the same is refused."""
+    """True if the next backward is the last one of its step. The others only accumulate."""
+    expects_gradients: bool = True
+    """True if a gradient may arrive now. At other times it raises InputError.
+
+    An engine expects gradients inside of its backward, and the user's training loop at any time.
+    """
     buckets: list[Bucket] = field(default_factory=list, init=False)
     reduction: Buckets = field(init=False)
-    _slots: dict[nn.Parameter, Slot] = field(default_factory=dict, init=False)
-    _frozen: list[nn.Parameter] = field(default_factory=list, init=False)
-    """Parameters that never required a gradient when buckets were made."""
-    _used: list[bool] = field(default_factory=list, init=False)
-    """By slot: whether it has a gradient of this step that has been launched."""
-    _late: set[int] = field(default_factory=set, init=False)
-    """Buckets for which a gradient came after their launch."""
-    _next: int = field(default=0, init=False)
-    _task: int | None = field(default=None, init=False)
-    """The backward that the last gradient of this round came from."""
-    _nested: bool = field(default=False, init=False)
-    """Whether gradients of one round came from several backwards, ever: reentrant checkpoints run
-    one inside another.
+    """Buffers of the buckets and the collective that sums them."""
+    _slots: dict[nn.Parameter, ParameterSlot] = field(default_factory=dict, init=False)
+    _trainable: list[nn.Parameter] = field(default_factory=list, init=False)
+    """Parameters that have a slot.
+
+    A parameter that is frozen while the buckets are rebuilt stays in the list, because it may be
+    trained again.
     """
-    _listens: bool = field(default=False, init=False)
-    """Whether the end of a backward finishes the sums, because no code calls `finish_reduction`."""
-    _queued: bool = field(default=False, init=False)
-    _done: bool = field(default=False, init=False)
+    _frozen: list[nn.Parameter] = field(default_factory=list, init=False)
+    """Parameters without a slot, because they have never required a gradient so far."""
+    _used: list[bool] = field(default_factory=list, init=False)
+    """True if a gradient of this step has been launched, per slot."""
+    _late_buckets: set[int] = field(default_factory=set, init=False)
+    """Indices of the buckets for which a gradient arrived after their launch."""
+    _next_bucket: int = field(default=0, init=False)
+    """Index of the bucket that is launched next."""
+    _graph_task: int | None = field(default=None, init=False)
+    """Backward pass that the last gradient of this round came from."""
+    _has_nested_backwards: bool = field(default=False, init=False)
+    """True if gradients of one round have ever come from several backward passes."""
+    _finishes_with_backward: bool = field(default=False, init=False)
+    """True if the end of a backward finishes the reduction, as in the user's training loop."""
+    _finish_queued: bool = field(default=False, init=False)
+    _finished: bool = field(default=False, init=False)
+    """True if `finish_reduction` has completed this round."""
     _handles: list[Any] = field(default_factory=list, init=False)
-    _trained: list[nn.Parameter] = field(default_factory=list, init=False)
 
     def attach(self) -> None:
-        """Allocate the buckets and listen to the parameters. Once, when the model has its final
-        parameters (not on `meta`).
+        """Allocate the buckets and listen to the parameters.
+
+        Call this once, when the model has its final parameters (not on `meta`).
         """
-        # Kept, because a parameter that is frozen while buckets are rebuilt may train again.
-        self._trained = [
-            p for p in self.model.parameters() if p.requires_grad and p not in self.apart
+        self._trainable = [
+            p for p in self.model.parameters() if p.requires_grad and p not in self.excluded
         ]
         self._allocate()
         for parameter in self._slots:
             self._handles.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))
 
     def finish_with_backward(self) -> None:
-        """For your own training loop: gradients are means, complete when `loss.backward()` returns,
-        as DistributedDataParallel's are.
+        """Make gradients complete means when `loss.backward()` returns.
+
+        This is what DistributedDataParallel does, for users with their own training loop.
         """
-        self.mean = self._listens = True
-        if not is_compiled(self.model):  # inside a compiled call hooks would be compiled too
+        self.mean = True
+        self._finishes_with_backward = True
+        # Inside of a compiled call the hook would be compiled too.
+        if not is_compiled(self.model):
             self._handles.append(self.model.register_forward_hook(_OutputHook(self)))
 
     def release(self) -> None:
-        """Listen no more and let go of the buckets; the parameters' gradients are dropped."""
+        """Remove all hooks from the model and drop the buckets and the gradients."""
         for handle in self._handles:
             handle.remove()
         for parameter in self._slots:
             parameter.grad = None
         self._handles.clear()
-        self._trained.clear()
+        self._trainable.clear()
         self._slots.clear()
         self.buckets.clear()
-        self.make_buckets = self.reduction = None  # type: ignore[assignment]  # shared memory, and descriptors of processes
+        # They own shared memory and file descriptors.
+        self.make_buckets = self.reduction = None  # type: ignore[assignment]
 
     def rebuild(
         self,
@@ -130,8 +201,12 @@ class Reducer(StepHook):
         bucket_bytes: int,
         separate_vectors: bool,
     ) -> None:
-        """Other buckets from the next step on. Between two steps, when no gradient is needed any
-        more. Collective like `attach`.
+        """Replace the buckets between two steps, when no gradient is needed any more. Collective.
+
+        Args:
+            make_buckets: See `Reducer.make_buckets`.
+            bucket_bytes: See `Reducer.bucket_bytes`.
+            separate_vectors: See `Reducer.separate_vectors`.
         """
         self.make_buckets = make_buckets
         self.bucket_bytes = bucket_bytes
@@ -141,51 +216,33 @@ class Reducer(StepHook):
         self._allocate()
 
     def reduces(self, parameter: nn.Parameter) -> bool:
-        """Return whether the gradients of a parameter are summed."""
+        """Return True if the gradients of a parameter are reduced."""
         return parameter in self._slots
 
-    def _admit_unfrozen(self) -> None:
-        """Rebuild the buckets with the parameters that were unfrozen since the last step.
-
-        Nothing happens once the step has a gradient, because the old buckets hold it.
-        """
-        unfrozen = [p for p in self._frozen if p.requires_grad]
-        if not unfrozen or any(self._used) or any(p.grad is not None for p in self._slots):
-            return
-        for parameter in unfrozen:
-            self._handles.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))
-        trained = {*self._trained, *unfrozen}
-        self._trained = [p for p in self.model.parameters() if p in trained]
-        self.rebuild(
-            self.make_buckets,
-            bucket_bytes=self.bucket_bytes,
-            separate_vectors=self.separate_vectors,
-        )
-
     def _allocate(self) -> None:
-        others = {*self._trained, *self.apart}
-        self._frozen = [p for p in self.model.parameters() if p not in others]
-        partition = self._partition()
-        self.reduction = self.make_buckets(
-            [
-                Flat(
-                    self.reduce_dtype or members[0].dtype,
-                    tuple(_shape_in_memory(p) for p in members),
-                    tp_local=isinstance(members[0], DTensor),
-                )
-                for members in partition
-            ]
-        )
-        for members, wire in zip(partition, self.reduction.buffers, strict=True):
+        reduced_or_excluded = {*self._trainable, *self.excluded}
+        self._frozen = [p for p in self.model.parameters() if p not in reduced_or_excluded]
+
+        members_of_buckets = self._partition()
+        flats = []
+        for members in members_of_buckets:
+            dtype = self.reduce_dtype or members[0].dtype
+            shapes = tuple(_shape_in_memory(p) for p in members)
+            flats.append(Flat(dtype, shapes, tp_local=isinstance(members[0], DTensor)))
+
+        self.reduction = self.make_buckets(flats)
+        for members, wire in zip(members_of_buckets, self.reduction.buffers, strict=True):
             self._add_bucket(members, wire)
         self.start_step()
 
     def _partition(self) -> list[list[nn.Parameter]]:
-        """Trainable parameters by bucket, one dtype a bucket; parameters that tensor parallelism
-        splits separately from replicated ones, which must stay bitwise equal on every rank of its
-        axis.
+        """Return the trainable parameters of each bucket, all of one dtype.
+
+        Parameters that tensor parallelism splits do not share a bucket with replicated ones. The
+        replicated ones must stay bitwise equal on all ranks of tp, and the other gradients of a
+        bucket can change the bits of its sum (they share the blocks of a quantisation).
         """
-        trainable = self._trained
+        trainable = self._trainable
         sizes = [
             (
                 local_tensor(p.detach()).numel() * p.element_size(),
@@ -196,115 +253,117 @@ class Reducer(StepHook):
         return [[trainable[i] for i in members] for members in partition(sizes, self.bucket_bytes)]
 
     def _add_bucket(self, members: list[nn.Parameter], wire: torch.Tensor) -> None:
+        flat = wire
+        if wire.dtype != members[0].dtype:
+            flat = torch.zeros_like(wire, dtype=members[0].dtype)
+
         locals_ = [local_tensor(p.detach()) for p in members]
-        flat = (
-            wire
-            if wire.dtype == members[0].dtype
-            else torch.zeros_like(wire, dtype=members[0].dtype)
-        )
-        views = [
-            like_in_memory(part, t)
-            for part, t in zip(flat.split([t.numel() for t in locals_]), locals_, strict=True)
-        ]
-        bucket = Bucket(
-            members,
-            flat,
-            wire,
-            len(self.buckets),
-            range(len(self._slots), len(self._slots) + len(members)),
-        )
+        parts = flat.split([t.numel() for t in locals_])
+        views = [like_in_memory(part, t) for part, t in zip(parts, locals_, strict=True)]
+
+        first_slot = len(self._slots)
+        slots = range(first_slot, first_slot + len(members))
+        bucket = Bucket(members, flat, wire, len(self.buckets), slots)
         self.buckets.append(bucket)
-        for parameter, view in zip(members, views, strict=True):
-            self._slots[parameter] = Slot(
-                bucket, view, like_parameter(view, parameter), len(self._slots)
+        for index, parameter, view in zip(slots, members, views, strict=True):
+            self._slots[parameter] = ParameterSlot(
+                bucket, view, like_parameter(view, parameter), index
             )
 
     def before_microbatch(self, last: bool) -> None:
-        """The others of a step only accumulate."""
+        """Reduce in the backward of the last micro-batch only."""
         self.synchronise = last
-        self._admit_unfrozen()
+        self._add_unfrozen()
 
-    def after_backward(self) -> None:
-        """The caller reads sums after the last backward."""
-        if self.synchronise:
-            self.finish_reduction()
+    def _add_unfrozen(self) -> None:
+        """Rebuild the buckets with the parameters that were unfrozen since the last step."""
+        unfrozen = [p for p in self._frozen if p.requires_grad]
+        # The old buckets hold the gradients of this step, if it has any already.
+        if not unfrozen or any(self._used) or any(p.grad is not None for p in self._slots):
+            return
 
-    def after_step(self, end: StepEnd) -> str:
-        """See `start_step`."""
-        self.start_step()
-        return ""
+        for parameter in unfrozen:
+            self._handles.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))
+        trainable = {*self._trainable, *unfrozen}
+        self._trainable = [p for p in self.model.parameters() if p in trainable]
+        self.rebuild(
+            self.make_buckets,
+            bucket_bytes=self.bucket_bytes,
+            separate_vectors=self.separate_vectors,
+        )
 
-    def on_error(self, lost: Lost) -> None:
-        """What was launched ends on every rank."""
-        if lost == "step":
-            self.abandon()
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Expect gradients in this context, which wraps every backward of a step."""
+        if self._finished:
+            self._save_sums()
+        self.expects_gradients = True
+        try:
+            yield
+        finally:
+            self.expects_gradients = False
 
-    def _set_aside(self) -> None:
+    def _save_sums(self) -> None:
+        """Move the sums of the finished round to `Bucket.reduced`, and begin another round."""
         for bucket in self.buckets:
             for index, parameter in zip(bucket.slots, bucket.parameters, strict=True):
-                # the user may have dropped or changed it
-                self._used[index] = self._collect(parameter)
+                # The user may have dropped or changed the gradient.
+                self._used[index] = self._move_to_bucket(parameter)
                 parameter.grad = None
             bucket.reduced = bucket.flat.clone()
         self._begin_round()
 
-    def expect_backward(self, output: Any) -> None:
-        """Finish when the backward of `output` ends: the outermost one, where reentrant checkpoints
-        run others inside of it.
-        """
-        if not (torch.is_grad_enabled() and self.synchronise):
-            return
-        if self._queued and not self._done and graph_task() is None:
-            self.abandon()  # the last backward failed
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaf.register_hook(lambda _: self._finish_afterwards())
-
-    def _finish_afterwards(self) -> None:
-        if self._done:  # the first gradient after a finished reduction begins a new one
-            self._begin_round()
-        if self.synchronise and not self._queued:
-            self._queued = True
-            after_backward(self.finish_reduction)
-
     def _on_gradient(self, parameter: nn.Parameter) -> None:
-        if not self.accepts:
+        """Handle a gradient that autograd has accumulated into `parameter.grad`."""
+        if not self.expects_gradients:
             self.has_refused = True
             raise foreign_backward()
-        if self._done:
+        if self._finished:
             self._begin_round()
+
         slot = self._slots[parameter]
         bucket = slot.bucket
         if bucket.launched:
-            self._late.add(bucket.index)
+            self._late_buckets.add(bucket.index)
             return
-        self._collect(parameter)
+
+        self._move_to_bucket(parameter)
         if not self.synchronise:
             return
-        task = self._task
-        self._task = graph_task()
-        self._nested |= task is not None and task != self._task
-        if self._listens:
-            self._finish_afterwards()
-        # Buckets that were complete before this gradient: hooks of the user's on a parameter find
-        # its gradient in place.
-        while self._next < len(self.buckets) and not self.buckets[self._next].missing:
-            self._send(self.buckets[self._next])
+
+        previous_task = self._graph_task
+        self._graph_task = graph_task()
+        if previous_task is not None and previous_task != self._graph_task:
+            self._has_nested_backwards = True
+        if self._finishes_with_backward:
+            self._queue_finish()
+
+        # Launch the buckets that were complete before this gradient. A launch sets `grad` to None,
+        # and hooks of the user that run after this one must still find this gradient.
+        while self._next_bucket < len(self.buckets):
+            next_bucket = self.buckets[self._next_bucket]
+            if next_bucket.missing:
+                break
+            self._fill_and_launch(next_bucket)
         bucket.missing.discard(slot.index)
 
-    def _collect(self, parameter: nn.Parameter) -> bool:
-        """Bring a parameter's gradient into its bucket; without one, zero. Returns whether there is
-        one.
+    def _move_to_bucket(self, parameter: nn.Parameter) -> bool:
+        """Move the gradient of a parameter into its bucket, or fill its slot with zeros.
+
+        Returns:
+            Whether the parameter has a gradient.
         """
         slot = self._slots[parameter]
         gradient = parameter.grad
         if gradient is None:
             slot.view.zero_()
             return False
+
         if gradient is not slot.grad:
             if gradient.layout != torch.strided:
                 raise ModelError(
-                    f"`{self._name(parameter)}` has a {str(gradient.layout).removeprefix('torch.')}"
+                    f"`{self._name_of(parameter)}` has a"
+                    f" {str(gradient.layout).removeprefix('torch.')}"
                     " gradient, and ranks sum dense ones; build the embedding with sparse=False"
                 )
             with torch.no_grad():
@@ -312,117 +371,176 @@ class Reducer(StepHook):
             parameter.grad = slot.grad
         return True
 
-    def _send(self, bucket: Bucket) -> None:
+    def _fill_and_launch(self, bucket: Bucket) -> None:
         bucket.launched = True
         for parameter in bucket.parameters:
-            if self._collect(parameter):
+            if self._move_to_bucket(parameter):
                 self._used[self._slots[parameter].index] = True
-                parameter.grad = None  # later gradients must not change what is being sent
+                # A gradient that is accumulated later must not change what is being sent.
+                parameter.grad = None
         self._launch(bucket)
 
     def _launch(self, bucket: Bucket) -> None:
         if bucket.wire is not bucket.flat:
             bucket.wire.copy_(bucket.flat)
-        with naming("all-reduce of gradients over dp_replicate"):  # compression may wait here
-            self.reduction.start(self._next)
-        self._next += 1
+        # Compressed buckets may wait for other ranks already in `start`, so a failure there must
+        # have a name too.
+        with naming("all-reduce of gradients over dp_replicate"):
+            self.reduction.start(self._next_bucket)
+        self._next_bucket += 1
+
+    def expect_backward(self, output: Any) -> None:
+        """Finish the reduction when the backward of `output` ends.
+
+        If reentrant checkpoints run other backward passes inside of it, the outermost one counts.
+        """
+        if not (torch.is_grad_enabled() and self.synchronise):
+            return
+        if self._finish_queued and not self._finished and graph_task() is None:
+            # The callback of the last backward has not run, because that backward failed.
+            self.abandon()
+
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(lambda _: self._queue_finish())
+
+    def _queue_finish(self) -> None:
+        # The first gradient after a finished reduction begins a new round.
+        if self._finished:
+            self._begin_round()
+        if self.synchronise and not self._finish_queued:
+            self._finish_queued = True
+            after_backward(self.finish_reduction)
+
+    def after_backward(self) -> None:
+        """Finish the reduction after the last backward, because the caller reads gradients now."""
+        if self.synchronise:
+            self.finish_reduction()
 
     def finish_reduction(self) -> None:
-        """Reduce what is left, also on a rank whose loss reached no parameter, and wait; gradients
-        are then the sum (or mean) over the group. Safe to call twice for one backward.
+        """Complete the sums (or means) of all gradients. Collective.
+
+        It is also needed on a rank whose loss reached no parameter. A second call for the same
+        backward does nothing.
         """
-        if self._done:
+        if self._finished:
             return
-        for bucket in self.buckets[self._next :]:
-            self._send(bucket)
-        self._done = True
-        asked = self._ask()
+        for bucket in self.buckets[self._next_bucket :]:
+            self._fill_and_launch(bucket)
+        self._finished = True
+
+        # The exchange of flags is launched before the wait for the buckets, to overlap with them.
+        flags = self._launch_flags()
         for index in range(len(self.buckets)):
-            self._receive(index)
-        used, late = self._answer(asked)
-        if late:
-            self._sum_late(late)
+            self._wait_for_bucket(index)
+        used, late_buckets = self._read_flags(flags)
+
+        if late_buckets:
+            self._reduce_late_buckets(late_buckets)
         for parameter, slot in self._slots.items():
-            parameter.grad = slot.grad if used[slot.index] else None
+            if used[slot.index]:
+                parameter.grad = slot.grad
+            else:
+                parameter.grad = None
         self._used = used
 
-    def _receive(self, index: int) -> None:
-        """Wait for a bucket's sum."""
+    def _wait_for_bucket(self, index: int) -> None:
+        """Wait for the sum of a bucket, and add the sums of earlier rounds."""
         bucket = self.buckets[index]
         with naming("all-reduce of gradients over dp_replicate"):
             self.reduction.finish(index)
         if bucket.wire is not bucket.flat:
             bucket.flat.copy_(bucket.wire)
+        # Earlier rounds have been divided already, so they are added after the division.
         if self.mean:
             bucket.flat.div_(self.group.size())
         if bucket.reduced is not None:
             bucket.flat.add_(bucket.reduced)
             bucket.reduced = None
 
-    def _sum_late(self, indices: Sequence[int]) -> None:
-        """Another round, for what came after the launch of these buckets."""
+    def _reduce_late_buckets(self, indices: Sequence[int]) -> None:
+        """Reduce the gradients that arrived after the launch of these buckets."""
         for index in indices:
             bucket = self.buckets[index]
             bucket.reduced = bucket.flat.clone()
-            self._next = index
-            self._send(bucket)
+            self._next_bucket = index
+            self._fill_and_launch(bucket)
         for index in indices:
-            self._receive(index)
+            self._wait_for_bucket(index)
 
-    def _ask(self) -> Pending | None:
-        """Which parameters this rank used, and which buckets need another round here."""
-        for index in self._late:
+    def _launch_flags(self) -> Pending | None:
+        """Start to exchange which slots this rank used, and which buckets are late on it."""
+        for index in self._late_buckets:
             for parameter in self.buckets[index].parameters:
                 self._used[self._slots[parameter].index] |= parameter.grad is not None
-        if not self.track_unused or not self.buckets:  # a pipeline stage may have nothing to train
+        # A pipeline stage may have nothing to train.
+        if not self.track_unused or not self.buckets:
             return None
-        late = [index in self._late for index in range(len(self.buckets))]
+
+        late = [index in self._late_buckets for index in range(len(self.buckets))]
+        # [slots + buckets]
         flags = accelerator.tensor_of(
             [*self._used, *late], dtype=torch.uint8, device=self.buckets[0].flat.device
         )
         return Pending(flags, self.group, dist.ReduceOp.MAX)
 
-    def _answer(self, asked: Pending | None) -> tuple[list[bool], list[int]]:
-        """(by slot, whether any rank used it; buckets that need another round)."""
-        if asked is None:
-            return [True] * len(self._used), sorted(self._late)
+    def _read_flags(self, pending: Pending | None) -> tuple[list[bool], list[int]]:
+        """Return whether any rank used each slot, and the buckets that are late on any rank."""
+        if pending is None:
+            return [True] * len(self._used), sorted(self._late_buckets)
         with naming("all-reduce over dp_replicate"):
-            flags = asked.value()
-        # Who used all, in one part, need not look (a device synchronisation): then all are used,
-        # and the others' gradients came so too.
-        if all(self._used) and not self._nested:
+            flags = pending.value()
+
+        # Reading the flags waits for the device. A rank that used all slots knows the result: all
+        # are used. Without nested backward passes no rank has a late bucket either.
+        if all(self._used) and not self._has_nested_backwards:
             return self._used, []
-        found = [bool(flag) for flag in flags.tolist()]
-        return found[: len(self._used)], [
-            index for index, late in enumerate(found[len(self._used) :]) if late
-        ]
+
+        values = [bool(flag) for flag in flags.tolist()]
+        slot_count = len(self._used)
+        late_buckets = [index for index, late in enumerate(values[slot_count:]) if late]
+        return values[:slot_count], late_buckets
 
     @property
     def unfinished(self) -> bool:
-        """Whether there are gradients that no `finish_reduction` has summed."""
-        return not self._done and any(parameter.grad is not None for parameter in self._slots)
+        """Return True if gradients exist that no `finish_reduction` has summed."""
+        return not self._finished and any(parameter.grad is not None for parameter in self._slots)
+
+    def after_step(self, end: StepEnd) -> str:
+        """Forget the step."""
+        self.start_step()
+        return ""
+
+    def on_error(self, lost: Lost) -> None:
+        """End the collectives that have been launched, on every rank."""
+        if lost == "step":
+            self.abandon()
 
     def abandon(self) -> None:
-        """After a step that failed on all ranks: end what was launched, and drop all gradients.
-        Collective, wherever each rank stopped.
+        """Complete the collectives of a step that failed, and drop all gradients. Collective.
+
+        Ranks may have stopped at different buckets. Each one launches those that it has not
+        launched yet, so that all ranks make the same calls.
         """
-        if not self._done:
-            for bucket in self.buckets[self._next :]:
+        if not self._finished:
+            for bucket in self.buckets[self._next_bucket :]:
                 bucket.flat.zero_()
                 self._launch(bucket)
             for index in range(len(self.buckets)):
-                self._receive(index)
+                self._wait_for_bucket(index)
         self.drop_gradients()
 
     def drop_gradients(self) -> None:
-        """Drop the gradients of the step so far. Between two backwards."""
+        """Drop the gradients of the step so far. Call this between two backward passes."""
         for parameter in self._slots:
             parameter.grad = None
         self.start_step()
 
     def start_step(self) -> None:
-        """Forget the previous step. Needed before a step in which this rank may get no gradient at
-        all; else the first one does it.
+        """Forget the previous step.
+
+        It is needed before a step in which this rank may receive no gradient. Otherwise the first
+        gradient of the step has the same effect.
         """
         for bucket in self.buckets:
             bucket.reduced = None
@@ -430,37 +548,31 @@ class Reducer(StepHook):
         self._used = [False] * len(self._slots)
 
     def _begin_round(self) -> None:
-        self._next = 0
-        self._queued = self._done = False
-        self._late.clear()
-        self._task = None
-        if self._listens:  # a gradient that is still there is seen at the launch
+        self._next_bucket = 0
+        self._finish_queued = False
+        self._finished = False
+        self._late_buckets.clear()
+        self._graph_task = None
+        # In the user's training loop a gradient of an earlier backward may still exist. Its launch
+        # marks it as used.
+        if self._finishes_with_backward:
             self._used = [False] * len(self._slots)
         for bucket in self.buckets:
             bucket.missing = set(bucket.slots)
             bucket.launched = False
 
-    @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Around a backward of a step that ends with `finish_reduction`. What has been summed
-        already is set aside, to be added again.
-        """
-        if self._done:
-            self._set_aside()
-        self.accepts = True
-        try:
-            yield
-        finally:
-            self.accepts = False
-
-    def _name(self, parameter: nn.Parameter) -> str:
+    def _name_of(self, parameter: nn.Parameter) -> str:
         return next(
             (name for name, p in self.model.named_parameters() if p is parameter), "a parameter"
         )
 
 
 class _OutputHook:
-    """On the model's root; a copy of the model has one that does nothing."""
+    """Forward hook of the root module that finishes the reduction with the backward.
+
+    A copy of the model gets a hook that does nothing, because the reducer does not know the
+    parameters of the copy.
+    """
 
     def __init__(self, reducer: Reducer | None = None) -> None:
         self._reducer = reducer
@@ -474,6 +586,6 @@ class _OutputHook:
 
 
 def _shape_in_memory(parameter: nn.Parameter) -> tuple[int, ...]:
-    """The local shape, its dimensions in the order in which they lie in memory."""
+    """Return the local shape, with the dimension that has the largest stride first."""
     tensor = local_tensor(parameter.detach())
     return tuple(tensor.shape[dim] for dim in dims_in_memory(tensor) or range(tensor.ndim))

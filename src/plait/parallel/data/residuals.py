@@ -1,5 +1,6 @@
-"""What compressed collectives carry from step to step: kept in a checkpoint, and unchanged by a
-step that is skipped.
+"""State of compressed collectives between steps.
+
+A checkpoint stores it, and a skipped step does not change it.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ from plait.parallel.hooks import StepEnd, StepHook
 
 
 class CompressedUnits(dict[str, QuantisedReduceScatter]):
-    """Sharded units' compressed collectives that may carry something, by name; others after
-    autotuning took another scheme.
+    """Compressed reduce-scatters of sharded units, by name.
+
+    The autotuner replaces the entries when it switches to another scheme.
     """
 
 
 class Residuals(StepHook):
-    """Of the reducer's buckets, and of sharded units by their names. Which those are may change
-    between two steps.
+    """State of the compressed collectives of a reducer's buckets and of sharded units.
+
+    The collectives may be replaced between two steps.
     """
 
     def __init__(
@@ -32,42 +35,45 @@ class Residuals(StepHook):
         self._device = device
 
     def state(self) -> dict[str, torch.Tensor]:
-        """All of it."""
-        found = dict(self._reducer.reduction.state) if self._reducer is not None else {}
-        return found | {
-            f"{name}.{key}": tensor
-            for name, scatter in self.units.items()
-            for key, tensor in scatter.carried.state.items()
-        }
+        """Return all tensors that are carried to the next step, by name."""
+        state: dict[str, torch.Tensor] = {}
+        if self._reducer is not None:
+            state.update(self._reducer.reduction.state)
+        for name, scatter in self.units.items():
+            for key, tensor in scatter.carried.state.items():
+                state[f"{name}.{key}"] = tensor
+        return state
 
     def load_state(self, saved: Mapping[str, torch.Tensor]) -> None:
-        """Put it back where it has the same form; the rest starts anew, which costs what one step
-        loses.
+        """Restore the tensors that have the same shape here.
+
+        The others start anew, which loses what compression has left over from one step.
         """
         if self._reducer is not None:
             for name, tensor in self._reducer.reduction.state.items():
+                # Shapes differ if this run has other buckets.
                 if name in saved and saved[name].shape == tensor.shape:
                     tensor.copy_(saved[name])
-        for name, scatter in self.units.items() if saved else ():
-            mine = {
-                key.removeprefix(f"{name}."): tensor
+        if not saved:
+            return
+        for name, scatter in self.units.items():
+            scatter.carried.state = {
+                key.removeprefix(f"{name}."): tensor.to(self._device)
                 for key, tensor in saved.items()
                 if key.startswith(f"{name}.")
             }
-            scatter.carried.state = {key: tensor.to(self._device) for key, tensor in mine.items()}
 
-    def held(self) -> list[torch.Tensor]:
-        """All that is in memory for it: `state`, and what stands beside it."""
+    def tensors(self) -> list[torch.Tensor]:
+        """Return all tensors in memory: `state`, and the copies that a skipped step needs."""
         return [
             *self.state().values(),
             *(tensor for carried in self._carriers() for tensor in carried.aside),
         ]
 
     def after_step(self, end: StepEnd) -> str:
-        """A step that was skipped leaves everything as it was. Residuals are in the units of the
-        loss scale.
-        """
+        """Keep the new values, or drop them after a skipped step, and follow the loss scale."""
         self._update_residuals(skipped=end.skipped)
+        # Residuals are in the units of the loss scale. PowerSGD's factors and step count are not.
         if end.rescaled != 1.0:
             for name, tensor in self.state().items():
                 if not name.endswith((".right", "steps")):
@@ -75,7 +81,7 @@ class Residuals(StepHook):
         return ""
 
     def drop_gradients(self) -> None:
-        """As a step that was skipped."""
+        """Restore the values from before the step, as for a skipped one."""
         self._update_residuals(skipped=True)
 
     def _update_residuals(self, *, skipped: bool) -> None:
@@ -83,9 +89,9 @@ class Residuals(StepHook):
             carried.end_step(skipped=skipped)
 
     def _carriers(self) -> list[Carried]:
-        found = [scatter.carried for scatter in self.units.values()]
-        if self._reducer is not None and isinstance(
-            self._reducer.reduction, QuantisedBuckets | PowerSGDBuckets
-        ):
-            found.append(self._reducer.reduction.carried)
-        return found
+        carriers = [scatter.carried for scatter in self.units.values()]
+        if self._reducer is not None:
+            reduction = self._reducer.reduction
+            if isinstance(reduction, QuantisedBuckets | PowerSGDBuckets):
+                carriers.append(reduction.carried)
+        return carriers

@@ -1,7 +1,7 @@
 """Division of a model into the units that `fully_shard` gathers and reduces.
 
 Units are the blocks, the experts of a block on a separate mesh, modules that compute in float32,
-embeddings, the head, and the rest of the model.
+embeddings, the head, and the root unit with all other parameters.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def shard_units(parts: Parts, mesh: Mesh, *, free_after_forward: bool | int) -> 
     """
     _refuse_unshardable(parts, is_pipeline=mesh.layout.pp > 1)
     _make_contiguous(parts.model)
-    axes = ("dp_replicate", "dp_shard") if mesh.layout.dp_replicate > 1 else ("dp_shard",)
+    axes: tuple[str, ...] = ("dp_shard",)
+    if mesh.layout.dp_replicate > 1:
+        axes = ("dp_replicate", "dp_shard")
 
     def offload(unit: str) -> OffloadPolicy:
         if parts.shard.master_weights_on_host and unit in parts.shard.offloaded_units:
@@ -76,7 +78,7 @@ def shard_units(parts: Parts, mesh: Mesh, *, free_after_forward: bool | int) -> 
             ignored_params=replicated,
         )
 
-    for name, expert_mesh in parts.shard.own_mesh.items():
+    for name, expert_mesh in parts.shard.separate_mesh.items():
         unit = _block_of(parts.blocks, name)
         shard(name, expert_mesh, expert_policy, unit, free=free_after_forward)
     float32 = MixedPrecisionPolicy(
@@ -100,11 +102,9 @@ def shard_units(parts: Parts, mesh: Mesh, *, free_after_forward: bool | int) -> 
     embeddings = [
         shard(name, mesh.sub(*axes), policy, "", free=free_embeddings) for name in outer.embeddings
     ]
-    heads = (
-        [shard(outer.head, mesh.sub(*axes), policy, "", free=False)]
-        if outer.head is not None
-        else []
-    )
+    heads = []
+    if outer.head is not None:
+        heads.append(shard(outer.head, mesh.sub(*axes), policy, "", free=False))
     # The root unit (final norms, small layers) is used at both ends of a pass. It stays gathered
     # from the forward to the end of the backward.
     root = shard("", mesh.sub(*axes), policy, "", free=False)

@@ -42,14 +42,14 @@ _DELAY_STEPS = 2
 
 
 def foreign_backward() -> InputError:
-    """Return the error for a gradient that arrives while this model's engine runs no backward."""
+    """Return the error for a gradient that arrives while the model's engine runs no backward."""
     if backward_underway():
         return InputError(
             "engine.backward(loss): the loss was computed by the model of another engine too, whose"
             " gradients that engine does not expect and would not reduce; call"
             " requires_grad_(False) on the other engine's model before its forward for this loss (a"
             " discriminator's, where the generator is trained), and requires_grad_(True)"
-            " afterwards; gradients go through it all the same"
+            " afterwards; gradients still flow through it"
         )
     return InputError(
         "loss.backward() was called on a model of plait.initialize: it does not divide by the"
@@ -92,11 +92,12 @@ class UnusedTracker(StepHook):
         units = [module for module in sharded_modules(model) if sharded_parameters(module)]
         # Frozen parameters too: they may be unfrozen at any step.
         self.parameters = [p.sharded_param for module in units for p in sharded_parameters(module)]
-        self.accepts = finishes_backward
-        """Whether gradients are expected now. At other times a gradient raises InputError."""
+        self.expects_gradients = finishes_backward
+        """True if a gradient may arrive now. At other times it raises InputError."""
         self._is_last = True
         self._had_gradient: list[bool] | None = None
         self._used = [False] * len(self.parameters)
+        """True if autograd has reached each parameter in this step on this rank."""
         self._index = {p: i for i, p in enumerate(self.parameters)}
         reduce_unused_parameters(model)
         # The tensors that autograd accumulates into exist after a unit's first gathering, which
@@ -125,11 +126,11 @@ class UnusedTracker(StepHook):
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Expect gradients in this context, which wraps every backward of a step."""
-        self.accepts = True
+        self.expects_gradients = True
         try:
             yield
         finally:
-            self.accepts = False
+            self.expects_gradients = False
 
     def drop_gradients(self) -> None:
         """Forget which parameters the step has used so far."""
@@ -156,14 +157,15 @@ class UnusedTracker(StepHook):
             self.finish_reduction()
 
     def _mark(self, index: int, _: torch.Tensor) -> None:
-        if not self.accepts:
+        if not self.expects_gradients:
             self.has_refused = True
             raise foreign_backward()
         self._used[index] = True
 
     def finish_reduction(self) -> None:
-        """Set `grad = None` for parameters that no rank used since the last call. One small
-        all-reduce.
+        """Set `grad = None` for parameters that no rank used since the last call. Collective.
+
+        This takes one small all-reduce.
 
         Raises:
             CommunicationError: The ranks have gathered or reduced different units.
@@ -178,11 +180,11 @@ class UnusedTracker(StepHook):
             flags = flags[len(digest) :]
         # Reading the flags waits for the device. A rank that used every parameter that has a
         # gradient does not need them.
-        keeps = self._used
+        keeps_gradient = self._used
         if self._had_gradient is not None:
-            keeps = list(map(or_, self._used, self._had_gradient))
-        pairs = zip(self.parameters, keeps, strict=True)
-        candidates = [p for p, is_kept in pairs if not is_kept and p.grad is not None]
+            keeps_gradient = list(map(or_, self._used, self._had_gradient))
+        pairs = zip(self.parameters, keeps_gradient, strict=True)
+        candidates = [p for p, keeps in pairs if not keeps and p.grad is not None]
         if candidates:
             flag_of = flags.tolist()
             for parameter in candidates:
@@ -241,7 +243,9 @@ class _OrderComparison:
             CommunicationError: The digests of the ranks differ.
         """
         self._pending.append((HostCopy(maxima), self._collectives))
-        delay = _DELAY_STEPS if accelerator.is_one(maxima.device) else 0
+        delay = 0
+        if accelerator.is_one(maxima.device):
+            delay = _DELAY_STEPS
         if len(self._pending) <= delay:
             return
         copy, collectives = self._pending.popleft()
@@ -254,26 +258,24 @@ class _OrderComparison:
         self._order.take()
         self._pending.clear()
 
-    def _error(self, mine: list[int]) -> CommunicationError:
+    def _error(self, own_collectives: list[int]) -> CommunicationError:
         collectives: list[list[int]] = [[] for _ in range(self._group.size())]
-        dist.all_gather_object(collectives, mine, group=self._group)
+        dist.all_gather_object(collectives, own_collectives, group=self._group)
         ranks = dist.get_process_group_ranks(self._group)
         differing = self._order.difference(collectives)
         texts = [f"rank {rank}: {text}" for rank, text in zip(ranks, differing, strict=False)]
         # `take` returns the newest collectives only, which may agree.
-        each = "; ".join(texts) or "the difference is older than the recorded collectives"
+        differences = "; ".join(texts) or "the difference is older than the recorded collectives"
         return CommunicationError(
             "the ranks ran different parts of the model in one step, and exchanged weights or"
-            f" gradients of different blocks ({each}); run the same blocks in the same order on all"
-            " ranks (draw the blocks that are skipped from a generator with one seed on all"
-            " ranks), or use ZeRO stage 1 or 2, where ranks may skip different blocks"
+            f" gradients of different blocks ({differences}); run the same blocks in the same"
+            " order on all ranks (draw the blocks that are skipped from a generator with one seed"
+            " on all ranks), or use ZeRO stage 1 or 2, where ranks may skip different blocks"
         )
 
 
 def _may_train(parameter: torch.Tensor) -> bool:
-    """Return whether torch allows `requires_grad`, which it does not for quantised weights of
-    integers.
-    """
+    """Return True if torch allows `requires_grad`, unlike for integers of quantised weights."""
     return parameter.is_floating_point() or parameter.is_complex()
 
 

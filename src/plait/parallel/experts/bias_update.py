@@ -1,8 +1,8 @@
-"""Routing without a balance loss, as in DeepSeek-V3: a bias for every expert, which a router adds
-to its scores where it chooses, is raised after a step for experts that had fewer tokens than the
-mean, and lowered for those that had more.
+"""Update of routing biases, which balance experts without a loss, as in DeepSeek-V3.
 
-Transformers' classes have the bias and never change it.
+A router adds a bias per expert to its scores when it selects experts. After a step the bias is
+raised for experts that had fewer tokens than the mean, and lowered for those that had more. The
+classes of Transformers have the bias, but never change it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from plait._torch.modules import own_buffers
 from plait._torch.passes import graph_task
@@ -24,9 +25,10 @@ from plait.parallel.tokens import TokensOfForward
 
 
 class BiasUpdate(StepHook):
-    """Counts how many tokens of a step every expert was chosen for, over micro-batches and ranks
-    with other tokens, and updates the biases once. Padding, evaluations, recomputed blocks and
-    steps that are skipped do not count.
+    """Counts the tokens of each expert in a step, and updates the biases once per step.
+
+    The count is the sum over micro-batches and over ranks with different tokens. Padding,
+    evaluations, recomputed blocks and skipped steps do not count.
     """
 
     def __init__(
@@ -37,18 +39,24 @@ class BiasUpdate(StepHook):
         rate: float,
         group: dist.ProcessGroup | None,
     ) -> None:
+        """Listen to the routers of a model.
+
+        Args:
+            model: The model on this rank.
+            routers: Names of its routers with a bias.
+            rate: Amount by which a bias changes.
+            group: The ranks with different tokens.
+        """
         self.rate = rate
         self.group = group
         self._routers = [model.get_submodule(name) for name in routers]
         self._tokens = TokensOfForward(model)
         self._counts: list[torch.Tensor] = []
         self._totals: list[torch.Tensor] = []
+        self._handles: list[RemovableHandle] = []
         for index, (name, router) in enumerate(zip(routers, self._routers, strict=True)):
             self._counts.append(torch.zeros_like(self._bias(router), dtype=torch.int64))
-            self._handles = [
-                *getattr(self, "_handles", ()),
-                router.register_forward_hook(partial(self._note, index, name)),
-            ]
+            self._handles.append(router.register_forward_hook(partial(self._count, index, name)))
         self.said = f"the biases of {len(routers)} routers move by {rate:g} after every step"
 
     @staticmethod
@@ -57,10 +65,11 @@ class BiasUpdate(StepHook):
         assert bias is not None
         return bias
 
-    def _note(self, index: int, name: str, router: nn.Module, args: Any, output: Any) -> None:
+    def _count(self, index: int, name: str, router: nn.Module, args: Any, output: Any) -> None:
+        # A forward inside of a backward is a recomputation.
         if not router.training or not torch.is_grad_enabled() or graph_task() is not None:
             return
-        chosen = chosen_experts(output)
+        chosen = chosen_experts(output)  # [tokens, k]
         if chosen is None:
             raise ModelError(
                 f"experts.bias_update_rate: {name} returns no table of the experts of every token,"
@@ -69,22 +78,23 @@ class BiasUpdate(StepHook):
         counts = self._counts[index]
         mask = self._tokens.now
         if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.numel() == len(chosen):
-            each = mask.to(chosen.dtype).reshape(-1, 1).expand_as(chosen)
+            counted = mask.to(chosen.dtype).reshape(-1, 1).expand_as(chosen)
         else:
-            each = torch.ones_like(chosen)
-        counts.scatter_add_(0, chosen.detach().reshape(-1), each.reshape(-1))
+            counted = torch.ones_like(chosen)
+        counts.scatter_add_(0, chosen.detach().reshape(-1), counted.reshape(-1))
 
     def finish_reduction(self) -> None:
-        """Sum the counts over all ranks that have other tokens."""
+        """Sum the counts over all ranks with different tokens."""
         if self.group is None or not self._counts:
             self._totals = [counts.clone() for counts in self._counts]
             return
+        # One message for all routers.
         summed = torch.cat(self._counts)
         dist.all_reduce(summed, group=self.group)
         self._totals = list(summed.split([len(counts) for counts in self._counts]))
 
     def after_step(self, end: StepEnd) -> str:
-        """Move every bias by the rate."""
+        """Move every bias by the rate, unless the step was skipped."""
         for router, counts in zip(self._routers, self._totals, strict=True):
             if not end.skipped:
                 wide = counts.to(torch.float64)
@@ -94,12 +104,12 @@ class BiasUpdate(StepHook):
         return ""
 
     def drop_gradients(self) -> None:
-        """The step begins anew."""
+        """Forget the counts, because the step begins anew."""
         for counts in self._counts:
             counts.zero_()
 
     def release(self) -> None:
-        """Count no more."""
+        """Remove the hooks from the model."""
         self._tokens.release()
         for handle in self._handles:
             handle.remove()

@@ -1,9 +1,13 @@
-"""A layer of experts of which this rank has some: tokens are sent to the ranks of their experts,
-and the results return.
+"""Forward of a layer of experts of which each rank has some.
 
-Dropless: every token reaches each expert that its router chose. A rank computes with the module's
-own forward, whose experts are this rank's. The routing weights stay with the tokens, so that a
-router's gradient is computed where its tokens are.
+Note [Dispatch of tokens]
+    Tokens are sent to the ranks of their experts by an all-to-all, computed there by the original
+    forward of the module with the rank's experts, and the results return by another all-to-all. No
+    token is dropped: every token reaches each expert that its router chose. The routing weights
+    stay with the tokens, so that a router's gradient is computed where its tokens are.
+
+    All ranks make the same calls, also without a token. The numbers of rows are exchanged first,
+    and the host waits for them as late as possible.
 """
 
 from __future__ import annotations
@@ -33,43 +37,47 @@ _SEES_OUTPUT: tuple[HookKind, ...] = ("forward", "backward_pre", "backward")
 
 @dataclass(frozen=True)
 class Dispatch:
-    """In the place of the forward of a module of experts."""
+    """Replaces the forward of a module of experts. See Note [Dispatch of tokens]."""
 
     module: nn.Module
     original: Forward
-    """The module's own."""
+    """Original forward of the module."""
     group: ProcessGroup
-    here: int
-    """Experts of each rank."""
+    experts_per_rank: int
+    """Number of experts of each rank."""
     tp: ProcessGroup | None = None
-    """Ranks that are called with the same tokens: each sends its part of them."""
+    """Ranks that are called with the same tokens, of which each sends its part, or None."""
     sequence: Region | None = None
-    """Where of the output [batch x seq, hidden] each of these ranks keeps its shard of the
-    sequence, and reads nothing else.
-    """
+    """Region of sequence parallelism if each rank of tp reads only its shard of the output."""
 
     def __call__(
         self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """`hidden` [tokens, hidden], the experts of every token `chosen` [tokens, k] int64, and
-        their `weights` [tokens, k]; the weighted sums [tokens, hidden]. Collective over the group,
-        also where a rank has no token.
+        """Return the weighted sums of the experts' outputs. Collective.
+
+        Args:
+            hidden: Tokens [tokens, hidden].
+            chosen: Experts of every token [tokens, k], int64.
+            weights: Their weights [tokens, k].
+
+        Returns:
+            Sums [tokens, hidden].
         """
         if self.tp is None:
-            return self._routed(hidden, chosen, weights)
-        # some routers have narrower ones, and gradients are sent
+            return self._dispatch(hidden, chosen, weights)
+        # Some routers have narrower weights. Their gradients are gathered over tp, in float32.
         wide = weights.to(torch.promote_types(weights.dtype, torch.float32))
         if self.sequence is not None and not _is_watched(self.module):
-            return self._of_own_tokens(hidden, chosen, wide, weights.dtype, self.sequence.length)
-        own, experts, factors = (split(x, self.tp, dim=0) for x in (hidden, chosen, wide))
-        return gather(
-            self._routed(own, experts, factors.to(weights.dtype)),
-            self.tp,
-            dim=0,
-            length=len(hidden),
-        )
+            return self._compute_shard(hidden, chosen, wide, weights.dtype, self.sequence.length)
 
-    def _of_own_tokens(
+        # [tokens, ...] -> [tokens / tp, ...]
+        local_hidden = split(hidden, self.tp, dim=0)
+        local_chosen = split(chosen, self.tp, dim=0)
+        local_weights = split(wide, self.tp, dim=0).to(weights.dtype)
+        outputs = self._dispatch(local_hidden, local_chosen, local_weights)
+        return gather(outputs, self.tp, dim=0, length=len(hidden))
+
+    def _compute_shard(
         self,
         hidden: torch.Tensor,
         chosen: torch.Tensor,
@@ -77,31 +85,38 @@ class Dispatch:
         dtype: torch.dtype,
         length: int,
     ) -> torch.Tensor:
-        """Of this rank's shards of sequences of `length`; the other tokens of the output are 0.
-        Their gradients are not gathered either: each rank keeps those of its own tokens. Routers
-        are computed by all ranks for all tokens, so gradients of weights are.
+        """Compute this rank's shards of sequences of `length`. Other tokens of the output are 0.
+
+        Gradients of tokens are not gathered either, because each rank keeps those of its shard.
+        Gradients of weights are, because all ranks compute the routers for all tokens.
         """
         assert self.tp is not None
         rows = len(hidden) // length
         width = hidden.shape[-1]
         start, size = shard_range(length, self.tp)
-        own, experts = (
-            x.reshape(rows, length, -1).narrow(1, start, size).flatten(0, 1)
-            for x in (hidden, chosen)
-        )
-        factors = split(weights.reshape(rows, length, -1), self.tp, dim=1).flatten(0, 1)
-        found = self._routed(own, experts, factors.to(dtype)).view(rows, size, width)
-        return F.pad(found, (0, 0, start, length - start - size)).flatten(0, 1)
 
-    def _routed(
+        def shard(values: torch.Tensor) -> torch.Tensor:
+            # [rows x length, n] -> [rows x size, n]
+            return values.reshape(rows, length, -1).narrow(1, start, size).flatten(0, 1)
+
+        local_hidden = shard(hidden)
+        local_chosen = shard(chosen)
+        local_weights = split(weights.reshape(rows, length, -1), self.tp, dim=1).flatten(0, 1)
+        outputs = self._dispatch(local_hidden, local_chosen, local_weights.to(dtype))
+        outputs = outputs.view(rows, size, width)
+        # [rows, size, width] -> [rows x length, width]
+        return F.pad(outputs, (0, 0, start, length - start - size)).flatten(0, 1)
+
+    def _dispatch(
         self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         tokens, k = chosen.shape
         plan = decided_once(lambda: self._plan(chosen.reshape(-1)))
         order = plan.order
+        # [tokens, hidden] -> [tokens x k, hidden], in the order of the experts
         rows = hidden.index_select(0, order // k)
         if torch.is_grad_enabled() and not rows.requires_grad:
-            # the backward is collective too, whatever this rank's own rows need
+            # The backward is collective too, even if this rank's rows need no gradient.
             rows = rows.detach().requires_grad_()
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)
@@ -111,14 +126,16 @@ class Dispatch:
         arrived = exchange_rows(rows, self.group, sent=sent, received=received)
         computed = self._compute(arrived, plan.experts(received))
         returned = exchange_rows(computed, self.group, sent=received, received=sent)
+        # [tokens x k, hidden] -> [tokens, k, hidden] -> [tokens, hidden]
         by_token = returned.index_select(0, back).view(tokens, k, hidden.shape[-1])
         return (by_token * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
 
     def _compute(self, arrived: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """Compute rows [rows, hidden] by the local expert of each, with the original forward."""
         if not len(arrived):
-            return (
-                arrived  # the module's own forward would return zeros that no gradient comes from
-            )
+            # The original forward would return zeros without a gradient, but the backward is
+            # collective.
+            return arrived
         local = {
             name: local_tensor(parameter)
             for name, parameter in own_parameters(self.module).items()
@@ -127,32 +144,37 @@ class Dispatch:
         with own_values(self.module, local):
             return self.original(arrived, experts.unsqueeze(-1), arrived.new_ones(len(arrived), 1))
 
-    def _plan(self, flat: torch.Tensor) -> _Plan | _EvenPlan:
+    def _plan(self, flat: torch.Tensor) -> _DispatchPlan | _EvenDispatchPlan:
         """Exchange the numbers of rows with the other ranks. Collective.
 
         Args:
-            flat: [rows], expert of every row.
+            flat: Expert of every row [rows].
         """
         ranks = self.group.size()
         if isinstance(flat, FakeTensor) or flat.is_meta or is_fake(self.group):
-            # Choices of a router have no values here, so all experts have equally many tokens.
+            # The choices of a router have no values, so all experts get equally many tokens.
             exchange_counts(
-                torch.zeros(ranks, self.here, dtype=torch.int64, device=flat.device), self.group
+                torch.zeros(ranks, self.experts_per_rank, dtype=torch.int64, device=flat.device),
+                self.group,
             )
-            return _EvenPlan(torch.sort(flat, stable=True).indices, ranks, self.here)
-        counts = torch.zeros(ranks * self.here, dtype=torch.int64, device=flat.device)
-        counts = counts.scatter_add_(0, flat, torch.ones_like(flat)).view(ranks, self.here)
+            return _EvenDispatchPlan(
+                torch.sort(flat, stable=True).indices, ranks, self.experts_per_rank
+            )
+        counts = torch.zeros(ranks * self.experts_per_rank, dtype=torch.int64, device=flat.device)
+        counts = counts.scatter_add_(0, flat, torch.ones_like(flat)).view(
+            ranks, self.experts_per_rank
+        )
         received_counts = exchange_counts(counts, self.group)
         # The copy is queued before the sort, so that reading it does not wait for the sort.
         sizes = HostCopy(torch.stack([counts.sum(1), received_counts.sum(1)]))
-        return _Plan(torch.sort(flat, stable=True).indices, received_counts, sizes)
+        return _DispatchPlan(torch.sort(flat, stable=True).indices, received_counts, sizes)
 
 
 Sizes = tuple[list[int], list[int]]
-"""Numbers of rows that go to each rank, and of rows that come from each rank."""
+"""Numbers of rows to each rank, and of rows from each rank."""
 
 
-class _Plan:
+class _DispatchPlan:
     """Destinations of the rows of one call.
 
     A recomputation uses the plan of its forward, even if its router would choose differently. The
@@ -162,9 +184,10 @@ class _Plan:
     def __init__(self, order: torch.Tensor, received_counts: torch.Tensor, sizes: HostCopy) -> None:
         """Create the plan.
 
-        Args: order: [rows], indices of the rows in the order of their experts. received_counts:
-            [ranks, experts of this rank], rows that come from each rank for each expert. sizes: [2,
-            ranks], rows to each rank and rows from each rank.
+        Args:
+            order: Indices of the rows in the order of their experts [rows].
+            received_counts: Rows from each rank for each expert [ranks, experts of this rank].
+            sizes: Rows to each rank and rows from each rank [2, ranks].
         """
         self.order = order
         self._received_counts = received_counts
@@ -183,7 +206,7 @@ class _Plan:
 
 
 @dataclass(frozen=True)
-class _EvenPlan:
+class _EvenDispatchPlan:
     """Plan of a dry run, in which all experts have equally many tokens."""
 
     order: torch.Tensor
@@ -202,7 +225,10 @@ class _EvenPlan:
 
 
 def _is_watched(module: nn.Module) -> bool:
-    """Whether a hook of the user gets what the module returns, or its gradient: all of it, then."""
+    """Return True if a hook of the user receives the output of a module or its gradient.
+
+    It must receive all of it.
+    """
     return any(
         is_foreign(hook) for kind in _SEES_OUTPUT for hook in hooks_of(module, kind).values()
     )
@@ -212,17 +238,26 @@ def install(
     module: nn.Module,
     group: ProcessGroup,
     *,
-    here: int,
+    experts_per_rank: int,
     tp: ProcessGroup | None,
     sequence: Region | None,
 ) -> None:
-    """Give a module of experts, whose parameters are this rank's, the forward of `Dispatch`."""
-    module.forward = Dispatch(module, module.forward, group, here, tp, sequence)
-    module.num_experts = here  # type: ignore[assignment]  # grouped products count them
+    """Replace the forward of a module of experts by `Dispatch`.
+
+    Args:
+        module: The module, which has the parameters of this rank's experts.
+        group: The ranks of ep.
+        experts_per_rank: Number of experts of each rank.
+        tp: The ranks with the same tokens, or None.
+        sequence: The region of sequence parallelism if the output is a shard of the sequence, or
+            None.
+    """
+    module.forward = Dispatch(module, module.forward, group, experts_per_rank, tp, sequence)
+    module.num_experts = experts_per_rank  # type: ignore[assignment]  # grouped products count them
 
 
 def remove(module: nn.Module, *, count: int) -> None:
-    """Its own forward, and number of experts."""
+    """Restore the original forward and the number of experts."""
     if isinstance(module.__dict__.get("forward"), Dispatch):
         del module.__dict__["forward"]
         module.num_experts = count  # type: ignore[assignment]

@@ -1,11 +1,12 @@
-"""Expert parallelism: each rank of the ep axis has some of the experts of every layer, and tokens
-go to those that they are routed to.
+"""Expert parallelism: each rank of the ep axis has some of the experts of every layer.
 
-The axis is a second view of the ranks of a pipeline stage: neighbouring ones have different
-experts, whether they have other samples, other parts of sequences or (of tp) the same tokens, of
-which each then sends a part. What is not an expert is split, replicated or sharded by the first
-view as before. An expert's gradient is complete, but for the ranks of `edp`, which have the same
-experts: there it is summed, or reduced in shards, from ZeRO stage 1 on.
+Tokens are sent to the ranks of the experts that they are routed to. The axis is a second view of
+the ranks of a pipeline stage. Neighbouring ranks have different experts, whether they have other
+samples, other parts of sequences, or (tp) the same tokens, of which each then sends a part.
+Parameters that are not experts are split, replicated or sharded by the first view as before.
+
+The gradient of an expert is complete except for the ranks of `edp`, which have the same experts. It
+is summed over them, or from ZeRO stage 1 on reduced in shards.
 """
 
 from __future__ import annotations
@@ -45,15 +46,18 @@ from plait.parallel.technique import Context, Parts, Technique
 from plait.parallel.tensor.styles import Region
 
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
-"""Transformers' ways to compute experts that take this rank's alone."""
+"""Implementations of experts in Transformers that work with the experts of one rank."""
 
 
 class ExpertParallel(Technique):
-    """How experts are split over ranks; the degree is the layout's."""
+    """Expert parallelism. Its degree is that of the layout."""
 
     def check(self, context: Context) -> None:
-        """Raise ConfigError or ModelError for what is not computed as in one process, or not proven
-        to be.
+        """Refuse models and settings that are not computed as in one process, or not tested to be.
+
+        Raises:
+            ConfigError: A setting is not supported.
+            ModelError: The model is not supported.
         """
         ep = context.layout.ep
         if ep == 1:
@@ -64,61 +68,66 @@ class ExpertParallel(Technique):
             if applies
         )
         if context.model is not None:
-            _refuse_unfit(context.model, ep)
+            _refuse_unsupported_model(context.model, ep)
             _refuse_unproven(context.model, tp=context.layout.tp)
 
     def groups(self, context: Context) -> Groups:
-        """All that may use different experts of one layer."""
-        return Groups(axes=(STAGE_AXES,) if context.layout.ep > 1 else ())
+        """Return the group of all ranks that may use different experts of a layer."""
+        if context.layout.ep > 1:
+            return Groups(axes=(STAGE_AXES,))
+        return Groups()
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
-        """Keep this rank's experts."""
+        """Keep the experts of this rank, and install the dispatch of tokens."""
         group = mesh.group("ep")
         if group is None or mesh.expert_mesh is None:
             return parts
-        found = find_experts(parts.model)
+        layers = find_experts(parts.model)
         region = parts.noted(Region)
         plan = parts.noted(TensorPlan)
-        shards = (
-            plan.whole
-            if plan is not None and region is not None and region.sequence_parallel
-            else ()
-        )
-        for experts in found:
+        # Modules whose output is a shard of the sequence.
+        sequence_sharded: Sequence[str] = ()
+        if plan is not None and region is not None and region.sequence_parallel:
+            sequence_sharded = plan.whole
+        for experts in layers:
             module = parts.model.get_submodule(experts.name)
             for name in experts.parameters:
                 leaf = name.rpartition(".")[2]
-                setattr(module, leaf, _part_of(module.get_parameter(leaf), mesh))
-            sequence = region if is_inside(experts.name, shards) else None
+                setattr(module, leaf, _local_experts(module.get_parameter(leaf), mesh))
             dispatch.install(
                 module,
                 group,
-                here=experts.count // mesh.layout.ep,
+                experts_per_rank=experts.count // mesh.layout.ep,
                 tp=mesh.group("tp"),
-                sequence=sequence,
+                sequence=region if is_inside(experts.name, sequence_sharded) else None,
             )
-        own_mesh = {experts.name: mesh.expert_mesh["edp"] for experts in found}
-        return parts.with_shard(own_mesh=own_mesh).with_notes(SplitExperts(found), Deciding())
+        separate_mesh = {experts.name: mesh.expert_mesh["edp"] for experts in layers}
+        return parts.with_shard(separate_mesh=separate_mesh).with_notes(
+            SplitExperts(layers), Deciding()
+        )
 
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
-        """Sum gradients over ranks that have the same experts."""
+        """Return the hook that sums gradients over ranks with the same experts."""
         split = parts.noted(SplitExperts)
         if split is None:
             return []
-        names = [name for experts in split.found for name in experts.parameters]
-        trained = [p for p in map(parts.model.get_parameter, names) if p.requires_grad]
-        sharded = isinstance(parts.model, FSDPModule)
-        summed = [] if sharded else trained
+        names = [name for experts in split.layers for name in experts.parameters]
+        parameters = [p for p in map(parts.model.get_parameter, names) if p.requires_grad]
+        if isinstance(parts.model, FSDPModule):
+            # `fully_shard` reduces them.
+            parameters = []
         return [
             ExpertGradients(
-                parts.model, split, summed, same=mesh.group("edp"), everyone=mesh.group(*STAGE_AXES)
+                parts.model,
+                split,
+                parameters,
+                same=mesh.group("edp"),
+                everyone=mesh.group(*STAGE_AXES),
             )
         ]
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
-        """Which parameters are experts, for the technique that shards, and the traffic of tokens;
-        nothing where ep is 1.
-        """
+        """Mark the parameters of experts, and add the traffic of tokens."""
         if (ledger.ep == 1).all() or facts.experts is None:
             return ledger
         ledger = ledger.with_(experts=frozenset(facts.experts.parameters))
@@ -128,6 +137,7 @@ class ExpertParallel(Technique):
 
 
 def _rules(context: Context) -> tuple[tuple[bool, str, str], ...]:
+    """Return the refused settings as (applies, rule, remedy)."""
     layout = context.layout
     data = context.chosen(DataParallel)
     precision = context.chosen(Precision)
@@ -172,36 +182,32 @@ def _rules(context: Context) -> tuple[tuple[bool, str, str], ...]:
     )
 
 
-def _refuse_unfit(model: nn.Module, ep: int) -> None:
-    found = find_experts(model)
+def _refuse_unsupported_model(model: nn.Module, ep: int) -> None:
+    layers = find_experts(model)
     name = type(model).__name__
-    if not found:
+    if not layers:
         raise ModelError(
             f"parallel.ep = {ep}: {name} has no experts that are known (modules of Transformers"
             " whose parameters count experts in their first dimension); use 1"
         )
-    for experts in found:
+    for experts in layers:
         if experts.count % ep:
-            divisors = ", ".join(
-                str(degree) for degree in range(1, experts.count + 1) if experts.count % degree == 0
-            )
+            divisors = [d for d in range(1, experts.count + 1) if experts.count % d == 0]
             rule = (
                 f"{experts.name} has {experts.count} experts, of which every process has as many,"
-                f" and {experts.count} % {ep} = "
+                f" and {experts.count} % {ep} = {experts.count % ep}"
             )
-            raise ConfigError(
-                Problem(
-                    "parallel.ep", ep, f"{rule}{experts.count % ep}", f"use a divisor: {divisors}"
-                )
-            )
-    names = {name for experts in found for name in experts.parameters}
-    owners: dict[int, str] = {}
-    for other, parameter in model.named_parameters(remove_duplicate=False):
-        first = owners.setdefault(id(parameter), other)
-        if first != other and {first, other} & names:
+            remedy = f"use a divisor: {', '.join(map(str, divisors))}"
+            raise ConfigError(Problem("parallel.ep", ep, rule, remedy))
+
+    expert_names = {name for experts in layers for name in experts.parameters}
+    first_names: dict[int, str] = {}
+    for second, parameter in model.named_parameters(remove_duplicate=False):
+        first = first_names.setdefault(id(parameter), second)
+        if first != second and {first, second} & expert_names:
             raise ModelError(
-                f"parallel.ep = {ep}: {first} and {other} are one parameter, and experts are split;"
-                " use 1"
+                f"parallel.ep = {ep}: {first} and {second} are one parameter, and experts are"
+                " split; use 1"
             )
     kind = getattr(getattr(model, "config", None), "_experts_implementation", "eager")
     if kind not in IMPLEMENTATIONS:
@@ -217,22 +223,20 @@ def _refuse_unproven(model: nn.Module, *, tp: int) -> None:
     if tp > 1 and kind not in SPLIT_FAMILIES:
         raise ModelError(
             f"parallel.ep with parallel.tp = {tp}: {type(model).__name__} (model_type {kind!r}) is"
-            " not among the models whose other layers are split beside experts and compared with"
-            f" one process: {', '.join(SPLIT_FAMILIES)}; use parallel.tp = 1"
+            " not among the models for which splitting other layers together with experts is"
+            f" tested: {', '.join(SPLIT_FAMILIES)}; use parallel.tp = 1"
         )
 
 
-def _part_of(parameter: nn.Parameter, mesh: Mesh) -> nn.Parameter:
-    """This rank's experts of a parameter, as a DTensor of its global shape."""
+def _local_experts(parameter: nn.Parameter, mesh: Mesh) -> nn.Parameter:
+    """Return this rank's experts of a parameter, as a DTensor of its global shape."""
     assert mesh.expert_mesh is not None
-    here = parameter.shape[0] // mesh.layout.ep
+    count = parameter.shape[0] // mesh.layout.ep
     with torch.no_grad():
-        local = (
-            parameter.detach()
-            .narrow(0, mesh.coordinates["ep"] * here, here)
-            .clone(memory_format=torch.contiguous_format)
-        )
-    part = DTensor.from_local(
+        # [experts, ...] -> [experts / ep, ...]
+        experts = parameter.detach().narrow(0, mesh.coordinates["ep"] * count, count)
+        local = experts.clone(memory_format=torch.contiguous_format)
+    sharded = DTensor.from_local(
         local,
         mesh.expert_mesh["ep"],
         [Shard(0)],
@@ -240,20 +244,18 @@ def _part_of(parameter: nn.Parameter, mesh: Mesh) -> nn.Parameter:
         shape=parameter.shape,
         stride=torch.empty_like(parameter, device="meta").stride(),
     )
-    return nn.Parameter(part, requires_grad=parameter.requires_grad)
+    return nn.Parameter(sharded, requires_grad=parameter.requires_grad)
 
 
 @dataclass(frozen=True)
 class SplitExperts:
-    """What `apply` has split."""
+    """Layers of experts that `ExpertParallel.apply` has split."""
 
-    found: tuple[Experts, ...]
+    layers: tuple[Experts, ...]
 
 
 class ExpertGradients(StepHook):
-    """Sums of the gradients of experts over the ranks that have the same ones; nothing to sum where
-    `fully_shard` does.
-    """
+    """Sums the gradients of experts over the ranks that have the same ones."""
 
     def __init__(
         self,
@@ -264,21 +266,31 @@ class ExpertGradients(StepHook):
         same: dist.ProcessGroup | None,
         everyone: dist.ProcessGroup | None,
     ) -> None:
-        """`same`: the ranks with the same experts. `everyone`: all of a stage."""
+        """Create the hook.
+
+        Args:
+            model: The model on this rank.
+            split: Its layers of experts.
+            parameters: Trainable parameters of experts. Empty if `fully_shard` reduces them.
+            same: The ranks with the same experts.
+            everyone: All ranks of the pipeline stage.
+        """
         self.model = model
         self.split = split
         self.parameters = parameters
         self.same = same
         self.everyone = everyone
-        counts = {experts.count for experts in split.found}
+        counts = {experts.count for experts in split.layers}
         self.said = (
             f"experts ({', '.join(map(str, sorted(counts)))} a layer) are split over ranks, and"
             " tokens are sent to them"
         )
 
     def finish_reduction(self) -> None:
-        """A parameter that no rank used keeps no gradient; where any used some of a layer's
-        experts, all have one, as in one process.
+        """Sum the gradients of experts. Collective.
+
+        A parameter that no rank used keeps no gradient. If any rank used some experts of a layer,
+        all ranks get a gradient, as in one process.
         """
         if not self.parameters:
             return
@@ -287,18 +299,22 @@ class ExpertGradients(StepHook):
             used, dtype=torch.uint8, device=local_tensor(self.parameters[0].detach()).device
         )
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.everyone)
-        # Only a rank that missed one has to look, and wait for its device: where it used all, all
-        # are used.
-        wanted = [True] * len(used) if all(used) or is_fake() else flags.tolist()
+        # Reading the flags waits for the device. A rank that used all parameters knows the result.
+        used_by_any = [True] * len(used)
+        if not all(used) and not is_fake():
+            used_by_any = flags.tolist()
+
         sums = []
-        for parameter, use in zip(self.parameters, wanted, strict=True):
-            if not use:
+        for parameter, is_used in zip(self.parameters, used_by_any, strict=True):
+            if not is_used:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             if self.same is not None:
                 gradient = local_tensor(parameter.grad)
-                sent = gradient.contiguous()  # grouped products leave it transposed
+                # Grouped products leave the gradient transposed, and collectives need it
+                # contiguous.
+                sent = gradient.contiguous()
                 sums.append((gradient, sent, dist.all_reduce(sent, group=self.same, async_op=True)))
         for gradient, sent, work in sums:
             if work is not None:
@@ -307,6 +323,6 @@ class ExpertGradients(StepHook):
                 gradient.copy_(sent)
 
     def release(self) -> None:
-        """The modules' own forward."""
-        for experts in self.split.found:
+        """Restore the original forward of the modules."""
+        for experts in self.split.layers:
             dispatch.remove(self.model.get_submodule(experts.name), count=experts.count)

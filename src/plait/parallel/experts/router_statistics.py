@@ -1,12 +1,16 @@
-"""The losses of routers where no module computes them from all that they are of: the balance loss
-of a model whose routers are on several pipeline stages, see parts of sequences, or are balanced
-over the tokens of all ranks; and the z loss, which Transformers does not have.
+"""Statistics of routers, for losses that no single module can compute.
 
-Transformers sums, over all routers of a model, how many tokens each expert was chosen for and the
-probabilities that it was given, and multiplies the two sums. So no stage can compute its part of
-the loss alone: the sums of the stages before are sent with the activations, and the gradient of the
-probabilities returns with theirs. On the last stage the sums of other ranks are added up. In the
-order and the dtypes of Transformers' `load_balancing_loss_func`, so that the value is the same.
+These are the balance loss of a model whose routers are on several pipeline stages, see parts of
+sequences, or are balanced over the tokens of all ranks, and the z loss, which Transformers does not
+have.
+
+Note [Balance loss over stages and ranks]
+    Transformers sums over all routers of a model how many tokens each expert was chosen for, and
+    the probabilities that it was given, and multiplies the two sums. A stage therefore cannot
+    compute its part of the loss alone. The sums of earlier stages are sent with the activations,
+    and the gradient of the probabilities returns with theirs. The last stage adds the sums of other
+    ranks. Order and dtypes are those of Transformers' `load_balancing_loss_func`, so that the value
+    is the same.
 """
 
 from __future__ import annotations
@@ -26,18 +30,22 @@ from plait.model.experts import Router
 from plait.parallel.tokens import TokensOfForward
 
 Sums = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-"""(tokens of each expert [experts], sums of its probabilities [experts], rows and squares of
-logarithms, both 0-dimensional).
+"""Sums over tokens that a balance loss needs.
+
+(tokens of each expert [experts], sums of its probabilities [experts], number of tokens
+(0-dimensional), sum of squared logarithms (0-dimensional)).
 """
 
 
 class RouterStatistics:
-    """What the routers of a rank's stages have chosen for the micro-batch that runs. `begin` and
-    `end` of a stage's forward are called by the pipeline.
+    """Statistics of the routers of this rank's stages in the running micro-batch.
+
+    A pipeline calls `begin` and `end` around the forward of a stage. See Note [Balance loss over
+    stages and ranks].
     """
 
     tensors = 4
-    """How many tensors are sent with the activations."""
+    """Number of tensors that are sent with the activations."""
 
     def __init__(
         self,
@@ -51,10 +59,18 @@ class RouterStatistics:
         group: dist.ProcessGroup | None = None,
         is_global: bool = False,
     ) -> None:
-        """`balances`: whether there is a balance loss, `is_global`: of the tokens of all
-        data-parallel ranks. `z_loss`: the coefficient of the other. `group`: ranks whose tokens
-        count too. With `balances` the model's own forward computes none; its config says what it
-        did.
+        """Listen to the routers of a model.
+
+        Args:
+            model: The model on this rank. Its own forward computes no balance loss any more if
+                `balances`. Its config stays as it is.
+            routers: The routers of the model on this rank.
+            experts: Number of experts.
+            top_k: Number of experts per token.
+            balances: Whether there is a balance loss.
+            z_loss: Coefficient of the z loss.
+            group: Ranks whose tokens count too.
+            is_global: Whether the balance loss is that of the tokens of all data-parallel ranks.
         """
         self.is_global = is_global
         self.experts = experts
@@ -64,12 +80,14 @@ class RouterStatistics:
         self.group = group
         self.routers = len(routers)
         self._logits: list[torch.Tensor] | None = None
-        self._before: Sums | None = None
+        self._earlier_sums: Sums | None = None
         self._tokens = TokensOfForward(model)
         self._handles = [model.register_forward_pre_hook(self._begin_forward, with_kwargs=True)]
         for router in routers:
             module = model.get_submodule(router.name)
-            self._handles.append(module.register_forward_hook(partial(self._note, router.index)))
+            self._handles.append(
+                module.register_forward_hook(partial(self._record_logits, router.index))
+            )
 
     def release(self) -> None:
         """Remove the hooks."""
@@ -78,58 +96,69 @@ class RouterStatistics:
             handle.remove()
 
     def begin(self, first: bool, received: Any) -> Any:
-        """Before it. `received`: what the stage before has sent; returns its activations alone."""
+        """Begin the forward of a stage.
+
+        Args:
+            first: Whether it is the first stage.
+            received: The output of `end` of the previous stage, or the input of the first one.
+
+        Returns:
+            The activations without the sums.
+        """
         self._logits = []
-        self._before = None
+        self._earlier_sums = None
         if first:
             return received
-        received, self._before = received
+        received, self._earlier_sums = received
         return received
 
     def end(self, output: Any) -> Any:
-        """After it, on a stage that is not the last: what is sent."""
+        """End the forward of a stage that is not the last.
+
+        Returns:
+            What is sent to the next stage: (output, sums).
+        """
         return output, self.sums()
 
     def like(self, output: Any) -> Any:
-        """The same of a stage that another rank runs: the shapes of what it sends."""
+        """Return tensors like those that a stage of another rank sends, for their shapes."""
         leaves = output if isinstance(output, tuple) else (output,)
         device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
-        each = torch.zeros(self.experts, dtype=torch.float32, device=device)
-        return output, (
-            each,
-            torch.zeros_like(each),
-            torch.zeros_like(each[0]),
-            torch.zeros_like(each[0]),
+        return output, self._zeros(device)
+
+    def _zeros(self, device: torch.device | None) -> Sums:
+        tokens = torch.zeros(self.experts, dtype=torch.float32, device=device)
+        return (
+            tokens,
+            torch.zeros_like(tokens),
+            torch.zeros_like(tokens[0]),
+            torch.zeros_like(tokens[0]),
         )
 
     def sums(self) -> Sums:
-        """Of all routers so far."""
-        logits = self._logits or []
-        given = self._tokens.now
-        if self._before is not None:
-            tokens, probabilities, rows, squares = self._before
+        """Return the sums over all routers so far, those of earlier stages included."""
+        all_logits = self._logits or []
+        token_mask = self._tokens.now
+        if self._earlier_sums is not None:
+            tokens, probabilities, rows, squares = self._earlier_sums
         else:
-            device = logits[0].device if logits else None
-            tokens = torch.zeros(self.experts, dtype=torch.float32, device=device)
-            probabilities = torch.zeros_like(tokens)
-            rows = torch.zeros_like(tokens[0])
-            squares = torch.zeros_like(tokens[0])
-        for one in logits:
-            weights = torch.softmax(one, dim=-1)
+            device = all_logits[0].device if all_logits else None
+            tokens, probabilities, rows, squares = self._zeros(device)
+
+        for logits in all_logits:  # [tokens, experts]
+            weights = torch.softmax(logits, dim=-1)
             chosen = torch.topk(weights, self.top_k, dim=-1).indices.reshape(-1)
-            wide = weights if weights.dtype == torch.float64 else weights.float()
-            square = (
-                torch.logsumexp(one if one.dtype == torch.float64 else one.float(), -1).square()
-                if self.z_loss
-                else wide.new_zeros(1)
-            )
-            if given is None:
+            wide = _widen(weights)
+            square = wide.new_zeros(1)
+            if self.z_loss:
+                square = torch.logsumexp(_widen(logits), -1).square()  # [tokens]
+            if token_mask is None:
                 squares = squares + square.sum()
                 counted = torch.ones_like(chosen, dtype=torch.float32)
                 probabilities = probabilities + wide.sum(0)
-                rows = rows + len(one)
+                rows = rows + len(logits)
             else:
-                mask = given.reshape(-1).to(one.device, torch.float32)
+                mask = token_mask.reshape(-1).to(logits.device, torch.float32)
                 squares = squares + (square * mask).sum()
                 counted = mask.repeat_interleave(self.top_k)
                 probabilities = probabilities + (wide * mask.unsqueeze(-1)).sum(0)
@@ -138,9 +167,16 @@ class RouterStatistics:
         return tokens, probabilities, rows, squares
 
     def losses(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(balance loss, z loss times its coefficient) of the micro-batch whose last stage has run
-        here; 0-dimensional. Collective over the group, and so is the backward: each rank adds a
-        loss as often as it has targets.
+        """Return the losses of the micro-batch whose last stage has run on this rank. Collective.
+
+        The backward is collective over the group too. Each rank adds a loss as often as it has
+        targets.
+
+        Returns:
+            (balance loss, z loss times its coefficient), both 0-dimensional.
+
+        Raises:
+            ModelError: No forward of the last stage has run.
         """
         if self._logits is None:
             raise ModelError(
@@ -148,24 +184,39 @@ class RouterStatistics:
             )
         tokens, probabilities, rows, squares = self.sums()
         if self.group is not None:
-            single = torch.stack([rows.to(probabilities.dtype), squares.to(probabilities.dtype)])
-            own = torch.cat([tokens.to(probabilities.dtype), probabilities, single])
-            counted, probabilities, row, squares = leave(enter(own, self.group), self.group).split(
+            # One message of [2 experts + 2]. `enter` also sums the gradient over the group.
+            dtype = probabilities.dtype
+            scalars = torch.stack([rows.to(dtype), squares.to(dtype)])
+            local = torch.cat([tokens.to(dtype), probabilities, scalars])
+            summed = leave(enter(local, self.group), self.group)
+            summed_tokens, probabilities, summed_rows, squares = summed.split(
                 [self.experts, self.experts, 1, 1]
             )
-            tokens = counted.to(tokens.dtype)
-            rows = row.to(rows.dtype)
+            tokens = summed_tokens.to(tokens.dtype)
+            rows = summed_rows.to(rows.dtype)
         balance = (tokens / rows * (probabilities / rows)).sum() * self.experts
         return balance, (squares / rows).sum() * (self.z_loss * self.routers)
 
-    def _note(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
-        if self._logits is not None and graph_task() is None:  # in a backward a block is recomputed
-            self._logits.append(output[index] if isinstance(output, tuple | list) else output)
+    def _record_logits(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
+        # A forward inside of a backward is a recomputation.
+        if self._logits is None or graph_task() is not None:
+            return
+        if isinstance(output, tuple | list):
+            output = output[index]
+        self._logits.append(output)
 
     def _begin_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self._logits = []
-        # The model's own sum would be of its last stage, or of a part of the tokens. The
-        # configuration is the user's, who saves it.
-        return args, {**kwargs, "output_router_logits": False} if self.balances else kwargs
+        if not self.balances:
+            return args, kwargs
+        # The model's own sum would be of its last stage, or of a part of the tokens. It is
+        # disabled by an argument, because the user saves the configuration.
+        return args, {**kwargs, "output_router_logits": False}
+
+
+def _widen(values: torch.Tensor) -> torch.Tensor:
+    if values.dtype == torch.float64:
+        return values
+    return values.float()

@@ -1,6 +1,4 @@
-"""What a step does for the routers of a mixture-of-experts model: the balance loss over pipeline
-stages and parts of sequences, and biases that are updated.
-"""
+"""Routing of a mixture-of-experts model: balance losses over ranks, and biases that are updated."""
 
 from __future__ import annotations
 
@@ -29,24 +27,25 @@ Balance = Literal["micro_batch", "global"]
 
 
 class Routing(Technique):
-    """How routers are kept in balance."""
+    """Balance of the tokens between experts."""
 
     bias_update_rate: float = 0.0
-    """By how much the bias of an expert changes after a step; 0 leaves biases as they are."""
+    """Change of an expert's bias after a step. 0 leaves biases as they are."""
     balance: Balance = "micro_batch"
-    """What a balance loss is of: the micro-batch of a data-parallel rank, as Transformers', or
-    those that all compute at the same time.
+    """Tokens of a balance loss.
+
+    micro_batch: those of a data-parallel rank, as in Transformers. global: those that all ranks
+    compute at the same time.
     """
     z_loss: float = 0.0
-    """Coefficient of the squared logarithms of the sums of exponentials of routers' logits; 0 for
-    none.
+    """Coefficient of the z loss, the squared logarithm of the sum of exponentials of router logits.
+
+    0: no z loss.
     """
 
     @property
     def added(self) -> list[tuple[str, float | str, float | str]]:
-        """What this adds to the loss, or changes of it, as (setting, its value, the value that
-        leaves the loss as it is).
-        """
+        """Settings that change the loss: (setting, its value, the value without effect)."""
         settings: tuple[tuple[str, float | str, float | str], ...] = (
             ("experts.z_loss", self.z_loss, 0.0),
             ("experts.balance", self.balance, "micro_batch"),
@@ -54,22 +53,23 @@ class Routing(Technique):
         return [setting for setting in settings if setting[1] != setting[2]]
 
     def check(self, context: Context) -> None:
-        """Raise ConfigError or ModelError for what would be counted on a part of the tokens, or not
-        at all.
+        """Refuse settings that would count a part of the tokens, or nothing.
+
+        Raises:
+            ConfigError: The model does not support a setting.
+            ModelError: The model does not show its routers.
         """
         model = context.model
         if model is None:
             return
-        cut = next(
-            (
-                f"{axis} = {getattr(context.layout, axis)}"
-                for axis in ("pp", "cp")
-                if getattr(context.layout, axis) > 1
-            ),
-            None,
-        )
-        if cut is not None and wants_balance_loss(model):
-            _check_statistics(model, f"parallel.{cut}", f"use parallel.{cut[:2]} = 1")
+        if wants_balance_loss(model):
+            # One check is enough, because both need the same of the model.
+            for axis in ("pp", "cp"):
+                degree = getattr(context.layout, axis)
+                if degree > 1:
+                    setting = f"parallel.{axis}"
+                    _check_statistics(model, f"{setting} = {degree}", f"use {setting} = 1")
+                    break
         if self.balance == "global" and not wants_balance_loss(model):
             rule = (
                 f"{type(model).__name__} has no balance loss, which"
@@ -87,14 +87,16 @@ class Routing(Technique):
             _check_bias(model, self.bias_update_rate)
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
-        """Collect what the losses of routers are made of where the model's own sum is not what is
-        wanted.
-        """
+        """Record the statistics of routers if the model's own loss is not enough."""
         model = parts.model
         balances = wants_balance_loss(parts.model)
-        own = mesh.layout.pp * mesh.layout.cp == 1 and self.balance == "micro_batch"
-        if not self.z_loss and (own or not balances):
+        # The model sees all of its micro-batch, so its own balance loss is right.
+        is_local = mesh.layout.pp * mesh.layout.cp == 1 and self.balance == "micro_batch"
+        if not self.z_loss and (is_local or not balances):
             return parts
+        group = mesh.group("cp")
+        if self.balance == "global":
+            group = mesh.group(*parts.batch_axes)
         statistics = RouterStatistics(
             model,
             recorded_routers(model),
@@ -102,13 +104,13 @@ class Routing(Technique):
             top_k=int(model.config.num_experts_per_tok),  # type: ignore[union-attr,arg-type]
             balances=balances,
             z_loss=self.z_loss,
-            group=mesh.group(*(parts.batch_axes if self.balance == "global" else ("cp",))),
+            group=group,
             is_global=balances and self.balance == "global",
         )
         return parts.with_notes(statistics)
 
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
-        """Count, and update biases."""
+        """Return the hooks that release the statistics and update biases."""
         hooks: list[StepHook] = []
         statistics = parts.noted(RouterStatistics)
         if statistics is not None:
@@ -126,27 +128,27 @@ class Routing(Technique):
         return hooks
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
-        """A few numbers for every expert, which count as control."""
+        """Return the ledger unchanged: a few numbers per expert are counted as control."""
         return ledger
 
 
 class RecordedBalance(StepHook):
-    """Gives a model its own balance loss back."""
+    """Restores the model's own balance loss when the model is released."""
 
     def __init__(self, statistics: RouterStatistics) -> None:
         self.statistics = statistics
 
     def release(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks of the statistics."""
         self.statistics.release()
 
 
 def _check_statistics(model: nn.Module, setting: str, remedy: str) -> None:
-    known = all(
+    has_numbers = all(
         isinstance(getattr(model, name, None), int)
         for name in ("num_experts", "num_experts_per_tok")
     )
-    if not known or not recorded_routers(model):
+    if not has_numbers or not recorded_routers(model):
         raise ModelError(
             f"{setting}: model.config.output_router_logits is true, and {type(model).__name__} does"
             " not say which modules its routers are, so their balance cannot be summed over ranks;"
@@ -177,17 +179,10 @@ def _check_bias(model: nn.Module, rate: float) -> None:
                 f" {str(bias.dtype).removeprefix('torch.')}, in which steps of that size are lost;"
                 " keep this buffer in float32, or use 0"
             )
-    own = next(
-        (
-            name
-            for name, module in model.named_modules()
-            if getattr(module, "gradient_checkpointing", False) is True
-        ),
-        None,
-    )
-    if own is not None:
-        raise ModelError(
-            f"experts.bias_update_rate = {rate:g}: {own or 'the model'} recomputes its blocks"
-            " itself (gradient_checkpointing is on), where tokens are not counted reliably; call"
-            " model.gradient_checkpointing_disable(), and set parallel.recompute"
-        )
+    for name, module in model.named_modules():
+        if getattr(module, "gradient_checkpointing", False) is True:
+            raise ModelError(
+                f"experts.bias_update_rate = {rate:g}: {name or 'the model'} recomputes its blocks"
+                " itself (gradient_checkpointing is on), where tokens are not counted reliably;"
+                " call model.gradient_checkpointing_disable(), and set parallel.recompute"
+            )

@@ -1,11 +1,11 @@
-"""Tensors in files: memory-mapped, reserved on disk before use, fetched and evicted in ranges by
-the code that iterates over them.
+"""Arena of tensors in memory-mapped files.
 
 A mapped tensor is an ordinary CPU tensor, so optimizers, checkpoints and collectives work on it
-unchanged. The order of accesses bounds the memory: `fetch` reads a range before it is used, `evict`
-starts its write to the disk and releases its pages. Space is reserved when a tensor is made, so a
-full disk is an error there and never a fault in the middle of a step. The file has no name: a
-process that dies leaves nothing behind.
+unchanged. The order of accesses bounds the memory: `fetch` reads a range before it is used, and
+`evict` starts to write it to the disk and releases its pages.
+
+Disk space is reserved when a tensor is made, so a full disk raises an error there and never faults
+in the middle of a step. The files have no name: a process that dies leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -25,14 +25,20 @@ from plait.parallel.offload.folders import require_writable
 from plait.units import MIB, format_bytes
 
 PAGE = mmap.PAGESIZE
-# Linux's numbers; the last two since 5.14
-_WILLNEED, _DONTNEED, _POPULATE_READ, _POPULATE_WRITE = (3, 4, 22, 23)
-_MMAP_THRESHOLD = -3  # glibc's M_MMAP_THRESHOLD
-_WRITE_RANGE = 2  # SYNC_FILE_RANGE_WRITE: start to write, do not wait
+# Values of madvise on Linux.
+_WILLNEED = 3
+_DONTNEED = 4
+# Since Linux 5.14.
+_POPULATE_READ = 22
+_POPULATE_WRITE = 23
+# M_MMAP_THRESHOLD of glibc's mallopt.
+_MMAP_THRESHOLD = -3
+# SYNC_FILE_RANGE_WRITE of Linux: start to write, do not wait.
+_WRITE_RANGE = 2
 
 
 def in_pages(tensor: torch.Tensor) -> int:
-    """Bytes that a tensor's copy takes in an arena: whole pages."""
+    """Return the bytes that a copy of a tensor takes in an arena, which are complete pages."""
     return _pages(tensor.numel() * tensor.element_size())
 
 
@@ -41,32 +47,37 @@ def _pages(size: int) -> int:
 
 
 class Arena:
-    """Mapped tensors in one folder."""
+    """Mapped tensors in the files of one folder."""
 
     def __init__(
         self, folder: Path, *, field: str = "zero_optimization.offload_optimizer.nvme_path"
     ) -> None:
-        """`field` of the configuration names the folder."""
+        """Create an arena in `folder`. `field` is the setting that names it, for errors."""
         self.folder = folder
         self.field = field
         self.reserved_bytes = 0
         self._libc = ctypes.CDLL(None, use_errno=True)
         if hasattr(self._libc, "mallopt"):
-            # glibc keeps what is freed below a threshold that grows with use. Blocks are gathered
-            # and freed all the time here: kept, their memory would be what the files were to save.
+            # glibc keeps freed memory below a threshold that grows with use. Blocks are gathered
+            # and freed all the time here, and would take the memory that the files are to save.
             self._libc.mallopt(_MMAP_THRESHOLD, MIB)
         self._segments: list[_Segment] = []
         require_writable(folder, field=field)
 
     def reserve(self, size: int) -> None:
-        """Take `size` bytes of disk now, for tensors to come. Raises PlaitError where the disk does
-        not have them.
+        """Reserve disk space for tensors.
+
+        Args:
+            size: Bytes to reserve.
+
+        Raises:
+            PlaitError: The disk is too full.
         """
         self._segments.append(_Segment(self._file(size), size))
         self.reserved_bytes += size
 
     def empty(self, shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised mapped tensor, contiguous, on pages of its own."""
+        """Return an uninitialised contiguous mapped tensor, which shares no page with others."""
         shape = tuple(shape)
         count = 1
         for length in shape:
@@ -81,29 +92,42 @@ class Arena:
         return flat.view(dtype).view(shape)
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A mapped copy of a plain tensor."""
+        """Return a mapped copy of a plain tensor."""
         mapped = self.empty(tensor.shape, tensor.dtype)
         mapped.copy_(tensor)
         self.evict(mapped)
         return mapped
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is mapped here."""
+        """Return True if a tensor is mapped in this arena."""
         return self._segment(tensor) is not None
 
     def fetch(self, tensor: torch.Tensor, *, write: bool) -> None:
-        """Bring a mapped tensor, or a slice of one, into memory; blocks, without the interpreter's
-        lock. `write`: it will be written to.
+        """Read a mapped tensor, or a slice of one, into memory.
+
+        It blocks, without the interpreter's lock.
+
+        Args:
+            tensor: The tensor.
+            write: Whether it will be written to.
         """
         if not tensor.numel():
             return
         self.transfer(tensor.numel() * tensor.element_size(), reading=True)
-        if self._advise(tensor, _POPULATE_WRITE if write else _POPULATE_READ) != 0:
-            self._advise(tensor, _WILLNEED)  # an older kernel: reading ahead without waiting
+        advice = _POPULATE_READ
+        if write:
+            advice = _POPULATE_WRITE
+        if self._advise(tensor, advice) != 0:
+            # Older kernels can only read ahead without waiting.
+            self._advise(tensor, _WILLNEED)
 
     def evict(self, tensor: torch.Tensor, *, written: bool = True) -> None:
-        """Release the memory of a mapped tensor, or of a slice of one; the system writes changed
-        pages to the disk.
+        """Release the memory of a mapped tensor, or of a slice of one.
+
+        Args:
+            tensor: The tensor. Nothing happens if it is not mapped here.
+            written: Whether it has changed, so that the system should start to write it to the
+                disk.
         """
         segment = self._segment(tensor)
         if segment is None or not tensor.numel():
@@ -119,17 +143,17 @@ class Arena:
                     ctypes.c_longlong(size),
                     _WRITE_RANGE,
                 )
-        # of a shared mapping: the pages leave this process, their content stays in the file
+        # In a shared mapping the pages leave this process, and their content stays in the file.
         self._advise(tensor, _DONTNEED)
 
     def close(self) -> None:
-        """Close the files. Tensors stay readable; none is fetched or evicted any more."""
+        """Close the files. Tensors stay readable, but cannot be fetched or evicted any more."""
         for segment in self._segments:
             segment.file.close()
         self._segments.clear()
 
     def transfer(self, size: int, *, reading: bool) -> None:
-        """Called before every move of `size` bytes; for tests that count or slow them down."""
+        """Do nothing. Tests override it to count or slow down each move of `size` bytes."""
 
     def _file(self, size: int) -> Any:
         file = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115
@@ -145,27 +169,21 @@ class Arena:
 
     def _segment(self, tensor: torch.Tensor) -> _Segment | None:
         address = tensor.data_ptr()
-        return next(
-            (
-                s
-                for s in self._segments
-                if s.bytes.data_ptr() <= address < s.bytes.data_ptr() + s.size
-            ),
-            None,
-        )
+        for segment in self._segments:
+            start = segment.bytes.data_ptr()
+            if start <= address < start + segment.size:
+                return segment
+        return None
 
     def _advise(self, tensor: torch.Tensor, advice: int) -> int:
         start = tensor.data_ptr() // PAGE * PAGE
         end = tensor.data_ptr() + tensor.numel() * tensor.element_size()
-        return int(
-            self._libc.madvise(
-                ctypes.c_void_p(start), ctypes.c_size_t(-(-(end - start) // PAGE) * PAGE), advice
-            )
-        )
+        length = -(-(end - start) // PAGE) * PAGE
+        return int(self._libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), advice))
 
 
 class _Segment:
-    """One file, mapped as bytes."""
+    """A file, mapped as bytes."""
 
     def __init__(self, file: Any, size: int) -> None:
         self.file = file

@@ -1,4 +1,4 @@
-"""A folder that a file names for what does not stay in memory."""
+"""Check of folders that a configuration names."""
 
 from __future__ import annotations
 
@@ -9,8 +9,14 @@ from plait.errors import PlaitError
 
 
 def require_writable(folder: Path, *, field: str) -> None:
-    """Make `folder` if need be and write into it. Raises PlaitError, which names `field` of the
-    configuration, where that fails.
+    """Create a folder if it does not exist, and write a temporary file to it.
+
+    Args:
+        folder: The folder.
+        field: The setting that names it, for the error.
+
+    Raises:
+        PlaitError: The folder cannot be created or written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

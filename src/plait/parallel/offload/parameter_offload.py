@@ -1,7 +1,9 @@
-"""Where the shards are stored from which parameters are gathered: on the device, in host memory, or
-in files (DeepSpeed's `offload_param`). Shards are the master weights that the optimizer updates;
-there is no other copy between two steps. In files they are prefetched for the unit that will be
-gathered (`shard_reader`), and the step iterates over them (`optim.disk_optimizer`).
+"""Offload of the shards from which parameters are gathered (DeepSpeed's `offload_param`).
+
+They are stored on the device, in host memory, or in files. Shards are the master weights that the
+optimizer updates, and no other copy exists between two steps. In files they are prefetched for the
+unit that is gathered next (`shard_reader`), and the step iterates over them
+(`optim.disk_optimizer`).
 """
 
 from __future__ import annotations
@@ -14,46 +16,50 @@ from plait.cluster.mesh import Mesh
 from plait.errors import ConfigError, Problem
 from plait.model.facts import ModelFacts
 from plait.parallel.accounting.ledger import Ledger
-from plait.parallel.offload.units import held_of
+from plait.parallel.offload.units import offloaded_bytes_of
 from plait.parallel.technique import Context, Parts, Technique
 
 FIELD = "zero_optimization.offload_param"
 
 
 class ParameterOffload(Technique):
-    """The tier of the shards."""
+    """Placement of the parameter shards."""
 
     device: Literal["none", "cpu", "nvme"] = "none"
-    """none: the device. cpu: host memory, with the states. nvme: files."""
+    """Place of the shards. none: the device. cpu: host memory, with the states. nvme: files."""
     with_states: bool = False
-    """They are there because the optimizer's states are, and not because the file asks for it. With
-    nvme (stages 1 and 2) parameters of one process in their own dtype, which are not sharded, then
-    stay in memory.
+    """True if they are offloaded because the optimizer states are, without a setting of their own.
+
+    With nvme (stages 1 and 2) a single process does not shard parameters in their own dtype. They
+    stay in memory then.
     """
     ratio: float = 1.0
-    """The share of the parameters that is offloaded, in complete units: that of the states where
-    they are stored together.
+    """Share of the parameters that is offloaded, as complete units.
+
+    It is the ratio of the states if both are stored together.
     """
     path: str | None = None
-    """nvme: the folder."""
+    """nvme: the folder of the files."""
     buffer_bytes: int = 0
-    """nvme: what one buffer takes."""
+    """nvme: bytes of one buffer."""
     buffer_count: int = 5
-    """nvme: buffers of the pool; together they are the most that shards take of memory while the
-    model computes.
-    """
+    """nvme: buffers of the pool, which bounds the memory of shards while the model computes."""
 
     @property
     def pool_bytes(self) -> int:
-        """Of all buffers."""
+        """Bytes of all buffers."""
         return self.buffer_bytes * self.buffer_count
 
     def check(self, context: Context) -> None:
-        """Raise ConfigError for what this version does not do."""
+        """Refuse combinations that are not supported.
+
+        Raises:
+            ConfigError: The device does not support files.
+        """
         if self.device == "nvme" and not self.with_states and context.device_type != "cpu":
             rule = (
                 "files are mapped into host memory, and copies to and from a GPU are not"
-                " written yet"
+                " implemented yet"
             )
             raise ConfigError(
                 Problem(
@@ -65,21 +71,23 @@ class ParameterOffload(Technique):
             )
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
-        """Ask for shards, also of one process: the engine moves them into files afterwards."""
+        """Request shards even in a single process. The engine moves them to files afterwards."""
         if self.device != "nvme" or self.with_states:
             return parts
         return parts.with_shard(always_shard=True)
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
-        """Of the parameters that others priced, what is in files, and what of it is in memory while
-        the model computes. In host memory they are in the account of the states.
+        """Move the accounted parameters to files, and add their buffers while the model computes.
+
+        The account of the states includes those in host memory.
         """
         if self.device != "nvme":
             return ledger
+        # A single process that computes in the parameters' dtype has shards only by its setting.
         sharded = (
             (ledger.dp_shard > 1) | (ledger.compute_bytes is not None) | (not self.with_states)
         )
-        shards = (padded for _, padded, _ in held_of(facts, ledger, self.ratio))
+        shards = (padded for _, padded, _ in offloaded_bytes_of(facts, ledger, self.ratio))
         in_files = np.where(sharded, sum(shards, np.zeros_like(ledger.dp_shard)), 0)
         return ledger.add_memory("files", in_files).add_memory(
             "step_buffers", np.minimum(in_files, self.pool_bytes)

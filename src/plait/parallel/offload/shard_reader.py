@@ -1,9 +1,9 @@
-"""Shards of parameters in files: prefetched for the unit that will be gathered, evicted as soon as
-the all-gather has read them.
+"""Prefetching of parameter shards that are stored in files.
 
 A training step gathers its units in the same order every time, so the unit that followed an
-all-gather in the previous step is prefetched: in forward, in backward and between the two. A
-changed order costs needless reads and never a wrong result: the files are mapped.
+all-gather in the previous step is prefetched: in forward, in backward and between the two. A shard
+is evicted as soon as the all-gather has read it. A changed order costs needless reads and never a
+wrong result, because the files are mapped.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from plait._torch.units import shard_buffers
 from plait.parallel.offload.arena import Arena
 
 _Gather = tuple[Moment, int | None, int]
-"""(when, the unit gathered before, this unit)."""
+"""(moment, the unit gathered before or None, this unit)."""
 
 
 class ShardReader:
-    """Between the units of a sharded model and the arena that holds their shards. Shards take at
-    most `pool_bytes` of memory at once, or as much as the one unit that is gathered, if that is
-    more.
+    """Prefetches the shards of a sharded model from an arena.
+
+    Shards take at most `pool_bytes` of memory at once, or as much as the one unit that is gathered,
+    if that is more.
     """
 
     def __init__(
@@ -36,26 +37,33 @@ class ShardReader:
         pool_bytes: int,
         reader: ThreadPoolExecutor,
     ) -> None:
-        """`reader` must be one thread: what it is told is done in order."""
+        """Register with the all-gathers of all units.
+
+        Args:
+            arena: The arena of the shards.
+            units: The units of the model.
+            pool_bytes: Memory for shards, those of the gathered unit included.
+            reader: A pool of one thread, which runs its tasks in order.
+        """
         self._arena = arena
         self._shards = [shard_buffers(unit) for unit in units]
-        self._sizes = [
-            sum(shard.numel() * shard.element_size() for shard in shards) for shards in self._shards
-        ]
+        self._sizes = []
+        for shards in self._shards:
+            self._sizes.append(sum(shard.numel() * shard.element_size() for shard in shards))
         self._pool_bytes = pool_bytes
         self._reader = reader
         self._follows: dict[_Gather, tuple[Moment, int] | None] = {}
-        """What came after a gather when it was last seen; None: the end of a step."""
+        """All-gather that last followed each all-gather, or None at the end of a step."""
         self._last: _Gather | None = None
         self._ahead: dict[int, Future[None]] = {}
-        """Units that are in memory or being read, besides the one that is gathered."""
-        self._kept = False
-        """Whether the unit that is gathered is gathered again next."""
+        """Units that are in memory or being read, except for the one that is gathered."""
+        self._stays = False
+        """True if the unit that is gathered now is also gathered next, so it stays in memory."""
         for index, unit in enumerate(units):
             on_shard_reads(unit, partial(self._before, index), partial(self._after, index))
 
     def end_step(self) -> None:
-        """No all-gather follows for now: evict what was prefetched."""
+        """Evict what was prefetched, because no all-gather follows for now."""
         if self._last is not None:
             self._follows[self._last] = None
         self._last = None
@@ -63,43 +71,49 @@ class ShardReader:
             self._drop(unit)
 
     def _before(self, unit: int, when: Moment) -> None:
+        previous_unit = None
         if self._last is not None:
             self._follows[self._last] = (when, unit)
-        self._last = (when, self._last[2] if self._last is not None else None, unit)
-        arriving = self._ahead.pop(unit, None) or self._fetch(unit)
-        self._read_ahead(unit)
-        arriving.result()
+            previous_unit = self._last[2]
+        self._last = (when, previous_unit, unit)
+        read = self._ahead.pop(unit, None) or self._fetch(unit)
+        # The next reads are queued before the wait for this one, so that the thread goes on.
+        self._prefetch(unit)
+        read.result()
 
     def _after(self, unit: int) -> None:
-        if self._kept:
+        if self._stays:
             return
         for shard in self._shards[unit]:
             self._arena.evict(shard, written=False)
 
-    def _read_ahead(self, current: int) -> None:
+    def _prefetch(self, current: int) -> None:
+        """Start to read the units that will be gathered next, as many as the pool has room for."""
         room = self._pool_bytes - self._sizes[current]
-        wanted: list[int] = []
-        at = self._last
-        self._kept = False
-        while at is not None:
-            following = self._follows.get(at)
+        next_units: list[int] = []
+        gather = self._last
+        self._stays = False
+        while gather is not None:
+            following = self._follows.get(gather)
             if following is None:
                 break
             when, unit = following
-            if unit == current and not wanted:
-                self._kept = True
-            elif unit == current or unit in wanted or self._sizes[unit] > room:
+            if unit == current and not next_units:
+                self._stays = True
+            elif unit == current or unit in next_units or self._sizes[unit] > room:
                 break
             else:
                 room -= self._sizes[unit]
-                wanted.append(unit)
-            at = (when, at[2], unit)
-        for unit in [unit for unit in self._ahead if unit not in wanted]:
+                next_units.append(unit)
+            gather = (when, gather[2], unit)
+
+        for unit in [unit for unit in self._ahead if unit not in next_units]:
             self._drop(unit)
-        for unit in wanted:
+        for unit in next_units:
             if unit not in self._ahead:
                 self._ahead[unit] = self._fetch(unit)
-        if self._kept:  # it stays, and is there when it is asked for
+        if self._stays:
+            # It stays in memory, so the next all-gather finds a read that is complete.
             done: Future[None] = Future()
             done.set_result(None)
             self._ahead[current] = done
@@ -112,7 +126,7 @@ class ShardReader:
         return self._reader.submit(fetch)
 
     def _drop(self, unit: int) -> None:
-        """Behind the reading of it, which may still go on."""
+        """Evict a unit after its read, which may still be running."""
 
         def evict() -> None:
             for shard in self._shards[unit]:

@@ -1,7 +1,8 @@
-"""Which units' states are offloaded (`offload_optimizer.ratio`), and what a rank holds of them."""
+"""Units whose optimizer states are offloaded (`offload_optimizer.ratio`), and their bytes."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from math import prod
 
@@ -11,36 +12,42 @@ from plait.parallel.accounting.ledger import Array, Ledger, part_of
 
 
 def offloaded_units(facts: ModelFacts, ratio: float) -> frozenset[int]:
-    """Blocks from the first on, then the parameters outside of them (-1), until their share of the
-    parameters is at least `ratio`. By unsharded shapes, so that every rank of a stage chooses the
-    same.
+    """Return the units that are offloaded: first the blocks, then everything outside of them (-1).
+
+    Units are added until their share of the parameters is at least `ratio`. Unsharded shapes are
+    counted, so that every rank of a pipeline stage selects the same units.
     """
-    sizes: dict[int, int] = {}
+    sizes = Counter[int]()
     for parameter in facts.parameters:
-        sizes[parameter.unit] = (
-            sizes.get(parameter.unit, 0) + prod(parameter.shape) * parameter.itemsize
-        )
-    chosen: set[int] = set()
+        sizes[parameter.unit] += prod(parameter.shape) * parameter.itemsize
     total = sum(sizes.values())
+
+    units: set[int] = set()
+    offloaded_bytes = 0
+    # Blocks come in their order, and -1 comes last.
     for unit in sorted(sizes, key=lambda unit: (unit < 0, unit)):
-        if sum(sizes[other] for other in chosen) < ratio * total:
-            chosen.add(unit)
-    return frozenset(chosen)
+        if offloaded_bytes < ratio * total:
+            units.add(unit)
+            offloaded_bytes += sizes[unit]
+    return frozenset(units)
 
 
-def held_of(
+def offloaded_bytes_of(
     facts: ModelFacts, ledger: Ledger, ratio: float
 ) -> Iterator[tuple[ParameterFacts, Array, Array]]:
-    """Of every parameter of the chosen units: (it, bytes of its shard, padded to the first rank's;
-    bytes of what this rank really holds).
+    """Yield every parameter of the offloaded units with its bytes on this rank.
+
+    Yields:
+        (parameter, bytes of its shard padded to that of the first rank, bytes of this rank's
+        shard).
     """
-    chosen = offloaded_units(facts, ratio)
-    view = view_of(ledger)
+    units = offloaded_units(facts, ratio)
+    ledger_of = view_of(ledger)
     for parameter in facts.parameters:
-        if parameter.unit not in chosen:
+        if parameter.unit not in units:
             continue
-        seen = view(parameter.name)
-        part = part_of(parameter.shape, seen.tensor_dims.get(parameter.name), seen)
+        view = ledger_of(parameter.name)
+        part = part_of(parameter.shape, view.tensor_dims.get(parameter.name), view)
         yield (
             parameter,
             part.padded * part.row * parameter.itemsize,

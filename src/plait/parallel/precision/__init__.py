@@ -1,1 +1,1 @@
-"""Mixed precision: compute and reduction dtypes, loss scaling, low-bit optimizer states."""
+"""Mixed precision: compute and reduction dtypes, loss scaling, and low-bit optimizer states."""

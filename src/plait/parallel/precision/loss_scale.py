@@ -1,10 +1,9 @@
-"""Loss scaling for float16: what can be set, and the rule that turns a sequence of overflows into a
-sequence of scales.
+"""Loss scaling for float16: settings, and the rule from overflows to scales.
 
 float16 gradients below 6e-8 become zero, so the loss is multiplied by a scale before the backward
-pass and the gradients are divided by the same scale before the optimizer. This file only decides
-the scale. It reads no tensor: the decision "some gradient is not finite", shared by all ranks,
-comes from outside, so every rank computes the same scale.
+pass, and the gradients are divided by the same scale before the optimizer. This module only decides
+the scale. It reads no tensor: all ranks share the decision "some gradient is not finite", which the
+caller passes, so every rank computes the same scale.
 
 The sequence of scales is that of DeepSpeed 0.19.8 (`DynamicLossScaler` as its ZeRO optimizers use
 it), at every ZeRO stage.
@@ -22,30 +21,30 @@ from plait.errors import CheckpointError, PlaitError
 from plait.policy import Policy
 
 FACTOR = 2.0
-"""The scale is halved and doubled; DeepSpeed has no setting for it."""
+"""Factor by which the scale is divided and multiplied. DeepSpeed has no setting for it."""
 
 
 class LossScale(Policy):
-    """How the loss is scaled for float16. `static` 0 means dynamic; the other fields are only read
-    then.
-    """
+    """Settings of loss scaling for float16. With a `static` scale the other fields are ignored."""
 
     static: float = Field(0.0, ge=0, allow_inf_nan=False)
-    """A constant scale; 0 adapts the scale to the gradients."""
+    """Constant scale. 0 adapts the scale to the gradients."""
     initial_scale_power: int = Field(16, ge=0, le=126)
-    """The first scale is 2 to this power. float32, in which the loss is scaled, ends below 2^128.
-    """
+    """Power of two of the first scale. float32, in which the loss is scaled, ends below 2^128."""
     window: int = Field(1000, ge=1)
     """Steps without overflow after which the scale doubles."""
     hysteresis: int = Field(2, ge=1)
-    """The overflow that first halves the scale: 1 halves at the first, 2 forgives one. A doubling
-    restores the allowance.
+    """Number of the overflow that first halves the scale: 1 halves at the first, 2 forgives one.
+
+    Doubling the scale restores the allowance.
     """
     consecutive_hysteresis: bool = False
-    """Restore the allowance at every step without overflow, so that only overflows in a row count.
+    """True if each step without overflow restores the allowance.
+
+    Only overflows in a row count then.
     """
     minimum: float = Field(1.0, gt=0, allow_inf_nan=False)
-    """The scale is not halved below this. An overflow at the minimum ends the run with an error."""
+    """Smallest scale. An overflow at the minimum ends the run with an error."""
 
     @model_validator(mode="after")
     def _starts_above_minimum(self) -> Self:
@@ -59,63 +58,68 @@ class LossScale(Policy):
 
     @property
     def dynamic(self) -> bool:
-        """Whether overflows change the scale."""
+        """True if overflows change the scale."""
         return self.static == 0
 
 
 class LossScaleError(PlaitError):
-    """The gradients are not finite even at the smallest allowed scale."""
+    """Error for gradients that are not finite even at the smallest allowed scale."""
 
 
 @dataclass(frozen=True)
 class ScaleState:
-    """Everything that the next scale depends on."""
+    """State from which the next scale is computed."""
 
     scale: float
-    """What the loss of the next step is multiplied by."""
+    """Factor of the loss in the next step."""
     step: int
     """Optimizer steps so far, skipped ones included."""
     last_overflow: int
-    """The index (from 0) of the last step that overflowed; -1 before the first."""
+    """Index (from 0) of the last step that overflowed, or -1 before the first one."""
     allowance: int
-    """The overflow, counted from now, that halves the scale: `hysteresis` less the overflows
-    forgiven.
-    """
+    """Number of the next overflow that halves the scale: `hysteresis` less forgiven overflows."""
 
 
 def first_state(policy: LossScale) -> ScaleState:
-    """The state before the first step."""
-    scale = FACTOR**policy.initial_scale_power if policy.dynamic else policy.static
+    """Return the state before the first step."""
+    scale = policy.static
+    if policy.dynamic:
+        scale = FACTOR**policy.initial_scale_power
     return ScaleState(scale=scale, step=0, last_overflow=-1, allowance=policy.hysteresis)
 
 
 def next_state(policy: LossScale, state: ScaleState, *, overflow: bool) -> ScaleState:
-    """The state after one step; `overflow` says that some gradient, on any rank, was inf or nan, so
-    that the step is skipped.
+    """Return the state after a step.
 
     With index `i = state.step`, as in DeepSpeed 0.19.8 (`runtime/fp16/loss_scaler.py`,
     `DynamicLossScaler.update_scale`):
 
-    - overflow, allowance 1: scale = max(scale / 2, minimum); the allowance stays 1, so overflows
-      that follow halve at once
-    - overflow, allowance above 1: allowance - 1
-    - no overflow: with n = i - last_overflow - 1, if n > 0 and n is a multiple of `window`, scale =
-      2 scale, allowance restored
+    - overflow, allowance 1: scale = max(scale / 2, minimum). The allowance stays 1, so overflows
+      that follow halve at once. - overflow, allowance above 1: allowance - 1. - no overflow: with n
+      = i - last_overflow - 1, if n > 0 and n is a multiple of `window`, scale = 2 scale, allowance
+      restored.
 
-    Raises LossScaleError when the scale would have to go below `minimum`.
+    Args:
+        policy: The settings.
+        state: The state before the step.
+        overflow: Whether a gradient on any rank was inf or nan, so that the step is skipped.
+
+    Raises:
+        LossScaleError: The scale would have to go below `minimum`.
     """
     if not policy.dynamic:
         return replace(state, step=state.step + 1)
     if overflow:
         return _after_overflow(policy, state)
     stable_steps = state.step - state.last_overflow - 1
-    double = stable_steps > 0 and stable_steps % policy.window == 0
-    return replace(
-        state,
-        scale=state.scale * FACTOR if double else state.scale,
-        allowance=policy.hysteresis if double or policy.consecutive_hysteresis else state.allowance,
-        step=state.step + 1,
-    )
+    doubles = stable_steps > 0 and stable_steps % policy.window == 0
+    scale = state.scale
+    if doubles:
+        scale *= FACTOR
+    allowance = state.allowance
+    if doubles or policy.consecutive_hysteresis:
+        allowance = policy.hysteresis
+    return replace(state, scale=scale, allowance=allowance, step=state.step + 1)
 
 
 def _after_overflow(policy: LossScale, state: ScaleState) -> ScaleState:
@@ -130,12 +134,13 @@ def _after_overflow(policy: LossScale, state: ScaleState) -> ScaleState:
             " smaller scales cannot help; train with bf16 instead of fp16, lower the learning rate"
             " or clip (gradient_clipping), or look for nan in the data and the loss"
         )
+    # The allowance stays 1, so that further overflows in a row halve at once.
     scale = max(state.scale / FACTOR, policy.minimum)
     return replace(state, scale=scale, last_overflow=state.step, step=state.step + 1)
 
 
 class LossScaler:
-    """The current scale of a run, and its place in a checkpoint."""
+    """Loss scale of a run, with its state for a checkpoint."""
 
     def __init__(self, policy: LossScale) -> None:
         self.policy = policy
@@ -143,25 +148,29 @@ class LossScaler:
 
     @property
     def scale(self) -> float:
-        """What the loss is multiplied by, and the gradients are divided by, until the next
-        `update`.
-        """
+        """Factor of the loss, and divisor of the gradients, until the next `update`."""
         return self.state.scale
 
     def update(self, overflow: bool) -> None:
-        """Once an optimizer step, skipped or not, after the gradients were unscaled. Raises
-        LossScaleError, see `next_state`.
+        """Compute the next scale. Call it once per optimizer step, skipped or not, after unscaling.
+
+        Raises:
+            LossScaleError: See `next_state`.
         """
         self.state = next_state(self.policy, self.state, overflow=overflow)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers."""
+        """Return the state as plain numbers."""
         return {**asdict(self.state), "dynamic": self.policy.dynamic}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict()`. This run's policy rules: a state of the other kind (static,
-        dynamic) gives only the step count, a saved scale is raised to `minimum`, a saved allowance
-        is cut to `hysteresis`. Raises CheckpointError for missing entries.
+        """Continue from a `state_dict`, within the settings of this run.
+
+        If only one of the two runs is dynamic, only the step count is taken. A saved scale is
+        raised to `minimum`, and a saved allowance is reduced to `hysteresis`.
+
+        Raises:
+            CheckpointError: An entry is missing.
         """
         names = [f.name for f in fields(ScaleState)] + ["dynamic"]
         missing = [name for name in names if name not in state]

@@ -1,9 +1,8 @@
-"""Mixed precision: what forward and backward compute in, what gradients are reduced in, and how
-float16 is kept from underflowing.
+"""Mixed precision: dtypes of computation and of reduction, and the loss scale of float16.
 
-Parameters, gradients and optimizer states stay in the parameters' own dtype (float32 master
-weights, sharded by ZeRO). The casts are arguments of the one call that shards, so `apply` only
-leaves them in Parts.
+Parameters, gradients and optimizer states stay in the dtype of the parameters (float32 master
+weights, sharded by ZeRO). The casts are arguments of `fully_shard`, so `apply` only leaves them in
+`Parts`.
 """
 
 from __future__ import annotations
@@ -25,49 +24,51 @@ ReduceDtype = Literal["float16", "bfloat16", "float32"]
 
 
 class Precision(Technique):
-    """Compute and reduction dtypes, and the loss scale."""
+    """Dtypes of computation and of reduction, and the loss scale."""
 
     compute: ComputeDtype | None = None
-    """Dtype of forward and backward; None computes in the parameters' own dtype."""
+    """Dtype of forward and backward, or None for the dtype of the parameters."""
     reduce: ReduceDtype | None = None
-    """Dtype of the gradient reduction; None means float32 where `compute` is set, else the
-    gradients' own dtype.
+    """Dtype of the gradient reduction.
+
+    None means float32 if `compute` is set, and otherwise the dtype of the gradients.
     """
     loss_scale: LossScale | None = None
-    """How the loss is scaled; only for float16."""
+    """Settings of loss scaling, for float16 only."""
     check_overflow: bool = False
-    """Skip an optimizer step whose gradients are not finite. Always done with a loss scale."""
+    """True to skip an optimizer step with non-finite gradients. Loss scaling always does."""
     float32_modules: tuple[str, ...] = ()
-    """Names or patterns of modules that compute in float32 where `compute` is set (see
-    `model.float32_modules`).
+    """Names or patterns of modules that compute in float32 if `compute` is set.
+
+    See `model.float32_modules`.
     """
 
     @property
     def reduction(self) -> ReduceDtype | None:
-        """The reduction dtype that results."""
-        return self.reduce or ("float32" if self.compute else None)
+        """Resulting dtype of the gradient reduction."""
+        if self.reduce is None and self.compute:
+            return "float32"
+        return self.reduce
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
         """Leave the dtypes for the technique that shards."""
+        if self.reduction is not None:
+            parts = parts.with_shard(reduce_dtype=dtype_of(self.reduction))
+        if self.compute is None:
+            return parts
         is_float16 = self.compute == "float16"
-        kept = (
-            float32_modules(parts.model, self.float32_modules, is_float16=is_float16)
-            if self.compute
-            else ()
-        )
         return parts.with_shard(
-            float32_modules=kept,
-            compute_dtype=dtype_of(self.compute) if self.compute else None,
-            reduce_dtype=dtype_of(self.reduction) if self.reduction else None,
+            float32_modules=float32_modules(
+                parts.model, self.float32_modules, is_float16=is_float16
+            ),
+            compute_dtype=dtype_of(self.compute),
         )
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
         """Leave the element sizes for the technique that shards."""
-        size = {None: None, "float16": 2, "bfloat16": 2, "float32": 4}
-        compute = size[self.compute]
-        reduce = size[self.reduction]
-        like = np.ones_like(ledger.dp_shard)
-        return ledger.with_(
-            compute_bytes=None if compute is None else like * compute,
-            reduce_bytes=None if reduce is None else like * reduce,
-        )
+        sizes = {"float16": 2, "bfloat16": 2, "float32": 4}
+        if self.compute is not None:
+            ledger = ledger.with_(compute_bytes=np.full_like(ledger.dp_shard, sizes[self.compute]))
+        if self.reduction is not None:
+            ledger = ledger.with_(reduce_bytes=np.full_like(ledger.dp_shard, sizes[self.reduction]))
+        return ledger

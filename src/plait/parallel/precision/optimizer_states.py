@@ -1,15 +1,15 @@
-"""The dtypes of AdamW's two moments, and their bytes: `optimizer.states`.
+"""Dtypes of AdamW's two moments, and their bytes: `optimizer.states`.
 
-    form    first average      second average     bytes of both, a parameter
+    form    first moment       second moment      bytes of both per parameter
     own     parameter's dtype  parameter's dtype  8 (float32)
     bf16    bfloat16           float32            6
     int8    codes of 8 bits    codes of 8 bits    2 + 8 / block
     float8  codes of 8 bits    codes of 8 bits    2 + 8 / block
 
-Codes belong to blocks of consecutive elements of a row with one float32 scale each. The blocks
-follow from a parameter's unsharded shape alone, and no layout cuts one: shards are complete rows,
-and tensor parallelism that would cut a block is refused. States therefore have the same values on
-every layout. Pure; the codes are made in `optim.low_bit_codes`, the step is `optim.low_bit_adam`.
+A block is a number of consecutive elements of a row that share one float32 scale. Blocks follow
+from the unsharded shape of a parameter alone, and no layout cuts one: shards are complete rows, and
+tensor parallelism that would cut a block is refused. States therefore have the same values on every
+layout. `optim.low_bit_codes` makes the codes, and `optim.low_bit_adam` is the step.
 """
 
 from __future__ import annotations
@@ -31,45 +31,68 @@ FIELD = "optimizer.states"
 LARGEST_BLOCK = 256
 SMALLEST_BLOCK = 16
 FEWEST_NUMBERS = 4096
-"""Smaller parameters (norms, biases) keep float32 averages, as in bitsandbytes and torchao."""
+"""Smallest number of elements with codes.
+
+Smaller parameters (norms, biases) keep float32 moments, as in bitsandbytes and torchao.
+"""
 TENSOR_PARALLEL_DEGREE = 8
-"""Up to this power of two, splitting rows over tp cuts no block."""
+"""Largest degree, a power of two, up to which splitting rows over tp cuts no block."""
 _SCALE_BYTES = 4
 
 
 def block_of(shape: Sequence[int]) -> int:
-    """Elements that share a scale: the largest power of two from 16 to 256 that divides an eighth
-    of a row; 0 where a parameter of this unsharded shape keeps float32 moments, because it is
-    small, a vector, or has no such power.
+    """Return the number of elements that share a scale.
+
+    It is the largest power of two from 16 to 256 that divides an eighth of a row. It is 0 if the
+    parameter keeps float32 moments, because it is small, a vector, or has no such power.
+
+    Args:
+        shape: The unsharded shape of a parameter.
     """
     row = prod(shape[1:])
     if len(shape) < 2 or shape[0] * row < FEWEST_NUMBERS:
         return 0
+    # Up to TENSOR_PARALLEL_DEGREE ranks must be able to split a row between two blocks.
     block = LARGEST_BLOCK
     while block >= SMALLEST_BLOCK and row % (TENSOR_PARALLEL_DEGREE * block):
         block //= 2
-    return block if block >= SMALLEST_BLOCK else 0
+    if block < SMALLEST_BLOCK:
+        return 0
+    return block
 
 
 def state_bytes(
     form: str | None, shape: Sequence[int], *, itemsize: int, tensors: int, numel: Any
 ) -> Any:
-    """Bytes of the states of `numel` elements (an int or an array; a multiple of the block size) of
-    a parameter of the unsharded `shape`. `tensors` is how many states an optimizer keeps in the
-    parameter's own dtype.
+    """Return the bytes of the optimizer states of a part of a parameter.
+
+    Args:
+        form: Form of the states, or None for the dtype of the parameter.
+        shape: Unsharded shape of the parameter.
+        itemsize: Bytes of an element of the parameter.
+        tensors: Number of states of an optimizer without a special form.
+        numel: Elements of the part, an int or an array. A multiple of the block size.
     """
-    wide = max(itemsize, 4)
-    block = block_of(shape) if form in CODED else 0
     if form is None:
         return numel * itemsize * tensors
-    if block:
+    wide_itemsize = max(itemsize, 4)
+    if form == "bf16":
+        return numel * (2 + wide_itemsize)
+    block = block_of(shape)
+    if form in CODED and block:
         return 2 * (numel + numel // block * _SCALE_BYTES)
-    return numel * (2 + wide if form == "bf16" else 2 * wide)
+    return numel * 2 * wide_itemsize
 
 
 def refuse_cut_blocks(form: str | None, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raise ConfigError where tensor parallelism splits rows inside of a block. Looks at shapes and
-    placements only.
+    """Refuse tensor parallelism that splits rows inside of a block.
+
+    Args:
+        form: Form of the states.
+        named: Parameters by name. Only their shapes and placements are read.
+
+    Raises:
+        ConfigError: A parameter has such a block.
     """
     if form not in CODED:
         return
@@ -79,10 +102,12 @@ def refuse_cut_blocks(form: str | None, named: Iterable[tuple[str, torch.Tensor]
         if not block or not isinstance(parameter, DTensor):
             continue
         for axis, placement in enumerate(parameter.placements):
+            # A split along the first dimension leaves complete rows.
             if not placement.is_shard() or placement.dim == 0:  # type: ignore[attr-defined]
                 continue
             size = parameter.device_mesh.size(axis)
             row = prod(parameter.shape[1:])
+            # Only an even split of the second dimension leaves equal and contiguous parts of rows.
             even = placement.dim == 1 and parameter.shape[1] % size == 0  # type: ignore[attr-defined]
             if not even or row // size % block:
                 rule = (

@@ -1,6 +1,4 @@
-"""The computations of a pipeline and the messages between its stages: what each needs, and what it
-produces.
-"""
+"""Computations of a pipeline and messages between its stages, with their dependencies."""
 
 from __future__ import annotations
 
@@ -10,23 +8,26 @@ from typing import NamedTuple
 
 
 class Kind(StrEnum):
-    """What is computed. A backward is either unsplit (B) or split in two, so that the second half
-    can fill a bubble.
+    """Kind of a computation.
+
+    A backward is either unsplit (B), or split in two (I and W) so that the second half can fill a
+    bubble.
     """
 
     FORWARD = "F"
     BACKWARD = "B"
-    """The gradients of the stage's input and of its weights."""
+    """Gradients of the stage's input and of its weights."""
     INPUT = "I"
-    """The gradient of the stage's input alone: what the stage before waits for."""
+    """Gradient of the stage's input alone, which the previous stage waits for."""
     WEIGHT = "W"
-    """The gradients of the stage's weights, some time after I."""
+    """Gradients of the stage's weights, some time after I."""
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One computation of one stage on one micro-batch. Printed as `2F0`: stage 2, forward,
-    micro-batch 0.
+    """Computation of a stage on a micro-batch.
+
+    It is printed as `2F0`: stage 2, forward, micro-batch 0.
     """
 
     stage: int
@@ -38,16 +39,16 @@ class Action:
 
 
 class Payload(StrEnum):
-    """What passes between two neighbouring stages."""
+    """Kind of a tensor that a stage sends to a neighbouring stage."""
 
     ACTIVATION = "activation"
-    """The output of a forward, for the stage after."""
+    """Output of a forward, for the next stage."""
     GRADIENT = "gradient"
-    """The gradient of a stage's input, for the stage before."""
+    """Gradient of a stage's input, for the previous stage."""
 
 
 class Message(NamedTuple):
-    """A payload, the stage that produces it, and the micro-batch."""
+    """Payload, the stage that produces it, and its micro-batch."""
 
     payload: Payload
     stage: int
@@ -58,49 +59,59 @@ class Message(NamedTuple):
 
 
 class Numbered:
-    """Messages of a pipeline as whole numbers from 0: to look one up in a list is several times
-    faster than in a set, and tables have tens of thousands.
+    """Numbers the messages of a pipeline from 0.
+
+    A lookup in a list is several times faster than in a set, and tables have tens of thousands of
+    messages.
     """
 
     def __init__(self, *, stages: int, microbatches: int) -> None:
         self._microbatches = microbatches
         self._stages = stages
         self.gradients = stages * microbatches
-        """The first of the gradients; activations are before."""
+        """Number of the first gradient. Activations come before it."""
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """Number of messages."""
         return 2 * self.gradients
 
     def needed_by(self, action: Action) -> tuple[int, ...]:
-        """What must exist before a computation can start: the stage's own earlier result first,
-        then its neighbour's.
+        """Return the messages that must exist before a computation can start.
+
+        The stage's earlier result comes first, and that of its neighbour second.
         """
-        at = action.stage * self._microbatches + action.microbatch
+        index = action.stage * self._microbatches + action.microbatch
         kind = action.kind
         if kind is Kind.FORWARD:
-            return (at - self._microbatches,) if action.stage else ()
+            # The first stage reads the batch.
+            if action.stage == 0:
+                return ()
+            return (index - self._microbatches,)
+        # The second half of a backward needs the first half of the same stage only.
         if kind is Kind.WEIGHT:
-            return (self.gradients + at,)
-        return (
-            (at, self.gradients + at + self._microbatches)
-            if action.stage < self._stages - 1
-            else (at,)
-        )
+            return (self.gradients + index,)
+        # The last stage computes the loss, so no other stage sends it a gradient.
+        if action.stage == self._stages - 1:
+            return (index,)
+        return (index, self.gradients + index + self._microbatches)
 
     def produced_by(self, action: Action) -> int | None:
-        """What a computation sends; None for W, for which nothing waits."""
+        """Return the message that a computation produces, or None for W, which produces none."""
         if action.kind is Kind.WEIGHT:
             return None
-        at = action.stage * self._microbatches + action.microbatch
-        return at if action.kind is Kind.FORWARD else self.gradients + at
+        index = action.stage * self._microbatches + action.microbatch
+        if action.kind is Kind.FORWARD:
+            return index
+        return self.gradients + index
 
     def stage(self, number: int) -> int:
-        """The stage that produces a message."""
+        """Return the stage that produces a message."""
         return number % self.gradients // self._microbatches
 
     def message(self, number: int) -> Message:
-        """The message that a number stands for."""
-        payload = Payload.ACTIVATION if number < self.gradients else Payload.GRADIENT
+        """Return the message of a number."""
+        payload = Payload.GRADIENT
+        if number < self.gradients:
+            payload = Payload.ACTIVATION
         return Message(payload, self.stage(number), number % self._microbatches)

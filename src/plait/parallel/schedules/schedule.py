@@ -1,15 +1,14 @@
-"""Pipeline schedules as tables: which computation every pp rank does, in which order. Nothing here
-runs a model.
+"""Pipeline schedules as tables: the order of computations of every pp rank.
 
-The runtime, the simulator (`timeline.py`), the drawing and the tests read the same `Schedule`.
-GPipe and 1F1B are written here; the others come from torch's own generators, without a process
-group. Every table that `make_schedule` returns has passed `Schedule.check`: each stage does each
-micro-batch forward and backward exactly once, and no rank waits for ever.
+The runtime, the simulator (`timeline`), the drawing and the tests read the same `Schedule`. GPipe
+and 1F1B are generated here, and the others by torch's generators, without a process group. Every
+table that `make_schedule` returns has passed `Schedule.check`: each stage runs each micro-batch
+forward and backward exactly once, and no rank waits forever.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from types import MappingProxyType
@@ -22,19 +21,17 @@ from plait.parallel.schedules.actions import Action, Kind, Message, Numbered, Pa
 
 @dataclass(frozen=True)
 class Schedule:
-    """A table of computations. Moving tensors between ranks is not in it: `messages` derives
-    that.
-    """
+    """Table of computations. `messages` derives the transfers between ranks from it."""
 
     name: str
     pp: int
     """Number of pipeline ranks."""
     microbatches: int
-    """Micro-batches of one optimizer step."""
+    """Micro-batches per optimizer step."""
     stage_ranks: tuple[int, ...]
-    """The pp rank of each stage; its length is the number of stages."""
+    """Rank of each stage over pp."""
     ranks: tuple[tuple[Action, ...], ...]
-    """What each pp rank does, in order."""
+    """Computations of each pp rank, in order."""
 
     @property
     def stages(self) -> int:
@@ -42,17 +39,21 @@ class Schedule:
         return len(self.stage_ranks)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages on a pp rank, first stage of the model first."""
+        """Return the stages on a pp rank, in the order of the model."""
         return tuple(stage for stage, at in enumerate(self.stage_ranks) if at == rank)
 
     @property
     def splits_backward(self) -> bool:
-        """Whether some backward is done as I and W, so that a runtime must be able to halve it."""
+        """True if a backward is split into I and W, which a runtime must support."""
         return any(action.kind in (Kind.INPUT, Kind.WEIGHT) for row in self.ranks for action in row)
 
     def check(self) -> None:
-        """Raise InputError unless this table can be run: complete, every action once and on its
-        stage's rank, no rank waiting for ever.
+        """Check that the table can be run.
+
+        It must be complete, with every action once and on its stage's rank, and without a deadlock.
+
+        Raises:
+            InputError: It names what is wrong.
         """
         _check_shape(self)
         _check_counts(self)
@@ -60,10 +61,10 @@ class Schedule:
             pass
 
 
-def _malformed(schedule: Schedule, what: str) -> InputError:
+def _malformed(schedule: Schedule, problem: str) -> InputError:
     return InputError(
         f"schedule {schedule.name} with pp {schedule.pp} and {schedule.microbatches} micro-batches:"
-        f" {what}"
+        f" {problem}"
     )
 
 
@@ -97,122 +98,136 @@ _COMPLETE = ({Kind.FORWARD, Kind.BACKWARD}, {Kind.FORWARD, Kind.INPUT, Kind.WEIG
 
 
 def _check_counts(schedule: Schedule) -> None:
-    found: dict[tuple[int, int], set[Kind]] = {}
+    kinds_of: dict[tuple[int, int], set[Kind]] = {}
     for row in schedule.ranks:
         for action in row:
-            kinds = found.setdefault((action.stage, action.microbatch), set())
+            kinds = kinds_of.setdefault((action.stage, action.microbatch), set())
             if action.kind in kinds:
                 raise _malformed(schedule, f"{action} is done twice")
             kinds.add(action.kind)
     for stage in range(schedule.stages):
         for microbatch in range(schedule.microbatches):
-            kinds = found.get((stage, microbatch), set())
+            kinds = kinds_of.get((stage, microbatch), set())
             if kinds not in _COMPLETE:
-                has = ", ".join(sorted(kinds)) or "nothing"
+                names = ", ".join(sorted(kinds)) or "nothing"
                 raise _malformed(
                     schedule,
-                    f"stage {stage} does {has} of micro-batch {microbatch}; it must do F, and"
+                    f"stage {stage} does {names} of micro-batch {microbatch}; it must do F, and"
                     " either B or both I and W",
                 )
 
 
 def in_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
-    """Every (rank, action) in an order in which the table can be run: each rank in its own order,
-    each action after all that it needs.
+    """Yield every (rank, action) in an order in which the table can be run.
 
-    A rank goes on until it must wait for another. Raises InputError, naming what each rank waits
-    for, where all ranks wait.
+    Each rank keeps its order, and each action comes after all that it needs. A rank continues until
+    it must wait for another one.
+
+    Raises:
+        InputError: All ranks wait. It names what each rank waits for.
     """
     numbered = Numbered(stages=schedule.stages, microbatches=schedule.microbatches)
     done = bytearray(numbered.size)
-    at = [0] * len(schedule.ranks)
+    positions = [0] * len(schedule.ranks)
+    # Ranks that wait for each message. They are looked at again when it exists, so that the loop
+    # is linear in the size of the table.
     waiting: dict[int, list[int]] = {}
     ready = list(reversed(range(len(schedule.ranks))))
     while ready:
         rank = ready.pop()
         row = schedule.ranks[rank]
-        while at[rank] < len(row):
-            action = row[at[rank]]
+        while positions[rank] < len(row):
+            action = row[positions[rank]]
             missing = None
-            for need in numbered.needed_by(action):
-                if not done[need]:
-                    missing = need
+            for message in numbered.needed_by(action):
+                if not done[message]:
+                    missing = message
                     break
             if missing is not None:
                 waiting.setdefault(missing, []).append(rank)
                 break
+
             yield rank, action
-            at[rank] += 1
-            made = numbered.produced_by(action)
-            if made is not None:
-                done[made] = 1
-                if made in waiting:
-                    ready.extend(waiting.pop(made))
+            positions[rank] += 1
+            produced = numbered.produced_by(action)
+            if produced is not None:
+                done[produced] = 1
+                ready.extend(waiting.pop(produced, ()))
+
     if waiting:
         stuck = [
-            f"rank {rank} at {schedule.ranks[rank][at[rank]]} for {numbered.message(number)}"
+            f"rank {rank} at {schedule.ranks[rank][positions[rank]]} for {numbered.message(number)}"
             for number, ranks in waiting.items()
             for rank in ranks
         ]
-        more = f" (and {len(stuck) - 4} more)" if len(stuck) > 4 else ""
+        more = ""
+        if len(stuck) > 4:
+            more = f" (and {len(stuck) - 4} more)"
         raise _malformed(schedule, f"ranks deadlock: {'; '.join(stuck[:4])}{more}")
 
 
 def messages(schedule: Schedule) -> dict[tuple[int, int], tuple[Message, ...]]:
-    """What every (source, destination) pair of ranks passes on, in the order in which the source
-    produces it.
+    """Return the messages of every (source, destination) pair of ranks.
 
-    Receives posted in this order match the sends. Stages on the same rank pass nothing, and pairs
-    without messages are left out.
+    They are in the order in which the source produces them, so receives posted in this order match
+    the sends. Pairs without messages are left out, and stages on the same rank send none.
     """
     numbered = Numbered(stages=schedule.stages, microbatches=schedule.microbatches)
-    found: dict[tuple[int, int], list[Message]] = {}
+    messages_of: dict[tuple[int, int], list[Message]] = {}
     for rank, row in enumerate(schedule.ranks):
         for action in row:
-            made = numbered.produced_by(action)
-            if made is None:
+            produced = numbered.produced_by(action)
+            if produced is None:
                 continue
-            message = numbered.message(made)
+            message = numbered.message(produced)
             to = destination(schedule, message)
             if to is not None:
-                found.setdefault((rank, to), []).append(message)
-    return {pair: tuple(found[pair]) for pair in sorted(found)}
+                messages_of.setdefault((rank, to), []).append(message)
+    return {pair: tuple(messages_of[pair]) for pair in sorted(messages_of)}
 
 
 def destination(schedule: Schedule, message: Message) -> int | None:
-    """The other rank that a message goes to; None at the end of the pipeline and where the next
-    stage is on the same rank.
+    """Return the other rank that receives a message.
+
+    The result is None at the end of the pipeline, and if the next stage is on the same rank.
     """
-    reader = message.stage + (1 if message.payload is Payload.ACTIVATION else -1)
-    if (
-        not 0 <= reader < schedule.stages
-        or schedule.stage_ranks[reader] == schedule.stage_ranks[message.stage]
-    ):
+    if message.payload is Payload.ACTIVATION:
+        receiver = message.stage + 1
+    else:
+        receiver = message.stage - 1
+    if not 0 <= receiver < schedule.stages:
         return None
-    return schedule.stage_ranks[reader]
+    rank = schedule.stage_ranks[receiver]
+    if rank == schedule.stage_ranks[message.stage]:
+        return None
+    return rank
 
 
 @dataclass(frozen=True)
 class ScheduleSpec:
-    """What is known of a schedule by its name."""
+    """Properties of a schedule that its name determines."""
 
     summary: str
     stages_per_rank: tuple[int, int | None]
-    """The fewest and the most stages a rank may have; None for any number."""
+    """Fewest and most stages per rank. None: any number."""
     placement: Literal["loop", "v"] = "loop"
-    """`loop`: stage s is on rank s % pp. `v`: stages s and 2 pp - 1 - s are on rank s, so that rank
-    0 has both ends.
+    """Placement of the stages.
+
+    `loop`: stage s is on rank s % pp. `v`: stages s and 2 pp - 1 - s are on rank s, so that rank 0
+    has both ends.
     """
     generator: str | None = None
-    """The class of torch that makes the table; None where it is made here."""
+    """Class of torch that generates the table, or None for a generator of this module."""
     splits_backward: bool = False
-    """Whether gradients of weights are computed apart from those of inputs."""
+    """True if gradients of weights are computed separately from those of inputs."""
 
     @property
     def default_stages_per_rank(self) -> int:
-        """The only choice where there is one, otherwise 2."""
+        """The only possible number of stages per rank, or otherwise 2."""
         fewest, most = self.stages_per_rank
-        return fewest if most == fewest else 2
+        if most == fewest:
+            return fewest
+        return 2
 
 
 SCHEDULES: Mapping[str, ScheduleSpec] = MappingProxyType(
@@ -226,13 +241,13 @@ SCHEDULES: Mapping[str, ScheduleSpec] = MappingProxyType(
             (1, 1),
         ),
         "interleaved-1f1b": ScheduleSpec(
-            "1F1B over several stages a rank: the bubble divided by their number, for as many times"
-            " the messages",
+            "1F1B over several stages per rank: the bubble divided by their number, for as many"
+            " times the messages",
             (2, None),
             generator="ScheduleInterleaved1F1B",
         ),
         "looped-bfs": ScheduleSpec(
-            "GPipe over several stages a rank: one stage after the other, all micro-batches in a"
+            "GPipe over several stages per rank: one stage after the other, all micro-batches in a"
             " row on each",
             (1, None),
             generator="ScheduleLoopedBFS",
@@ -260,22 +275,29 @@ SCHEDULES: Mapping[str, ScheduleSpec] = MappingProxyType(
         ),
     }
 )
-"""Name to what is known of the schedule."""
+"""Properties of each schedule by its name."""
 
 
 def make_schedule(
     name: str, *, pp: int, microbatches: int, stages_per_rank: int | None = None
 ) -> Schedule:
-    """The checked table of a schedule. `stages_per_rank` None takes the schedule's default: 1, or 2
-    where it takes several.
+    """Return the checked table of a schedule.
 
-    Raises ConfigError, with what works instead, where the schedule does not exist for these
-    numbers.
+    Args:
+        name: Name in SCHEDULES.
+        pp: Number of pipeline ranks.
+        microbatches: Micro-batches per step.
+        stages_per_rank: Stages per rank, or None for the default of the schedule.
+
+    Raises:
+        ConfigError: The schedule does not exist for these numbers. It says what works instead.
     """
     spec = SCHEDULES.get(name)
     if spec is None:
-        near = get_close_matches(name.lower().replace("_", "-"), SCHEDULES, n=1, cutoff=0.5)
-        remedy = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(SCHEDULES)}"
+        matches = get_close_matches(name.lower().replace("_", "-"), SCHEDULES, n=1, cutoff=0.5)
+        remedy = f"use one of {', '.join(SCHEDULES)}"
+        if matches:
+            remedy = f"did you mean {matches[0]!r}?"
         raise ConfigError(
             Problem(
                 "parallel.pipeline.schedule",
@@ -284,12 +306,17 @@ def make_schedule(
                 remedy,
             )
         )
-    each = spec.default_stages_per_rank if stages_per_rank is None else stages_per_rank
-    problems = problems_of(name, pp=pp, microbatches=microbatches, stages_per_rank=each)
+    if stages_per_rank is None:
+        stages_per_rank = spec.default_stages_per_rank
+    problems = problems_of(name, pp=pp, microbatches=microbatches, stages_per_rank=stages_per_rank)
     if problems:
         raise ConfigError(*problems)
     schedule = Schedule(
-        name, pp, microbatches, _placed(spec, pp, each), _rows(name, pp, microbatches, each)
+        name,
+        pp,
+        microbatches,
+        _stage_ranks(spec, pp, stages_per_rank),
+        _rows(name, pp, microbatches, stages_per_rank),
     )
     schedule.check()
     return schedule
@@ -298,45 +325,50 @@ def make_schedule(
 def row_of(
     name: str, *, pp: int, microbatches: int, stages_per_rank: int, rank: int
 ) -> tuple[Action, ...]:
-    """One rank's row of the table that `make_schedule` returns for the same numbers, which are not
-    checked again; without the others it is made in a fraction of the time.
+    """Return the row of one rank of the table of `make_schedule`.
+
+    The numbers are not checked again. Without the other rows it is generated in a fraction of the
+    time.
     """
     return _rows(name, pp, microbatches, stages_per_rank, only=rank)[rank]
 
 
 def _rows(
-    name: str, pp: int, microbatches: int, each: int, *, only: int | None = None
+    name: str, pp: int, microbatches: int, stages_per_rank: int, *, only: int | None = None
 ) -> tuple[tuple[Action, ...], ...]:
+    """Return the rows of all ranks. With `only`, the rows of other ranks are empty."""
     generator = SCHEDULES[name].generator
+    rows: list[tuple[Action, ...]] = [()] * pp
+    ranks: Sequence[int] = range(pp)
+    if only is not None:
+        ranks = (only,)
     if generator is None:
-        return tuple(
-            tuple(_WRITTEN_HERE[name](rank, pp, microbatches)) if only in (None, rank) else ()
-            for rank in range(pp)
-        )
+        for rank in ranks:
+            rows[rank] = tuple(_GENERATORS[name](rank, pp, microbatches))
+        return tuple(rows)
+
     table = schedule_actions(
-        generator, pp=pp, stages_per_rank=each, microbatches=microbatches, only=only
+        generator, pp=pp, stages_per_rank=stages_per_rank, microbatches=microbatches, only=only
     )
-    return tuple(
-        (
-            tuple(Action(stage, Kind(kind), microbatch) for stage, kind, microbatch in row)
-            if only in (None, rank)
-            else ()
+    for rank in ranks:
+        rows[rank] = tuple(
+            Action(stage, Kind(kind), microbatch) for stage, kind, microbatch in table[rank]
         )
-        for rank, row in enumerate(table)
-    )
+    return tuple(rows)
 
 
 def problems_of(
     name: str, *, pp: int, microbatches: int, stages_per_rank: int
 ) -> tuple[Problem, ...]:
-    """Why a schedule of SCHEDULES does not exist for these numbers; empty where it does. Makes no
-    table.
+    """Return the reasons why a schedule of SCHEDULES does not exist for these numbers.
+
+    The result is empty if it exists. No table is generated.
     """
     return tuple(_problems(name, SCHEDULES[name], pp, microbatches, stages_per_rank))
 
 
 def _problems(
-    name: str, spec: ScheduleSpec, pp: int, microbatches: int, each: int
+    name: str, spec: ScheduleSpec, pp: int, microbatches: int, stages_per_rank: int
 ) -> Iterator[Problem]:
     if pp < 1:
         yield Problem("parallel.pp", pp, "a pipeline has at least 1 rank", "use 1 or more")
@@ -348,20 +380,28 @@ def _problems(
             "use 1 or more",
         )
     fewest, most = spec.stages_per_rank
-    if each < fewest or (most is not None and each > most):
-        allowed = f"exactly {fewest}" if fewest == most else f"at least {fewest}"
-        others = ", ".join(
+    if stages_per_rank < fewest or (most is not None and stages_per_rank > most):
+        allowed = f"at least {fewest}"
+        if fewest == most:
+            allowed = f"exactly {fewest}"
+
+        remedy = f"use {fewest}"
+        if most is None:
+            remedy += " or more"
+        alternatives = [
             other
-            for other, it in SCHEDULES.items()
-            if it.stages_per_rank[0] <= each <= (it.stages_per_rank[1] or each)
-        )
-        remedy = (
-            f"use {fewest}"
-            + (" or more" if most is None else "")
-            + (f", or one of {others}" if others else "")
-        )
+            for other, other_spec in SCHEDULES.items()
+            if other_spec.stages_per_rank[0]
+            <= stages_per_rank
+            <= (other_spec.stages_per_rank[1] or stages_per_rank)
+        ]
+        if alternatives:
+            remedy += f", or one of {', '.join(alternatives)}"
         yield Problem(
-            "parallel.pipeline.stages_per_rank", each, f"{name} has {allowed} on a rank", remedy
+            "parallel.pipeline.stages_per_rank",
+            stages_per_rank,
+            f"{name} has {allowed} on a rank",
+            remedy,
         )
     elif pp >= 1 and microbatches >= 1:
         yield from _MICROBATCHES.get(name, _any_number)(name, pp, microbatches)
@@ -371,8 +411,8 @@ def _any_number(name: str, pp: int, microbatches: int) -> Iterator[Problem]:
     yield from ()
 
 
-def _whole_rounds(name: str, pp: int, microbatches: int) -> Iterator[Problem]:
-    """Torch cuts the micro-batches into m // pp rounds (at least one) of equal size."""
+def _equal_rounds(name: str, pp: int, microbatches: int) -> Iterator[Problem]:
+    """Refuse numbers that torch cannot divide into m // pp (at least one) equal rounds."""
 
     def works(count: int) -> bool:
         return count % max(1, count // pp) == 0
@@ -401,39 +441,45 @@ def _at_least_stages(name: str, pp: int, microbatches: int) -> Iterator[Problem]
 
 _MICROBATCHES: Mapping[str, Callable[[str, int, int], Iterator[Problem]]] = MappingProxyType(
     {
-        "interleaved-1f1b": _whole_rounds,
-        "interleaved-zero-bubble": _whole_rounds,
+        "interleaved-1f1b": _equal_rounds,
+        "interleaved-zero-bubble": _equal_rounds,
         "dualpipev": _at_least_stages,
     }
 )
 
 
-def _placed(spec: ScheduleSpec, pp: int, each: int) -> tuple[int, ...]:
+def _stage_ranks(spec: ScheduleSpec, pp: int, stages_per_rank: int) -> tuple[int, ...]:
     if spec.placement == "v":
         return (*range(pp), *reversed(range(pp)))
-    return tuple(range(pp)) * each
+    return tuple(range(pp)) * stages_per_rank
 
 
 def _gpipe(rank: int, pp: int, microbatches: int) -> Iterator[Action]:
-    """Huang et al. 2019, arXiv:1811.06965."""
+    """Yield the row of a rank: all forwards, and then all backwards.
+
+    Huang et al. 2019, arXiv:1811.06965.
+    """
     for kind in (Kind.FORWARD, Kind.BACKWARD):
         for microbatch in range(microbatches):
             yield Action(rank, kind, microbatch)
 
 
 def _one_forward_one_backward(rank: int, pp: int, microbatches: int) -> Iterator[Action]:
-    """PipeDream-Flush, Narayanan et al. 2021, arXiv:2104.04473: a rank runs ahead by one forward
-    for every rank behind it.
+    """Yield the row of a rank, which runs ahead by one forward per rank behind it.
+
+    PipeDream-Flush, Narayanan et al. 2021, arXiv:2104.04473.
     """
+    # Fill the pipeline.
     ahead = min(microbatches, pp - 1 - rank)
     for microbatch in range(ahead):
         yield Action(rank, Kind.FORWARD, microbatch)
+    # One forward and one backward in turn. In the end only backwards are left.
     for microbatch in range(microbatches):
         if ahead + microbatch < microbatches:
             yield Action(rank, Kind.FORWARD, ahead + microbatch)
         yield Action(rank, Kind.BACKWARD, microbatch)
 
 
-_WRITTEN_HERE: Mapping[str, Callable[[int, int, int], Iterator[Action]]] = MappingProxyType(
+_GENERATORS: Mapping[str, Callable[[int, int, int], Iterator[Action]]] = MappingProxyType(
     {"gpipe": _gpipe, "1f1b": _one_forward_one_backward}
 )

@@ -1,10 +1,9 @@
-"""When every computation of a schedule runs, given how long each takes: the idle part of the step
-and the activations held.
+"""Simulation of a pipeline schedule: the idle part of a step, and the activations held.
 
-Iterates over the same table as the runtime, with one assumption a line: a rank computes one action
-at a time, in its order; a message starts when its producer ends and the link is free, and takes no
-time of either rank (communication overlaps with computation); what a rank receives waits without
-limit. Stages may differ in cost. Units are the caller's.
+It reads the same table as the runtime, with these assumptions. A rank computes one action at a
+time, in its order. A message starts when its producer ends and the link is free, and takes no time
+of either rank, because communication overlaps with computation. Received messages wait without
+limit. Stages may differ in cost. The caller chooses the unit of time.
 """
 
 from __future__ import annotations
@@ -19,22 +18,21 @@ from plait.parallel.schedules.schedule import Schedule, destination, in_order
 
 @dataclass(frozen=True)
 class Durations:
-    """How long one micro-batch takes on each stage, and across each boundary between neighbouring
-    stages.
-    """
+    """Durations of one micro-batch on each stage, and across each boundary between stages."""
 
     forward: tuple[float, ...]
     input: tuple[float, ...]
-    """The gradient of the input alone."""
+    """Durations of the gradient of the input alone."""
     weight: tuple[float, ...]
-    """The gradients of the weights alone. An unsplit backward takes input + weight."""
+    """Durations of the gradients of the weights alone. An unsplit backward takes input + weight."""
     send: tuple[float, ...]
-    """Entry s: a message between stages s and s + 1, either way. Not used where both are on one
-    rank.
+    """Durations of a message between stages s and s + 1, in either direction.
+
+    Not used if both are on one rank.
     """
 
     def of(self, action: Action) -> float:
-        """How long one action takes."""
+        """Return the duration of an action."""
         stage = action.stage
         if action.kind is Kind.FORWARD:
             return self.forward[stage]
@@ -53,23 +51,30 @@ def even(
     weight: float = 1.0,
     send: float = 0.0,
 ) -> Durations:
-    """Stages of equal cost. `forward`, `input` and `weight` are what all stages of a rank take
-    together for one micro-batch, so that schedules with different numbers of stages do the same
-    work; `send` is one message.
+    """Return the durations of stages of equal cost.
+
+    Schedules with different numbers of stages do the same work.
+
+    Args:
+        schedule: The schedule.
+        forward: Duration of a forward of all stages of a rank together, per micro-batch.
+        input: The same of the gradients of inputs.
+        weight: The same of the gradients of weights.
+        send: Duration of a message.
     """
-    each = schedule.stages // schedule.pp
+    stages_per_rank = schedule.stages // schedule.pp
     stages = schedule.stages
     return Durations(
-        (forward / each,) * stages,
-        (input / each,) * stages,
-        (weight / each,) * stages,
+        (forward / stages_per_rank,) * stages,
+        (input / stages_per_rank,) * stages,
+        (weight / stages_per_rank,) * stages,
         (send,) * (stages - 1),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An action and when it runs."""
+    """Action with its start and end."""
 
     action: Action
     start: float
@@ -78,7 +83,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A message in flight from one rank to another."""
+    """Message in flight from one rank to another."""
 
     message: Message
     source: int
@@ -89,38 +94,40 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step, from the start of the first action at 0 to the end of the last."""
+    """Times of a step, from the start of the first action at 0 to the end of the last one."""
 
     schedule: Schedule
     ranks: tuple[tuple[Span, ...], ...]
-    """What each pp rank does, in order."""
+    """Actions of each pp rank, in order."""
     transfers: tuple[Transfer, ...] = ()
-    """What passes between ranks; those of one pair are in order."""
+    """Messages between ranks. Those of a pair are in order."""
 
     @property
     def total(self) -> float:
-        """When the last rank ends."""
+        """End of the last action."""
         return max(row[-1].end for row in self.ranks)
 
     def busy(self, rank: int) -> float:
-        """How long a rank computes."""
+        """Return the time for which a rank computes."""
         return sum(span.end - span.start for span in self.ranks[rank])
 
     def bubble(self, rank: int) -> float:
-        """The part of the step in which a rank computes nothing, 0 to 1."""
-        return 1 - self.busy(rank) / self.total if self.total else 0.0
+        """Return the share of the step, from 0 to 1, in which a rank does not compute."""
+        if not self.total:
+            return 0.0
+        return 1 - self.busy(rank) / self.total
 
     @property
     def bubble_overall(self) -> float:
-        """The mean of the ranks' bubbles: the part of all ranks' time that is idle."""
+        """Mean of the bubbles of all ranks, the idle share of their time."""
         return sum(self.bubble(rank) for rank in range(len(self.ranks))) / len(self.ranks)
 
 
 def simulate(schedule: Schedule, durations: Durations) -> Timeline:
-    """Run the table. Messages of one (source, destination) pair go one after another, in the order
-    of `schedule.messages`.
+    """Run the table. Messages of a pair of ranks are sent one after another, in their order.
 
-    Raises InputError for durations of another number of stages or below 0.
+    Raises:
+        InputError: `durations` has another number of stages, or a duration below 0.
     """
     _check(schedule, durations)
     rows: list[list[Span]] = [[] for _ in schedule.ranks]
@@ -128,25 +135,37 @@ def simulate(schedule: Schedule, durations: Durations) -> Timeline:
     numbered = Numbered(stages=schedule.stages, microbatches=schedule.microbatches)
     free = [0.0] * len(schedule.ranks)
     link_free: dict[tuple[int, int], float] = {}
-    ready = [0.0] * numbered.size  # when its producer has it
-    arrived = [0.0] * numbered.size  # when the neighbouring stage has it
+    # Times at which the producer and the receiver of each message have it.
+    ready = [0.0] * numbered.size
+    arrived = [0.0] * numbered.size
     for rank, action in in_order(schedule):
+        # Results of the stage itself need no message.
         start = free[rank]
-        for need in numbered.needed_by(action):
-            start = max(start, (ready if numbered.stage(need) == action.stage else arrived)[need])
-        end = free[rank] = start + durations.of(action)
+        for needed in numbered.needed_by(action):
+            if numbered.stage(needed) == action.stage:
+                start = max(start, ready[needed])
+            else:
+                start = max(start, arrived[needed])
+        end = start + durations.of(action)
+        free[rank] = end
         rows[rank].append(Span(action, start, end))
-        made = numbered.produced_by(action)
-        if made is None:
+
+        produced = numbered.produced_by(action)
+        if produced is None:
             continue
-        ready[made] = arrived[made] = end
-        message = numbered.message(made)
+        ready[produced] = end
+        arrived[produced] = end
+        message = numbered.message(produced)
         to = destination(schedule, message)
         if to is not None:
-            boundary = message.stage if action.kind is Kind.FORWARD else message.stage - 1
-            begins = max(end, link_free.get((rank, to), 0.0))
-            link_free[rank, to] = arrived[made] = begins + durations.send[boundary]
-            transfers.append(Transfer(message, rank, to, begins, arrived[made]))
+            boundary = message.stage - 1
+            if action.kind is Kind.FORWARD:
+                boundary = message.stage
+            begin = max(end, link_free.get((rank, to), 0.0))
+            arrival = begin + durations.send[boundary]
+            link_free[rank, to] = arrival
+            arrived[produced] = arrival
+            transfers.append(Transfer(message, rank, to, begin, arrival))
     return Timeline(schedule, tuple(tuple(row) for row in rows), tuple(transfers))
 
 
@@ -172,17 +191,25 @@ def _check(schedule: Schedule, durations: Durations) -> None:
 
 
 def peak_in_flight(schedule: Schedule, *, held: Sequence[float] | None = None) -> tuple[float, ...]:
-    """The most that every pp rank holds of activations at one moment. A forward holds `held[stage]`
-    from its start to the end of its backward, with a split backward to the end of W.
+    """Return the most activations that every pp rank holds at one moment.
 
-    `held` left out: 1 / (stages a rank), so that the result counts micro-batches through all stages
-    of a rank. Give bytes for bytes, or 1 for each stage to count single stages. A rank does one
-    thing at a time, so the order of its actions decides; durations do not.
+    A forward holds `held[stage]` from its start to the end of its backward, or of W if the backward
+    is split. A rank runs one action at a time, so the order of its actions decides, and durations
+    do not matter.
+
+    Args:
+        schedule: The schedule.
+        held: What a forward of each stage holds, e.g. in bytes. By default 1 / (stages per rank),
+            so that the result counts micro-batches through all stages of a rank.
+
+    Raises:
+        InputError: `held` has another number of stages.
     """
-    size = tuple(held) if held is not None else (schedule.pp / schedule.stages,) * schedule.stages
-    if len(size) != schedule.stages:
+    if held is None:
+        held = (schedule.pp / schedule.stages,) * schedule.stages
+    if len(held) != schedule.stages:
         raise InputError(
-            f"held has {len(size)} values; {schedule.name} with {schedule.stages} stages needs"
+            f"held has {len(held)} values; {schedule.name} with {schedule.stages} stages needs"
             f" {schedule.stages}"
         )
     peaks = []
@@ -192,7 +219,8 @@ def peak_in_flight(schedule: Schedule, *, held: Sequence[float] | None = None) -
         for action in row:
             if action.kind is Kind.FORWARD:
                 counts[action.stage] += 1
-                peak = max(peak, sum(count * size[stage] for stage, count in counts.items()))
+                peak = max(peak, sum(count * held[stage] for stage, count in counts.items()))
+            # A split backward holds the activations until W.
             elif action.kind is not Kind.INPUT:
                 counts[action.stage] -= 1
         peaks.append(peak)

@@ -1,4 +1,4 @@
-"""Cross entropy over logits that are split along the vocabulary: the full logits are never built.
+"""Cross entropy over logits that are split along the vocabulary, without the full logits.
 
 Three elements per token are sent: the largest logit, then the sum of exponentials together with the
 target's logit.
@@ -19,21 +19,29 @@ from plait.comm.collectives import shard_range
 def vocab_parallel_cross_entropy(
     logits: DTensor, targets: torch.Tensor, *, ignored: int
 ) -> torch.Tensor:
-    """Sum over tokens of the cross entropy; 0-dimensional, the same on every rank of the tp axis.
+    """Return the sum of the cross entropy over tokens, the same on every rank of tp. Collective.
 
-    `logits` [..., vocab] over a one-dimensional mesh, split along the last dimension; any other way
-    they are laid out, they are split so first. `targets` [...] int64, `ignored` ones count for
-    nothing. Computed in float32, in float64 for float64 logits.
+    It is computed in float32, or in float64 for float64 logits.
+
+    Args:
+        logits: [..., vocab] over a one-dimensional mesh. Logits with another placement are first
+            split along the last dimension.
+        targets: [...] int64.
+        ignored: Target of tokens that do not count.
+
+    Returns:
+        A 0-dimensional tensor.
     """
     last = Shard(logits.ndim - 1)
-    # an operator after the head (a log_softmax) may have gathered them, or made them parts of a
-    # sum
+    # An operator after the head (a log_softmax) may have gathered them, or made them partial sums.
     if logits.placements != (last,):
         logits = logits.redistribute(placements=[last])
     local = logits.to_local()
     group = logits.device_mesh.get_group()
     start, _ = shard_range(logits.shape[-1], group)
-    wide = local if local.dtype == torch.float64 else local.float()
+    wide = local
+    if local.dtype != torch.float64:
+        wide = local.float()
     return _CrossEntropy.apply(wide.flatten(0, -2), targets.flatten(), start, ignored, group)
 
 
@@ -48,25 +56,34 @@ class _CrossEntropy(torch.autograd.Function):
         group: ProcessGroup,
     ) -> torch.Tensor:
         tokens, width = logits.shape
-        top = logits.amax(-1) if width else logits.new_full((tokens,), float("-inf"))
+        # With more ranks than vocabulary rows, a rank may have none.
+        top = logits.new_full((tokens,), float("-inf"))
+        if width:
+            top = logits.amax(-1)
         dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
         exponentials = torch.exp(logits - top[:, None])
+
         index = targets - start
-        own = (index >= 0) & (index < width)
-        index = index.masked_fill(~own, 0)
+        is_local = (index >= 0) & (index < width)
+        index = index.masked_fill(~is_local, 0)
+        # [2, tokens]: the sum of exponentials, and the target's logit from the rank that has it.
         sums = logits.new_zeros(2, tokens)
         sums[0] = exponentials.sum(-1)
         if width:
-            sums[1] = (logits.gather(1, index[:, None])[:, 0] - top).masked_fill(~own, 0)
+            target_logits = logits.gather(1, index[:, None])[:, 0] - top
+            sums[1] = target_logits.masked_fill(~is_local, 0)
         dist.all_reduce(sums, group=group)
+
         counted = targets != ignored
-        ctx.save_for_backward(exponentials.div_(sums[0][:, None]), index, own & counted, counted)
+        probabilities = exponentials.div_(sums[0][:, None])
+        ctx.save_for_backward(probabilities, index, is_local & counted, counted)
         return torch.where(counted, sums[0].log() - sums[1], 0).sum()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        probabilities, index, own, counted = ctx.saved_tensors
+        probabilities, index, has_target, counted = ctx.saved_tensors
+        # softmax - one-hot target, for counted tokens
         local = probabilities * counted[:, None]
         if local.shape[1]:
-            local.scatter_add_(1, index[:, None], -own.to(local.dtype)[:, None])
+            local.scatter_add_(1, index[:, None], -has_target.to(local.dtype)[:, None])
         return local * grad, None, None, None, None

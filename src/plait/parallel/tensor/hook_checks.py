@@ -1,8 +1,9 @@
-"""Hooks and parametrizations of modules that tensor parallelism computes in parts: a hook would get
-this rank's part in place of the full tensor, and compute other values than one process. Refused by
-name: before a process group exists for what is there, in the forward for what comes later. Hooks
-that see full tensors stay (in front of a column-split layer, behind a row-split one, on the
-containers around both), and so do Plait's, torch's and Transformers' own.
+"""Refusal of hooks and parametrizations on modules that tensor parallelism computes in parts.
+
+Such a hook would receive this rank's part instead of the full tensor, and compute other values than
+in one process. Existing hooks are refused before a process group exists, and later ones in the
+forward. Hooks that see full tensors stay (in front of a column-parallel layer, behind a
+row-parallel one, on the containers around both), and so do those of Plait, torch and Transformers.
 """
 
 from __future__ import annotations
@@ -26,31 +27,39 @@ from plait.model.plans import TensorPlan
 from plait.model.rules import Style
 from plait.model.sequence import is_inside
 
-Part = tuple[str, nn.Module, tuple[HookKind, ...], str]
-"""A module, those of its hooks that are given a part, and of what."""
-_OWN = ("plait", "torch", "transformers")
-"""Packages whose hooks know of shards, or are answered elsewhere (`outputs`)."""
+HookedModule = tuple[str, nn.Module, tuple[HookKind, ...], str]
+"""(name, module, kinds of its hooks that receive a part, description of what is split)."""
+_SUPPORTED_PACKAGES = ("plait", "torch", "transformers")
+"""Packages whose hooks support shards, or whose hooks `outputs` handles."""
 _BEFORE: tuple[HookKind, ...] = ("forward_pre",)
 _AFTER: tuple[HookKind, ...] = ("forward",)
 _BACKWARD: tuple[HookKind, ...] = ("backward", "backward_pre")
-_SEES: dict[Style, tuple[tuple[HookKind, ...], str]] = {
+_SPLIT_BY_STYLE: dict[Style, tuple[tuple[HookKind, ...], str]] = {
     "colwise": ((*_AFTER, *_BACKWARD), "outputs"),
     "kv_replicated": ((*_AFTER, *_BACKWARD), "outputs"),
     "rowwise": ((*_BEFORE, *_BACKWARD), "inputs"),
     "replicated_with_grad_allreduce": ((*_BEFORE, *_AFTER, *_BACKWARD), "heads or channels"),
 }
-"""Which hooks of a module with a style are given a part, and of what."""
+"""Kinds of hooks that receive a part, and what is split, by the style of a module."""
 _ALL = (*_BEFORE, *_AFTER, *_BACKWARD)
 
 
 def refuse_hooks(
     model: nn.Module, plan: TensorPlan, *, blocks: tuple[str, ...], sequence_parallel: bool
 ) -> None:
-    """Raise ModelError for a hook that would be given a part, and for one on a parameter that is
-    replaced by its shard.
+    """Refuse hooks that would receive a part, and hooks on parameters that are replaced by shards.
+
+    Args:
+        model: The model of the user.
+        plan: The plan of tensor parallelism.
+        blocks: Names of the repeated blocks.
+        sequence_parallel: Whether hidden states are sharded along the sequence.
+
+    Raises:
+        ModelError: It names the module or parameter, with a remedy.
     """
-    for part in _parts(model, plan, blocks=blocks, sequence_parallel=sequence_parallel):
-        _refuse(*part)
+    for hooked in _hooked_modules(model, plan, blocks=blocks, sequence_parallel=sequence_parallel):
+        _refuse(*hooked)
     for name, parameter in model.named_parameters():
         if plan.dims[name] is not None and has_gradient_hooks(parameter):
             raise ModelError(
@@ -63,41 +72,54 @@ def refuse_hooks(
 def watch(
     model: nn.Module, plan: TensorPlan, *, blocks: tuple[str, ...], sequence_parallel: bool
 ) -> None:
-    """Refuse what is put on later, when the layer, or the part that holds it, is next called. Last:
-    it wraps what `forward` is now.
+    """Refuse hooks and parametrizations that are added later, when a layer near them is called.
+
+    Call it last, because it wraps the current `forward` of the layers.
     """
     styles = plan.styles
-    parts = list(_parts(model, plan, blocks=blocks, sequence_parallel=sequence_parallel))
-    linear = {name for name, style in styles.items() if style != "replicated_with_grad_allreduce"}
-    of_layer: dict[str, list[Part]] = {}
-    for part in parts:
-        owner = part[0] if part[0] in linear else _first_layer(part[0], linear)
-        if owner is not None:
-            of_layer.setdefault(owner, []).append(part)
-    for name in linear:
+    layers = {name for name, style in styles.items() if style != "replicated_with_grad_allreduce"}
+    modules_of_layer: dict[str, list[HookedModule]] = {}
+    for hooked in _hooked_modules(model, plan, blocks=blocks, sequence_parallel=sequence_parallel):
+        name = hooked[0]
+        layer: str | None = name
+        if name not in layers:
+            layer = _first_layer(name, layers)
+        if layer is not None:
+            modules_of_layer.setdefault(layer, []).append(hooked)
+    for name in layers:
         module = model.get_submodule(name)
-        module.forward = _watched(name, module, module.forward, of_layer.get(name, []))
+        module.forward = _check_first(name, module, module.forward, modules_of_layer.get(name, []))
 
 
-def _first_layer(name: str, linear: set[str]) -> str | None:
-    """A split layer that is called whenever the module `name` is: in it, or next to it."""
+def _first_layer(name: str, layers: set[str]) -> str | None:
+    """Return a split layer inside of the module `name` or next to it, called whenever it is."""
     for scope in (name, name.rpartition(".")[0]):
-        found = next((layer for layer in sorted(linear) if layer.startswith(f"{scope}.")), None)
-        if scope and found is not None:
-            return found
+        if not scope:
+            continue
+        for layer in sorted(layers):
+            if layer.startswith(f"{scope}."):
+                return layer
     return None
 
 
-def _watched(
-    name: str, module: nn.Module, forward: Callable[..., Any], parts: Sequence[Part]
+def _check_first(
+    name: str,
+    module: nn.Module,
+    forward: Callable[..., Any],
+    hooked_modules: Sequence[HookedModule],
 ) -> Callable[..., Any]:
-    watched = tuple(hooks_of(part, kind) for _, part, kinds, _ in parts for kind in kinds)
+    """Return a forward that checks the hooks of modules near a layer before it runs."""
+    # These are the dictionaries of the modules, so that a forward only tests whether any has
+    # entries.
+    hooks = tuple(
+        hooks_of(hooked, kind) for _, hooked, kinds, _ in hooked_modules for kind in kinds
+    )
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if any(watched):
-            for part in parts:
-                _refuse(*part)
+        if any(hooks):
+            for hooked in hooked_modules:
+                _refuse(*hooked)
         if "weight" not in own_parameters(module) or "parametrizations" in own_children(module):
             raise ModelError(
                 f"{name}: its weight is no longer a parameter of the layer (a parametrization,"
@@ -110,9 +132,9 @@ def _watched(
     return run
 
 
-def _parts(
+def _hooked_modules(
     model: nn.Module, plan: TensorPlan, *, blocks: tuple[str, ...], sequence_parallel: bool
-) -> Iterator[Part]:
+) -> Iterator[HookedModule]:
     styles = plan.styles
     inside = {
         inner
@@ -127,55 +149,66 @@ def _parts(
             and (name in plan.norms or in_blocks)
             and not is_inside(name, plan.whole)
         ):
-            behind_the_end = name == plan.final_norm or (
-                plan.final_norm is None and name == blocks[-1]
-            )
-            yield name, module, (*_BEFORE, *_BACKWARD) if behind_the_end else _ALL, "the sequence"
+            kinds = _ALL
+            # The output of the last module with sequence shards is gathered before its hooks.
+            if name == (plan.final_norm or blocks[-1]):
+                kinds = (*_BEFORE, *_BACKWARD)
+            yield name, module, kinds, "the sequence"
         elif name in styles:
-            if styles[name] in _SEES:
-                yield name, module, *_SEES[styles[name]]
+            if styles[name] in _SPLIT_BY_STYLE:
+                yield name, module, *_SPLIT_BY_STYLE[styles[name]]
         elif name in inside and next(module.children(), None) is None:
             yield name, module, _ALL, "the features"
 
 
 def _between(model: nn.Module, layer: str, plan: TensorPlan) -> Iterator[str]:
-    """Modules next to a column-parallel layer that no style names and that hold no parameters, such
-    as an activation function. Dropouts are not among them: they may follow the row-parallel layer,
-    where tensors are unsharded.
+    """Yield modules without parameters or style next to a column-parallel layer.
+
+    An activation function is one. Dropouts are excluded, because they may follow the row-parallel
+    layer, whose output is unsharded.
     """
     parent = layer.rpartition(".")[0]
     for leaf, child in model.get_submodule(parent).named_children():
         if isinstance(child, DROPOUTS) or next(child.parameters(), None) is not None:
             continue
-        yield f"{parent}.{leaf}" if parent else leaf
+        if parent:
+            yield f"{parent}.{leaf}"
+        else:
+            yield leaf
 
 
-def _refuse(name: str, module: nn.Module, kinds: tuple[HookKind, ...], what: str) -> None:
+def _refuse(name: str, module: nn.Module, kinds: tuple[HookKind, ...], split_values: str) -> None:
     for kind in kinds:
         for hook in hooks_of(module, kind).values():
             if is_foreign(hook):
                 shown = getattr(hook, "__qualname__", type(hook).__qualname__)
                 raise ModelError(
                     f"{name}: the {kind.replace('_', ' ')} hook {shown} would be given this rank's"
-                    f" part of {what} only, because tensor parallelism splits the computation"
-                    f" there; hook {_remedy(name, what)}, or use {_other(what)}"
+                    f" part of {split_values} only, because tensor parallelism splits the"
+                    f" computation there; hook {_remedy(name, split_values)}, or use"
+                    f" {_setting(split_values)}"
                 )
 
 
-def _remedy(name: str, what: str) -> str:
+def _remedy(name: str, split_values: str) -> str:
     parent = name.rpartition(".")[0]
-    if what == "the sequence":
+    if split_values == "the sequence":
         return "the final norm or the model, whose outputs are unsharded"
-    return f"{parent}, whose inputs and outputs are unsharded" if parent else "a module around it"
+    if not parent:
+        return "a module around it"
+    return f"{parent}, whose inputs and outputs are unsharded"
 
 
-def _other(what: str) -> str:
-    return "parallel.sequence_parallel = false" if what == "the sequence" else "parallel.tp = 1"
+def _setting(split_values: str) -> str:
+    if split_values == "the sequence":
+        return "parallel.sequence_parallel = false"
+    return "parallel.tp = 1"
 
 
 def is_foreign(hook: Any) -> bool:
-    """Whether a hook is a user's: not Plait's, torch's or Transformers'."""
+    """Return True if a hook is a user's: not one of Plait, torch or Transformers."""
+    # A partial function has the module of functools.
     while isinstance(hook, functools.partial):
         hook = hook.func
     module = getattr(hook, "__module__", None) or type(hook).__module__
-    return str(module).partition(".")[0] not in _OWN
+    return str(module).partition(".")[0] not in _SUPPORTED_PACKAGES

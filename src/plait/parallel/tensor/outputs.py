@@ -1,9 +1,9 @@
-"""What a model returns besides its logits under tensor parallelism: hidden states of its blocks,
-which sequence parallelism shards, and attention weights, of which a rank has its own heads.
+"""Outputs of a model under tensor parallelism, besides its logits.
 
-They are tensors like any other while the model runs. Where one is among what the model returns it
-is gathered, so that a loss computes what one process would; nothing is gathered that is not used. A
-tensor's mark says along which dimension it is a part.
+These are hidden states of its blocks, which sequence parallelism shards, and attention weights, of
+which each rank has its heads. They are plain tensors while the model runs. A mark says along which
+dimension a tensor is a part. Only parts among the returned outputs are gathered, so that a loss
+computes the same as in a single process.
 """
 
 from __future__ import annotations
@@ -21,59 +21,83 @@ _MARK = "_plait_part"
 
 
 def mark(tensor: Any, *, dim: int, length: int) -> None:
-    """`tensor`, if it is one, is this rank's part along `dim` of a tensor with `length` there."""
+    """Mark a tensor as this rank's part of a larger tensor. Other values are ignored.
+
+    Args:
+        tensor: The part.
+        dim: The dimension that is split.
+        length: The length of the larger tensor along `dim`.
+    """
     if isinstance(tensor, torch.Tensor):
         setattr(tensor, _MARK, (dim, length))
 
 
 def mark_heads(module: nn.Module, *, heads: int, group: ProcessGroup) -> None:
-    """Mark the attention weights [batch, heads, queries, keys] that an attention returns behind its
-    output.
-    """
-    own = heads // group.size()
+    """Mark the attention weights [batch, heads, queries, keys] that an attention returns.
 
-    def after(_module: nn.Module, _args: object, output: object) -> None:
-        for value in output[1:] if isinstance(output, tuple | list) else ():
-            if isinstance(value, torch.Tensor) and value.ndim == 4 and value.shape[1] == own:
+    They follow the first entry of its output.
+    """
+    local_heads = heads // group.size()
+
+    def mark_weights(_module: nn.Module, _args: object, output: object) -> None:
+        if not isinstance(output, tuple | list):
+            return
+        for value in output[1:]:
+            if isinstance(value, torch.Tensor) and value.shape[1:2] == (local_heads,):
                 mark(value, dim=1, length=heads)
 
-    module.register_forward_hook(after)
+    module.register_forward_hook(mark_weights)
 
 
 def gather_outputs(module: nn.Module, group: ProcessGroup) -> None:
-    """Gather every marked tensor in what `module` returns. What reads it is computed on every rank,
-    so a rank's part of its gradient is the gradient of the part.
+    """Gather every marked tensor in the output of a module.
+
+    All ranks compute the same from the gathered tensor, so the gradient of a part is this rank's
+    part of its gradient.
     """
 
-    def after(_module: nn.Module, _args: object, output: Any) -> Any:
-        gathered = _gathered(output, group)
-        return None if gathered is output else gathered
+    def gather_marked(_module: nn.Module, _args: object, output: Any) -> Any:
+        gathered = _gather_parts(output, group)
+        if gathered is output:
+            # None leaves the output of the module as it is.
+            return None
+        return gathered
 
-    module.register_forward_hook(after)
+    module.register_forward_hook(gather_marked)
 
 
-def _gathered(value: Any, group: ProcessGroup) -> Any:
-    """The same object where nothing in it is a part."""
+def _gather_parts(value: Any, group: ProcessGroup) -> Any:
+    """Return a nested output with all parts gathered, or the same object if it has none."""
     if isinstance(value, torch.Tensor):
         part = getattr(value, _MARK, None)
-        return value if part is None else gather(value, group, dim=part[0], length=part[1])
-    if isinstance(value, tuple | list):
-        found = [_gathered(entry, group) for entry in value]
-        if all(new is old for new, old in zip(found, value, strict=True)):
+        if part is None:
             return value
-        return type(value)(*found) if hasattr(value, "_fields") else type(value)(found)
+        dim, length = part
+        return gather(value, group, dim=dim, length=length)
+    if isinstance(value, tuple | list):
+        gathered = [_gather_parts(entry, group) for entry in value]
+        if all(new is old for new, old in zip(gathered, value, strict=True)):
+            return value
+        # A named tuple.
+        if hasattr(value, "_fields"):
+            return type(value)(*gathered)
+        return type(value)(gathered)
     if isinstance(value, Mapping):
-        changed = {
-            key: new for key, old in value.items() if (new := _gathered(old, group)) is not old
-        }
-        for key, new in changed.items():
-            value[key] = new  # type: ignore[index]  # a ModelOutput or a dict
+        for key, entry in list(value.items()):
+            new = _gather_parts(entry, group)
+            if new is not entry:
+                value[key] = new  # type: ignore[index]  # a ModelOutput or a dict
         return value
     if not isinstance(value, nn.Module) and hasattr(value, "__dict__"):
-        for key, old in list(vars(value).items()):
-            if (
-                isinstance(old, torch.Tensor | tuple | list)
-                and (new := _gathered(old, group)) is not old
-            ):
-                object.__setattr__(value, key, new)  # a frozen dataclass too
+        _gather_attributes(value, group)
     return value
+
+
+def _gather_attributes(value: Any, group: ProcessGroup) -> None:
+    for name, attribute in list(vars(value).items()):
+        if not isinstance(attribute, torch.Tensor | tuple | list):
+            continue
+        new = _gather_parts(attribute, group)
+        if new is not attribute:
+            # The object may be a frozen dataclass.
+            object.__setattr__(value, name, new)

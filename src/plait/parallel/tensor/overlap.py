@@ -1,15 +1,17 @@
-"""All-reduces of tensor parallelism, overlapped with the matrix products around them.
+"""All-reduces of tensor parallelism that overlap with the matrix products around them.
 
-Forward: a row-parallel product is computed in chunks of its rows; the all-reduce of a chunk
-overlaps with the product of the next. Backward: the gradient of a column-parallel layer's input is
-all-reduced while the gradients of the weights that read it are computed (Megatron-LM's
+Forward: a row-parallel product is computed in chunks of its rows, and the all-reduce of a chunk
+overlaps with the product of the next one. Backward: the gradient of a column-parallel layer's input
+is all-reduced while the gradients of the weights that read it are computed (Megatron-LM's
 LinearWithGradAccumulationAndAsyncCommunication). The bytes are the same, and so are the results up
 to the order of additions in a product.
 
-Of the nodes that are ready, autograd runs the one that was created last. So the copy to the
-tensor-parallel region that siblings share creates, in this order: the node that waits for the
-all-reduce, the node that computes the gradients of their weights, the node that starts the
-all-reduce.
+Note [Order of nodes in an overlapped backward]
+    Of the nodes that are ready, autograd runs the one that was created last. The copy to the
+    tensor-parallel region that siblings share therefore creates, in this order: the node that waits
+    for the all-reduce (`_Wait`), the node that computes the gradients of their weights (`_Later`),
+    and the node that starts the all-reduce (`_Start`). The backward of a sibling (`_Product`)
+    returns a placeholder as gradient of the weight, and `_Later` replaces it.
 """
 
 from __future__ import annotations
@@ -26,88 +28,106 @@ from plait.comm.collectives import unshared
 from plait.comm.pending import Pending
 
 
-class Deferred:
-    """What the gradient of a weight is computed from, later than that of its layer's input. Holds
-    no tensor of the graph before the backward: nodes of the graph hold it, and a circle would keep
-    activations until Python looks for circles.
+class DeferredGradient:
+    """Operands of a weight's gradient, which is computed after the gradient of the layer's input.
+
+    It holds no tensor of the graph before the backward. Nodes of the graph hold it, and a reference
+    cycle would keep activations alive until Python's garbage collection.
     """
 
     def __init__(self) -> None:
         self._operands: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def put(self, grad: torch.Tensor, x: torch.Tensor) -> None:
-        """The gradient of the layer's output [.., out], and its input [.., in]."""
+        """Store the gradient of the layer's output [.., out] and its input [.., in]."""
         self._operands = grad, x
 
     def gradient(self) -> torch.Tensor:
-        """Of the weight; once."""
+        """Return the gradient of the weight [out, in], and drop the operands."""
         assert self._operands is not None
         operands = self._operands
         self._operands = None
         return _weight_gradient(*operands)
 
 
-Weight = tuple[torch.Tensor, Deferred]
-"""A weight whose gradient is computed later."""
+Weight = tuple[torch.Tensor, DeferredGradient]
+"""Weight [out, in] with the operands of its gradient."""
 
 
 def enter_overlapped(
     x: torch.Tensor, group: ProcessGroup, weights: Mapping[int, torch.Tensor]
 ) -> tuple[torch.Tensor, dict[int, Weight]]:
-    """`x`, alike on every rank, as column-split siblings read it, and their weights as they compute
-    with them, by the same keys.
+    """Copy an input and the weights that read it to the tensor-parallel region.
+
+    Args:
+        x: An input [.., in] that is equal on every rank.
+        group: The ranks of tp.
+        weights: Trainable weights [out, in] of the siblings that read `x`, by any key.
+
+    Returns:
+        `x` and the weights for the computation.
     """
+    # See Note [Order of nodes in an overlapped backward].
     gradient_sum = _GradientSum(group)
     waiting = _Wait.apply(x, gradient_sum)
-    deferred = {key: Deferred() for key in weights}
-    found = {
-        key: (_Later.apply(weight, deferred[key]), deferred[key]) for key, weight in weights.items()
-    }
+    deferred: dict[int, Weight] = {}
+    for key, weight in weights.items():
+        operands = DeferredGradient()
+        deferred[key] = (_Later.apply(weight, operands), operands)
     entered: torch.Tensor = _Start.apply(waiting, gradient_sum)
-    return entered, found
+    return entered, deferred
 
 
 class _GradientSum:
-    """The sum of one input's gradient."""
+    """Asynchronous sum of an input's gradient."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
         self._sum: Pending | None = None
 
     def start(self, grad: torch.Tensor) -> torch.Tensor:
-        """Begin to sum it."""
+        """Start the all-reduce of a gradient, and return the tensor that will hold the sum."""
         total = unshared(grad)
         self._sum = Pending(total, self._group)
         return total
 
     def wait(self) -> None:
-        """Until it is summed."""
+        """Wait for the all-reduce."""
         assert self._sum is not None
         self._sum.value()
         self._sum = None
 
 
 def product(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
-    """`x` [.., in] times a weight [out, in], plus `bias` [out]."""
+    """Return `x` [.., in] times the transpose of a weight [out, in], plus `bias` [out]."""
     y: torch.Tensor = _Product.apply(x, *weight)
-    return y if bias is None else y + bias
+    if bias is None:
+        return y
+    return y + bias
 
 
 def summed_product(
-    x: torch.Tensor, weight: torch.Tensor, group: ProcessGroup, *, pieces: int
+    x: torch.Tensor, weight: torch.Tensor, group: ProcessGroup, *, chunks: int
 ) -> torch.Tensor:
-    """The sum over the ranks of `x` [.., in] times `weight` [out, in]."""
-    y: torch.Tensor = _SummedProduct.apply(x, weight, group, pieces)
+    """Return the sum over the ranks of `x` [.., in] times the transpose of `weight` [out, in].
+
+    Args:
+        x: This rank's features of the input.
+        weight: This rank's columns of the weight.
+        group: The ranks of tp.
+        chunks: Number of chunks of rows whose all-reduces overlap with the next product.
+    """
+    y: torch.Tensor = _SummedProduct.apply(x, weight, group, chunks)
     return y
 
 
 def _weight_gradient(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """[out, in] from the gradient of a layer's output [.., out] and its input [.., in]."""
+    """Return [out, in] from the gradient of a layer's output [.., out] and its input [.., in]."""
     return grad.reshape(-1, grad.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
 
 
-class _Mark(torch.autograd.Function):
-    """A node that does nothing forward. Its owner is told when the backward comes by."""
+class _Identity(torch.autograd.Function):
+    """Identity whose backward calls a method of `owner`."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, owner: Any) -> torch.Tensor:
@@ -115,20 +135,20 @@ class _Mark(torch.autograd.Function):
         return x.view_as(x)
 
 
-class _Later(_Mark):
+class _Later(_Identity):
     @staticmethod
     def backward(ctx: Any, placeholder: torch.Tensor) -> tuple[torch.Tensor, None]:
         return ctx.owner.gradient(), None
 
 
-class _Wait(_Mark):
+class _Wait(_Identity):
     @staticmethod
     def backward(ctx: Any, total: torch.Tensor) -> tuple[torch.Tensor, None]:
         ctx.owner.wait()
         return total, None
 
 
-class _Start(_Mark):
+class _Start(_Identity):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return ctx.owner.start(grad), None
@@ -137,7 +157,7 @@ class _Start(_Mark):
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, deferred: Deferred
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, deferred: DeferredGradient
     ) -> torch.Tensor:
         allow_two_runs(ctx)
         ctx.save_for_backward(x, weight)
@@ -148,6 +168,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         x, weight = ctx.saved_tensors
         ctx.deferred.put(grad, x)
+        # `_Later` replaces it by the gradient.
         placeholder = weight.new_zeros(()).expand(weight.shape)
         return grad @ weight, placeholder, None
 
@@ -155,20 +176,20 @@ class _Product(torch.autograd.Function):
 class _SummedProduct(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: ProcessGroup, pieces: int
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: ProcessGroup, chunks: int
     ) -> torch.Tensor:
         allow_two_runs(ctx)
         ctx.save_for_backward(x, weight)
         features = weight.shape[0]
-        total = x.new_empty(*x.shape[:-1], features)  # no view: models add to it in place
+        # The output must not be a view, because models add to it in place.
+        total = x.new_empty(*x.shape[:-1], features)
+        # [tokens, in] x [in, out] -> [tokens, out], in chunks of tokens
+        inputs = x.reshape(-1, x.shape[-1]).chunk(chunks)
+        outputs = total.view(-1, features).chunk(chunks)
         works = []
-        for rows, piece in zip(
-            x.reshape(-1, x.shape[-1]).chunk(pieces),
-            total.view(-1, features).chunk(pieces),
-            strict=True,
-        ):
-            torch.mm(rows, weight.t(), out=piece)
-            works.append(dist.all_reduce(piece, group=group, async_op=True))
+        for rows, chunk in zip(inputs, outputs, strict=True):
+            torch.mm(rows, weight.t(), out=chunk)
+            works.append(dist.all_reduce(chunk, group=group, async_op=True))
         for work in works:
             assert work is not None
             work.wait()
@@ -179,5 +200,7 @@ class _SummedProduct(torch.autograd.Function):
         ctx: Any, grad: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
-        of_weight = _weight_gradient(grad, x) if ctx.needs_input_grad[1] else None
-        return grad @ weight, of_weight, None, None
+        weight_grad = None
+        if ctx.needs_input_grad[1]:
+            weight_grad = _weight_gradient(grad, x)
+        return grad @ weight, weight_grad, None, None

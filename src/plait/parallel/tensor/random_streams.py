@@ -1,12 +1,15 @@
-"""Random numbers of tensor parallelism (dropout): one stream for tensors that all ranks of the axis
-replicate, one per rank for tensors that they split.
+"""Random numbers of tensor parallelism (dropout).
 
-Between a column-split layer and the row-split one behind it, and on sequence shards, a rank has its
-own numbers: heads, columns and tokens of different ranks are dropped independently, and however
-many numbers a rank's part takes, all ranks continue with the same numbers after it. The same as
-Megatron-LM's tracker of model-parallel generators, but without a second state: the seed of a rank's
-own stream is derived from the shared one where the split part begins. So restoring the shared
-generator (recomputation, a checkpoint) restores the same masks.
+Note [Random streams of tensor parallelism]
+    Tensors that all ranks of tp replicate need the same random numbers on all of them. Tensors that
+    they split need different numbers on each: between a column-parallel layer and the row-parallel
+    layer behind it, and on sequence shards, heads, columns and tokens of different ranks are
+    dropped independently. However many numbers a rank's part takes, all ranks continue with the
+    same numbers after it.
+
+    Megatron-LM's tracker of model-parallel generators does the same with a second generator state.
+    Here the seed of a rank's stream is derived from the shared stream where the split part begins,
+    so restoring the shared generator (recomputation, a checkpoint) restores the same masks.
 """
 
 from __future__ import annotations
@@ -24,32 +27,39 @@ from plait.errors import ModelError
 
 _WORD = (1 << 64) - 1
 _OFFSET = 4
-"""The step of a GPU's generator's offset."""
+"""Step of the offset of a GPU's generator."""
 
 
 @dataclass
 class SplitStream:
-    """The generators of one rank of the tp axis."""
+    """Random streams of one rank of tp. See Note [Random streams of tensor parallelism]."""
 
     rank: int
     _generator: torch.Generator | None = field(default=None, repr=False)
-    """Of the last split part."""
+    """Generator of the last split part."""
     _own_seed: int | None = None
-    """Of that part. That the generator still has this seed means that it draws for this rank alone:
-    code that left the region by an exception and restored the generator has left it here too.
+    """Seed of the last split part.
+
+    While the generator has this seed it draws for this rank alone. An exception may have left the
+    part without `leave`. Code that then restored the generator has also left the part.
     """
     _resume: Callable[[], None] | None = field(default=None, repr=False)
-    """Puts the shared stream back."""
+    """Returns the generator to the shared stream."""
     _input: weakref.ref[torch.Tensor] | None = field(default=None, repr=False)
-    """What the part reads, if it is known."""
-    _began: Any = field(default=None, repr=False)
+    """Input of the split part, if it is known."""
+    _start_position: Any = field(default=None, repr=False)
+    """Position of the generator at the beginning of the part."""
 
     def enter(self, like: torch.Tensor, *, read: torch.Tensor | None = None) -> None:
-        """A split part begins, on the device of `like`; nothing happens inside of one. `read` is
-        what its first layer read.
+        """Begin a split part. Nothing happens inside of one.
 
-        Raises ModelError where numbers were drawn in the part for something that another of its
-        layers reads in full.
+        Args:
+            like: A tensor on the device of the part.
+            read: The input of its first layer, if it is known.
+
+        Raises:
+            ModelError: Random numbers were drawn in the part, and then another of its layers reads
+                a replicated tensor, which each rank would have dropped differently.
         """
         generator = _generator(like)
         if generator is None:
@@ -61,12 +71,16 @@ class SplitStream:
         seed, self._resume = _branch(generator)
         self._own_seed = (seed + (self.rank + 1) * 0x9E3779B97F4A7C15) & _WORD
         generator.manual_seed(self._own_seed)
-        self._input = weakref.ref(read) if read is not None else None
-        self._began = _position(generator) if read is not None else None
+        self._input = None
+        self._start_position = None
+        if read is not None:
+            self._input = weakref.ref(read)
+            self._start_position = _position(generator)
 
     def leave(self) -> None:
-        """The region ends: all ranks draw the same numbers again. Nothing happens outside of
-        one.
+        """End a split part, after which all ranks draw the same numbers again.
+
+        Nothing happens outside of a part.
         """
         if (
             self._generator is not None
@@ -74,52 +88,59 @@ class SplitStream:
             and self._generator.initial_seed() == self._own_seed
         ):
             self._resume()
-        self._generator = self._resume = self._input = self._began = None
+        self._generator = None
+        self._resume = None
+        self._input = None
+        self._start_position = None
 
     def _refuse_late_input(self, generator: torch.Generator, read: torch.Tensor | None) -> None:
         if read is None or self._input is None or self._input() is read:
             return
-        if not _same(self._began, _position(generator)):
+        if not _is_same_position(self._start_position, _position(generator)):
             raise ModelError(
                 "tensor parallelism: between the column-split layers of one part random numbers"
-                " were drawn (dropout), and then another of its layers read something else than the"
-                " first: what all ranks hold would be dropped differently on each; call the"
+                " were drawn (dropout), and then another of its layers read another tensor than the"
+                " first: each rank would drop other elements of a replicated tensor; call the"
                 " column-split layers one after the other, or give this one 'colwise_gather_output'"
                 " in parallel.plan"
             )
 
 
 def _generator(like: torch.Tensor) -> torch.Generator | None:
-    """What dropout on the device of `like` draws from; None where nothing is computed."""
+    """Return the generator of dropout on the device of `like`, or None if nothing is computed."""
     if isinstance(like, FakeTensor) or like.is_meta:
         return None
     if accelerator.is_one(like.device):
         return accelerator.generator(like.device)
-    return torch.default_generator if like.device.type == "cpu" else None
+    if like.device.type == "cpu":
+        return torch.default_generator
+    return None
 
 
 def _branch(generator: torch.Generator) -> tuple[int, Callable[[], None]]:
-    """(a seed that the shared stream has not given before, what goes on with that stream)."""
+    """Return an unused seed of the shared stream, and a function that resumes the stream."""
     if generator.device.type == "cpu":
         seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator))
         state = generator.get_state()
-        return seed, lambda: _set(generator, state)
-    # numbers on the host: no kernel, no synchronisation
-    shared, offset = (generator.initial_seed(), generator.get_offset())
+
+        def restore() -> None:
+            generator.set_state(state)
+
+        return seed, restore
+    # Seed and offset are numbers on the host: no kernel runs, and nothing waits for the device.
+    shared_seed = generator.initial_seed()
+    offset = generator.get_offset()
 
     def resume() -> None:
-        generator.manual_seed(shared)
+        generator.manual_seed(shared_seed)
+        # Another offset, so that the next part gets another seed.
         generator.set_offset(offset + _OFFSET)
 
-    return _mixed(_mixed(shared) ^ offset), resume
-
-
-def _set(generator: torch.Generator, state: torch.Tensor) -> None:
-    generator.set_state(state)
+    return _mixed(_mixed(shared_seed) ^ offset), resume
 
 
 def _mixed(value: int) -> int:
-    """A 64-bit number whose every bit depends on all of `value` (the finaliser of splitmix64)."""
+    """Return a 64-bit number whose bits all depend on all of `value` (finaliser of splitmix64)."""
     value = (value + 0x9E3779B97F4A7C15) & _WORD
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _WORD
@@ -127,8 +148,13 @@ def _mixed(value: int) -> int:
 
 
 def _position(generator: torch.Generator) -> Any:
-    return generator.get_state() if generator.device.type == "cpu" else generator.get_offset()
+    """Return the state of a CPU's generator, or the offset of a GPU's."""
+    if generator.device.type == "cpu":
+        return generator.get_state()
+    return generator.get_offset()
 
 
-def _same(one: Any, other: Any) -> bool:
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+def _is_same_position(first: Any, second: Any) -> bool:
+    if isinstance(first, torch.Tensor):
+        return torch.equal(first, second)
+    return bool(first == second)

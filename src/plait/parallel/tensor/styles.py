@@ -1,12 +1,11 @@
-"""How one module computes with its share of the weights: a function for every style, put in place
-of the module's own forward.
+"""Forward functions of tensor-parallel modules, one per style of a plan.
 
-Weights are DTensors over the tp axis (so that sharding, checkpoints and clipping know the global
-tensor), but computation is on plain local tensors with the collectives of `comm.collectives`: fewer
-dispatches than DTensor arithmetic, and every collective is visible here.
+Weights are DTensors over the tp axis, so that sharding, checkpoints and clipping know the global
+tensor. Computation uses plain local tensors with the collectives of `comm.collectives`: this takes
+fewer dispatches than DTensor arithmetic, and every collective is visible here.
 
 Siblings that read the same input (q, k, v; gate, up) share one copy to the tensor-parallel region
-(`RegionInput`), so the input is gathered, and its gradient reduced, once.
+(`RegionInput`), so that the input is gathered, and its gradient reduced, once.
 """
 
 from __future__ import annotations
@@ -41,14 +40,12 @@ from plait.parallel.tensor.overlap import Weight, enter_overlapped, product, sum
 from plait.parallel.tensor.random_streams import SplitStream
 
 SEQUENCE = 1
-"""The dimension of hidden states [batch, seq, hidden] that sequence parallelism shards."""
+"""Dimension of hidden states [batch, seq, hidden] that sequence parallelism shards."""
 
 
 @dataclass
 class Region:
-    """What all modules of a model share: the tp group, and the length of the sequence where hidden
-    states are sharded along it.
-    """
+    """State that the tensor-parallel modules of a model share: the tp group and its settings."""
 
     group: ProcessGroup
     mesh: DeviceMesh
@@ -56,77 +53,93 @@ class Region:
     length: int = 0
     """Global length of the sequence-sharded dimension in the current forward."""
     overlap: int = 0
-    """Chunks of a row-parallel product whose all-reduce overlaps with the next; all-reduces of
-    gradients overlap too then. 0: neither is.
+    """Chunks of a row-parallel product, each of whose all-reduces overlaps with the next product.
+
+    All-reduces of input gradients overlap as well. 0: nothing overlaps.
     """
     gather_logits: bool = True
-    """Whether the head gathers its logits over the vocabulary (any caller can use them) or leaves
-    them sharded for the loss.
+    """True if the head gathers its logits over the vocabulary, so that any caller can use them.
+
+    Otherwise it leaves them sharded for the loss.
     """
     loss_parallel: bool = True
-    """Whether a loss that can may have them so."""
-    own_random: Literal["parts", "blocks", "nothing"] = "parts"
-    """Where a rank draws random numbers of its own: from a column-parallel layer to the
-    row-parallel one after it, or in all of a block that works on sequence shards.
+    """True if a loss that supports sharded logits may receive them."""
+    random_scope: Literal["parts", "blocks", "nothing"] = "parts"
+    """Parts of the model in which each rank draws different random numbers.
+
+    parts: from a column-parallel layer to the row-parallel layer after it. blocks: in all of a
+    block, which works on sequence shards. nothing: all ranks always draw the same numbers.
     """
     stream: SplitStream = field(init=False, repr=False)
+    """Generators for the random numbers of this rank."""
 
     def __post_init__(self) -> None:
         self.stream = SplitStream(self.group.rank())
 
     def serve(self, loss_fn: object) -> None:
-        """The head leaves its logits split over the vocabulary where `loss_fn` can use them so."""
+        """Let the head leave its logits sharded if `loss_fn` supports it."""
         self.gather_logits = not (self.loss_parallel and getattr(loss_fn, "split_logits", False))
 
     def enter_part(self, module: nn.Module, like: torch.Tensor, *, read: torch.Tensor) -> None:
-        """`module`, a column-split layer, has computed its part `like` of what it reads."""
-        if self.own_random == "parts" and module.training:
+        """Begin a part of the model in which each rank has different activations.
+
+        Args:
+            module: A column-parallel layer.
+            like: Its output on this rank.
+            read: Its input.
+        """
+        if self.random_scope == "parts" and module.training:
             self.stream.enter(like, read=read)
 
     def leave_part(self) -> None:
-        """A row-split layer reads the part."""
-        if self.own_random == "parts":
+        """End the part, because a row-parallel layer reads it."""
+        if self.random_scope == "parts":
             self.stream.leave()
 
 
 @dataclass
 class RegionInput:
-    """The copy to the tensor-parallel region that siblings share (Megatron's f). `uses` of them
-    read the same tensor, one after the other.
+    """Copy to the tensor-parallel region that siblings share (Megatron's f).
+
+    The siblings read the same tensor, one after the other. The first call gathers the input, and
+    the others reuse the result.
     """
 
     region: Region
     sequence: bool = False
-    """The input is sharded along the sequence."""
+    """True if the input is sharded along the sequence."""
     opened: bool = False
-    """The copy of a container (see `gather_at`) has prepared the input already."""
+    """True if a container has gathered the input already (see `gather_at`)."""
     uses: int = 1
+    """Number of siblings."""
     siblings: list[nn.Module] = field(default_factory=list, repr=False)
-    """Layers that compute with their own columns of their weight."""
+    """Column-parallel layers that compute with this rank's columns of their weight."""
     _deferred: dict[int, Weight] = field(default_factory=dict, repr=False)
-    """Weights of this entering whose layers were not called yet."""
+    """Weights of the current input whose layers have not been called yet."""
     _seen: torch.Tensor | None = field(default=None, repr=False)
+    """Input of the first sibling while others have yet to read it."""
     _entered: torch.Tensor | None = field(default=None, repr=False)
-    _left: int = 0
+    _remaining_uses: int = 0
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The input as column-parallel layers need it: unsharded, its gradient summed over the
-        ranks.
+        """Return the input as column-parallel layers need it.
+
+        It is unsharded, and its gradient is summed over the ranks of tp.
         """
         if self.opened:
             return x
-        if self._seen is x and self._left:
+        if self._seen is x and self._remaining_uses:
             entered = self._entered
-            self._left -= 1
+            self._remaining_uses -= 1
         else:
             entered = self._enter(x)
             self._seen = x
             self._entered = entered
-            self._left = self.uses - 1
-        if not self._left:
-            self._seen = self._entered = (
-                None  # the last sibling has read it: do not keep activations alive
-            )
+            self._remaining_uses = self.uses - 1
+        if not self._remaining_uses:
+            # The last sibling has read it. A reference would keep the activations alive.
+            self._seen = None
+            self._entered = None
         assert entered is not None
         return entered
 
@@ -136,14 +149,19 @@ class RegionInput:
             return gather_sum(x, self.region.group, dim=SEQUENCE, length=self.region.length)
         if not (self.region.overlap and self.siblings and x.requires_grad):
             return enter(x, self.region.group)
-        weights = {id(module): _out_in(module, _weight(module)) for module in self.siblings}
-        trained = {key: weight for key, weight in weights.items() if weight.requires_grad}
-        entered, self._deferred = enter_overlapped(x, self.region.group, trained)
+        trainable = {}
+        for module in self.siblings:
+            weight = _out_in(module, _weight(module))
+            if weight.requires_grad:
+                trainable[id(module)] = weight
+        entered, self._deferred = enter_overlapped(x, self.region.group, trainable)
         return entered
 
     def deferred(self, module: nn.Module) -> Weight | None:
-        """The weight of a sibling that has just entered, if its gradient is overlapped with the
-        all-reduce of the input's.
+        """Return the weight of a sibling that has just read the input.
+
+        The result is None unless the gradient of the weight overlaps with the all-reduce of the
+        input's gradient.
         """
         return self._deferred.pop(id(module), None)
 
@@ -158,15 +176,23 @@ def _matmul(
 
 
 def _out_in(module: nn.Module, weight: torch.Tensor) -> torch.Tensor:
-    """A weight of the module as [out, in]."""
-    return weight.t() if is_conv1d(module) else weight
+    """Return a weight of the module as [out, in]."""
+    # Transformers' Conv1D stores [in, out].
+    if is_conv1d(module):
+        return weight.t()
+    return weight
 
 
 def colwise(
     module: nn.Module, region: Region, region_input: RegionInput, *, begins: bool
 ) -> Forward:
-    """Own columns of the output. `begins`: a row-split layer behind it ends what the ranks compute
-    in parts.
+    """Return the forward of a column-parallel layer, whose output is this rank's columns.
+
+    Args:
+        module: The layer.
+        region: The region of the model.
+        region_input: The input that siblings share.
+        begins: Whether a row-parallel layer behind it ends the computation in parts.
     """
     region_input.siblings.append(module)
 
@@ -185,7 +211,7 @@ def colwise(
 
 
 def colwise_gather_output(module: nn.Module, region: Region, region_input: RegionInput) -> Forward:
-    """Own columns, then all of them on every rank."""
+    """Return the forward of a column-parallel layer that gathers its output."""
     features = _out_features(module)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
@@ -196,8 +222,13 @@ def colwise_gather_output(module: nn.Module, region: Region, region_input: Regio
 
 
 def rowwise(module: nn.Module, region: Region, *, split_input: bool, sequence: bool) -> Forward:
-    """Own rows of the weight on own features of the input; the partial outputs are summed, then the
-    bias is added once.
+    """Return the forward of a row-parallel layer, whose partial outputs are summed over the ranks.
+
+    Args:
+        module: The layer.
+        region: The region of the model.
+        split_input: Whether the input is replicated, so that each rank takes its features of it.
+        sequence: Whether the output is sharded along the sequence.
     """
 
     def forward(x: torch.Tensor) -> torch.Tensor:
@@ -205,49 +236,61 @@ def rowwise(module: nn.Module, region: Region, *, split_input: bool, sequence: b
         if split_input:
             x = split(x, region.group, dim=-1)
         if region.overlap and not sequence:
-            y = summed_product(
-                x, _out_in(module, _weight(module)), region.group, pieces=region.overlap
-            )
+            weight = _out_in(module, _weight(module))
+            y = summed_product(x, weight, region.group, chunks=region.overlap)
         else:
             y = _matmul(module, x, _weight(module), None)
-            y = leave_scatter(y, region.group, dim=SEQUENCE) if sequence else leave(y, region.group)
-        bias = getattr(module, "bias", None)
+            if sequence:
+                # [batch, seq, out] -> [batch, seq / tp, out]
+                y = leave_scatter(y, region.group, dim=SEQUENCE)
+            else:
+                y = leave(y, region.group)
+
+        # The bias is added once, after the sum.
+        bias = _bias(module)
         if bias is None:
             return y
-        # On sequence shards every rank sees its own tokens only, so the bias's gradient is summed
-        # over them.
-        return y + (enter(local_tensor(bias), region.group) if sequence else local_tensor(bias))
+        if sequence:
+            # Each rank sees the tokens of its shard only, so the gradient is summed over the ranks.
+            bias = enter(bias, region.group)
+        return y + bias
 
     return forward
 
 
 def embedding_rowwise(module: nn.Embedding, region: Region) -> Forward:
-    """Own rows of the vocabulary. Every token is some rank's own; that rank's result counts, the
-    others add zeros, and the sum over ranks is the embedding. The module's own forward computes it,
-    so a subclass that scales its rows is right too.
+    """Return the forward of an embedding whose rows are split over the ranks.
+
+    Each token belongs to one rank. The other ranks add zeros, and the sum over the ranks is the
+    embedding. The original forward of the module looks up the rows, so that a subclass which scales
+    them is computed correctly.
     """
     original = module.forward
     start, size = shard_range(module.num_embeddings, region.group)
     padding = module.padding_idx
-    local_padding = (
-        padding - start if padding is not None and start <= padding < start + size else None
-    )
+    local_padding = None
+    if padding is not None and start <= padding < start + size:
+        local_padding = padding - start
 
     def forward(ids: torch.Tensor) -> torch.Tensor:
         weight = _weight(module)
-        if not size:  # more ranks than rows: no token is this rank's own
+        # More ranks than rows, so no token belongs to this rank.
+        if not size:
             return leave(weight.new_zeros(*ids.shape, weight.shape[1]) + weight.sum(), region.group)
-        own = (ids >= start) & (ids < start + size)
+        is_local = (ids >= start) & (ids < start + size)
         with own_values(module, {"weight": weight}, padding_idx=local_padding):
-            hidden = original((ids - start).masked_fill(~own, 0))
-        return leave(hidden * own.unsqueeze(-1), region.group)
+            # [batch, seq] -> [batch, seq, hidden]
+            hidden = original((ids - start).masked_fill(~is_local, 0))
+        return leave(hidden * is_local.unsqueeze(-1), region.group)
 
     return forward
 
 
 def vocab_head(module: nn.Module, region: Region, region_input: RegionInput) -> Forward:
-    """Own columns of the logits: gathered, or left as a DTensor sharded over the vocabulary for a
-    loss that knows what to do with it.
+    """Return the forward of a head whose columns are split over the vocabulary.
+
+    The logits are gathered, or left as a DTensor sharded over the vocabulary for a loss that
+    supports it.
     """
     features = _out_features(module)
 
@@ -263,13 +306,15 @@ def vocab_head(module: nn.Module, region: Region, region_input: RegionInput) -> 
             y, region.mesh, [Shard(y.ndim - 1)], run_check=False, shape=shape, stride=stride
         )
 
-    forward.__dict__["region"] = region  # for a loss that applies the head itself
+    # A loss in chunks applies the head itself, and needs the region for it.
+    forward.__dict__["region"] = region
     return forward
 
 
 def gather_at(module: nn.Module, region: Region) -> None:
-    """Gather the sequence-sharded first input of a container (attention, MLP), which derives shapes
-    and positions from it.
+    """Gather the sequence-sharded hidden states at the input of a container (attention, MLP).
+
+    The container derives shapes and positions from them.
     """
 
     def gather(
@@ -285,10 +330,12 @@ def gather_at(module: nn.Module, region: Region) -> None:
 
 
 def compute_whole(module: nn.Module, region: Region) -> None:
-    """Compute a part of a block on all tokens, the same on every rank: its sequence-sharded first
-    input is gathered, and each rank keeps its own tokens of the output, alone or the first of a
-    tuple. The gradient of the output is gathered too, so every rank has those of the parameters in
-    full, and its own tokens of the input's.
+    """Compute a part of a block on all tokens, the same on every rank.
+
+    Its sequence-sharded first input is gathered, and each rank keeps its tokens of the output,
+    which is a tensor or the first entry of a tuple. The gradient of the output is gathered as well.
+    Every rank therefore has complete gradients of the parameters, and those of its tokens for the
+    input.
     """
 
     def gather_input(
@@ -300,22 +347,23 @@ def compute_whole(module: nn.Module, region: Region) -> None:
             kwargs,
         )
 
-    def keep_own(_module: nn.Module, _args: object, output: Any) -> Any:
+    def split_output(_module: nn.Module, _args: object, output: Any) -> Any:
         if isinstance(output, tuple | list):
-            return rebuilt(
-                output, {**dict(enumerate(output)), 0: split(output[0], region.group, dim=SEQUENCE)}
-            )
+            entries = dict(enumerate(output))
+            entries[0] = split(output[0], region.group, dim=SEQUENCE)
+            return rebuilt(output, entries)
         return split(output, region.group, dim=SEQUENCE)
 
     module.register_forward_pre_hook(gather_input, with_kwargs=True, prepend=True)
-    module.register_forward_hook(keep_own)
+    module.register_forward_hook(split_output)
 
 
 def on_hidden(
     change: Callable[[torch.Tensor], torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Change the hidden states among a forward's arguments: the first positional one, or
-    `hidden_states`.
+    """Apply a function to the hidden states among the arguments of a forward.
+
+    These are the first positional argument, or `hidden_states`.
     """
     if args:
         return (change(args[0]), *args[1:]), kwargs
@@ -323,8 +371,9 @@ def on_hidden(
 
 
 def summed_gradient(module: nn.Module, region: Region) -> Forward:
-    """A replicated module whose ranks see different tokens or heads: its own forward, with
-    parameter gradients summed over tp.
+    """Return the forward of a replicated module whose ranks see different tokens or heads.
+
+    It is the original forward, with the gradients of its parameters summed over tp.
     """
     original = module.forward
     names = [name for name, _ in module.named_parameters(recurse=False)]
@@ -342,11 +391,15 @@ def summed_gradient(module: nn.Module, region: Region) -> Forward:
 def own_values(
     module: nn.Module, tensors: dict[str, torch.Tensor], **attributes: Any
 ) -> Iterator[None]:
-    """For the length of a call, `module.name` is the given tensor instead of the parameter, and
-    attributes are as given.
+    """Replace parameters and attributes of a module for the length of a call.
+
+    Args:
+        module: The module.
+        tensors: Tensors by the name of the parameter that they replace.
+        attributes: Values of attributes.
     """
     parameters = {name: own_parameters(module).pop(name) for name in tensors}
-    before = {name: getattr(module, name) for name in attributes}
+    previous = {name: getattr(module, name) for name in attributes}
     module.__dict__.update(tensors | attributes)
     try:
         yield
@@ -354,14 +407,22 @@ def own_values(
         for name, parameter in parameters.items():
             del module.__dict__[name]
             own_parameters(module)[name] = parameter
-        module.__dict__.update(before)
+        module.__dict__.update(previous)
 
 
 def kv_replicated(
     module: nn.Module, region: Region, region_input: RegionInput, *, heads: int, begins: bool
 ) -> Forward:
-    """A key or value projection with fewer heads than ranks: the weight is replicated, each rank
-    computes the one head that its queries use. `begins` as in `colwise`.
+    """Return the forward of a key or value projection with fewer heads than ranks.
+
+    The weight is replicated, and each rank computes the one head that its queries use.
+
+    Args:
+        module: The projection.
+        region: The region of the model.
+        region_input: The input that siblings share.
+        heads: Number of key and value heads.
+        begins: See `colwise`.
     """
     ranks = region.group.size()
     rank = region.group.rank()
@@ -369,11 +430,12 @@ def kv_replicated(
     rows = _out_features(module) // heads
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        dim = 1 if is_conv1d(module) else 0
-        weight = enter(_weight(module), region.group).narrow(dim, head * rows, rows)
-        bias = getattr(module, "bias", None)
+        weight = enter(_weight(module), region.group)
+        # [out, in] -> [head_dim, in]
+        weight = weight.narrow(_out_dim(module), head * rows, rows)
+        bias = _bias(module)
         if bias is not None:
-            bias = enter(local_tensor(bias), region.group).narrow(0, head * rows, rows)
+            bias = enter(bias, region.group).narrow(0, head * rows, rows)
         y = _matmul(module, region_input(x), weight, bias)
         if begins:
             region.enter_part(module, y, read=x)
@@ -389,10 +451,19 @@ def _weight(module: nn.Module) -> torch.Tensor:
 
 def _bias(module: nn.Module) -> torch.Tensor | None:
     bias = getattr(module, "bias", None)
-    return None if bias is None else local_tensor(bias)
+    if bias is None:
+        return None
+    return local_tensor(bias)
+
+
+def _out_dim(module: nn.Module) -> int:
+    """Return the dimension of the output features in the stored weight."""
+    if is_conv1d(module):
+        return 1
+    return 0
 
 
 def _out_features(module: nn.Module) -> int:
     weight = module.weight
     assert isinstance(weight, torch.Tensor)
-    return int(weight.shape[1 if is_conv1d(module) else 0])
+    return int(weight.shape[_out_dim(module)])

@@ -1,14 +1,16 @@
-"""Tensor parallelism over the tp axis: layers split by columns and rows, vocabulary-parallel
-embedding and head, and sequence parallelism.
+"""Tensor parallelism and sequence parallelism over the tp axis.
 
-Which module gets which style is data (`model.plans`); what a style does is in `styles`; here they
-meet. Parameters keep their names and global shapes: split ones become DTensors over tp, replicated
-ones stay plain and have equal values and gradients on every rank of the axis.
+Layers are split by columns and rows, and the embedding and the head over the vocabulary. A plan
+(`model.plans`) says which module gets which style, and `styles` says what a style does. This module
+applies a plan to a model.
+
+Parameters keep their names and global shapes. Split ones become DTensors over tp. Replicated ones
+stay plain, with equal values and gradients on every rank of the axis.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,26 +36,29 @@ from plait.parallel.tensor.traffic import tensor_traffic
 
 
 class TensorParallel(Technique):
-    """How layers are split over the tp axis; its degree is the layout's."""
+    """Tensor parallelism. Its degree is that of the layout."""
 
     sequence_parallel: bool = False
-    """Shard norms and the residual stream along the sequence: reduce-scatter and all-gather in
-    place of all-reduce.
+    """True to shard norms and the residual stream along the sequence.
+
+    All-reduces become reduce-scatters and all-gathers.
     """
     loss_parallel: bool = True
-    """Leave the logits split over the vocabulary for a loss that can use them so; full logits are
-    then never built in training.
+    """True to leave the logits split over the vocabulary for a loss that supports it.
+
+    Training never builds the full logits then.
     """
     tensor_overlap: int = 0
-    """Chunks in which a row-parallel product is computed; the all-reduce of each overlaps with the
-    product of the next, and that of input gradients with the gradients of weights. 0: sums are
-    waited for.
+    """Chunks in which a row-parallel product is computed. 0: all-reduces do not overlap.
+
+    The all-reduce of a chunk overlaps with the product of the next one, and that of input gradients
+    with the gradients of weights.
     """
     plan: Mapping[str, str] | None = None
-    """Module pattern to style; None takes the model family's own plan."""
+    """Style by module pattern, or None for the plan of the model family."""
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
-        """Split in place."""
+        """Split the parameters in place, and replace the forwards of the modules in the plan."""
         if mesh.layout.tp == 1:
             return parts
         # A dry run, which checks nothing, makes the plan here.
@@ -70,18 +75,26 @@ class TensorParallel(Technique):
         _split_parameters(parts.model, plan, region.mesh)
         _set_forwards(parts.model, plan, region, parts.blocks)
         if self.sequence_parallel:
-            region.own_random = (
-                "nothing" if plan.whole or _gathers_inside(plan, parts.blocks) else "blocks"
-            )
+            region.random_scope = "blocks"
+            # Such a block also computes on all tokens, where ranks must draw the same numbers.
+            if plan.whole or _gathers_inside(plan, parts.blocks):
+                region.random_scope = "nothing"
             _shard_sequence(parts.model, plan, region, parts.blocks)
         _end_parts(parts.model, region, parts.blocks)
-        _gather_what_is_returned(parts.model, plan, region, parts.blocks)
+        _gather_outputs(parts.model, plan, region, parts.blocks)
+        # Last, because it wraps the forwards that were set above.
         watch(parts.model, plan, blocks=parts.blocks, sequence_parallel=self.sequence_parallel)
         return parts.with_notes(region, plan)
 
     def check(self, context: Context) -> TensorPlan | None:
-        """The plan; None for one rank. Raises ModelError or ConfigError where the model cannot be
-        split so.
+        """Make the plan.
+
+        Returns:
+            The plan, or None if there is no model or a single rank of tp.
+
+        Raises:
+            ModelError: The model cannot be split this way.
+            ConfigError: A setting is impossible.
         """
         if context.model is None or context.layout.tp == 1:
             return None
@@ -97,9 +110,7 @@ class TensorParallel(Technique):
         return plan
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
-        """Split dimensions for the technique that shards what remains, and the traffic of
-        activations over the tp axis.
-        """
+        """Set the dimensions that are split, and add the traffic over the tp axis."""
         if facts.tensor_plan is None:
             return ledger
         ledger = ledger.with_(
@@ -118,23 +129,22 @@ class TensorParallel(Technique):
 
 
 def _split_parameters(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
-    """Replace every split parameter by a DTensor that holds this rank's shard. Tied parameters stay
-    one.
+    """Replace every split parameter by a DTensor with this rank's shard.
+
+    Tied parameters stay tied.
     """
     keep_uneven_gradients_split()
     group = mesh.get_group()
-    for first, *others in (*tied_names(model), *((name,) for name in _untied(model))):
+    for names in (*tied_names(model), *_untied_names(model)):
+        first = names[0]
         dim = plan.dims[first]
         if dim is None:
             continue
         parameter = model.get_parameter(first)
         start, size = shard_range(parameter.shape[dim], group)
         with torch.no_grad():
-            local = (
-                parameter.detach()
-                .narrow(dim, start, size)
-                .clone(memory_format=torch.contiguous_format)
-            )
+            shard = parameter.detach().narrow(dim, start, size)
+            local = shard.clone(memory_format=torch.contiguous_format)
         sharded = nn.Parameter(
             DTensor.from_local(
                 local,
@@ -146,50 +156,54 @@ def _split_parameters(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> N
             ),
             requires_grad=parameter.requires_grad,
         )
-        for name in (first, *others):
+        for name in names:
             owner, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(owner), leaf, sharded)
 
 
-def _untied(model: nn.Module) -> list[str]:
-    tied = {name for group in tied_names(model) for name in group}
-    return [name for name, _ in model.named_parameters() if name not in tied]
+def _untied_names(model: nn.Module) -> list[tuple[str, ...]]:
+    tied = {name for names in tied_names(model) for name in names}
+    return [(name,) for name, _ in model.named_parameters() if name not in tied]
 
 
 def _set_forwards(
     model: nn.Module, plan: TensorPlan, region: Region, blocks: tuple[str, ...]
 ) -> None:
-    containers = plan.regions if region.sequence_parallel else ()
+    containers: Sequence[str] = ()
+    unsharded: Sequence[str] = ()
+    if region.sequence_parallel:
+        containers = plan.regions
+        unsharded = plan.whole
     for name in containers:
         styles.gather_at(model.get_submodule(name), region)
-    whole = plan.whole if region.sequence_parallel else ()
-    for name in whole:
+    for name in unsharded:
         styles.compute_whole(model.get_submodule(name), region)
+
     region_inputs: dict[str, RegionInput] = {}
     for index, entry in enumerate(plan.modules):
         module = model.get_submodule(entry.name)
-        in_block = (
+        sequence = (
             region.sequence_parallel
             and is_inside(entry.name, blocks)
-            and not is_inside(entry.name, whole)
+            and not is_inside(entry.name, unsharded)
         )
         parent = entry.name.rpartition(".")[0]
         opened = is_inside(entry.name, containers)
         region_input = region_inputs.setdefault(
-            parent, RegionInput(region, sequence=in_block, opened=opened, uses=0)
+            parent, RegionInput(region, sequence=sequence, opened=opened, uses=0)
         )
         if entry.style in ("colwise", "colwise_gather_output", "kv_replicated"):
             region_input.uses += 1
         begins = entry.style in ("colwise", "kv_replicated") and _ends_behind(index, plan, blocks)
         module.forward = _forward(
-            module, entry, plan, region, region_input, sequence=in_block, begins=begins
+            module, entry, plan, region, region_input, sequence=sequence, begins=begins
         )
     for name, attribute, value in plan.attributes:
         setattr(model.get_submodule(name), attribute, value)
 
 
 def _ends_behind(index: int, plan: TensorPlan, blocks: tuple[str, ...]) -> bool:
-    """Whether a row-split layer stands behind this column-split one, in its block."""
+    """Return True if a row-parallel layer follows this column-parallel one in its block."""
     name = plan.modules[index].name
     block = next((f"{block}." for block in blocks if name.startswith(f"{block}.")), "")
     return any(
@@ -242,9 +256,10 @@ def _forward(
 def _shard_sequence(
     model: nn.Module, plan: TensorPlan, region: Region, blocks: tuple[str, ...]
 ) -> None:
-    """Hidden states are sharded along the sequence from the input of the first block to the end of
-    the final norm (of the last block, without one). Outside, the model sees full sequences, so
-    positions, masks and shapes that it derives from them are right.
+    """Shard hidden states along the sequence, from the first block to the final norm.
+
+    Without a final norm the last block is the end. Outside, the model sees full sequences, so that
+    the positions, masks and shapes that it derives from them are right.
     """
     for name in plan.norms:
         module = model.get_submodule(name)
@@ -262,10 +277,11 @@ def _shard_sequence(
         return styles.on_hidden(shard, args, kwargs)
 
     def leave_last(_module: nn.Module, _args: object, output: object) -> object:
-        if isinstance(output, tuple | list):  # OpenAI's GPT returns lists
-            return rebuilt(
-                output, {**dict(enumerate(output)), 0: leave_last(_module, _args, output[0])}
-            )
+        # The hidden states come first. OpenAI's GPT returns lists.
+        if isinstance(output, tuple | list):
+            entries = dict(enumerate(output))
+            entries[0] = leave_last(_module, _args, output[0])
+            return rebuilt(output, entries)
         if not isinstance(output, torch.Tensor):
             raise ModelError(
                 f"{plan.final_norm or blocks[-1]} returns a {type(output).__name__}; with"
@@ -275,11 +291,14 @@ def _shard_sequence(
         return gather(output, region.group, dim=SEQUENCE, length=region.length)
 
     def enter_block(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if module.training and region.own_random == "blocks":
-            region.stream.enter(args[0] if args else kwargs["hidden_states"])
+        if module.training and region.random_scope == "blocks":
+            hidden = args[0] if args else kwargs["hidden_states"]
+            region.stream.enter(hidden)
 
     def leave_block(_module: nn.Module, _args: object, output: Any) -> None:
-        hidden = output[0] if isinstance(output, tuple | list) else output
+        hidden = output
+        if isinstance(output, tuple | list):
+            hidden = output[0]
         outputs.mark(hidden, dim=SEQUENCE, length=region.length)
 
     for name in blocks:
@@ -292,7 +311,7 @@ def _shard_sequence(
 
 
 def _end_parts(model: nn.Module, region: Region, blocks: tuple[str, ...]) -> None:
-    """Whatever a block did, also where it failed: after it all ranks draw the same numbers."""
+    """Return to the shared random numbers after each block, even if it failed."""
 
     def leave(_module: nn.Module, _args: object, _output: object) -> None:
         region.stream.leave()
@@ -301,11 +320,13 @@ def _end_parts(model: nn.Module, region: Region, blocks: tuple[str, ...]) -> Non
         module.register_forward_hook(leave, always_call=True)
 
 
-def _gather_what_is_returned(
+def _gather_outputs(
     model: nn.Module, plan: TensorPlan, region: Region, blocks: tuple[str, ...]
 ) -> None:
     for name, heads in plan.heads.items():
         outputs.mark_heads(model.get_submodule(name), heads=heads, group=region.group)
+    # The modules that own the lists of blocks return to the code around them, and the root returns
+    # to the user.
     owners = {name.rpartition(".")[0].rpartition(".")[0]: None for name in blocks} | {"": None}
-    for name in owners:  # what a part of the model returns is read by the code around it
+    for name in owners:
         outputs.gather_outputs(model.get_submodule(name), region.group)

@@ -1,1 +1,4 @@
-"""Modules whose tokens are computed a tile at a time."""
+"""Computation of modules in tiles of tokens.
+
+`tiled_mlp` is the technique, and `tiles` is the forward that it installs.
+"""

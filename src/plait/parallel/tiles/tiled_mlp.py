@@ -1,9 +1,8 @@
-"""Tiled MLP: the widest activations of a block exist for a tile of tokens at a time, however long
-the sequence is.
+"""Tiled MLP: the widest activations of a block exist for one tile of tokens at a time.
 
 An MLP computes each token from itself, so its tokens may be computed in tiles, and a tile again in
-the backward. Only the settings are here; which modules can be cut is in `model.mlps`, and the
-computation in `tiles`.
+the backward. This bounds the memory for any length of the sequence. `model.mlps` finds the modules
+that can be tiled, and `tiles` computes them.
 """
 
 from __future__ import annotations
@@ -30,14 +29,20 @@ _FIELD = "parallel.mlp_tile_tokens"
 
 
 class TiledMLP(Technique):
-    """How many tokens of an MLP are computed at the same time."""
+    """Number of tokens of an MLP that are computed at the same time."""
 
     tokens: int = 0
-    """Of all rows of a micro-batch together, and on a rank; 0: all."""
+    """Tokens of a tile on a rank, in all rows of a micro-batch together. 0: all."""
 
     def check(self, context: Context) -> TokenModules | None:
-        """The modules that are computed in tiles; None where none are, or the model is not known.
-        Raises ConfigError or ModelError.
+        """Find the modules that are computed in tiles.
+
+        Returns:
+            The modules, or None if there are none or the model is unknown.
+
+        Raises:
+            ConfigError: Blocks are compiled.
+            ModelError: See `modules`.
         """
         if not self.tokens:
             return None
@@ -49,10 +54,18 @@ class TiledMLP(Technique):
             raise ConfigError(
                 Problem(_FIELD, self.tokens, rule, "use 0, or compile.enabled = false")
             )
-        return None if context.model is None else self.modules(context.model, context.blocks)
+        if context.model is None:
+            return None
+        return self.modules(context.model, context.blocks)
 
     def modules(self, model: nn.Module, blocks: Sequence[str]) -> TokenModules | None:
-        """Of a model that is not split yet; None where none are cut. Raises ModelError."""
+        """Return the modules of an unsplit model that are computed in tiles.
+
+        The result is None if `tokens` is 0.
+
+        Raises:
+            ModelError: The model has no blocks, or no module that can be tiled.
+        """
         if not self.tokens:
             return None
         setting = f"{_FIELD} = {self.tokens}"
@@ -65,22 +78,25 @@ class TiledMLP(Technique):
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
         """Replace the forward of the modules that this rank has."""
-        found = parts.noted(TokenModules)
-        if found is None:
+        token_modules = parts.noted(TokenModules)
+        if token_modules is None:
             return parts
         region = parts.noted(Region)
         plan = parts.noted(TensorPlan)
-        sharded = (
-            plan.regions
-            if plan is not None and region is not None and region.sequence_parallel
-            else ()
-        )
-        here = dict(parts.model.named_modules())
-        for name in (*found.mlps, *found.experts):
-            module = here.get(name)  # another stage of the pipeline has the others
+        # Modules that gather the tokens of all ranks, and return this rank's shard of them.
+        sequence_sharded: Sequence[str] = ()
+        if plan is not None and region is not None and region.sequence_parallel:
+            sequence_sharded = plan.regions
+        modules = dict(parts.model.named_modules())
+        for name in (*token_modules.mlps, *token_modules.experts):
+            module = modules.get(name)
             if module is None:
+                # On another pipeline stage.
                 continue
-            group = region.group if region is not None and name in sharded else None
+
+            group = None
+            if region is not None and name in sequence_sharded:
+                group = region.group
             if isinstance(module.forward, Dispatch):
                 module.forward = replace(
                     module.forward, original=Tiles(module, module.forward.original, self.tokens)
@@ -90,36 +106,29 @@ class TiledMLP(Technique):
         return parts
 
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
-        """What brings the modules' own forward back."""
-        return (
-            [
-                TiledModules(
-                    [
-                        module
-                        for module in parts.model.modules()
-                        if isinstance(module.forward, Tiles)
-                    ]
-                )
-            ]
-            if self.tokens
-            else []
-        )
+        """Return the hook that restores the original forwards."""
+        if not self.tokens:
+            return []
+        modules = [m for m in parts.model.modules() if isinstance(m.forward, Tiles)]
+        return [TiledModules(modules)]
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
-        """Nothing: what blocks keep is in the measured activations, which `recompute` writes down,
-        and a tile sends nothing again.
+        """Return the ledger unchanged.
+
+        The measured activations, which `recompute` accounts for, include the tiles, and tiles send
+        nothing more.
         """
         return ledger
 
 
 class TiledModules(StepHook):
-    """Modules whose forward was replaced."""
+    """Modules whose forward was replaced by `Tiles`."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.modules = modules
 
     def release(self) -> None:
-        """They have their own again."""
+        """Restore the original forwards."""
         for module in self.modules:
             tiles = module.forward
             assert isinstance(tiles, Tiles)

@@ -1,8 +1,8 @@
-"""A module whose tokens are computed a tile at a time, and again in the backward: it keeps its
-input, and the rest exists for one tile.
+"""Forward of a module that computes one tile of tokens at a time, and again in the backward.
 
-The tiles of a call are nodes of one graph, so that a parameter's gradient arrives once, as their
-sum, and whatever gathers parameters around the module does so once for all of them.
+Only the input of the module is kept. Everything else exists for one tile. The tiles of a call are
+nodes of one graph, so that a parameter's gradient arrives once, as their sum, and whatever gathers
+parameters around the module does so once for all of them.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,154 +27,167 @@ from plait.parallel.tensor.styles import SEQUENCE
 from plait.shards import shard_size
 
 Weights = dict[nn.Module, dict[str, torch.Tensor]]
-"""By the module that owns them, and their name there."""
+"""Tensors by the module that owns them, and by their name in the module."""
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """In the place of the forward of a module whose arguments have one row a token, and whose
-    output has too.
-    """
+    """Replaces the forward of a module whose arguments and output have one row per token."""
 
     module: nn.Module
     original: Callable[..., torch.Tensor]
-    """The module's own."""
+    """Original forward of the module."""
     tokens: int
-    """Of a tile, in all rows of the batch together."""
+    """Tokens of a tile, in all rows of the batch together."""
     scattered: ProcessGroup | None = None
-    """Ranks of which each gets all tokens of the sequence, and returns its shard of them."""
+    """Group whose ranks get all tokens of the sequence, and return their shard of them, or None."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Tensors [.., tokens, width] to one such tensor."""
+        """Compute tensors [.., tokens, width] to one such tensor, in tiles."""
         names = [*([None] * len(args)), *kwargs]
         values = [*args, *kwargs.values()]
-        cut = self._scattered(values) if self.scattered is not None else self._cut(values)
-        if len(cut) == 1:
-            return self.original(*args, **kwargs)
-        own = _weights(self.module)
-        keeps = torch.is_grad_enabled()
-        found = []
-        for given, weights in zip(
-            cut, _for_tiles(own, len(cut)) if keeps else [own] * len(cut), strict=True
-        ):
-
-            def run(*pieces: Any, weights: Weights = weights) -> torch.Tensor:
-                with keeping_nothing(), _computing_with(weights):
-                    positional = [
-                        piece for name, piece in zip(names, pieces, strict=True) if name is None
-                    ]
-                    named = {
-                        name: piece
-                        for name, piece in zip(names, pieces, strict=True)
-                        if name is not None
-                    }
-                    return self.original(*positional, **named)
-
-            found.append(
-                checkpoint(run, *given, use_reentrant=False, preserve_rng_state=True)
-                if keeps
-                else run(*given)
-            )
         if self.scattered is None:
-            return torch.cat(found, values[0].ndim - 2)
-        return torch.cat(found, SEQUENCE).narrow(
-            SEQUENCE, 0, shard_range(values[0].shape[SEQUENCE], self.scattered)[1]
-        )
+            tiles = self._split(values)
+        else:
+            tiles = self._split_by_rank(values, self.scattered)
+        # A single tile would only be recomputed.
+        if len(tiles) == 1:
+            return self.original(*args, **kwargs)
 
-    def _cut(self, values: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, ...]]:
+        def compute(*tile: torch.Tensor, weights: Weights) -> torch.Tensor:
+            positional = []
+            named = {}
+            for name, value in zip(names, tile, strict=True):
+                if name is None:
+                    positional.append(value)
+                else:
+                    named[name] = value
+            # A surrounding recompute must not keep results of operators inside of a tile.
+            with keeping_nothing(), _replace_weights(weights):
+                return self.original(*positional, **named)
+
+        # The tiles hold the weights of the forward, because the module may have others when a tile
+        # is computed again.
+        outputs = []
+        weights = _local_weights(self.module)
+        if torch.is_grad_enabled():
+            tile_weights = _weights_for_tiles(weights, len(tiles))
+            for tile, weights in zip(tiles, tile_weights, strict=True):
+                run = partial(compute, weights=weights)
+                outputs.append(checkpoint(run, *tile, use_reentrant=False, preserve_rng_state=True))
+        else:
+            outputs = [compute(*tile, weights=weights) for tile in tiles]
+
+        if self.scattered is None:
+            return torch.cat(outputs, values[0].ndim - 2)
+        _, shard_length = shard_range(values[0].shape[SEQUENCE], self.scattered)
+        return torch.cat(outputs, SEQUENCE).narrow(SEQUENCE, 0, shard_length)
+
+    def _split(self, values: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, ...]]:
         dim = values[0].ndim - 2
         rows = max(1, values[0].shape[:dim].numel())
-        return list(
-            zip(*(value.split(max(1, self.tokens // rows), dim) for value in values), strict=True)
-        )
+        row_tokens = max(1, self.tokens // rows)
+        return list(zip(*(value.split(row_tokens, dim) for value in values), strict=True))
 
-    def _scattered(self, values: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, ...]]:
-        """Every tile has equally many tokens of each rank's shard, in the order of the ranks; what
-        is added at the end is in no shard.
+    def _split_by_rank(
+        self, values: Sequence[torch.Tensor], group: ProcessGroup
+    ) -> list[tuple[torch.Tensor, ...]]:
+        """Return tiles with equally many tokens of each rank's shard, in the order of the ranks.
+
+        Padding at the end belongs to no shard.
         """
-        assert self.scattered is not None
-        ranks, (hidden,) = self.scattered.size(), values
+        (hidden,) = values
+        ranks = group.size()
         batch, length, width = hidden.shape
-        each = shard_size(length, ranks)
-        by_rank = F.pad(hidden, (0, 0, 0, ranks * each - length)).view(batch, ranks, each, width)
-        return [
-            (piece.flatten(1, 2),)
-            for piece in by_rank.split(max(1, self.tokens // (batch * ranks)), 2)
-        ]
+        size = shard_size(length, ranks)
+        # [batch, length, width] -> [batch, ranks, size, width]
+        padded = F.pad(hidden, (0, 0, 0, ranks * size - length))
+        by_rank = padded.view(batch, ranks, size, width)
+        tiles = by_rank.split(max(1, self.tokens // (batch * ranks)), 2)
+        return [(tile.flatten(1, 2),) for tile in tiles]
 
 
-def _weights(module: nn.Module) -> Weights:
-    """What the module computes with, this rank's parts of it: now, which is not what it finds in
-    the backward.
+def _local_weights(module: nn.Module) -> Weights:
+    """Return the tensors that the module computes with now, this rank's parts of them.
+
+    The module has others in the backward, when each tile is computed again.
     """
-    found: Weights = {}
-    for part in module.modules():
-        names = [name for name, parameter in own_parameters(part).items() if parameter is not None]
-        names += [name for name, value in vars(part).items() if isinstance(value, torch.Tensor)]
+    weights: Weights = {}
+    for owner in module.modules():
+        names = [name for name, parameter in own_parameters(owner).items() if parameter is not None]
+        names += [name for name, value in vars(owner).items() if isinstance(value, torch.Tensor)]
         if names:
-            found[part] = {name: local_tensor(getattr(part, name)) for name in names}
-    return found
+            weights[owner] = {name: local_tensor(getattr(owner, name)) for name in names}
+    return weights
 
 
 @contextmanager
-def _computing_with(weights: Weights) -> Iterator[None]:
-    before: list[tuple[Any, dict[str, Any]]] = []
+def _replace_weights(weights: Weights) -> Iterator[None]:
+    replaced: list[tuple[Any, dict[str, Any]]] = []
     try:
-        for part, tensors in weights.items():
-            kept: Any
-            for kept in (own_parameters(part), vars(part)):
-                here = {name: tensor for name, tensor in tensors.items() if name in kept}
-                before.append((kept, {name: kept[name] for name in here}))
-                kept.update(here)
+        for owner, tensors in weights.items():
+            namespace: Any
+            for namespace in (own_parameters(owner), vars(owner)):
+                entries = {name: tensor for name, tensor in tensors.items() if name in namespace}
+                replaced.append((namespace, {name: namespace[name] for name in entries}))
+                namespace.update(entries)
         yield
     finally:
-        for kept, values in before:
-            kept.update(values)
+        for namespace, values in replaced:
+            namespace.update(values)
 
 
-def _for_tiles(weights: Weights, count: int) -> Iterator[Weights]:
-    """For each of `count` tiles: weights of 16 bits are such that their gradients add up in
-    float32, where autograd would round every partial sum.
+def _weights_for_tiles(weights: Weights, count: int) -> Iterator[Weights]:
+    """Yield the weights for each of `count` tiles.
+
+    Gradients of 16-bit weights are added in float32, where autograd would round every partial sum.
     """
-    sums = {id(tensor): _Sum(count) for tensors in weights.values() for tensor in tensors.values()}
+    sums = {
+        id(tensor): _GradientAccumulator(count)
+        for tensors in weights.values()
+        for tensor in tensors.values()
+    }
+
+    def tile_weight(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.requires_grad and tensor.itemsize < 4:
+            view: torch.Tensor = _TileWeight.apply(tensor, sums[id(tensor)])
+            return view
+        return tensor
+
     for _ in range(count):
         yield {
-            part: {
-                name: (
-                    _Part.apply(tensor, sums[id(tensor)])
-                    if tensor.requires_grad and tensor.itemsize < 4
-                    else tensor
-                )
-                for name, tensor in tensors.items()
-            }
-            for part, tensors in weights.items()
+            owner: {name: tile_weight(tensor) for name, tensor in tensors.items()}
+            for owner, tensors in weights.items()
         }
 
 
-class _Sum:
-    """Of a weight's gradients from all tiles."""
+class _GradientAccumulator:
+    """Sum of the gradients of a weight from all tiles, in float32."""
 
     def __init__(self, count: int) -> None:
         self._missing = count
         self._total: torch.Tensor | None = None
 
     def add(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """The sum in the gradient's dtype once all are added; None before."""
+        """Return the sum in the gradient's dtype with the last gradient, and None before it."""
         wide = gradient.float()
-        self._total = wide if self._total is None else self._total.add_(wide)
+        if self._total is None:
+            total = wide
+        else:
+            total = self._total.add_(wide)
+        self._total = total
         self._missing -= 1
         if self._missing:
             return None
-        found = self._total
         self._total = None
-        return found.to(gradient.dtype)
+        return total.to(gradient.dtype)
 
 
-class _Part(torch.autograd.Function):
-    """A weight, as one tile reads it."""
+class _TileWeight(torch.autograd.Function):
+    """View of a weight for one tile, whose gradients a `_GradientAccumulator` adds."""
 
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, total: _Sum) -> torch.Tensor:
+    def forward(ctx: Any, weight: torch.Tensor, total: _GradientAccumulator) -> torch.Tensor:
         ctx.total = total
         return weight.view_as(weight)
 

@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from plait.cli.launching.failures import Failure, Record, Reporter, first, process_exit_code, read
+from plait.cli.launching.failures import (
+    Failure,
+    FailureRecord,
+    Reporter,
+    first_cause,
+    process_exit_code,
+    read_record,
+)
 
 LOST = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:24961"
 
@@ -29,7 +36,7 @@ def _record(
 def _failure(
     rank: int, exit_code: int, *, noticed: int = 100, summary: str | None = None, at: int = 0
 ) -> Failure:
-    record = Record(at, 1, 1, summary, "", False) if summary is not None else None
+    record = FailureRecord(at, 1, 1, summary, "", False) if summary is not None else None
     return Failure(rank, exit_code, noticed, record)
 
 
@@ -63,8 +70,8 @@ def _failure(
     ],
 )
 def test_the_cause_comes_before_its_effects(failures: list[Failure], cause: int) -> None:
-    assert first(failures).rank == cause
-    assert first(failures[::-1]).rank == cause
+    assert first_cause(failures).rank == cause
+    assert first_cause(failures[::-1]).rank == cause
 
 
 def test_exit_codes_are_those_of_a_shell() -> None:
@@ -76,9 +83,9 @@ def test_exit_codes_are_those_of_a_shell() -> None:
 
 class TestRead:
     def test_missing_and_half_written(self, tmp_path: Path) -> None:
-        assert read(tmp_path / "error.json") is None
+        assert read_record(tmp_path / "error.json") is None
         (tmp_path / "error.json").write_text('{"message": ')
-        assert read(tmp_path / "error.json") is None
+        assert read_record(tmp_path / "error.json") is None
 
     def test_written_by_torch(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         from torch.distributed.elastic.multiprocessing.errors import record
@@ -90,7 +97,7 @@ class TestRead:
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
         with pytest.raises(ValueError, match="boom"):
             fails()
-        found = read(tmp_path / "error.json")
+        found = read_record(tmp_path / "error.json")
         assert found is not None
         assert found.summary == "ValueError: boom"
         assert found.text.startswith("Traceback (most recent call last)")
@@ -98,7 +105,7 @@ class TestRead:
 
     def test_text_only(self, tmp_path: Path) -> None:
         (tmp_path / "error.json").write_text(json.dumps({"message": "gone\nwrong", "timestamp": 3}))
-        found = read(tmp_path / "error.json")
+        found = read_record(tmp_path / "error.json")
         assert found is not None
         assert (found.summary, found.text, found.time_ns) == ("wrong", "gone\nwrong", 3 * 10**9)
 
@@ -132,7 +139,7 @@ class TestReporter:
                 "plait: rank 2 (node a01, process 4321) failed with exit code 1. Its traceback:\nTraceback\n  here\nValueError: no"
             ]
             _record(files[0], summary=LOST, time_ns=5)
-            cause = reporter.failed({0: 1, 1: -15, 2: 1}, 99)
+            cause = reporter.report_attempt({0: 1, 1: -15, 2: 1}, 99)
         assert cause.rank == 2
         assert lines[1:] == [
             f"plait: rank 0 (node a01, process 4321) failed too, with exit code 1: {LOST}",
@@ -146,7 +153,7 @@ class TestReporter:
             _record(files[0], summary=LOST)
             time.sleep(0.4)
             assert lines == []
-            cause = reporter.failed({0: 1, 1: -11}, 99)
+            cause = reporter.report_attempt({0: 1, 1: -11}, 99)
         assert cause.rank == 1
         assert "rank 1 (node a01) was killed by signal 11 SIGSEGV" in lines[0]
         assert "rank 0" in lines[1]
@@ -156,7 +163,7 @@ class TestReporter:
     ) -> None:
         with self._reporter(lines, files) as reporter:
             _record(files[0], summary=LOST)
-            assert reporter.failed({0: 1}, 99).rank == 0
+            assert reporter.report_attempt({0: 1}, 99).rank == 0
         assert "other machines" in lines[1]
 
     def test_the_same_failure_on_many_ranks_is_told_once(
@@ -165,7 +172,7 @@ class TestReporter:
         with self._reporter(lines, files) as reporter:
             for rank, path in files.items():
                 _record(path, time_ns=10 - rank)
-            assert reporter.failed(dict.fromkeys(files, 1), 99).rank == 3
+            assert reporter.report_attempt(dict.fromkeys(files, 1), 99).rank == 3
         assert lines[0].startswith("plait: rank 3")
         assert lines[1:] == ["plait: ranks 0, 1, 2 failed in the same way"]
 
@@ -179,12 +186,12 @@ class TestReporter:
                     told=True,
                     exit_code=2,
                 )
-            assert process_exit_code(reporter.failed(dict.fromkeys(files, 2), 99)) == 2
+            assert process_exit_code(reporter.report_attempt(dict.fromkeys(files, 2), 99)) == 2
         assert lines == ["plait: tp = 3: no; use 2"]
 
     def test_out_of_memory_is_named(self, lines: list[str], files: dict[int, Path]) -> None:
         with self._reporter(lines, files) as reporter:
-            reporter.failed({0: -9}, 99)
+            reporter.report_attempt({0: -9}, 99)
         assert "signal 9 SIGKILL (out of memory?)" in lines[0]
 
     def test_a_collective_that_cannot_complete_is_an_effect(
@@ -200,7 +207,7 @@ class TestReporter:
             )
             time.sleep(0.3)
             assert lines == []
-            assert reporter.failed({0: 5, 1: -9}, 99).rank == 1
+            assert reporter.report_attempt({0: 5, 1: -9}, 99).rank == 1
         assert "rank 1 (node a01) was killed by signal 9" in lines[0]
 
     def test_a_rank_that_ended_well_before_the_others_is_their_cause(
@@ -208,7 +215,7 @@ class TestReporter:
     ) -> None:
         with self._reporter(lines, files) as reporter:
             _record(files[0], summary=LOST)
-            reporter.failed({0: 1}, 99, ended={1})
+            reporter.report_attempt({0: 1}, 99, ended={1})
         assert (
             lines[0]
             == "plait: rank 1 (node a01) ended with exit code 0 before the others, which wait for it"
@@ -227,7 +234,7 @@ class TestReporter:
         self, lines: list[str], files: dict[int, Path]
     ) -> None:
         with self._reporter(lines, files) as reporter:
-            reporter.tell_hang("plait: rank 1 is stuck")
+            reporter.report_hang("plait: rank 1 is stuck")
             _record(files[0], summary="ValueError: late")
             time.sleep(0.3)
         assert lines == ["plait: rank 1 is stuck"]
@@ -237,11 +244,11 @@ class TestReporter:
     ) -> None:
         with self._reporter(lines, files) as reporter:
             _record(files[0], text="first")
-            reporter.failed({0: 1}, 99, restarting=True)
+            reporter.report_attempt({0: 1}, 99, restarting=True)
             again = tmp_path / "again.json"
             reporter.watch({0: str(again)})
             _record(again, text="second")
-            reporter.failed({0: 1}, 99)
+            reporter.report_attempt({0: 1}, 99)
         assert [line.splitlines()[-1] for line in lines] == [
             "first",
             "plait: starting the ranks again",

@@ -33,7 +33,7 @@ def _follow(agent: Agent, lines: list[bytes]) -> None:
 
 def test_a_line_is_a_signal_with_a_grace(sent: list[int]) -> None:
     agent = Agent()
-    _follow(agent, [lifeline.line(signal.SIGINT, 12.5)])
+    _follow(agent, [lifeline.format_line(signal.SIGINT, 12.5)])
     assert sent[0] == signal.SIGINT
     assert agent.grace_seconds == 12.5
 

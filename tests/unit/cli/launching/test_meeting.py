@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 
 from plait.cli.launching.agent import LaunchError, launch
-from plait.cli.launching.settings import Settings
+from plait.cli.launching.settings import LaunchSettings
 
 
 def test_a_name_without_an_address() -> None:
-    settings = Settings(1, 2, 2, rdzv_endpoint="no-such-machine.invalid:29400", timeout_seconds=2.0)
+    settings = LaunchSettings(
+        1, 2, 2, rdzv_endpoint="no-such-machine.invalid:29400", timeout_seconds=2.0
+    )
     with pytest.raises(LaunchError) as raised:
         launch(["script.py"], settings)
     said = str(raised.value)

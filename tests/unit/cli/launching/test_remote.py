@@ -7,10 +7,10 @@ import pytest
 
 from plait.cli.launching import remote
 from plait.cli.launching.remote import (
-    Remote,
-    exported,
+    RemoteLaunch,
+    exported_variables,
     local_index,
-    master,
+    master_address,
     node_command,
     node_environment,
     ssh_command,
@@ -18,7 +18,7 @@ from plait.cli.launching.remote import (
 from plait.cluster.hostfile import Host
 from plait.errors import ConfigError
 
-TWO = Remote(
+TWO = RemoteLaunch(
     hosts=(Host("a", (0, 1)), Host("b", (1, 3))),
     command=("train.py", "--text", "it's here"),
     master_addr="a",
@@ -54,7 +54,7 @@ def test_chosen_gpus_are_the_only_ones_seen() -> None:
 
 
 def test_one_machine_needs_no_meeting_point() -> None:
-    alone = Remote(hosts=TWO.hosts[1:], command=("x.py",), master_addr="b", processes=5)
+    alone = RemoteLaunch(hosts=TWO.hosts[1:], command=("x.py",), master_addr="b", processes=5)
     command = node_command(alone, 0)
     assert "--nnodes" not in command
     assert "--master-addr" not in command
@@ -70,14 +70,14 @@ def test_what_other_machines_get() -> None:
         "PYTHONPATH": "src",
         "WANDB_MODE": "off",
     }
-    assert exported(here, []) == {
+    assert exported_variables(here, []) == {
         "NCCL_DEBUG": "INFO",
         "GLOO_SOCKET_IFNAME": "eth0",
         "PYTHONPATH": "src",
     }
-    assert exported(here, ["WANDB_MODE"])["WANDB_MODE"] == "off"
+    assert exported_variables(here, ["WANDB_MODE"])["WANDB_MODE"] == "off"
     with pytest.raises(ConfigError, match="--export = 'NOPE': not set here"):
-        exported(here, ["NOPE"])
+        exported_variables(here, ["NOPE"])
 
 
 class TestThisMachine:
@@ -96,13 +96,13 @@ class TestThisMachine:
 
 class TestMaster:
     def test_the_first_machine_unless_given(self) -> None:
-        assert master(TWO.hosts, None) == "a"
-        assert master(TWO.hosts, "10.0.0.7") == "10.0.0.7"
+        assert master_address(TWO.hosts, None) == "a"
+        assert master_address(TWO.hosts, "10.0.0.7") == "10.0.0.7"
 
     @pytest.mark.parametrize("name", ["localhost", "127.0.0.1"])
     def test_a_name_that_only_this_machine_understands(self, name: str) -> None:
         with pytest.raises(ConfigError, match="cannot reach it"):
-            master((Host(name, (0,)), Host("b", (0,))), None)
+            master_address((Host(name, (0,)), Host("b", (0,))), None)
         with pytest.raises(ConfigError, match="--master-addr"):
-            master(TWO.hosts, name)
-        assert master((Host(name, (0,)),), None) == name
+            master_address(TWO.hosts, name)
+        assert master_address((Host(name, (0,)),), None) == name

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from plait.cli.launching.agent import WORKER
-from plait.cli.launching.settings import Settings, check
+from plait.cli.launching.settings import LaunchSettings, check
 from plait.cli.launching.standby import VARIABLE, Standby
 from plait.errors import ConfigError
 
@@ -52,7 +52,7 @@ def wait(standby: Standby, count: int = 2) -> None:
     ends = time.monotonic() + 60
     while sum(process.ready for process in standby._processes) < count:
         assert time.monotonic() < ends
-        standby.look()
+        standby.poll()
         time.sleep(0.02)
 
 
@@ -78,13 +78,13 @@ def run(standby: Standby, folder: Path, **environment: str) -> Any:
 def test_one_that_stood_by_is_a_rank(two: Standby, tmp_path: Path) -> None:
     """It has its arguments, its environment and its files, and its script finds the interpreter as without; a module that it brings itself
     in place of the ranks' is not imported, nor is one that is none of those that are safe."""
-    two.look()
+    two.poll()
     assert not two._processes, "nobody has listed imports"
     imports(two, "numpy", "torch", torch="/elsewhere/torch/__init__.py")
-    two.look()
+    two.poll()
     assert run(two, tmp_path) is None, "none is ready yet"
     wait(two)
-    two.look()
+    two.poll()
     assert len(SAID) == 1 and "2 processes standing by" in SAID[0] and " 0 B" not in SAID[0]
     script = str(tmp_path / "script.py")
     assert run(two, tmp_path, NAME="y") == (
@@ -107,7 +107,7 @@ def test_more_imports_are_told(two: Standby, tmp_path: Path) -> None:
     imports(two, "json")
     wait(two)
     imports(two, "numpy")
-    two.look()
+    two.poll()
     wait(two)
     code, printed, _ = run(two, tmp_path)
     assert (code, printed[0]) == (7, ["numpy"])
@@ -115,5 +115,5 @@ def test_more_imports_are_told(two: Standby, tmp_path: Path) -> None:
 
 def test_for_nothing_it_is_refused() -> None:
     with pytest.raises(ConfigError, match="there is none; add --max-restarts N"):
-        check(Settings(2, standby=True))
-    check(Settings(2, standby=True, max_restarts=1))
+        check(LaunchSettings(2, standby=True))
+    check(LaunchSettings(2, standby=True, max_restarts=1))

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from plait.cli import launch as verb
 from plait.cli import main as command
 from plait.cli import train
-from plait.cli.launching.settings import Settings, check
+from plait.cli.launching.settings import LaunchSettings, check
 from plait.cli.launching.torchruns_variables import with_variables
 from plait.errors import ConfigError
 
@@ -42,14 +42,14 @@ SRUN = {
 
 
 @pytest.fixture
-def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[LaunchSettings]:
     """What `plait launch` and `plait train` would have started."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
     (tmp_path / "run.json").write_text("{}")
-    calls: list[Settings] = []
+    calls: list[LaunchSettings] = []
 
-    def start(_: list[str], settings: Settings, **__: Any) -> int:
+    def start(_: list[str], settings: LaunchSettings, **__: Any) -> int:
         calls.append(check(settings))
         return 0
 
@@ -66,7 +66,7 @@ def launch(*arguments: str) -> Any:
 
 @pytest.mark.parametrize("verb_", ["launch", "train"])
 def test_kubeflows_variables_are_obeyed(
-    started: list[Settings], monkeypatch: pytest.MonkeyPatch, verb_: str
+    started: list[LaunchSettings], monkeypatch: pytest.MonkeyPatch, verb_: str
 ) -> None:
     """Also where it sets RANK and WORLD_SIZE of the pods."""
     for name, value in {**KUBEFLOW, "RANK": "1", "WORLD_SIZE": "2"}.items():
@@ -81,7 +81,7 @@ def test_kubeflows_variables_are_obeyed(
 
 
 def test_options_go_before_variables(
-    started: list[Settings], monkeypatch: pytest.MonkeyPatch
+    started: list[LaunchSettings], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in KUBEFLOW.items():
         monkeypatch.setenv(name, value)
@@ -89,7 +89,7 @@ def test_options_go_before_variables(
     assert launch("--standalone", "--nproc-per-node", "2") == 0
     assert (started[0].processes, started[0].max_nodes, started[0].rdzv_endpoint) == (3, 4, "a:1")
     assert (started[0].node_rank, started[0].master_addr) == (None, None)
-    assert started[1] == Settings(processes=2)
+    assert started[1] == LaunchSettings(processes=2)
 
 
 def test_one_way_to_meet() -> None:
@@ -123,7 +123,7 @@ def test_one_way_to_meet() -> None:
     ],
 )
 def test_a_launcher_around_it_is_warned_of(
-    started: list[Settings],
+    started: list[LaunchSettings],
     monkeypatch: pytest.MonkeyPatch,
     recwarn: pytest.WarningsRecorder,
     variables: dict[str, str],
@@ -138,7 +138,7 @@ def test_a_launcher_around_it_is_warned_of(
 
 
 @pytest.mark.parametrize("given", ["0", "0:2", "3:2"])
-def test_no_machine_is_refused(started: list[Settings], given: str) -> None:
+def test_no_machine_is_refused(started: list[LaunchSettings], given: str) -> None:
     """`plait train` divides the processes by the machines."""
     arguments = [
         "run.json",

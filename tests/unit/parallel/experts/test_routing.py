@@ -68,7 +68,7 @@ def test_statistics_are_transformers(mask: bool) -> None:
         stage.begin(True, None)
     model(input_ids=ids, **given)
     _, sums = stages[0].end(None)
-    stages[1]._before = sums
+    stages[1]._earlier_sums = sums
     assert torch.equal(stages[1].losses()[0], expected)
     weights = [model.get_submodule(router.name).weight for router in (first, second)]
     for one, other in zip(

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from plait.cli.interrupts import ENDING, ending_in_order
 from plait.cli.main import main
+from plait.cli.terminal import ENDING_SIGNALS, exit_on_signals
 
 
 @pytest.mark.usefixtures("hang_up_ends")
-@pytest.mark.parametrize("number", ENDING)
+@pytest.mark.parametrize("number", ENDING_SIGNALS)
 def test_it_raises_once(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     now = []
@@ -25,7 +25,7 @@ def test_it_raises_once(number: signal.Signals) -> None:
         finally:
             now.append(signal.getsignal(number))
 
-    with pytest.raises(SystemExit) as end, ending_in_order():
+    with pytest.raises(SystemExit) as end, exit_on_signals():
         killed()
     assert now == [signal.SIG_DFL]  # a second one ends the process
     assert end.value.code == 128 + number and signal.getsignal(number) is before
@@ -35,7 +35,7 @@ def test_what_is_ignored_stays_ignored() -> None:
     """As `nohup` has it."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with ending_in_order():
+        with exit_on_signals():
             os.kill(os.getpid(), signal.SIGHUP)
     finally:
         signal.signal(signal.SIGHUP, before)
