@@ -19,7 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from benchmarks.common.machine import facts
-from plait.checkpoint.folder import find
+from plait.checkpoint.folder import find_checkpoint
 from plait.checkpoint.load import Reader
 from plait.checkpoint.save import snapshot
 from plait.checkpoint.writer import Writer
@@ -66,7 +66,7 @@ def main() -> None:
             began = timed("plait blocks", began)
             writer.wait()
             began = timed("plait writes", began)
-            found = find(folder)
+            found = find_checkpoint(folder)
             assert found is not None
             Reader(found).verify("full")
             began = timed("plait verifies", began)

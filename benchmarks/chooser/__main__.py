@@ -25,7 +25,7 @@ from benchmarks.common.results import write
 from benchmarks.common.table import aligned, markdown
 from benchmarks.common.workers import WorkerGroup
 from benchmarks.two_nodes.network import Lab, NoLab, lab
-from plait.comm.choose import Choice, choose_all_reduce, refined
+from plait.comm.choose import AlgorithmChoice, choose_all_reduce, refined
 from plait.comm.links import GroupLinks, Level
 from plait.units import KIB, MIB, format_bytes
 
@@ -231,7 +231,7 @@ def _chosen(
     nbytes: int,
     fitted: GroupLinks,
     options: argparse.Namespace,
-) -> tuple[Choice, Choice]:
+) -> tuple[AlgorithmChoice, AlgorithmChoice]:
     """What the links say, and the choice after timing the algorithms that come near it."""
     costs = {
         way: cost
@@ -249,7 +249,11 @@ def _chosen(
 
 
 def _point(
-    scene: Scene, nbytes: int, first: Choice, choice: Choice, times: dict[str, float]
+    scene: Scene,
+    nbytes: int,
+    first: AlgorithmChoice,
+    choice: AlgorithmChoice,
+    times: dict[str, float],
 ) -> dict[str, Any]:
     seen = {
         way: seconds for way, seconds in times.items() if scene.shared or way != "shared-memory"

@@ -23,7 +23,7 @@ def start(
     import torch.distributed as dist
 
     from plait.cluster.mesh import split_by_node
-    from plait.comm.measure import compare_ways, measure_ways, ways_of
+    from plait.comm.measure import all_reduce_operations, compare_algorithms, measure_algorithms
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -38,18 +38,20 @@ def start(
     )
 
     def fit(*, seconds: float) -> Any:
-        return measure_ways(
+        return measure_algorithms(
             "dp_replicate", group, levels, device=device, seconds=seconds, shared_memory=alone
         )
 
     def compare(*, names: Sequence[str], nbytes: int, seconds: float) -> dict[str, float]:
-        return compare_ways(
+        return compare_algorithms(
             names, nbytes, group, levels, device=device, seconds=seconds, shared_memory=alone
         )
 
     def time_all(*, nbytes: int, seconds: float, rounds: tuple[int, int]) -> dict[str, list[float]]:
         """Way to its times, one a round; the order rotates. The first round is not counted."""
-        ways = ways_of(group, levels, device=device, shared_memory=alone, lossy=False)(nbytes)
+        ways = all_reduce_operations(
+            group, levels, device=device, shared_memory=alone, lossy=False
+        )(nbytes)
         names = list(ways)
         times: dict[str, list[float]] = {name: [] for name in names}
         going, done, began = torch.ones(1), -1, 0.0

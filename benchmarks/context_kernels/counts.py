@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from plait._torch.operators import FakeTensorMode, TorchDispatchMode
-from plait.parallel.context.kernel import Kernel, Rule
-from plait.parallel.context.kinds import Kind, Place, attention
+from plait.parallel.context.kernel import AttentionRule, Kernel
+from plait.parallel.context.kinds import Kind, SequencePlacement, attention
 from plait.parallel.context.layout import SequenceLayout
 
 HEADS, KV_HEADS, HEAD_DIM, LAYERS = 32, 8, 128, 32
@@ -65,12 +65,14 @@ def kernels_of_layer(
         kernel: What computes attention.
     """
     layout = SequenceLayout(ranks, rank, zigzag=kind != "ulysses")
-    rule = Rule(HEAD_DIM**-0.5, window, kernel=kernel)
+    rule = AttentionRule(HEAD_DIM**-0.5, window, kernel=kernel)
     return _counted(
         ranks,
         rank,
         tokens,
-        lambda q, k, v: attention(kind, q, k, v, None, Place(layout, dist.group.WORLD), rule),
+        lambda q, k, v: attention(
+            kind, q, k, v, None, SequencePlacement(layout, dist.group.WORLD), rule
+        ),
     )
 
 

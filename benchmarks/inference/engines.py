@@ -24,7 +24,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from plait.cluster import huge_pages
-from plait.inference.deployment import Work, deploy_streamed
+from plait.inference.deployment import InferenceWork, deploy_streamed
 from plait.inference.generate import generate
 from plait.inference.load import load_model
 from plait.inference.reading import CONCURRENT_READS, MAX_IMAGE_READ_BYTES, FileBlock, FileReader
@@ -92,7 +92,7 @@ def plait(
     if asked.get("budget"):
         if asked.get("rate"):
             throttled(asked["rate"])
-        work = Work(
+        work = InferenceWork(
             source, source.model(), tokens=len(PROMPT) + asked["tokens"], requests=asked["requests"]
         )
         where = deploy_streamed(work, cpu_budget=asked["budget"])

@@ -161,4 +161,4 @@ def knowledge() -> Knowledge:
         _with_stacks(shipped, _table()["frameworks"]), shipped.time_spread, shipped.memory_spread
     )
     learned = json.loads(STACKS.read_text(encoding="utf-8"))
-    return constants.moved(base, learned["constants"])
+    return constants.with_learned(base, learned["constants"])

@@ -8,13 +8,13 @@ from __future__ import annotations
 import numpy as np
 
 from plait.planner.architecture import Architecture
-from plait.planner.hardware import Device
+from plait.planner.hardware import DeviceSpec
 
 _UNITS = 1.1
 """Of a device's memory: tables write GB for GiB, and a size that is sold for the size that is there."""
 
 
-def beyond_memory(held: float, device: Device) -> str | None:
+def beyond_memory(held: float, device: DeviceSpec) -> str | None:
     """Of bytes on one device; None where they fit."""
     if device.on_cpu or held <= _UNITS * device.memory_bytes:
         return None
@@ -24,7 +24,7 @@ def beyond_memory(held: float, device: Device) -> str | None:
 def beyond_peak(
     seconds: float,
     model: Architecture,
-    device: Device,
+    device: DeviceSpec,
     precision: str,
     *,
     samples: float,

@@ -26,7 +26,14 @@ from benchmarks.planner_accuracy.runs import (
     measured_seconds,
 )
 from benchmarks.planner_accuracy.runs import calibrate as fitted_to
-from plait.planner.calibrate import Calibration, deviation, memory_of, merged, time_of, uncalibrated
+from plait.planner.calibrate import (
+    Calibration,
+    deviation,
+    memory_of,
+    merged_rates,
+    time_of,
+    uncalibrated,
+)
 from plait.planner.choice import NINETY
 from plait.planner.constants import Knowledge
 from plait.planner.estimate import estimate
@@ -150,7 +157,7 @@ def _predict(
     rows, picks = list(chosen), np.array(list(chosen.values()))
     assert part.job is not None
     job = part.job.take(picks)
-    rates = merged(calibration)
+    rates = merged_rates(calibration)
     result = estimate(job, rates)
     shape = (len(rows),)
     measured_memory = [measured_bytes(runs.rows[row]) for row in rows]

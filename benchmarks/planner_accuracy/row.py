@@ -15,7 +15,7 @@ from plait.errors import InputError
 from plait.planner import hardware, models
 from plait.planner.architecture import Architecture
 from plait.planner.frameworks import Framework, plait
-from plait.planner.hardware import FAMILIES, PRECISIONS, Device
+from plait.planner.hardware import FAMILIES, PRECISIONS, DeviceSpec
 from plait.planner.job import RECOMPUTE, SCHEDULES
 
 Row = Mapping[str, str]
@@ -35,7 +35,7 @@ class Variant:
 
     row: int
     model: Architecture
-    device: Device
+    device: DeviceSpec
     framework: Framework
     layout: dict[str, float]
     sequence: int
@@ -275,7 +275,7 @@ def _with_experts(row: Row, found: Architecture, known: Architecture | None) -> 
     )
 
 
-def device_of(row: Row) -> Device:
+def device_of(row: Row) -> DeviceSpec:
     """The device of a row, with the row's network. Raises NotPriced for one that is not in the catalogue."""
     try:
         found = hardware.device(row.get("gpu") or "")

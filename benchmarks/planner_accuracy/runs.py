@@ -27,7 +27,7 @@ from benchmarks.planner_accuracy.row import (
 )
 from plait.errors import InputError
 from plait.planner import calibrate as calibration_of
-from plait.planner.calibrate import Calibration, merged, uncalibrated
+from plait.planner.calibrate import Calibration, merged_rates, uncalibrated
 from plait.planner.constants import Knowledge
 from plait.planner.estimate import estimate
 from plait.planner.hardware import stack
@@ -110,7 +110,7 @@ def job_of_variants(variants: Sequence[Variant]) -> Job:
 def costs(runs: Runs, calibration: Calibration) -> tuple[Array, Array]:
     """Return (seconds, bytes) of every variant."""
     assert runs.job is not None
-    found = estimate(runs.job, merged(calibration))
+    found = estimate(runs.job, merged_rates(calibration))
     shape = (len(runs.variants),)
     return np.broadcast_to(np.asarray(found.seconds, float), shape), np.broadcast_to(
         np.asarray(found.memory.total, float), shape

@@ -38,7 +38,7 @@ def score(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def held(scores: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Rows of tier A of all sets, and the share of them in their intervals, as `plait.planner.constants.unseen` reads it."""
+    """Rows of tier A of all sets, and the share of them in their intervals, as `plait.planner.constants.interval_coverage` reads it."""
     found: dict[str, tuple[int, float]] = {}
     for key in KEYS[:3]:
         entries = [entry for score in scores if (entry := score["tier A"][key]["all"].get("all"))]

@@ -10,7 +10,7 @@ import numpy as np
 from benchmarks.common.table import markdown as table
 from benchmarks.planner_cpu.layouts import Case, request
 from plait.planner.calibrate import Calibration, calibrate, uncalibrated
-from plait.planner.choice import price, walked
+from plait.planner.choice import price, simulate_pipelines
 from plait.planner.measured import Measured, facts_of, layout_facts, runs_of
 
 AIM = 0.10
@@ -50,9 +50,9 @@ def _errors(rows: Sequence[Mapping[str, Any]], key: str) -> dict[str, float]:
 
 def _predicted(case: Case, calibration: Calibration) -> float:
     asked = request(case.processes)
-    return walked(asked, price(asked, [case.layout], calibration=calibration), calibration)[
-        0
-    ].seconds
+    return simulate_pipelines(
+        asked, price(asked, [case.layout], calibration=calibration), calibration
+    )[0].seconds
 
 
 def _measured(case: Case, seconds: float) -> Measured:

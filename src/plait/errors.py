@@ -88,7 +88,7 @@ class ConfigError(PlaitError):
         self.problems = problems
 
 
-def refuse(problems: Iterable[Problem]) -> None:
+def raise_problems(problems: Iterable[Problem]) -> None:
     """Raise ConfigError with all problems, if there are any."""
     collected = tuple(problems)
     if collected:
@@ -155,7 +155,7 @@ def first_line(error: BaseException) -> str:
     return _shorten(lines[0])
 
 
-def half_of_a_character(text: str) -> str | None:
+def first_lone_surrogate(text: str) -> str | None:
     """Return the first lone surrogate of a text as Python writes it, or None.
 
     JSON and command lines can contain lone surrogates; tokenizers and UTF-8 cannot.

@@ -52,7 +52,7 @@ class StepDone:
 
 
 @dataclass(frozen=True)
-class CommunicationDecided:
+class CommunicationSelected:
     """Algorithm of the gradient exchange that the first steps selected.
 
     It is used from the step after `step` on.
@@ -101,6 +101,6 @@ class RunEnded:
 
 
 Event = (
-    RunStarted | StepDone | CommunicationDecided | Validated | CheckpointSaved | Sampled | RunEnded
+    RunStarted | StepDone | CommunicationSelected | Validated | CheckpointSaved | Sampled | RunEnded
 )
 Listener = Callable[[Event], None]

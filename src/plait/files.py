@@ -17,7 +17,7 @@ RUN_LOCK = ".lock"
 """Name of the file in a run's folder that a running `plait train` locks."""
 
 
-def is_only_writer(opened: IO[bytes] | IO[str] | int) -> bool:
+def try_lock(opened: IO[bytes] | IO[str] | int) -> bool:
     """Lock an open file or folder, and return True unless another process holds its lock.
 
     The lock is held until the file is closed or the process ends. The result is True on a file
@@ -60,7 +60,7 @@ def anonymous_file(name: str) -> int:
     return descriptor
 
 
-def is_at(path: Path, opened: IO[bytes] | IO[str] | int) -> bool:
+def names_open_file(path: Path, opened: IO[bytes] | IO[str] | int) -> bool:
     """Return True if a path still names this open file or folder.
 
     Another process may have renamed or removed it since it was opened.
@@ -72,7 +72,7 @@ def is_at(path: Path, opened: IO[bytes] | IO[str] | int) -> bool:
         return False
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Write a file atomically: under another name, which is then renamed.
 
     A reader sees the old text or the new one, even after a crash.
@@ -93,7 +93,7 @@ def write_whole(path: Path, text: str) -> None:
         raise
 
 
-def write_result(path: Path, text: str) -> None:
+def write_atomically_in_folder(path: Path, text: str) -> None:
     """Write a file atomically, and create its folder if it is missing.
 
     Raises:
@@ -101,7 +101,7 @@ def write_result(path: Path, text: str) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, text)
+        write_atomically(path, text)
     except OSError as error:
         raise InputError(f"{path}: cannot be written ({error.strerror})") from None
 

@@ -55,7 +55,7 @@ def install_line(extra: str) -> str:
     return f"pip install '.[{extra}]' in a clone of Plait"
 
 
-class NotImportable(Exception):
+class NamedImportError(Exception):
     """Name of a user that cannot be imported.
 
     Attributes:
@@ -69,7 +69,7 @@ class NotImportable(Exception):
         self.remedy = remedy
 
 
-def module_of(named: str, *, form: str, example: str) -> tuple[ModuleType, str]:
+def import_named(named: str, *, form: str, example: str) -> tuple[ModuleType, str]:
     """Import the module of `package.module:name` and return it with the name.
 
     Args:
@@ -83,13 +83,13 @@ def module_of(named: str, *, form: str, example: str) -> tuple[ModuleType, str]:
     """
     path, _, attribute = named.partition(":")
     if not path or path.startswith(".") or not attribute:
-        raise NotImportable(form, f"write for example {example}")
+        raise NamedImportError(form, f"write for example {example}")
     try:
         return importlib.import_module(path), attribute
     except ModuleNotFoundError as error:
         # Another name belongs to a failing import inside of the user's module.
         if error.name is not None and (path == error.name or path.startswith(f"{error.name}.")):
-            raise NotImportable(
+            raise NamedImportError(
                 f"there is no module {error.name!r} here", "run from its folder, or install it"
             ) from None
         raise

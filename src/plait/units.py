@@ -49,7 +49,7 @@ def format_bytes(count: float) -> str:
     return f"{count:.0f} B"
 
 
-def format_enough_bytes(count: float) -> str:
+def format_bytes_rounded_up(count: float) -> str:
     """Format a number of bytes, rounded up, so that the printed size suffices as a budget."""
     for unit, size in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if count >= size:
@@ -77,7 +77,7 @@ def format_seconds(seconds: float) -> str:
     return f"{minutes}:{remaining_seconds:02d}"
 
 
-def bytes_of(text: str, name: str) -> int:
+def parse_bytes(text: str, name: str) -> int:
     """Parse a size and return its number of bytes.
 
     Args:

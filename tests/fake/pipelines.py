@@ -16,7 +16,7 @@ from plait.model.plans import make_plan
 from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.order import account_all
 from plait.parallel.pipeline.account import facts_of_rank, stage_counts
-from plait.parallel.pipeline.pipeline_parallel import PipelineParts
+from plait.parallel.pipeline.pipeline_parallel import PipelinePlan
 from tests.parity import cases
 from tests.parity.pipelines import layers_of
 
@@ -25,7 +25,7 @@ HIDDEN, LENGTH = 32, 8
 
 def build(
     config: dict[str, Any], world: int, *, layers: int | None = None, length: int = LENGTH
-) -> tuple[Engine, Resolved, ModelFacts, PipelineParts]:
+) -> tuple[Engine, Resolved, ModelFacts, PipelinePlan]:
     """An engine of one rank of the fake world, in float32; embeddings are tied."""
     model = cases.build("llama", tied=True, dtype=torch.float32, layers=layers or layers_of(config))
     resolved = resolve(load(config), world_size=world)
@@ -34,7 +34,7 @@ def build(
         model, blocks, tensor_plan=make_plan(model, tp=tp, blocks=blocks) if tp > 1 else None
     )
     engine = plait.initialize(model, resolved, loss_fn=plait.causal_lm_loss)
-    found = engine.parts.noted(PipelineParts)
+    found = engine.parts.noted(PipelinePlan)
     assert found is not None and engine.sharded.pipeline is not None
     predict_messages(engine.model, engine.parts, engine.sharded.pipeline, batch(1, length=length))
     return engine, resolved, facts, found
@@ -46,7 +46,7 @@ def batch(accumulation: int, *, length: int = LENGTH) -> dict[str, torch.Tensor]
     return {"input_ids": ids, "labels": ids}
 
 
-def predicted(resolved: Resolved, facts: ModelFacts, pipeline: PipelineParts, rank: int) -> Ledger:
+def predicted(resolved: Resolved, facts: ModelFacts, pipeline: PipelinePlan, rank: int) -> Ledger:
     """What the techniques' `account` says of a rank."""
     layout = resolved.layout
     at = layout.coordinates(rank)

@@ -23,7 +23,7 @@ from plait.cli.main import main
 from plait.cluster import ending
 from plait.errors import InputError
 from plait.inference.answer_file import AnswerFile, answer_file
-from plait.inference.prompt_file import Line, read_prompts
+from plait.inference.prompt_file import PromptLine, read_prompts
 from plait.inference.requests import Generation
 from tests.integration.model_folder import model_folder
 
@@ -133,7 +133,7 @@ def test_a_text_for_a_model_with_a_template(
 
 def test_prompts_from_a_pipe(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are read once, also for several processes, and may begin with a byte order mark."""
-    pipe, out, given = tmp_path / "pipe", tmp_path / "out.jsonl", list[list[Line]]()
+    pipe, out, given = tmp_path / "pipe", tmp_path / "out.jsonl", list[list[PromptLine]]()
 
     def launched(words: list[str], _: Any) -> int:
         given.append(
@@ -171,7 +171,7 @@ def test_no_room_for_what_processes_are_told(
     )
 
 
-def lines_of(tmp_path: Path, text: str = GOOD) -> list[Line]:
+def lines_of(tmp_path: Path, text: str = GOOD) -> list[PromptLine]:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(text, encoding="utf-8")
     return read_prompts(prompts)
@@ -203,7 +203,7 @@ def test_another_command_writes_the_answers(
 
 def write_one(
     out: Path,
-    lines: list[Line],
+    lines: list[PromptLine],
     command: dict[str, Any] | None = None,
     then: Callable[[], object] = lambda: None,
 ) -> None:
@@ -279,7 +279,7 @@ def test_a_command_goes_on_after_finished_answers(
     ]
 
 
-def kept(tmp_path: Path, lines: list[Line]) -> Path:
+def kept(tmp_path: Path, lines: list[PromptLine]) -> Path:
     """One of two answers."""
 
     def interrupt() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from plait.checkpoint.folder import find
+from plait.checkpoint.folder import find_checkpoint
 from plait.checkpoint.load import Reader
 from plait.checkpoint.windows import dtype_of
 from tests.integration.killed import PLACES
@@ -91,7 +91,7 @@ def train(folder: Path, name: str, *, places: int, kills: int) -> list[str]:
 
 def checkpoint(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor of the last one, generators too."""
-    found = find(folder / "checkpoints")
+    found = find_checkpoint(folder / "checkpoints")
     assert found is not None and found.manifest.tag == f"step-{STEPS:08d}"
     reader = Reader(found)
     tensors = {

@@ -24,7 +24,7 @@ import plait.engine.build
 import plait.engine.engine
 import plait.parallel.pipeline.pipeline_parallel
 from plait.cli.main import main
-from plait.comm.pending import Pending
+from plait.comm.pending import AsyncAllReduce
 from plait.config.resolving.resolve import load
 from plait.errors import ParityError
 from plait.parallel import materialise
@@ -33,7 +33,7 @@ from plait.parallel.data.reducer import Reducer
 from plait.parallel.pipeline.pipeline_parallel import PipelineRank
 from plait.parallel.pipeline.runtime import Runtime
 from plait.sharded.step import Stepper
-from plait.verify.plan import Plan, prepare
+from plait.verify.plan import VerificationPlan, prepare
 from plait.verify.report import Report, failure, raise_unless_equal
 from plait.verify.run import compare, run_layout
 from tests.integration.verified import FILE, LLAMA
@@ -139,9 +139,9 @@ def _average(self: DataParallel, parts: Any, mesh: Any) -> Any:
     return hooks
 
 
-def _scalars_stay_local(value: torch.Tensor, group: Any) -> Pending:
+def _scalars_stay_local(value: torch.Tensor, group: Any) -> AsyncAllReduce:
     """The count of a step's targets is the engine's only pending scalar."""
-    return Pending(value, group if value.ndim else None)
+    return AsyncAllReduce(value, group if value.ndim else None)
 
 
 def _unclipped(
@@ -197,7 +197,7 @@ def planned(
     processes: int = 2,
     passes: Any = ("float64",),
     **changes: Any,
-) -> Plan:
+) -> VerificationPlan:
     """Of FILE with changes, as the command makes it."""
     model = f"{__name__}:{given.__name__}" if given is not None else None
     return prepare(
@@ -210,7 +210,7 @@ def planned(
     )
 
 
-def work(rank: int, world: int, plan: Plan, defect: str | None) -> Any:
+def work(rank: int, world: int, plan: VerificationPlan, defect: str | None) -> Any:
     """Runs in a worker."""
     if defect is None:
         return run_layout(plan)
@@ -223,7 +223,7 @@ def work(rank: int, world: int, plan: Plan, defect: str | None) -> Any:
         setattr(owner, name, original)
 
 
-def compared(pool: Pool, plan: Plan, defect: str | None = None) -> Report:
+def compared(pool: Pool, plan: VerificationPlan, defect: str | None = None) -> Report:
     """Of a plan whose layout runs in the pool."""
     return compare(plan, pool.run(plan.world_size, work, plan, defect)[0])
 

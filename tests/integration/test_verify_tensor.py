@@ -12,7 +12,7 @@ from plait.comm.collectives import enter
 from plait.config.resolving.resolve import load
 from plait.parallel import materialise
 from plait.parallel.tensor import styles
-from plait.verify.plan import Plan, prepare
+from plait.verify.plan import VerificationPlan, prepare
 from plait.verify.report import Report
 from plait.verify.run import compare, run_layout
 from tests.integration.verified import FILE, LLAMA
@@ -65,7 +65,7 @@ DEFECTS: dict[str, tuple[Any, str, Any]] = {
 
 def planned(
     model: dict[str, Any], *, processes: int = 2, sequence: bool = False, stage: int = 0
-) -> Plan:
+) -> VerificationPlan:
     """tp 2 of FILE, the rest data parallel."""
     changes = {
         "parallel": {"tp": 2, "sequence_parallel": sequence},
@@ -82,7 +82,7 @@ def planned(
     )
 
 
-def work(rank: int, world: int, plan: Plan, defect: str | None) -> Any:
+def work(rank: int, world: int, plan: VerificationPlan, defect: str | None) -> Any:
     """Runs in a worker."""
     if defect is None:
         return run_layout(plan)
@@ -95,7 +95,7 @@ def work(rank: int, world: int, plan: Plan, defect: str | None) -> Any:
         setattr(owner, name, original)
 
 
-def compared(pool: Pool, plan: Plan, defect: str | None = None) -> Report:
+def compared(pool: Pool, plan: VerificationPlan, defect: str | None = None) -> Report:
     """Of a plan whose layout runs in the pool."""
     return compare(plan, pool.run(plan.world_size, work, plan, defect)[0])
 

@@ -22,7 +22,7 @@ from plait.model.plans import make_plan
 from plait.verify.choose import choose
 from plait.verify.model_under_test import TestedModel, build, give_weights
 from plait.verify.parity import Trace, compare, engine_trace, worst
-from plait.verify.plan import Plan
+from plait.verify.plan import VerificationPlan
 from plait.verify.report import EXACT_BAR, ROUNDED_BAR
 from plait.verify.second import second_trace
 
@@ -112,7 +112,7 @@ def _split_share(model: torch.nn.Module) -> float:
     )
 
 
-def planned(tested: TestedModel, layout: str) -> Plan:
+def planned(tested: TestedModel, layout: str) -> VerificationPlan:
     """The comparison of one cell."""
     resolved = resolve(load({**_FILE, **LAYOUTS[layout]}), world_size=PROCESSES)
     buckets = resolved.data_parallel.model_copy(
@@ -120,7 +120,7 @@ def planned(tested: TestedModel, layout: str) -> Plan:
     )
     certain = resolved.compression.model_copy(update={"candidates": ()})
     resolved = resolved.model_copy(update={"data_parallel": buckets, "compression": certain})
-    return Plan(
+    return VerificationPlan(
         tested, resolved, "plait", ("float64",), steps=STEPS, dtype="float32", blocks=(), lines=()
     )
 
@@ -167,7 +167,7 @@ def _described(error: Exception) -> str:
     )
 
 
-def _compared(plan: Plan, found: Trace) -> Cell:
+def _compared(plan: VerificationPlan, found: Trace) -> Cell:
     reference = _reference(plan.tested)
     largest = worst(compare(reference, found))
     bar = EXACT_BAR if plan.tested.exact else ROUNDED_BAR

@@ -15,7 +15,7 @@ import torch
 import plait
 from plait import exact
 from plait.checkpoint import writer as writer_module
-from plait.checkpoint.inspect import open_one, verify
+from plait.checkpoint.inspect import open_checkpoint, verify
 from plait.engine import generators
 from tests.parity import cases
 from tests.parity.digests import build
@@ -138,7 +138,7 @@ def saves(rank: int, world: int, kind: str, folder: str, count: int) -> int:
         torch.rand(3)  # whatever the model draws, the generators go on
 
     def compare(tag: str, wanted: tuple[Any, ...]) -> None:
-        found = open_one(at / tag)
+        found = open_checkpoint(at / tag)
         assert (found.manifest.content, found.manifest.own_content) == wanted[:2], (
             f"{kind}, {tag}: stale tensors"
         )

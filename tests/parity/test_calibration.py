@@ -9,7 +9,7 @@ import pytest
 
 from plait.engine import calibration as live
 from plait.planner.calibrate import calibrate, errors_with, uncalibrated
-from plait.planner.calibration_runs import believed
+from plait.planner.calibration_runs import priors_from_rates
 from plait.planner.constants import knowledge
 from plait.planner.hardware import cluster
 from plait.planner.measured import runs_of
@@ -46,7 +46,9 @@ def test_two_processes_measure_every_kind_of_layout(pool: Pool) -> None:
         for one in runs
     )
     assert rates.all_reduce is not None and all(rate > 0 for rate in rates.products.values())
-    known = believed(knowledge(), cluster("cpu", 2).device, rates, processes=2, precision="fp32")
+    known = priors_from_rates(
+        knowledge(), cluster("cpu", 2).device, rates, processes=2, precision="fp32"
+    )
     fitted = calibrate(runs_of(runs), known=known)
     assert fitted.time.rows == len(runs)
     assert errors_with(runs_of(runs), fitted)[1] < errors_with(runs_of(runs), uncalibrated())[1]

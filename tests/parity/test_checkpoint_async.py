@@ -18,8 +18,8 @@ import torch.distributed as dist
 import plait
 from plait.checkpoint import save as save_module
 from plait.checkpoint import writer as writer_module
-from plait.checkpoint.folder import complete
-from plait.checkpoint.inspect import differences, open_one
+from plait.checkpoint.folder import list_complete
+from plait.checkpoint.inspect import differences, open_checkpoint
 from plait.cluster.mesh import Mesh
 from plait.engine import generators
 from plait.errors import CheckpointError, CommunicationError
@@ -126,7 +126,9 @@ def test_what_is_saved_is_the_state_of_the_call(
     assert all(found >= COUNT - 1 for found in behind), "they were written beside the steps"
     pool.run(world, at_once, str(tmp_path), more)
     for number in range(COUNT):
-        beside, once = (open_one(tmp_path / f"{kind}-{number}") for kind in ("beside", "at-once"))
+        beside, once = (
+            open_checkpoint(tmp_path / f"{kind}-{number}") for kind in ("beside", "at-once")
+        )
         assert not list(differences(beside, once))
         hashes = [
             [entry.sha256 for entry in manifest(found, rank).values()]
@@ -138,9 +140,9 @@ def test_what_is_saved_is_the_state_of_the_call(
 
 def manifest(found: Any, rank: int) -> dict[str, Any]:
     """The entries of a rank's file."""
-    from plait.checkpoint.manifest import RankManifest, parsed, rank_file
+    from plait.checkpoint.manifest import RankManifest, rank_file, read_json
 
-    return parsed(RankManifest, found.path / rank_file(rank, "json")).shards.entries
+    return read_json(RankManifest, found.path / rank_file(rank, "json")).shards.entries
 
 
 def failing(rank: int, world: int, folder: str) -> tuple[str, list[str]]:
@@ -169,7 +171,7 @@ def failing(rank: int, world: int, folder: str) -> tuple[str, list[str]]:
     engine.train_batch([batch])
     engine.save_checkpoint(at, tag="three", wait=False)
     engine.close()
-    return str(caught.value), [one.manifest.tag for one in complete(at)]
+    return str(caught.value), [one.manifest.tag for one in list_complete(at)]
 
 
 def test_an_error_is_told_at_the_next_step(pool: Pool, tmp_path: Path) -> None:
@@ -235,7 +237,7 @@ def without_room(rank: int, world: int, folder: str) -> set[str]:
 
 def test_a_rank_without_room_writes_at_once(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(2, without_room, str(tmp_path)) == [{"plait-checkpoint"}, {"MainThread"}]
-    assert [one.manifest.tag for one in complete(tmp_path)] == ["one"]
+    assert [one.manifest.tag for one in list_complete(tmp_path)] == ["one"]
 
 
 def at_other_moments(rank: int, world: int) -> list[bool]:

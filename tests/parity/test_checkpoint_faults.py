@@ -17,8 +17,8 @@ import torch
 import plait
 from plait.checkpoint import commit as commit_module
 from plait.checkpoint import save as save_module
-from plait.checkpoint.folder import candidates, complete
-from plait.checkpoint.inspect import differences, open_one
+from plait.checkpoint.folder import candidates, list_complete
+from plait.checkpoint.inspect import differences, open_checkpoint
 from plait.checkpoint.load import Reader
 from plait.errors import CheckpointError
 from plait.verify.parity import whole
@@ -72,8 +72,8 @@ def damaged(rank: int, world: int, folder: str) -> tuple[int, list[str]]:
     engine.save_checkpoint(at, tag="two")
     torch.distributed.barrier()
     if rank == 0:
-        one, two = (open_one(at / tag) for tag in ("one", "two"))
-        assert not list(differences(one, one)) and open_one(at).manifest.tag == "two"
+        one, two = (open_checkpoint(at / tag) for tag in ("one", "two"))
+        assert not list(differences(one, one)) and open_checkpoint(at).manifest.tag == "two"
         changed = {difference.name: difference for difference in differences(one, two)}
         assert (
             changed["model.embed.weight"].elements and float(changed["model.embed.weight"].what) > 0
@@ -149,7 +149,7 @@ def failing(rank: int, world: int, folder: str) -> list[str]:
         torch.distributed.barrier()
     engine.save_checkpoint(at, tag="one")
     assert [path.name for path in sorted(at.iterdir())] == ["LATEST", "one"]
-    assert [one.manifest.tag for one in complete(at)] == ["one"]
+    assert [one.manifest.tag for one in list_complete(at)] == ["one"]
     return said
 
 

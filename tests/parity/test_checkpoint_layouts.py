@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import plait
-from plait.checkpoint.inspect import differences, open_one
+from plait.checkpoint.inspect import differences, open_checkpoint
 from plait.verify.keep_float64 import keeping_float64
 from tests.parity import cases
 from tests.parity.tensor_parallel import settings
@@ -84,7 +84,10 @@ def check(pool: Pool, folder: Path, sources: list[str], targets: list[str]) -> i
             for source, seen in rank.items():
                 assert seen == pytest.approx(straight[source], rel=0, abs=1e-11), (source, target)
         for source in sources:
-            one, other = open_one(folder / source), open_one(folder / f"{target}-from-{source}")
+            one, other = (
+                open_checkpoint(folder / source),
+                open_checkpoint(folder / f"{target}-from-{source}"),
+            )
             differing = list(differences(one, other))
             assert not differing, (source, target, differing[:3])
             assert one.manifest.content == other.manifest.content, (source, target)

@@ -17,7 +17,7 @@ from torch import nn
 import plait
 from plait._torch.units import unsharded_parameter_bytes
 from plait.comm.shared_memory import host as host_module
-from plait.comm.shared_memory.host import Host
+from plait.comm.shared_memory.host import SharedMemoryGroup
 from plait.comm.shared_memory.parameters import SharedParameters
 from tests.parity import cases
 from tests.parity.data_parallel import settings
@@ -30,7 +30,7 @@ IN_BACKWARD = {"optimizer_in_backward": True, "unused_parameters": False}
 
 def written(rank: int, ranks: int) -> None:
     """Rows of several sizes, in turns of writing and reading. Runs in a worker."""
-    host = Host(dist.group.WORLD, label="the test")
+    host = SharedMemoryGroup(dist.group.WORLD, label="the test")
     memory = SharedParameters(host, [5, 0, 1000], torch.float64)
     for step in range(50):
         for index, row in enumerate(memory.shards):

@@ -14,7 +14,7 @@ import plait
 from plait.cluster.mesh import Mesh
 from plait.parallel.data.data_parallel import DataParallel
 from plait.parallel.data.reducer import Reducer
-from plait.parallel.hooks import Hooks, Lost, StepEnd, StepHook
+from plait.parallel.hooks import FailureScope, Hooks, StepEnd, StepHook
 from plait.parallel.micro_batches import default_forward
 from plait.parallel.pipeline.pipeline_parallel import Pipeline
 from plait.parallel.technique import Parts
@@ -55,7 +55,7 @@ class Counting(StepHook):
     def drop_gradients(self) -> None:
         self.calls.append("drop")
 
-    def on_error(self, lost: Lost) -> None:
+    def on_error(self, lost: FailureScope) -> None:
         self.calls.append(f"error in {lost}")
 
     def state(self) -> dict[str, torch.Tensor]:

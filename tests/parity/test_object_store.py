@@ -14,8 +14,15 @@ import torch
 from typer.testing import CliRunner
 
 import plait
-from plait.checkpoint.folder import candidates, complete, find, remove_old
-from plait.checkpoint.inspect import content_difference, differences, open_one, prune, rows, verify
+from plait.checkpoint.folder import candidates, find_checkpoint, list_complete, remove_old
+from plait.checkpoint.inspect import (
+    content_difference,
+    differences,
+    open_checkpoint,
+    prune,
+    summarize,
+    verify,
+)
 from plait.checkpoint.places import StorePath, place_of
 from plait.cli.checkpoint import app
 from plait.errors import CheckpointError, InputError
@@ -52,7 +59,7 @@ def in_memory(rank: int, world: int) -> None:
     """Everything that one process can see. Runs in a worker."""
     url = f"memory://bucket-{os.getpid()}/run"
     folder, engine = place_of(url), engine_of(world, 0)
-    assert find(folder) is None and engine.load_checkpoint(url) is None
+    assert find_checkpoint(folder) is None and engine.load_checkpoint(url) is None
     contents = []
     for number in range(3):
         step(engine, number)
@@ -62,13 +69,13 @@ def in_memory(rank: int, world: int) -> None:
             == folder / f"step-{number}"
         )
         engine.checkpoint_written(wait=True)
-    assert [one.manifest.content for one in complete(folder)] == contents[::-1]
+    assert [one.manifest.content for one in list_complete(folder)] == contents[::-1]
     assert (folder / "step-0").is_dir() and not (folder / "step-0" / "begun").exists()
     step(engine, 3)
     again = engine.save_checkpoint(url, tag="step-2")
     assert (
         again.name == "step-2.2"
-        and good(find(folder)) == "step-2"
+        and good(find_checkpoint(folder)) == "step-2"
         and not (folder / "step-2").exists()
     )
     assert (
@@ -100,7 +107,7 @@ def in_memory(rank: int, world: int) -> None:
     )
     (folder / "step-2" / "00000.safetensors").put(raw)
     remove_old(folder, keep=2)
-    assert [good(one) for one in complete(folder)] == ["step-2", "step-1"] and not (
+    assert [good(one) for one in list_complete(folder)] == ["step-2", "step-1"] and not (
         folder / "step-0"
     ).exists()
     listed = CliRunner().invoke(app, ["ls", url])
@@ -133,7 +140,7 @@ def killed_everywhere(rank: int, world: int, url: str) -> int:
             return operation
 
         step(engine, first)
-        wanted = {"one": complete(folder)[0].manifest.content, "new": live_content(engine)[0]}
+        wanted = {"one": list_complete(folder)[0].manifest.content, "new": live_content(engine)[0]}
         try:
             with (
                 patch.object(StorePath, "put", counted(StorePath.put)),
@@ -147,11 +154,11 @@ def killed_everywhere(rank: int, world: int, url: str) -> int:
             return first
         found = candidates(folder)[0]
         assert good(found) == "one" and found.manifest.content in wanted.values(), first
-        assert all(good(one) for one in complete(folder)) and not [
-            row for row in rows(folder) if row.problem
+        assert all(good(one) for one in list_complete(folder)) and not [
+            row for row in summarize(folder) if row.problem
         ]
         prune(folder, keep=1)
-        assert good(find(folder)) == "one" and len(list(folder.iterdir())) == 2, (
+        assert good(find_checkpoint(folder)) == "one" and len(list(folder.iterdir())) == 2, (
             first,
             list(folder.iterdir()),
         )
@@ -167,7 +174,7 @@ def first_one_killed(rank: int, world: int, url: str) -> None:
     engine = engine_of(world, 0)
     with patch("plait.checkpoint.save.write_text", side_effect=Killed), pytest.raises(Killed):
         engine.save_checkpoint(url, tag="one")
-    assert list(place_of(url).iterdir()) and find(place_of(url)) is None
+    assert list(place_of(url).iterdir()) and find_checkpoint(place_of(url)) is None
     assert engine.save_checkpoint(url, tag="one").name == "one.2"
 
 
@@ -187,7 +194,7 @@ def refused(rank: int, world: int, url: str) -> list[str]:
         ):
             engine.save_checkpoint(url, tag="two")
         said.append(str(caught.value))
-        assert good(find(place_of(url))) == "one"
+        assert good(find_checkpoint(place_of(url))) == "one"
     return said
 
 
@@ -251,7 +258,7 @@ def loads_from(
         assert loaded is not None
         contents.append(live_content(engine)[0])
     engine.save_checkpoint(folder, tag="local")
-    here, there = open_one(place_of(folder)), open_one(place_of(url))
+    here, there = open_checkpoint(place_of(folder)), open_checkpoint(place_of(url))
     assert not content_difference(here, there) and not list(differences(here, there))
     first_one_killed(rank, world, f"{url}-killed")
     return contents
@@ -269,4 +276,4 @@ def test_s3(
     assert saved[2][:12] in CliRunner().invoke(app, ["ls", url]).output
     assert CliRunner().invoke(app, ["verify", url]).exit_code == 0
     assert "deleted one" in CliRunner().invoke(app, ["prune", url, "--keep", "1"]).output
-    assert [one.manifest.content for one in complete(place_of(url))] == [saved[2]]
+    assert [one.manifest.content for one in list_complete(place_of(url))] == [saved[2]]

@@ -19,7 +19,7 @@ from transformers import (
 import plait
 from plait._torch.dtensor import local_tensor
 from plait.errors import InputError
-from plait.model.experts import BIAS
+from plait.model.experts import SCORE_CORRECTION_BIAS
 from plait.parallel.materialise import is_meta
 from plait.sharded.pretrained import weights_of
 from plait.verify.parity import whole
@@ -155,7 +155,9 @@ def experts_of_others(rank: int, world: int, folder: str) -> list[dict[str, torc
         config = CONFIG | {"zero_optimization": {"stage": stage}, "parallel": {"ep": 2}}
         model = plait.initialize(plait.from_pretrained(folder, use_cache=False), config).model
         biases = {
-            name: buffer.clone() for name, buffer in model.named_buffers() if name.endswith(BIAS)
+            name: buffer.clone()
+            for name, buffer in model.named_buffers()
+            if name.endswith(SCORE_CORRECTION_BIAS)
         }
         found.append({name: whole(tensor) for name, tensor in model.named_parameters()} | biases)
     return found
@@ -173,7 +175,7 @@ def test_each_rank_reads_its_experts(pool: Pool, tmp_path: Path, family: str) ->
     model = experts.build(experts.Case(family), dtype=torch.bfloat16)  # type: ignore[arg-type]
     wanted = {name: parameter.float() for name, parameter in model.named_parameters()}
     for name, buffer in model.named_buffers():
-        if name.endswith(BIAS):
+        if name.endswith(SCORE_CORRECTION_BIAS):
             wanted[name] = buffer.uniform_().float()
     model.save_pretrained(tmp_path, max_shard_size="20KB")  # type: ignore[operator]
     stored: set[str] = set()

@@ -341,7 +341,7 @@ def test_checkpoints_have_what_the_optimizer_holds() -> None:
     """Of a model whose checkpoints leave out what was frozen: also what was unfrozen since."""
     model = Net()
     model.layers[1].requires_grad_(False)
-    model_content.keep_what_is_trained(model)
+    model_content.save_trained_only(model)
     assert len(model_content.content(model)[0]) == 2
     model.layers[1].requires_grad_(True)
     assert len(model_content.content(model, trained=set(model.parameters()))[0]) == 4

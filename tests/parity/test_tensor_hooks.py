@@ -13,7 +13,7 @@ import plait
 from plait.cluster.layout import Layout
 from plait.errors import ModelError
 from plait.model.blocks import find_blocks
-from plait.parallel.technique import Context
+from plait.parallel.technique import TechniqueContext
 from plait.parallel.tensor.tensor_parallel import TensorParallel
 from plait.verify.keep_float64 import keeping_float64
 from plait.verify.parity import Trace, compare, engine_trace, reference_trace, worst
@@ -30,7 +30,9 @@ def mix(_module: nn.Module, *given: Any) -> Any:
 
 
 def check(model: nn.Module, **settings: Any) -> None:
-    TensorParallel(**settings).check(Context(Layout(tp=2), model=model, blocks=find_blocks(model)))
+    TensorParallel(**settings).check(
+        TechniqueContext(Layout(tp=2), model=model, blocks=find_blocks(model))
+    )
 
 
 LAYER = "model.layers.1"

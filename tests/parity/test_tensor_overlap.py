@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import plait
-from plait.comm.pending import Pending
+from plait.comm.pending import AsyncAllReduce
 from plait.config.resolving.resolve import load, resolve
 from plait.errors import ConfigError
 from plait.parallel.tensor.overlap import DeferredGradient
@@ -155,8 +155,8 @@ def order(rank: int, world: int, pieces: int) -> tuple[list[str], list[str]]:
 
     with ExitStack() as stack:
         for owner, method, name in (
-            (Pending, "__init__", "start"),
-            (Pending, "value", "wait"),
+            (AsyncAllReduce, "__init__", "start"),
+            (AsyncAllReduce, "value", "wait"),
             (DeferredGradient, "gradient", "weight"),
             (torch, "mm", "piece"),
             (dist, "all_reduce", "sum"),

@@ -13,7 +13,7 @@ from plait._torch.groups import timeout_of
 from plait.cluster.layout import Layout
 from plait.cluster.mesh import build_mesh
 from plait.comm import hang, watch
-from plait.comm.board import FORWARD, read
+from plait.comm.board import FORWARD, read_board
 from plait.comm.transport import connect
 from plait.comm.watch import Watch
 from tests.pool import Pool
@@ -52,14 +52,14 @@ def late(rank: int, world: int) -> dict[str, str]:
             readings = {
                 other: reading
                 for other, peer in own._peers.items()
-                if (reading := read(peer.board)) is not None
+                if (reading := read_board(peer.board)) is not None
             }
             later = {
                 other: reading.__class__(**{**vars(reading), "timeout_seconds": 0.0})
                 for other, reading in readings.items()
             }
-            hung = hang.find(later, time.monotonic())
-            return hang.cause(hung, readings) if hung is not None else ""
+            hung = hang.find_hang(later, time.monotonic())
+            return hang.describe_cause(hung, readings) if hung is not None else ""
 
         if rank == 0:
             work = dist.all_reduce(torch.ones(3), group=group, async_op=True)

@@ -18,7 +18,7 @@ from plait.comm.algorithms import run, sum_over
 from plait.comm.buckets import Flat
 from plait.comm.compress import PowerSGDBuckets, QuantisedBuckets
 from plait.comm.messages import Messenger
-from plait.comm.pending import Pending
+from plait.comm.pending import AsyncAllReduce
 from plait.engine import device_rates, single_rank
 from plait.parallel.activations.activation_store import DiskStore, HostStore
 from tests.parity import pipelines, tensor_parallel
@@ -288,7 +288,9 @@ def _overlap() -> dict[str, Any]:
 
 def pending(rank: int, world: int) -> float:
     """Runs in a worker."""
-    value = Pending(torch.full((1,), float(rank + 1), device=f"cuda:{rank}"), dist.group.WORLD)
+    value = AsyncAllReduce(
+        torch.full((1,), float(rank + 1), device=f"cuda:{rank}"), dist.group.WORLD
+    )
     return float(value.value())
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from plait.errors import InputError
-from plait.units import GIB, KIB, MIB, bytes_of
+from plait.units import GIB, KIB, MIB, parse_bytes
 
 
 def test_sizes() -> None:
@@ -23,10 +23,10 @@ def test_sizes() -> None:
         "2.5 MB": 2_500_000,
         "1tb": 10**12,
     }
-    assert {text: bytes_of(text, "--cpu-budget") for text in sizes} == sizes
+    assert {text: parse_bytes(text, "--cpu-budget") for text in sizes} == sizes
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "0", "0.4", "2 G i B", "1e9", "2PiB", "nan"])
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(InputError, match="--cpu-budget .*: give a size such as 2GiB"):
-        bytes_of(text, "--cpu-budget")
+        parse_bytes(text, "--cpu-budget")

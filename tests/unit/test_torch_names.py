@@ -1025,7 +1025,7 @@ def test_started_by() -> None:
         asked.append((list(arguments), environment["NAME"], files))
         return given if len(asked) == 1 else None
 
-    with starting.started_by(give):
+    with starting.take_processes_from(give):
         handlers = [
             get_subprocess_handler(sys.executable, ("-c", "print(1)"), {"NAME": "x"}, None, None, 0)
             for _ in range(2)

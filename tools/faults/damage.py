@@ -14,7 +14,7 @@ import torch
 
 from plait.checkpoint.folder import candidates
 from plait.checkpoint.load import Reader
-from plait.checkpoint.manifest import RankManifest, parsed
+from plait.checkpoint.manifest import RankManifest, read_json
 from plait.checkpoint.save import Snapshot, write
 from plait.checkpoint.windows import record_of
 from plait.cluster.layout import Layout
@@ -110,7 +110,7 @@ def _tensor_at(path: Path, at: int) -> str:
     """The tensor that a byte of a shard file belongs to."""
     if path.suffix != ".safetensors":
         return ""
-    entries = parsed(RankManifest, path.with_suffix(".json")).shards.entries
+    entries = read_json(RankManifest, path.with_suffix(".json")).shards.entries
     return next(
         (name for name, entry in entries.items() if entry.offset <= at < entry.offset + entry.size),
         "",

@@ -178,10 +178,10 @@ def _plait_save(folder: Path, step: int, tensors: dict[str, torch.Tensor], kept:
 
 
 def _plait_load(folder: Path) -> list[torch.Tensor] | None:
-    from plait.checkpoint.folder import find
+    from plait.checkpoint.folder import find_checkpoint
     from plait.checkpoint.load import Reader
 
-    found = find(folder)
+    found = find_checkpoint(folder)
     if found is None:
         return None
     reader = Reader(found)

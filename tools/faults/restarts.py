@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from plait.checkpoint.folder import find
+from plait.checkpoint.folder import find_checkpoint
 from plait.cluster.topology import WATCH_FOLDER
 from plait.comm import board, stacks
 from tools.faults.forks import Ranks
@@ -127,7 +127,7 @@ class Train:
         found = {}
         for process, variables in self.processes().items():
             folder = variables.get(WATCH_FOLDER)
-            reading = board.read(Path(folder, f"{process}.board")) if folder else None
+            reading = board.read_board(Path(folder, f"{process}.board")) if folder else None
             if reading is not None and stacks.state(process) not in stacks.ENDED:
                 found[reading.rank] = process
         return found
@@ -199,7 +199,7 @@ def losses(metrics: Path) -> list[tuple[int, float]]:
 
 def state(folder: Path) -> tuple[str, str, str] | None:
     """(tag, hash of model and optimizer, hash of the ranks' own) of the last checkpoint."""
-    found = find(folder / "run" / "checkpoints")
+    found = find_checkpoint(folder / "run" / "checkpoints")
     return (
         (found.manifest.tag, found.manifest.content, found.manifest.own_content)
         if found is not None

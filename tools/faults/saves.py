@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from plait.checkpoint.folder import Found, candidates
+from plait.checkpoint.folder import CheckpointFolder, candidates
 from plait.checkpoint.load import Reader
 from plait.errors import CheckpointError
 from tests.faulty_files import Planted, planted
@@ -140,7 +140,7 @@ def train(rank: int, folder: str, steps: int, keeps: str, kill_rank: int, kill_c
     engine.close()
 
 
-def found_in(folder: Path) -> tuple[Found | None, str]:
+def found_in(folder: Path) -> tuple[CheckpointFolder | None, str]:
     """(what a run would go on from, why a newer one is not it)."""
     why = ""
     for one in candidates(folder / "checkpoints"):

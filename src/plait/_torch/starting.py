@@ -19,7 +19,7 @@ It receives the command, the environment, and the files for standard output and 
 
 
 @contextmanager
-def started_by(process_source: ProcessSource) -> Iterator[None]:
+def take_processes_from(process_source: ProcessSource) -> Iterator[None]:
     """Let the agent take processes from `process_source` inside the block.
 
     Args:

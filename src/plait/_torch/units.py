@@ -151,7 +151,7 @@ def _unsharded_gradients(p: Any) -> list[torch.Tensor]:
 
 
 @contextmanager
-def kept_gathered(model: nn.Module) -> Iterator[None]:
+def leave_gathered(model: nn.Module) -> Iterator[None]:
     """Leave units gathered after their forward inside the block.
 
     The caller reshards them. After the block, units are freed after their forward as before.

@@ -21,7 +21,7 @@ _RESULT_BYTES = 64
 _MESSAGE_BYTES = 992
 
 
-def together(
+def run_on_all_ranks(
     work: Callable[[], T],
     brings: Callable[[T], bytes] = lambda _: b"",
     *,

@@ -6,12 +6,14 @@ import torch
 from torch import nn
 
 from plait import exact
-from plait.checkpoint.folder import Found
+from plait.checkpoint.folder import CheckpointFolder
 from plait.errors import CheckpointError
 from plait.model.float32 import keep_in_float32
 
 
-def described_model(checkpoint: Found, *, dtype: torch.dtype | None = None) -> nn.Module:
+def build_described_model(
+    checkpoint: CheckpointFolder, *, dtype: torch.dtype | None = None
+) -> nn.Module:
     """Build the model of a checkpoint on the meta device.
 
     Args:

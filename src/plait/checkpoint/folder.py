@@ -29,8 +29,8 @@ from plait.checkpoint.manifest import (
     Manifest,
     Pointer,
     manifest_hash,
-    parsed,
     rank_file,
+    read_json,
     read_manifest,
 )
 from plait.checkpoint.places import Place, entries
@@ -38,7 +38,7 @@ from plait.errors import CheckpointError, warn
 
 
 @dataclass(frozen=True)
-class Found:
+class CheckpointFolder:
     """Checkpoint with a valid manifest. Its tensors have not been read."""
 
     path: Place
@@ -58,7 +58,7 @@ def reading(place: Place) -> Iterator[None]:
         ) from error
 
 
-def complete(folder: Place) -> list[Found]:
+def list_complete(folder: Place) -> list[CheckpointFolder]:
     """Return all checkpoints with a valid manifest, the newest first.
 
     Raises:
@@ -68,7 +68,7 @@ def complete(folder: Place) -> list[Found]:
         return _complete(folder)
 
 
-def _complete(folder: Place) -> list[Found]:
+def _complete(folder: Place) -> list[CheckpointFolder]:
     if not folder.is_dir():
         return []
     checkpoints = []
@@ -82,7 +82,7 @@ def _complete(folder: Place) -> list[Found]:
         if name.startswith(".") or not _has(path, MANIFEST):
             continue
         with suppress(CheckpointError):
-            checkpoints.append(Found(path, read_manifest(path)))
+            checkpoints.append(CheckpointFolder(path, read_manifest(path)))
     return sorted(
         checkpoints, key=lambda checkpoint: (-checkpoint.manifest.sequence, checkpoint.path.name)
     )
@@ -96,7 +96,7 @@ def _has(path: Place, name: str) -> bool:
         return False
 
 
-def candidates(folder: Place, tag: str | None = None) -> list[Found]:
+def candidates(folder: Place, tag: str | None = None) -> list[CheckpointFolder]:
     """Return the checkpoints to load from, in the order in which to try them.
 
     Args:
@@ -120,7 +120,9 @@ def candidates(folder: Place, tag: str | None = None) -> list[Found]:
         return _candidates_from_pointer(folder, checkpoints, pointer)
 
 
-def _checkpoint_of_tag(folder: Place, tag: str, checkpoints: list[Found]) -> Found:
+def _checkpoint_of_tag(
+    folder: Place, tag: str, checkpoints: list[CheckpointFolder]
+) -> CheckpointFolder:
     for checkpoint in checkpoints:
         if checkpoint.manifest.tag == tag:
             return checkpoint
@@ -132,8 +134,8 @@ def _checkpoint_of_tag(folder: Place, tag: str, checkpoints: list[Found]) -> Fou
 
 
 def _candidates_without_pointer(
-    folder: Place, checkpoints: list[Found], problem: str
-) -> list[Found]:
+    folder: Place, checkpoints: list[CheckpointFolder], problem: str
+) -> list[CheckpointFolder]:
     if checkpoints:
         return _with_note(
             checkpoints,
@@ -153,8 +155,8 @@ def _candidates_without_pointer(
 
 
 def _candidates_from_pointer(
-    folder: Place, checkpoints: list[Found], pointer: Pointer
-) -> list[Found]:
+    folder: Place, checkpoints: list[CheckpointFolder], pointer: Pointer
+) -> list[CheckpointFolder]:
     latest = next(
         (checkpoint for checkpoint in checkpoints if checkpoint.manifest.tag == pointer.tag), None
     )
@@ -192,7 +194,7 @@ def _candidates_from_pointer(
     return [latest, *older]
 
 
-def find(folder: Place, tag: str | None = None) -> Found | None:
+def find_checkpoint(folder: Place, tag: str | None = None) -> CheckpointFolder | None:
     """Return the checkpoint `tag`, or the one to resume from, or None. See `candidates`."""
     return next(iter(candidates(folder, tag)), None)
 
@@ -252,15 +254,15 @@ def _pointer(folder: Place) -> tuple[Pointer | None, str]:
     if not (folder / LATEST).exists():
         return None, ""
     try:
-        return parsed(Pointer, folder / LATEST), ""
+        return read_json(Pointer, folder / LATEST), ""
     except CheckpointError as error:
         return None, str(error)
 
 
-def _with_note(checkpoints: list[Found], note: str) -> list[Found]:
+def _with_note(checkpoints: list[CheckpointFolder], note: str) -> list[CheckpointFolder]:
     first = checkpoints[0]
-    return [Found(first.path, first.manifest, (note,)), *checkpoints[1:]]
+    return [CheckpointFolder(first.path, first.manifest, (note,)), *checkpoints[1:]]
 
 
-def _list(checkpoints: list[Found]) -> str:
+def _list(checkpoints: list[CheckpointFolder]) -> str:
     return ", ".join(checkpoint.manifest.tag for checkpoint in checkpoints) or "none"

@@ -14,12 +14,18 @@ import torch
 
 from plait.checkpoint.commit import is_unfinished
 from plait.checkpoint.durable import is_temporary, remove, size_of_folder
-from plait.checkpoint.folder import Found, complete, find, reading, remove_old
+from plait.checkpoint.folder import (
+    CheckpointFolder,
+    find_checkpoint,
+    list_complete,
+    reading,
+    remove_old,
+)
 from plait.checkpoint.load import Reader
-from plait.checkpoint.manifest import LATEST, MANIFEST, Pointer, parsed, read_manifest
+from plait.checkpoint.manifest import LATEST, MANIFEST, Pointer, read_json, read_manifest
 from plait.checkpoint.places import Place, entries
 from plait.errors import CheckpointError, InputError
-from plait.files import RUN_LOCK, is_only_writer
+from plait.files import RUN_LOCK, try_lock
 
 Progress = Callable[[int, int], None]
 """Progress callback. Receives the number of files that are done and the number of all files."""
@@ -43,7 +49,7 @@ class CheckpointRow:
     """Reason why it cannot be loaded."""
 
 
-def rows(folder: Place) -> list[CheckpointRow]:
+def summarize(folder: Place) -> list[CheckpointRow]:
     """Return a summary of every checkpoint in a folder, the newest first, damaged ones last.
 
     Raises:
@@ -57,10 +63,10 @@ def rows(folder: Place) -> list[CheckpointRow]:
 def _rows(folder: Place) -> list[CheckpointRow]:
     _require_folder(folder)
     try:
-        latest_tag = parsed(Pointer, folder / LATEST).tag
+        latest_tag = read_json(Pointer, folder / LATEST).tag
     except CheckpointError:
         latest_tag = ""
-    checkpoints = complete(folder)
+    checkpoints = list_complete(folder)
     # Several folders may have the same tag; the first one is the newest.
     newest = {checkpoint.manifest.tag: checkpoint.path for checkpoint in reversed(checkpoints)}
     summaries = []
@@ -101,7 +107,7 @@ def _require_folder(folder: Place) -> None:
         raise InputError(f"{folder}: no such folder; name one that holds checkpoints")
 
 
-def open_one(place: Place) -> Found:
+def open_checkpoint(place: Place) -> CheckpointFolder:
     """Return a checkpoint by its folder, or the one to resume from in a folder of checkpoints.
 
     Args:
@@ -115,9 +121,9 @@ def open_one(place: Place) -> Found:
         if not place.is_dir():
             raise InputError(f"{place}: no such folder; name a checkpoint, or a folder of them")
         if (place / MANIFEST).exists():
-            return Found(place, read_manifest(place))
+            return CheckpointFolder(place, read_manifest(place))
         folder = checkpoints_of(place)
-        checkpoint = find(folder)
+        checkpoint = find_checkpoint(folder)
     if checkpoint is None:
         raise CheckpointError(f"{folder}: no complete checkpoint is there")
     return checkpoint
@@ -129,7 +135,7 @@ def checkpoints_of(place: Place) -> Place:
         return place / "checkpoints" if (place / "checkpoints").is_dir() else place
 
 
-def verify(checkpoint: Found, progress: Progress) -> None:
+def verify(checkpoint: CheckpointFolder, progress: Progress) -> None:
     """Compare every byte with its hash, and all tensors with the content hash.
 
     Args:
@@ -159,7 +165,7 @@ def verify(checkpoint: Found, progress: Progress) -> None:
 
 
 @dataclass(frozen=True)
-class Difference:
+class TensorDifference:
     """Difference of one tensor, as `plait checkpoint diff --json` prints it."""
 
     name: str
@@ -169,7 +175,9 @@ class Difference:
     """Number of elements that differ."""
 
 
-def differences(first_checkpoint: Found, second_checkpoint: Found) -> Iterator[Difference]:
+def differences(
+    first_checkpoint: CheckpointFolder, second_checkpoint: CheckpointFolder
+) -> Iterator[TensorDifference]:
     """Yield the tensors that differ, in the order of the first checkpoint.
 
     The comparison is bitwise, so that NaN is equal to itself.
@@ -179,9 +187,9 @@ def differences(first_checkpoint: Found, second_checkpoint: Found) -> Iterator[D
     for name, record in first.tensors.items():
         other_record = second.tensors.get(name)
         if other_record is None:
-            yield Difference(name, "only in the first")
+            yield TensorDifference(name, "only in the first")
         elif (other_record.shape, other_record.dtype) != (record.shape, record.dtype):
-            yield Difference(
+            yield TensorDifference(
                 name,
                 f"{record.dtype} {list(record.shape)} in the first, {other_record.dtype}"
                 f" {list(other_record.shape)} in the second",
@@ -191,20 +199,22 @@ def differences(first_checkpoint: Found, second_checkpoint: Found) -> Iterator[D
             b = second.read(name)
             count = _count_different(a, b)
             if count:
-                yield Difference(name, f"{(a.double() - b.double()).abs().max().item():.3g}", count)
+                yield TensorDifference(
+                    name, f"{(a.double() - b.double()).abs().max().item():.3g}", count
+                )
     for name in second.tensors:
         if name not in first.tensors:
-            yield Difference(name, "only in the second")
+            yield TensorDifference(name, "only in the second")
 
 
-def content_difference(first: Found, second: Found) -> list[Difference]:
+def content_difference(first: CheckpointFolder, second: CheckpointFolder) -> list[TensorDifference]:
     """Compare the content hashes of two checkpoints without reading tensors."""
     a = first.manifest.content
     b = second.manifest.content
     if a == b:
         return []
     description = f"content {a[:12]} in the first, {b[:12]} in the second"
-    return [Difference("model and optimizer", description)]
+    return [TensorDifference("model and optimizer", description)]
 
 
 def _count_different(a: torch.Tensor, b: torch.Tensor) -> int:
@@ -246,7 +256,7 @@ def _run_lock(folder: Place) -> Iterator[None]:
         yield
         return
     with open(lock, "ab") as stream:
-        if not is_only_writer(stream):
+        if not try_lock(stream):
             raise CheckpointError(
                 f"{folder}: plait train is running in {folder.parent}; wait for its end, or set"
                 " run.keep"

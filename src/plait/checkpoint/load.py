@@ -16,8 +16,8 @@ from torch import nn
 
 from plait._torch.dtensor import local_tensor
 from plait.checkpoint.content import ContentHash, tensor_blocks
-from plait.checkpoint.folder import Found, candidates
-from plait.checkpoint.manifest import RankManifest, parsed, rank_file
+from plait.checkpoint.folder import CheckpointFolder, candidates
+from plait.checkpoint.manifest import RankManifest, rank_file, read_json
 from plait.checkpoint.model_content import START, content, put_values, shapes
 from plait.checkpoint.places import Place, place_of
 from plait.checkpoint.save import OWN
@@ -69,7 +69,7 @@ class Reader:
         values: JSON values of modules by name (`get_extra_state`).
     """
 
-    def __init__(self, checkpoint: Found) -> None:
+    def __init__(self, checkpoint: CheckpointFolder) -> None:
         """Open a checkpoint.
 
         Raises:
@@ -92,7 +92,7 @@ class Reader:
         # Only the last one is kept in memory, because callers read them rank by rank.
         if self._last_read is None or self._last_read[0] != rank:
             path = self.path / rank_file(rank, "json")
-            manifest = parsed(RankManifest, path, sha256=self.manifest.ranks[rank])
+            manifest = read_json(RankManifest, path, sha256=self.manifest.ranks[rank])
             self._last_read = (rank, manifest)
         return self._last_read[1]
 

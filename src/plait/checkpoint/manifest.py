@@ -107,7 +107,7 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def parsed(kind: type[M], path: Place, *, sha256: str | None = None) -> M:
+def read_json(kind: type[M], path: Place, *, sha256: str | None = None) -> M:
     """Read and validate a JSON file.
 
     Args:
@@ -163,7 +163,7 @@ def read_manifest(path: Place) -> Manifest:
     Raises:
         CheckpointError: The manifest is missing, damaged, or of another format version.
     """
-    manifest = parsed(Manifest, path / MANIFEST, sha256=manifest_hash(path))
+    manifest = read_json(Manifest, path / MANIFEST, sha256=manifest_hash(path))
     if manifest.format != FORMAT:
         raise CheckpointError(
             f"{path / MANIFEST} has format {manifest.format}, but this version of Plait reads"

@@ -18,7 +18,7 @@ _FROZEN_NAMES = "_plait_checkpoints_hold_what_is_trained"
 _EXTRA = "_extra_state"
 
 
-def keep_what_is_trained(model: nn.Module) -> None:
+def save_trained_only(model: nn.Module) -> None:
     """Restrict checkpoints of a model to the parameters that are not frozen at this moment.
 
     Used for adapters: the base model has a folder of its own, from which a resumed run loads it.
@@ -43,7 +43,7 @@ def content(
 
     Args:
         model: The model, sharded or not.
-        trained: Parameters to include even if they were frozen when `keep_what_is_trained` was
+        trained: Parameters to include even if they were frozen when `save_trained_only` was
             called, because the optimizer has them now.
 
     Returns:

@@ -136,7 +136,7 @@ def class_name(optimizer: Optimizer) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def merged(record: dict[str, Any], group: dist.ProcessGroup | None) -> dict[str, Any]:
+def merge_stages(record: dict[str, Any], group: dist.ProcessGroup | None) -> dict[str, Any]:
     """Merge the records of all pipeline stages. Collective.
 
     Args:
@@ -234,7 +234,7 @@ def allocate(
     return Fill(states, tensors)
 
 
-def put(
+def load_states(
     optimizer: Optimizer,
     model: nn.Module,
     fill: Fill,

@@ -32,11 +32,11 @@ import torch
 import torch.distributed as dist
 
 from plait._torch.dtensor import local_tensor
-from plait.checkpoint.agreement import together
+from plait.checkpoint.agreement import run_on_all_ranks
 from plait.checkpoint.commit import Commit, begin, join
 from plait.checkpoint.content import ContentHash, Observer
 from plait.checkpoint.durable import write_text
-from plait.checkpoint.folder import complete
+from plait.checkpoint.folder import list_complete
 from plait.checkpoint.manifest import FORMAT, LATEST, Manifest, RankManifest, digest, rank_file
 from plait.checkpoint.places import Place
 from plait.checkpoint.shard_file import write_shards
@@ -185,7 +185,7 @@ class _Save:
     ) -> tuple[T, list[bytes]]:
         try:
             with naming(self._doing):
-                return together(
+                return run_on_all_ranks(
                     work, row_of, device=self._device, doing=self._doing, group=self._group
                 )
         except CommunicationError as error:
@@ -255,7 +255,7 @@ class _Save:
             content.add(row[32:48])
             own_content.add(row[48:64])
         newest = max(
-            (checkpoint.manifest.sequence for checkpoint in complete(self._folder)), default=0
+            (checkpoint.manifest.sequence for checkpoint in list_complete(self._folder)), default=0
         )
         manifest = Manifest(
             format=FORMAT,

@@ -24,7 +24,7 @@ from plait.checkpoint.save import Snapshot, write
 from plait.cluster import accelerator
 from plait.cluster.host_memory import free_host_bytes
 from plait.cluster.mesh import Mesh
-from plait.comm.largest import Largest
+from plait.comm.largest import AsyncMaximum
 from plait.errors import CheckpointError, CommunicationError
 
 _MAX_MEMORY_SHARE = 0.5
@@ -43,7 +43,7 @@ class Writer:
         """Current save, until its result was returned or raised on this rank."""
         self._unsettled: Future[Place] | None = None
         """Current save, until all ranks know how it ended."""
-        self._outcome: Largest | None = None
+        self._outcome: AsyncMaximum | None = None
         """Outcome of the save over all ranks, requested in the previous step on a GPU."""
         self._raised = False
         """Whether this rank has raised the error of the save."""
@@ -109,8 +109,8 @@ class Writer:
             state = _FAILED
         distributed = dist.is_initialized() and dist.get_world_size() > 1
         group = dist.group.WORLD if distributed else None
-        outcome: Largest | None = Largest(state, self._mesh.device, group)
-        if accelerator.is_one(self._mesh.device):
+        outcome: AsyncMaximum | None = AsyncMaximum(state, self._mesh.device, group)
+        if accelerator.is_accelerator(self._mesh.device):
             outcome, self._outcome = self._outcome, outcome
         largest_state = outcome.value() if outcome is not None else 0
         if not largest_state:

@@ -17,7 +17,7 @@ from plait.cli.terminal import progress_bar
 
 if TYPE_CHECKING:
     from plait.inference.answer_file import AnswerFile
-    from plait.inference.prompt_file import Line
+    from plait.inference.prompt_file import PromptLine
     from plait.inference.requests import Generation
     from plait.sharded.model import ShardedModel
 
@@ -29,7 +29,7 @@ Answer = Callable[["ShardedModel", list[Any], int | None], "list[Generation]"]
 class AnswerJob:
     """File of prompts that the processes of a command answer together."""
 
-    lines: list[Line]
+    lines: list[PromptLine]
     out: Path
     batch_size: int
     seed: int | None

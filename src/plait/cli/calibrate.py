@@ -75,8 +75,8 @@ def _run_process(out: str, rounds: str, steps: str, quiet: str = "") -> None:
     )
     from plait.engine.calibration import Pace, calibration_request, measure, measurements
     from plait.planner.calibrate import calibrate
-    from plait.planner.calibration_file import Origin, save
-    from plait.planner.calibration_runs import believed
+    from plait.planner.calibration_file import CalibrationOrigin, save
+    from plait.planner.calibration_runs import priors_from_rates
     from plait.planner.constants import knowledge
     from plait.planner.measured import runs_of
 
@@ -90,7 +90,7 @@ def _run_process(out: str, rounds: str, steps: str, quiet: str = "") -> None:
     if process.rank:
         return
 
-    known = believed(
+    known = priors_from_rates(
         knowledge(),
         cluster.device,
         measured.rates,
@@ -107,7 +107,7 @@ def _run_process(out: str, rounds: str, steps: str, quiet: str = "") -> None:
         "runs": len(measured.runs),
         "rates": asdict(measured.rates),
     }
-    save(Path(out), calibration, Origin(str(cluster.device.name), origin_machine, facts))
+    save(Path(out), calibration, CalibrationOrigin(str(cluster.device.name), origin_machine, facts))
     if not quiet:
         print_rates(measured.rates)
         print_calibration(calibration, runs, known=known)

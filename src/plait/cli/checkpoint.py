@@ -41,11 +41,11 @@ def ls_command(folder: Folder, as_json: Json = False) -> None:
     """List the checkpoints of FOLDER, the newest first. `*` marks the one that a run resumes from.
     Exit code 4 if one is damaged.
     """
-    from plait.checkpoint.inspect import checkpoints_of, rows
+    from plait.checkpoint.inspect import checkpoints_of, summarize
     from plait.checkpoint.places import place_of
     from plait.units import format_bytes
 
-    checkpoints = rows(checkpoints_of(place_of(folder, "FOLDER")))
+    checkpoints = summarize(checkpoints_of(place_of(folder, "FOLDER")))
     if as_json:
         typer.echo(json.dumps([asdict(row) for row in checkpoints], indent=2))
     else:
@@ -75,10 +75,10 @@ def verify_command(folder: Folder) -> None:
     """Compare every byte of a checkpoint with its hash. In FOLDER it is the checkpoint that a run
     resumes from. Exit code 4 if it is damaged.
     """
-    from plait.checkpoint.inspect import open_one, verify
+    from plait.checkpoint.inspect import open_checkpoint, verify
     from plait.checkpoint.places import place_of
 
-    checkpoint = open_one(place_of(folder, "FOLDER"))
+    checkpoint = open_checkpoint(place_of(folder, "FOLDER"))
     with progress_bar(f"verify {checkpoint.path.name}") as progress:
         verify(checkpoint, progress)
     typer.echo(
@@ -107,10 +107,13 @@ def diff_command(
     """Print the tensors that are not bit for bit equal in two checkpoints of any layouts. Exit code
     1 if there are any, 4 if the content hashes contradict the tensors: a file is damaged then.
     """
-    from plait.checkpoint.inspect import content_difference, differences, open_one
+    from plait.checkpoint.inspect import content_difference, differences, open_checkpoint
     from plait.checkpoint.places import place_of
 
-    checkpoints = [open_one(place_of(first, "FOLDER")), open_one(place_of(second, "OTHER"))]
+    checkpoints = [
+        open_checkpoint(place_of(first, "FOLDER")),
+        open_checkpoint(place_of(second, "OTHER")),
+    ]
     hash_differences = content_difference(*checkpoints)
     differing = hash_differences
     if not quick:

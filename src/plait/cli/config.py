@@ -17,10 +17,10 @@ from rich.table import Table
 from plait.cli.options import Json, Set, count
 from plait.cli.planning.tables import aligned
 from plait.config.convert.conversion import convert
-from plait.config.resolving.degrees import processes
+from plait.config.resolving.degrees import format_processes
 from plait.config.resolving.explain import Explanation, explain
 from plait.config.resolving.json_schema import json_schema
-from plait.config.schema.provenance import Row, Status
+from plait.config.schema.provenance import KeyReport, Status
 from plait.errors import ConfigError, InputError
 from plait.observe.files import require_writable, write_text
 
@@ -114,7 +114,7 @@ def convert_command(
     typer.echo(f"\nwrote {out}; {advice}")
 
 
-def _converted_key(row: Row) -> tuple[str, str]:
+def _converted_key(row: KeyReport) -> tuple[str, str]:
     """Return the key of Plait and a note for a key of the converted file."""
     if row.status in (Status.SUPPORTED, Status.RENAMED):
         note = row.meaning.removeprefix(row.path).strip(" ,")
@@ -144,7 +144,7 @@ def schema_command() -> None:
 
 def _titles(explanation: Explanation) -> tuple[str, str]:
     """Return the titles of the keys and of the resolved values."""
-    count = processes(explanation.world_size or 1)
+    count = format_processes(explanation.world_size or 1)
     return (
         f"keys of {explanation.name}",
         f"resolved for {count} (set the number with --world-size)",

@@ -67,15 +67,15 @@ def export_command(
     # Imported here, so that `plait export --help` does not load torch.
     import torch
 
-    from plait.checkpoint.inspect import open_one
+    from plait.checkpoint.inspect import open_checkpoint
     from plait.checkpoint.places import place_of
     from plait.train.export import export
-    from plait.train.exported import Compared, compare_generated, compare_reloaded
+    from plait.train.exported import ExportComparison, compare_generated, compare_reloaded
     from plait.train.folder import GENERATION
     from plait.units import format_bytes
 
     out = user_path(out, "--out")
-    checkpoint = open_one(place_of(source, "FOLDER"))
+    checkpoint = open_checkpoint(place_of(source, "FOLDER"))
     tokenizer = None
     generation = None
     # A run has its tokenizer in its folder, above the checkpoints. Object stores are not searched.
@@ -86,7 +86,7 @@ def export_command(
                 if (folder / GENERATION).is_file():
                     generation = folder / GENERATION
                 break
-    comparisons: list[tuple[int, Compared]] = []
+    comparisons: list[tuple[int, ExportComparison]] = []
 
     def compare(folder: Path) -> None:
         tensors = compare_reloaded(checkpoint, folder)

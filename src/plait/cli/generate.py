@@ -35,7 +35,7 @@ from plait.errors import InputError
 if TYPE_CHECKING:
     from torch import nn
 
-    from plait.inference.prompt_file import Line
+    from plait.inference.prompt_file import PromptLine
     from plait.inference.requests import Generation
     from plait.inference.source import Source
     from plait.sharded.model import ShardedModel
@@ -180,7 +180,7 @@ def generate_command(
     the terminal, which ends with an empty line. Sampling options default to the values in
     generation_config.json of the model.
     """
-    from plait.inference.deployment import Work, deploy, deploy_in_budget
+    from plait.inference.deployment import InferenceWork, deploy, deploy_in_budget
     from plait.inference.prompt_file import read_prompts
     from plait.inference.source import open_source
 
@@ -223,7 +223,9 @@ def generate_command(
     tokenizer = source.tokenizer()
     tokens = _longest_request(requests, settings, unloaded, tokenizer)
     # A chat has one request at a time.
-    work = Work(source, unloaded, tokens, min(batch_size, len(requests) or 1), offload_cache)
+    work = InferenceWork(
+        source, unloaded, tokens, min(batch_size, len(requests) or 1), offload_cache
+    )
     tp_degree = _parse_degree("--tp", tp)
     pp_degree = _parse_degree("--pp", pp)
     if gpu_bytes or cpu_bytes:
@@ -297,7 +299,7 @@ def _check_files(prompt: str | None, prompts: Path | None, out: Path | None) -> 
 
 
 @contextmanager
-def _argument_file(arguments: GenerateArguments, lines: list[Line]) -> Iterator[Path]:
+def _argument_file(arguments: GenerateArguments, lines: list[PromptLine]) -> Iterator[Path]:
     """Write the arguments for several processes, and the lines of --prompts, to temporary files.
 
     --prompts may be a pipe, or change later. A prompt may also be longer than an argument of a
@@ -336,7 +338,7 @@ def _longest_request(
         InputError: The model cannot answer a prompt. The message names the prompt.
     """
     from plait.inference.capacity import check_positions
-    from plait.inference.requests import check_ids, check_room, ids_of
+    from plait.inference.requests import check_ids, check_room, prompt_token_ids
     from plait.inference.settings import settings_of
     from plait.inference.vocabulary import tokens_of_model
 
@@ -344,7 +346,7 @@ def _longest_request(
     vocabulary = tokens_of_model(model)
     longest = 0
     for name, prompt in prompts:
-        ids = ids_of(prompt, name, tokenizer)
+        ids = prompt_token_ids(prompt, name, tokenizer)
         check_ids(ids, name, vocabulary)
         tokens = len(ids) + check_room(len(ids), name, generation_settings)
         if tokens <= longest:
@@ -386,7 +388,9 @@ def _run_process(arguments: GenerateArguments) -> int:
     return _run(arguments, source, source.tokenizer(), lines)
 
 
-def _run(arguments: GenerateArguments, source: Source, tokenizer: Any, lines: list[Line]) -> int:
+def _run(
+    arguments: GenerateArguments, source: Source, tokenizer: Any, lines: list[PromptLine]
+) -> int:
     """Load the model and answer the prompts or the user. Every process calls it."""
     is_first = place().rank == 0
     # Only rank 0 writes files (the answers, and converted layers for streaming) to remove.
@@ -473,10 +477,12 @@ def _answer(
         The answer as a turn of a conversation, without the space between prompt and answer.
     """
     from plait.inference.generate import generate
-    from plait.inference.requests import ids_of
+    from plait.inference.requests import prompt_token_ids
     from plait.inference.text_stream import TextStream, text_of
 
-    stream = TextStream(tokenizer, ids_of(prompt, "the prompt", tokenizer) if prints else ())
+    stream = TextStream(
+        tokenizer, prompt_token_ids(prompt, "the prompt", tokenizer) if prints else ()
+    )
 
     def print_token(_: int, token: int) -> None:
         if prints:

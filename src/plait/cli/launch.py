@@ -42,7 +42,7 @@ from plait.cli.options import (
 from plait.cluster import hostfile as hostfiles
 from plait.cluster.launchers import claim
 from plait.cluster.topology import cpu_count, default_processes
-from plait.errors import ConfigError, InputError, Problem, refuse, warn
+from plait.errors import ConfigError, InputError, Problem, raise_problems, warn
 from plait.files import require_folder
 
 app = typer.Typer(add_completion=False)
@@ -182,7 +182,7 @@ def launch(
             "--no-ssh": not ssh,
         }
         rule = "chooses among the machines of a hostfile, and there is none"
-        refuse(
+        raise_problems(
             Problem(name, None, rule, "add --hostfile, or name localhost")
             for name, value in hostfile_options.items()
             if value
@@ -223,10 +223,10 @@ def launch(
         rule,
         "leave one of them out",
     )
-    refuse(common_problems(grace=grace, timeout=timeout, port=master_port))
-    hosts: tuple[hostfiles.Host, ...]
+    raise_problems(common_problems(grace=grace, timeout=timeout, port=master_port))
+    hosts: tuple[hostfiles.HostfileEntry, ...]
     if hostfile is None:
-        hosts = (hostfiles.Host("localhost", tuple(range(default_processes()))),)
+        hosts = (hostfiles.HostfileEntry("localhost", tuple(range(default_processes()))),)
     else:
         hosts = hostfiles.read(hostfile)
     hosts = hostfiles.select(hosts, include=include, exclude=exclude)
@@ -404,4 +404,4 @@ def _refuse_contradictions(
                 f"give {required}, or leave --rdzv-backend out",
             )
         )
-    refuse(problems)
+    raise_problems(problems)

@@ -306,10 +306,10 @@ def _print_layout(
         ]
         tables.append((("parameter", "shape", "style", "on rank 0", "note"), shards))
     if model_layout.stages:
-        from plait.parallel.pipeline.account import balance
+        from plait.parallel.pipeline.account import rank_imbalance
 
         schedule = model_layout.pipeline.schedule
-        slowest = balance(model_layout.stages)
+        slowest = rank_imbalance(model_layout.stages)
         console.print(
             f"pipeline: {schedule.name}, {schedule.microbatches} micro-batches, slowest rank"
             f" {slowest:.3f} x the mean"

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from plait.errors import InputError, Problem, refuse
+from plait.errors import InputError, Problem, raise_problems
 
 _MAX_COUNT = 2**20
 """Largest number of processes or machines that an option accepts."""
@@ -115,18 +115,18 @@ def refuse_options(options: Mapping[str, object], rule: str, remedy: str) -> Non
         rule: Reason for which the options cannot be used.
         remedy: What the user can do.
     """
-    refuse(
+    raise_problems(
         Problem(name, value, rule, remedy) for name, value in options.items() if value is not None
     )
 
 
 def parse_budget(text: str | None, name: str) -> int | None:
     """Return the bytes of a budget such as `2GiB`, or None if the option is not used."""
-    from plait.units import bytes_of
+    from plait.units import parse_bytes
 
     if text is None:
         return None
-    return bytes_of(text, name)
+    return parse_bytes(text, name)
 
 
 def single_adapter(adapters: list[Path] | None) -> Path | None:

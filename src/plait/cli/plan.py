@@ -34,7 +34,7 @@ from plait.observe.files import require_writable, write_text
 if TYPE_CHECKING:
     from plait.cli.planning.request import PlanQuery
     from plait.planner.calibrate import Calibration
-    from plait.planner.explain import Change, Comparison
+    from plait.planner.explain import Comparison, LayoutChange
     from plait.planner.search import Plan
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -208,7 +208,7 @@ def _to_json(
     result: Plan,
     query: PlanQuery,
     reasons: list[Comparison],
-    changes: list[Change],
+    changes: list[LayoutChange],
     everything: bool,
 ) -> dict[str, Any]:
     from plait.planner import output

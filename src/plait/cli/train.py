@@ -344,7 +344,7 @@ def _train(
     from plait.observe.metrics import MetricsFile
     from plait.observe.progress import ProgressLines
     from plait.train.session import run
-    from plait.train.stop import ASKED, StopRequest
+    from plait.train.stop import STOP_REQUESTED, StopRequest
 
     def confirm_signal() -> None:
         # The console is not used, because a signal handler may interrupt its output.
@@ -368,7 +368,7 @@ def _train(
     if signal_number:
         console.print(f"resume with: {command}", soft_wrap=True, highlight=False)
         # A callback of the user requested the end.
-        if signal_number == ASKED:
+        if signal_number == STOP_REQUESTED:
             return 0
         return 128 + signal_number
     console.print(

@@ -29,7 +29,7 @@ from plait.cluster.topology import cpu_count, device_count, place
 from plait.errors import InputError
 
 if TYPE_CHECKING:
-    from plait.verify.plan import Pass, Plan
+    from plait.verify.plan import Pass, VerificationPlan
     from plait.verify.report import Report
     from plait.verify.run import Traces
 
@@ -138,7 +138,7 @@ def verify(
         )
     if device is VerifyDevice.cpu:
         # It must be set before torch looks for devices.
-        os.environ[accelerator.VISIBLE] = ""
+        os.environ[accelerator.VISIBLE_DEVICES_VARIABLE] = ""
     _search_current_folder()
     launched = claim(os.environ) is not None
     plan = _plan(
@@ -174,7 +174,7 @@ def _plan(
     dtype: VerifyDtype | None,
     engine: VerifyEngine,
     device: VerifyDevice,
-) -> Plan:
+) -> VerificationPlan:
     from plait.config.resolving.resolve import load
     from plait.verify.plan import prepare
 
@@ -222,14 +222,14 @@ def _search_current_folder() -> None:
         sys.path.insert(0, os.getcwd())
 
 
-def _set_environment(plan: Plan) -> None:
+def _set_environment(plan: VerificationPlan) -> None:
     if plan.device == "cpu":
-        os.environ[accelerator.VISIBLE] = ""
+        os.environ[accelerator.VISIBLE_DEVICES_VARIABLE] = ""
         if plan.engine == "deepspeed":
             os.environ["DS_ACCELERATOR"] = "cpu"
 
 
-def _start(plan: Plan, *, seconds: float) -> Traces:
+def _start(plan: VerificationPlan, *, seconds: float) -> Traces:
     """Start the processes and return the traces that rank 0 wrote."""
     from plait.verify.run import PLAN, TRACES
 
@@ -246,7 +246,7 @@ def _start(plan: Plan, *, seconds: float) -> Traces:
     return traces
 
 
-def _print_plan(plan: Plan) -> None:
+def _print_plan(plan: VerificationPlan) -> None:
     previous = ""
     for topic, line in plan.lines:
         heading = topic if topic != previous else ""

@@ -21,7 +21,7 @@ DeviceType = Literal["cpu", "cuda"]
 """Type of the device that a process runs on."""
 BACKEND: Final = "nccl"
 """torch's backend for collectives on accelerators."""
-VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
+VISIBLE_DEVICES_VARIABLE: Final = "CUDA_VISIBLE_DEVICES"
 """Environment variable with the devices that a process may use."""
 PREFIXES: Final = ("NCCL_", "TORCH_NCCL_")
 """Prefixes of environment variables that the collectives read."""
@@ -31,7 +31,7 @@ LOST_PEER: Final = "ncclRemoteError"
 """Text in the error of a collective if another process has ended."""
 
 
-def is_one(device: torch.device) -> bool:
+def is_accelerator(device: torch.device) -> bool:
     """Return whether a device is an accelerator, and not the CPU or meta."""
     return device.type == NAME
 
@@ -64,7 +64,7 @@ def backend(device: torch.device, *, host_tensors: bool) -> str:
         device: Device of the process.
         host_tensors: Whether the group also supports tensors in host memory.
     """
-    if not is_one(device):
+    if not is_accelerator(device):
         return "gloo"
     if host_tensors:
         return f"cpu:gloo,{NAME}:{BACKEND}"
@@ -125,7 +125,7 @@ def synchronize(device: torch.device) -> None:
     """Wait until a device has finished all queued work. Nothing on a CPU."""
     import torch
 
-    if is_one(device):
+    if is_accelerator(device):
         torch.accelerator.synchronize(device)
 
 
@@ -136,7 +136,7 @@ def warning_of_waits(device: torch.device) -> Iterator[None]:
     It detects copies to and from memory that is not pinned, reading a number, and waits for a
     stream. It does not detect `synchronize` of a device or an event. Nothing happens on a CPU.
     """
-    if not is_one(device):
+    if not is_accelerator(device):
         yield
         return
     module = _module()
@@ -148,7 +148,7 @@ def warning_of_waits(device: torch.device) -> Iterator[None]:
         module.set_sync_debug_mode(mode)
 
 
-def profiled() -> list[Any]:
+def profiler_activities() -> list[Any]:
     """Return the activities that torch's profiler records."""
     import torch
 
@@ -168,7 +168,7 @@ def tensor_of(numbers: Any, *, dtype: torch.dtype, device: torch.device) -> torc
     """
     import torch
 
-    return torch.tensor(numbers, dtype=dtype, pin_memory=is_one(device)).to(
+    return torch.tensor(numbers, dtype=dtype, pin_memory=is_accelerator(device)).to(
         device, non_blocking=True
     )
 
@@ -184,7 +184,7 @@ def reset_peak(device: torch.device) -> None:
     """Start to measure the peak memory of tensors anew. Nothing on a CPU."""
     import torch
 
-    if is_one(device):
+    if is_accelerator(device):
         torch.accelerator.reset_peak_memory_stats(device)
 
 
@@ -192,12 +192,12 @@ def allocation_retries(device: torch.device) -> int:
     """Return how often the allocator freed its cache because the device had no memory left."""
     import torch
 
-    if not is_one(device):
+    if not is_accelerator(device):
         return 0
     return int(torch.accelerator.memory_stats(device).get("num_alloc_retries", 0))
 
 
-def held_bytes(device: torch.device) -> int:
+def allocated_bytes(device: torch.device) -> int:
     """Return the memory of existing tensors, and of libraries that use torch's allocator."""
     import torch
 
@@ -212,7 +212,7 @@ def free_bytes(device: torch.device) -> int:
 
 def release_cached_memory(device: torch.device) -> None:
     """Free the memory that torch's allocator caches for reuse. Nothing on a CPU."""
-    if is_one(device):
+    if is_accelerator(device):
         _module().empty_cache()
 
 

@@ -35,7 +35,7 @@ PACKAGES = (
     "pydantic",
 )
 VARIABLES = (
-    accelerator.VISIBLE,
+    accelerator.VISIBLE_DEVICES_VARIABLE,
     "OMP_NUM_THREADS",
     "HF_HOME",
     "HF_HUB_OFFLINE",

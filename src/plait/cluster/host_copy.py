@@ -21,7 +21,7 @@ class HostCopy:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._values = tensor
         self._event: torch.Event | None = None
-        if not accelerator.is_one(tensor.device):
+        if not accelerator.is_accelerator(tensor.device):
             return
         # A copy to memory that is not pinned blocks the host even with non_blocking=True.
         host = torch.empty_like(tensor, device="cpu", pin_memory=True)

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from plait.errors import ConfigError, InputError, Problem, refuse
+from plait.errors import ConfigError, InputError, Problem, raise_problems
 
 MOST_SLOTS = 2**16
 """Largest number of slots of a machine."""
@@ -18,7 +18,7 @@ _LINE = re.compile(r"(?P<name>[^\s#=-][^\s#=]*)\s+slots\s*=\s*(?P<slots>\d{1,9})
 
 
 @dataclass(frozen=True)
-class Host:
+class HostfileEntry:
     """A machine of a hostfile.
 
     Attributes:
@@ -35,7 +35,7 @@ class Host:
         return self.name.rpartition("@")[2]
 
 
-def read(path: str | Path) -> tuple[Host, ...]:
+def read(path: str | Path) -> tuple[HostfileEntry, ...]:
     """Return the hosts of a hostfile.
 
     Raises:
@@ -52,7 +52,7 @@ def read(path: str | Path) -> tuple[Host, ...]:
     return parse(text, source=str(path))
 
 
-def parse(text: str, *, source: str = "hostfile") -> tuple[Host, ...]:
+def parse(text: str, *, source: str = "hostfile") -> tuple[HostfileEntry, ...]:
     """Return the hosts in the text of a hostfile. `#` begins a comment.
 
     >>> parse("a slots=2\\nb slots=1  # the small one")
@@ -65,7 +65,7 @@ def parse(text: str, *, source: str = "hostfile") -> tuple[Host, ...]:
     Raises:
         ConfigError: Lines are wrong, or hosts are listed twice. The error has all of them.
     """
-    hosts: dict[str, Host] = {}
+    hosts: dict[str, HostfileEntry] = {}
     problems = []
     for number, line in enumerate(text.splitlines(), start=1):
         content = line.split("#", 1)[0].strip()
@@ -87,16 +87,18 @@ def parse(text: str, *, source: str = "hostfile") -> tuple[Host, ...]:
                 )
             )
         else:
-            hosts[match["name"]] = Host(match["name"], tuple(range(int(match["slots"]))))
+            hosts[match["name"]] = HostfileEntry(match["name"], tuple(range(int(match["slots"]))))
     if not hosts and not problems:
         problems.append(
             Problem(source, None, "names no machine", "write one `name slots=N` per line")
         )
-    refuse(problems)
+    raise_problems(problems)
     return tuple(hosts.values())
 
 
-def select(hosts: tuple[Host, ...], *, include: str = "", exclude: str = "") -> tuple[Host, ...]:
+def select(
+    hosts: tuple[HostfileEntry, ...], *, include: str = "", exclude: str = ""
+) -> tuple[HostfileEntry, ...]:
     """Select machines and slots of a hostfile.
 
     The filters have DeepSpeed's notation: `name` for a machine, `name:0,2` for some of its slots,
@@ -139,13 +141,15 @@ def select(hosts: tuple[Host, ...], *, include: str = "", exclude: str = "") -> 
         if exclude:
             slots = tuple(slot for slot in host.slots if slot not in slots)
         if slots:
-            selected.append(Host(host.name, slots))
+            selected.append(HostfileEntry(host.name, slots))
     if not selected:
         raise ConfigError(Problem(option, text, "leaves no machine", "leave some slots in"))
     return tuple(selected)
 
 
-def _listed_slots(hosts: tuple[Host, ...], option: str, text: str) -> dict[str, tuple[int, ...]]:
+def _listed_slots(
+    hosts: tuple[HostfileEntry, ...], option: str, text: str
+) -> dict[str, tuple[int, ...]]:
     """Return the slots that a filter lists, by the names of the hostfile."""
     known = {host.name: host.slots for host in hosts}
     names = {host.address: host.name for host in hosts}
@@ -177,5 +181,5 @@ def _listed_slots(hosts: tuple[Host, ...], option: str, text: str) -> dict[str, 
             problems.append(Problem(option, entry, rule, "name slots that exist"))
             continue
         listed[name] = tuple(sorted({*listed.get(name, ()), *slots}))
-    refuse(problems)
+    raise_problems(problems)
     return listed

@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 from itertools import product
 from math import gcd, prod
 
-from plait.errors import ConfigError, Problem, refuse
+from plait.errors import ConfigError, Problem, raise_problems
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Dimensions of a layout. The outermost one, with the slowest links, is first."""
@@ -66,7 +66,7 @@ class Layout:
     ep: int = 1
 
     def __post_init__(self) -> None:
-        refuse(
+        raise_problems(
             [
                 Problem(
                     f"parallel.{f.name}",

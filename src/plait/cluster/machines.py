@@ -16,7 +16,7 @@ import yaml
 
 from plait.cluster import accelerator
 from plait.cluster.accelerator import DeviceType
-from plait.errors import InputError, Problem, refuse
+from plait.errors import InputError, Problem, raise_problems
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def _topology(content: Mapping[str, Any], source: str) -> Topology:
                 "set the bytes of one device, or leave it out",
             )
         )
-    refuse(problems)
+    raise_problems(problems)
     return Topology(tuple(nodes), device_type, memory)
 
 

@@ -245,7 +245,7 @@ class Mesh:
         if self.layout.pp > 1:
             # A message to a lower stage must not wait for one to a higher stage.
             mesh = replace(mesh, reverse_pp=mesh.stages_group(range(self.layout.pp)))
-        if self.layout.pp > 2 and accelerator.is_one(self.device) and not is_fake():
+        if self.layout.pp > 2 and accelerator.is_accelerator(self.device) and not is_fake():
             # NCCL executes the operations of a communicator in order, even if their peers differ.
             mesh = replace(mesh, more_pp=mesh.message_groups(LANES - 1))
         mesh = replace(mesh, stages={stages: mesh.stages_group(stages) for stages in groups.stages})
@@ -507,7 +507,7 @@ def _next_mesh_number(device: torch.device) -> int:
     """Return a number that no earlier mesh of any rank has, the same on all ranks. Collective."""
     global _mesh_count
     _mesh_count += 1
-    if accelerator.is_one(device) and dist.get_world_size() > 1 and not is_fake():
+    if accelerator.is_accelerator(device) and dist.get_world_size() > 1 and not is_fake():
         largest = torch.full((1,), _mesh_count, device=device)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         _mesh_count = int(largest)
@@ -568,7 +568,7 @@ def _make_default_group(
         rank=rank_info.rank,
         world_size=rank_info.world_size,
         timeout=start_timeout,
-        device_id=device if accelerator.is_one(device) and not is_single else None,
+        device_id=device if accelerator.is_accelerator(device) and not is_single else None,
     )
     if start_timeout != timeout:
         set_timeout(_world(), timeout.total_seconds())

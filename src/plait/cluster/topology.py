@@ -21,7 +21,7 @@ from plait.cluster.accelerator import DeviceType
 from plait.cluster.launchers import Claim, claim
 from plait.cluster.machines import Node, Topology
 from plait.cluster.nccl import Library
-from plait.errors import ConfigError, Problem, refuse
+from plait.errors import ConfigError, Problem, raise_problems
 
 WATCH_FOLDER = "PLAIT_WATCH_FOLDER"
 """Variable with the folder of the ranks' boards, which Plait's launcher sets for its ranks."""
@@ -130,10 +130,12 @@ def share_gpus(count: int) -> bool:
     claimed = claim(os.environ)
     if claimed is None or claimed.local_rank is None or claimed.world_size <= count:
         return False
-    names = os.environ.get(accelerator.VISIBLE, "").split(",")
+    names = os.environ.get(accelerator.VISIBLE_DEVICES_VARIABLE, "").split(",")
     visible = [name.strip() for name in names if name.strip()]
     index = claimed.local_rank % count
-    os.environ[accelerator.VISIBLE] = visible[index] if index < len(visible) else str(index)
+    os.environ[accelerator.VISIBLE_DEVICES_VARIABLE] = (
+        visible[index] if index < len(visible) else str(index)
+    )
     # Each process is the only one of its machine from here on.
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(claimed.rank)}
     return True
@@ -373,7 +375,7 @@ def _check_ranges(rank_info: RankInfo, claimed: Claim) -> None:
                 local, rank_info.local_rank, rule, "check that both come from the same launcher"
             )
         )
-    refuse(problems)
+    raise_problems(problems)
 
 
 def _device_memory_bytes(gpus: int, processes: int) -> int | None:

@@ -86,7 +86,7 @@ class Wait:
 
 
 @dataclass(frozen=True)
-class Reading:
+class BoardContent:
     """Content of a board at one moment.
 
     Attributes:
@@ -226,7 +226,7 @@ def _no_room(error: OSError, path: Path | None) -> InputError:
     )
 
 
-def read(path: Path) -> Reading | None:
+def read_board(path: Path) -> BoardContent | None:
     """Return the content of a board, or None if there is none or it is being written."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -247,7 +247,7 @@ def read(path: Path) -> Reading | None:
     return None
 
 
-def _reading(data: bytes) -> Reading | None:
+def _reading(data: bytes) -> BoardContent | None:
     if len(data) != BYTES or not data.startswith(_MAGIC):
         return None
     _, process, rank, timeout = _HEAD.unpack_from(data, 0)
@@ -263,7 +263,7 @@ def _reading(data: bytes) -> Reading | None:
         plain = json.loads(data[_WAIT_TEXT_OFFSET:][:length])
         waits.insert(0, _parsed_wait(plain, seen=math.inf))
     line = observed.get("line", "")
-    return Reading(rank, process, timeout, step, phase, since, sign, tuple(waits), line)
+    return BoardContent(rank, process, timeout, step, phase, since, sign, tuple(waits), line)
 
 
 def _plain(wait: Wait) -> dict[str, Any]:

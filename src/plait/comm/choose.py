@@ -55,7 +55,7 @@ _ALGORITHMS = (*_EXACT_ALGORITHMS, *(f"int{bits}" for bits in QUANTISED))
 
 
 @dataclass(frozen=True)
-class Choice:
+class AlgorithmChoice:
     """A selected algorithm with its cost.
 
     Attributes:
@@ -164,7 +164,7 @@ def choose_all_reduce(
     *,
     lossy: bool = False,
     quantise_seconds_per_byte: float = QUANTISE_SECONDS_PER_BYTE,
-) -> Choice:
+) -> AlgorithmChoice:
     """Return the cheapest algorithm for an all-reduce in one message.
 
     Args:
@@ -177,7 +177,9 @@ def choose_all_reduce(
     return _choose(nbytes, 1, priced, group, in_buckets=False)
 
 
-def refined(choice: Choice, group: GroupLinks, times: Mapping[str, float]) -> Choice:
+def refined(
+    choice: AlgorithmChoice, group: GroupLinks, times: Mapping[str, float]
+) -> AlgorithmChoice:
     """Return the choice among algorithms that were timed at the choice's message size.
 
     Args:
@@ -201,7 +203,7 @@ def refined(choice: Choice, group: GroupLinks, times: Mapping[str, float]) -> Ch
 
 def choose_buckets(
     gradient_bytes: int, group: GroupLinks, *, bucket_bytes: int | None = None
-) -> Choice:
+) -> AlgorithmChoice:
     """Return the cheapest algorithm for gradients in buckets, and the size of the buckets.
 
     A bucket is sent when the backward has filled it. Smaller buckets start earlier, and each adds
@@ -227,7 +229,7 @@ def price_quantised(
     group: GroupLinks,
     *,
     quantise_seconds_per_byte: float = QUANTISE_SECONDS_PER_BYTE,
-) -> Choice | None:
+) -> AlgorithmChoice | None:
     """Return the cost of compressed gradients in buckets of the best size.
 
     It is for comparisons. A run measures compression itself (`parallel.data.autotune`).
@@ -259,7 +261,7 @@ def _choose_bucket_size(
     group: GroupLinks,
     price: Callable[[float], dict[str, float]],
     bucket_bytes: int | None,
-) -> Choice:
+) -> AlgorithmChoice:
     """Return the cheapest algorithm, in buckets of `bucket_bytes` or else of the best size."""
     total = max(total, 1)
     single_message = price(total)
@@ -297,7 +299,7 @@ def _choose(
     *,
     in_buckets: bool,
     all_prices: Mapping[str, float] | None = None,
-) -> Choice:
+) -> AlgorithmChoice:
     """Return the cheapest candidate with its reason.
 
     Args:
@@ -331,7 +333,9 @@ def _choose(
     reason = (
         f"{format_bytes(nbytes)} over {group.axis}, {where}: {result}; {cheapest_others}. {why}"
     )
-    return Choice(best, candidates[best], bucket, reason, tuple(others), nbytes, in_buckets, why)
+    return AlgorithmChoice(
+        best, candidates[best], bucket, reason, tuple(others), nbytes, in_buckets, why
+    )
 
 
 def _why(algorithm: str, group: GroupLinks) -> str:

@@ -47,7 +47,7 @@ POWERSGD_START = 10
 
 
 @dataclass
-class Carried:
+class PersistentTensors:
     """Tensors of a compressed collective that persist between steps (residuals, factors), by name.
 
     A skipped step must not change them, but it is known only after all gradients of a step were
@@ -163,7 +163,7 @@ class QuantisedBuckets(_TwoMessageBuckets):
         self.buffers: list[torch.Tensor] = []
         self._works: dict[int, tuple[dist.Work, torch.Tensor]] = {}
         """Running collective of a bucket, and the tensor that it fills."""
-        self.carried = Carried(revocable)
+        self.carried = PersistentTensors(revocable)
         for index, flat in enumerate(flats):
             self._add_bucket(index, flat, device, feedback=feedback)
 
@@ -173,7 +173,7 @@ class QuantisedBuckets(_TwoMessageBuckets):
             self.buffers.append(torch.zeros(flat.numel, dtype=flat.dtype, device=device))
             return
         ranks = self._group.size()
-        slice_numel = part_of(flat.numel, ranks)
+        slice_numel = owned_numel(flat.numel, ranks)
         rows = torch.zeros(ranks, slice_numel, dtype=flat.dtype, device=device)
         self._rows.append(rows)
         self.buffers.append(rows.view(-1)[: flat.numel])
@@ -231,7 +231,7 @@ class QuantisedBuckets(_TwoMessageBuckets):
         return Packing((Segment(rows.shape[1], matrix=True),), self._bits)
 
 
-def part_of(numel: Any, ranks: Any) -> Any:
+def owned_numel(numel: Any, ranks: Any) -> Any:
     """Return the elements of a bucket that one rank owns, in full blocks (ints or arrays)."""
     return blocks_of(shard_size(numel, ranks)) * BLOCK
 
@@ -302,7 +302,7 @@ class PowerSGDBuckets(_TwoMessageBuckets):
         """
         self._left_sums: dict[int, list[torch.Tensor]] = {}
         """Orthonormal left factors and uncompressed sums of buckets in their second message."""
-        self.carried = Carried(revocable, {"steps": torch.zeros((), dtype=torch.int64)})
+        self.carried = PersistentTensors(revocable, {"steps": torch.zeros((), dtype=torch.int64)})
         self._factored: dict[int, list[_FactoredMatrix]] = {}
         self._uncompressed: dict[int, list[tuple[int, int]]] = {}
         """(offset, length) of each tensor that is sent uncompressed, by bucket."""
@@ -421,7 +421,9 @@ class PowerSGDBuckets(_TwoMessageBuckets):
         return work, sums
 
 
-def _pack(packing: Packing, rows: torch.Tensor, carried: Carried, name: str) -> torch.Tensor:
+def _pack(
+    packing: Packing, rows: torch.Tensor, carried: PersistentTensors, name: str
+) -> torch.Tensor:
     """Pack rows, with error feedback if `carried` has a residual of that name."""
     if name not in carried.state:
         return packing.pack(rows)
@@ -531,7 +533,7 @@ class QuantisedReduceScatter(ReduceScatter):
         self._bits = bits
         self._levels = levels
         self._feedback = feedback
-        self.carried = Carried(revocable)
+        self.carried = PersistentTensors(revocable)
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device

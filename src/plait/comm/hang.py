@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from plait.comm.board import PHASES, Reading, Wait
+from plait.comm.board import PHASES, BoardContent, Wait
 
 SIGN_SECONDS = 3.0
 """Silence after which an interpreter counts as stopped, or its lock as held by a call."""
@@ -61,7 +61,7 @@ class Hang:
         return tuple(waiting.rank for waiting in self.circle or self.waiting)
 
 
-def find(readings: Mapping[int, Reading], now: float) -> Hang | None:
+def find_hang(readings: Mapping[int, BoardContent], now: float) -> Hang | None:
     """Return the hang if a wait of a rank has taken its timeout, else None.
 
     Args:
@@ -88,7 +88,7 @@ def find(readings: Mapping[int, Reading], now: float) -> Hang | None:
     return Hang((first, *others), late, circle, readings[first.rank].timeout_seconds)
 
 
-def _waiting_ranks(readings: Mapping[int, Reading], now: float) -> list[Waiting]:
+def _waiting_ranks(readings: Mapping[int, BoardContent], now: float) -> list[Waiting]:
     """Return every waiting rank with its most detailed wait."""
     waiting = []
     for rank, reading in readings.items():
@@ -104,7 +104,7 @@ def _detail_order(wait: Wait) -> tuple[bool, bool, float]:
 
 
 def _find_late(
-    first: Waiting, readings: Mapping[int, Reading], now: float
+    first: Waiting, readings: Mapping[int, BoardContent], now: float
 ) -> tuple[tuple[int, ...], tuple[Waiting, ...]]:
     """Return the late ranks, or else the ranks that wait for each other. See Note [Late ranks]."""
     by_rank = {waiting.rank: waiting for waiting in _waiting_ranks(readings, now)}
@@ -128,7 +128,7 @@ def _find_late(
     return (), tuple(visited[rank] for rank in sorted(visited))
 
 
-def _missing_ranks(waiting: Waiting, readings: Mapping[int, Reading]) -> Sequence[int]:
+def _missing_ranks(waiting: Waiting, readings: Mapping[int, BoardContent]) -> Sequence[int]:
     """Return the members of a collective that have not begun it."""
     if waiting.wait.missing is not None:
         return waiting.wait.missing
@@ -141,7 +141,9 @@ def _missing_ranks(waiting: Waiting, readings: Mapping[int, Reading]) -> Sequenc
     ]
 
 
-def cause(hang: Hang, readings: Mapping[int, Reading], *, ended: Collection[int] = ()) -> str:
+def describe_cause(
+    hang: Hang, readings: Mapping[int, BoardContent], *, ended: Collection[int] = ()
+) -> str:
     """Return a line about the cause of a hang, for the user.
 
     Args:
@@ -158,13 +160,13 @@ def cause(hang: Hang, readings: Mapping[int, Reading], *, ended: Collection[int]
         )
         return f"the ranks wait for each other in different collectives: {waits}; {limit}"
 
-    waiting_ranks = names([waiting.rank for waiting in hang.waiting])
+    waiting_ranks = format_ranks([waiting.rank for waiting in hang.waiting])
     have = "has" if len(hang.waiting) == 1 else "have"
     waited = f"{waiting_ranks} {have} waited {first.seconds:.1f} s in {_collective(first)}"
     if not hang.late:
         return f"{waited}, and no rank is late for it; {limit}"
 
-    late_ranks = names(hang.late)
+    late_ranks = format_ranks(hang.late)
     place = _place(hang.late, readings)
     is_single = len(hang.late) == 1
     if set(hang.late) <= set(ended):
@@ -176,12 +178,12 @@ def cause(hang: Hang, readings: Mapping[int, Reading], *, ended: Collection[int]
     if len(unread) == len(hang.late):
         where = ", on another machine or ended,"
     elif unread:
-        where = f" ({names(unread)} elsewhere)"
+        where = f" ({format_ranks(unread)} elsewhere)"
     verb = "is" if is_single else "are"
     return f"{late_ranks}{where} {verb} stuck{place}: {waited}; {limit}"
 
 
-def _place(ranks: Sequence[int], readings: Mapping[int, Reading]) -> str:
+def _place(ranks: Sequence[int], readings: Mapping[int, BoardContent]) -> str:
     """Return the step and the phase of ranks, or an empty string if they differ."""
     steps = {readings[rank].step for rank in ranks if rank in readings}
     phases = {PHASES[readings[rank].phase] for rank in ranks if rank in readings}
@@ -207,7 +209,7 @@ def _collective(waiting: Waiting) -> str:
 
 
 def condition(
-    reading: Reading, now: float, *, state: str = "", line: str = "", stack: str = ""
+    reading: BoardContent, now: float, *, state: str = "", line: str = "", stack: str = ""
 ) -> str:
     """Return a line about the progress and the condition of a rank, for the user.
 
@@ -243,7 +245,7 @@ def condition(
     return text
 
 
-def names(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """Return ranks as text with runs shortened, for example `rank 3` or `ranks 0-2, 5`."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):

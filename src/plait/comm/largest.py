@@ -9,7 +9,7 @@ from plait.cluster import accelerator
 from plait.cluster.host_copy import HostCopy
 
 
-class Largest:
+class AsyncMaximum:
     """Maximum over ranks that is computed while they continue. Collective.
 
     Neither the creation nor `value` waits for kernels that are queued after the creation.
@@ -26,7 +26,7 @@ class Largest:
         self._work: dist.Work | None = None
         if group is not None:
             self._work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group, async_op=True)
-            if accelerator.is_one(device):
+            if accelerator.is_accelerator(device):
                 # On a device this makes the stream wait, so that the copy below follows the
                 # all-reduce. It does not block this thread.
                 self._finish()

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.errors import InputError
-from plait.files import write_whole
+from plait.files import write_atomically
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ def save(path: Path, groups: Sequence[GroupLinks], *, facts: Mapping[str, Any]) 
         facts: Circumstances of the measurement, such as time and hosts.
     """
     content = {"facts": dict(facts), "groups": [asdict(group) for group in groups]}
-    write_whole(path, json.dumps(content, indent=1) + "\n")
+    write_atomically(path, json.dumps(content, indent=1) + "\n")
 
 
 def load_with_facts(path: Path) -> tuple[dict[str, GroupLinks], dict[str, Any]]:

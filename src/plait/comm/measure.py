@@ -83,7 +83,7 @@ def measure_group(
         device: Device of the tensors.
         seconds: Approximate time per level.
     """
-    algorithms = ways_of(group, levels, device=device, shared_memory=True, lossy=True)
+    algorithms = all_reduce_operations(group, levels, device=device, shared_memory=True, lossy=True)
 
     def operations(nbytes: int) -> dict[str, Operation]:
         return _basic_operations(group, device, nbytes, machines=machines) | algorithms(nbytes)
@@ -104,7 +104,7 @@ def measure_group(
     return GroupLinks(axis, machines, levels.inside.size(), group_level, inside, across)
 
 
-def measure_ways(
+def measure_algorithms(
     axis: str,
     group: dist.ProcessGroup,
     levels: Levels | None,
@@ -127,14 +127,16 @@ def measure_ways(
         shared_memory: Whether to measure shared memory too, if the ranks have it.
         largest_bytes: Size of the largest tensor, unless the fewest sizes need a larger one.
     """
-    algorithms = ways_of(group, levels, device=device, shared_memory=shared_memory, lossy=False)
+    algorithms = all_reduce_operations(
+        group, levels, device=device, shared_memory=shared_memory, lossy=False
+    )
     group_level = _measure_level(
         algorithms, group, device, seconds, most_rounds=_MOST_ROUNDS, largest_bytes=largest_bytes
     )
     return GroupLinks(axis, machines, group.size() // machines, group_level)
 
 
-def compare_ways(
+def compare_algorithms(
     names: Sequence[str],
     nbytes: int,
     group: dist.ProcessGroup,
@@ -155,7 +157,9 @@ def compare_ways(
         seconds: Approximate time. The fewest rounds may take longer.
         shared_memory: Whether `names` may have shared memory.
     """
-    algorithms = ways_of(group, levels, device=device, shared_memory=shared_memory, lossy=False)
+    algorithms = all_reduce_operations(
+        group, levels, device=device, shared_memory=shared_memory, lossy=False
+    )
     operations = algorithms(nbytes)
     compared = {name: operations[name] for name in names}
     return _measure_rounds(
@@ -185,7 +189,7 @@ def probe(
     return _median_of_slowest(samples, group, device)
 
 
-def ways_of(
+def all_reduce_operations(
     group: dist.ProcessGroup,
     levels: Levels | None,
     *,

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from plait.comm.failures import naming
 
 
-class Pending:
+class AsyncAllReduce:
     """All-reduce that starts when the object is created. Collective.
 
     Args:

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 from plait.cluster.mesh import Levels
-from plait.comm.choose import Choice, prices, refined
+from plait.comm.choose import AlgorithmChoice, prices, refined
 from plait.comm.links import GroupLinks, load_with_facts, save
-from plait.comm.measure import LEAST_COMPARED, SIZES, compare_ways, measure_ways, probe
+from plait.comm.measure import LEAST_COMPARED, SIZES, compare_algorithms, measure_algorithms, probe
 from plait.errors import InputError
 from plait.units import MIB, format_bytes
 
@@ -32,7 +32,7 @@ AGREEMENT = 2.0
 
 
 @dataclass(frozen=True)
-class Found:
+class LinkMeasurement:
     """Links of a group, and a description of their source.
 
     Attributes:
@@ -54,7 +54,7 @@ def find_links(
     seconds: float,
     kept: Path | None = None,
     largest_bytes: int = SIZES[-1],
-) -> Found:
+) -> LinkMeasurement:
     """Return the costs of the all-reduce algorithms over a group. Collective over the group.
 
     The result is the same on every rank.
@@ -80,13 +80,13 @@ def find_links(
     if links is not None:
         difference = _difference_from_probe(links, group, device)
         if not difference:
-            return Found(
+            return LinkMeasurement(
                 links, f"measured at an earlier start of the run ({kept}), and a probe agrees"
             )
         reason = difference
 
     began = time.perf_counter()
-    measured = measure_ways(
+    measured = measure_algorithms(
         axis,
         group,
         levels,
@@ -108,7 +108,7 @@ def find_links(
             "hosts": hosts,
         }
         save(kept, [links], facts=facts)
-    return Found(links, how)
+    return LinkMeasurement(links, how)
 
 
 def _difference_from_probe(
@@ -138,14 +138,14 @@ def _deviation(times: tuple[float, float]) -> float:
 
 
 def refine(
-    choice: Choice,
+    choice: AlgorithmChoice,
     links: GroupLinks,
     group: dist.ProcessGroup,
     levels: Levels | None,
     *,
     device: torch.device,
     seconds: float,
-) -> tuple[Choice, str]:
+) -> tuple[AlgorithmChoice, str]:
     """Time the chosen algorithm against similarly good ones. Collective over the group.
 
     They are timed at the message size of the run, because links behave differently between measured
@@ -169,7 +169,7 @@ def refine(
         return choice, ""
 
     began = time.perf_counter()
-    times = compare_ways(
+    times = compare_algorithms(
         choice.near, choice.bucket_bytes, group, levels, device=device, seconds=seconds
     )
     duration = time.perf_counter() - began

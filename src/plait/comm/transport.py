@@ -18,7 +18,7 @@ from plait._torch.units import AllGather, ReduceScatter
 from plait.comm.buckets import Buckets, Flat, GroupBuckets
 from plait.comm.reduce_scatter import AllToAllReduceScatter
 from plait.comm.shared_memory.collectives import SharedAllGather, SharedBuckets, SharedReduceScatter
-from plait.comm.shared_memory.host import Host, SharedMemoryUnavailable
+from plait.comm.shared_memory.host import SharedMemoryGroup, SharedMemoryUnavailable
 from plait.errors import ConfigError, Problem
 
 TransportName = Literal["prefer-shared-memory", "shared-memory", "torch"]
@@ -43,7 +43,7 @@ class Transport:
     buckets: Callable[[Sequence[Flat]], Buckets]
     all_gather: AllGather | None = None
     reduce_scatter: ReduceScatter | None = None
-    host: Host | None = None
+    host: SharedMemoryGroup | None = None
 
 
 def connect(
@@ -76,7 +76,7 @@ def connect(
         return _torch_transport(group, device, reason)
 
     try:
-        host = Host(group, label=label)
+        host = SharedMemoryGroup(group, label=label)
     except SharedMemoryUnavailable as unavailable:
         if is_required:
             raise _refusal(str(unavailable)) from None

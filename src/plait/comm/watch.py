@@ -41,7 +41,7 @@ from plait.cluster.layout import EXPERT_AXES
 from plait.cluster.mesh import Mesh
 from plait.cluster.topology import watch_folder
 from plait.comm import hang, stacks
-from plait.comm.board import Board, Reading, Wait, read
+from plait.comm.board import Board, BoardContent, Wait, read_board
 from plait.files import anonymous_file
 
 LOOK_SECONDS = 0.5
@@ -331,19 +331,19 @@ class Watch:
 
     def _report(self, now: float) -> None:
         """Print the cause of a hang among the ranks of this machine, and the late ranks' state."""
-        readings: dict[int, Reading] = {}
+        readings: dict[int, BoardContent] = {}
         for rank, peer in self._peers.items():
-            reading = read(peer.board)
+            reading = read_board(peer.board)
             if reading is not None and reading.rank == rank:
                 readings[rank] = reading
-        diagnosis = hang.find(readings, now)
+        diagnosis = hang.find_hang(readings, now)
         if diagnosis is None:
             return
 
         self._reported = True
         states = {rank: stacks.state(reading.process) for rank, reading in readings.items()}
         ended = [rank for rank, state in states.items() if state in stacks.ENDED]
-        self.hang_cause = hang.cause(diagnosis, readings, ended=ended)
+        self.hang_cause = hang.describe_cause(diagnosis, readings, ended=ended)
         # Every waiting rank gets here. One of them prints the report.
         if min(waiting.rank for waiting in diagnosis.waiting) != dist.get_rank():
             return
@@ -354,7 +354,7 @@ class Watch:
             if rank in readings:
                 self._report_rank(rank, readings[rank], now, folder)
 
-    def _report_rank(self, rank: int, reading: Reading, now: float, folder: Path) -> None:
+    def _report_rank(self, rank: int, reading: BoardContent, now: float, folder: Path) -> None:
         """Collect the stacks of a rank and print its condition."""
         # Before the stacks are collected, which resumes a stopped process.
         state = stacks.state(reading.process)

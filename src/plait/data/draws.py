@@ -17,7 +17,7 @@ import torch
 
 
 @contextmanager
-def drawn_from(*seed_parts: object) -> Iterator[None]:
+def seeded_generators(*seed_parts: object) -> Iterator[None]:
     """Seed the generators of Python, NumPy and torch (CPU), and restore their states at exit."""
     text = " ".join(map(str, seed_parts)).encode()
     # 63 bits: torch takes seeds as signed integers.

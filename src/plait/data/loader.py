@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from plait.data.cache import digest
-from plait.data.packing import Array, Cut
+from plait.data.packing import Array, SequenceSource
 
 _FEISTEL_ROUNDS = 6
 
@@ -62,7 +62,7 @@ def _mix_bits(value: Any) -> Any:
     return value ^ (value >> np.uint64(31))
 
 
-class Batches(Protocol):
+class BatchSource(Protocol):
     """Training batches of one data-parallel rank, addressed by the position in the run."""
 
     @property
@@ -87,7 +87,7 @@ class Batches(Protocol):
 class Loader:
     """Training batches of one data-parallel rank from prepared sequences."""
 
-    sequences: Cut
+    sequences: SequenceSource
     batch: int
     """Number of sequences in one optimizer step over all ranks."""
     seed: int
@@ -134,7 +134,7 @@ class Loader:
 
 
 def validation_batches(
-    sequences: Cut, *, limit: int, micro: int, dp_rank: int, dp_size: int
+    sequences: SequenceSource, *, limit: int, micro: int, dp_rank: int, dp_size: int
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Yield the validation batches of one data-parallel rank.
 

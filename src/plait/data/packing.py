@@ -217,7 +217,7 @@ def _cut_at_lines(document: str) -> Iterator[str]:
     yield document[start:]
 
 
-class Cut(Protocol):
+class SequenceSource(Protocol):
     """Sequences of one length, addressed by their number."""
 
     @property

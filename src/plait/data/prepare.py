@@ -16,8 +16,16 @@ from typing import TYPE_CHECKING
 from plait.config.schema.sections import DataSection
 from plait.data.cache import build_once, digest
 from plait.data.documents import Documents
-from plait.data.loader import Batches, Loader
-from plait.data.packing import FORMAT, Cut, Encode, Sequences, Stream, read_tokens, write_tokens
+from plait.data.loader import BatchSource, Loader
+from plait.data.packing import (
+    FORMAT,
+    Encode,
+    Sequences,
+    SequenceSource,
+    Stream,
+    read_tokens,
+    write_tokens,
+)
 from plait.data.streamed_loader import StreamedLoader, StreamedSequences
 from plait.data.streamed_text import StreamedText
 from plait.data.templates import encoder, template_warnings
@@ -40,7 +48,7 @@ _ENCODING_VERSION = "rows 2"
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedData:
     """Data of a run, ready to be read."""
 
     description: str
@@ -48,9 +56,9 @@ class Prepared:
     validation_note: str
     """Description for the user of how the validation text was chosen."""
     tokenizer: PreTrainedTokenizerBase
-    train: Cut | StreamedSequences
+    train: SequenceSource | StreamedSequences
     """Training sequences. Those of a streamed text have no known number."""
-    validation: Cut
+    validation: SequenceSource
     identity: dict[str, str]
     """Properties that two runs must share to see the same sequences.
 
@@ -69,7 +77,7 @@ class Prepared:
             f" {self.train.length}"
         )
 
-    def loader(self, batch: int, seed: int, *, dp_rank: int, dp_size: int) -> Batches:
+    def loader(self, batch: int, seed: int, *, dp_rank: int, dp_size: int) -> BatchSource:
         """Return the training batches of a data-parallel rank.
 
         Args:
@@ -85,7 +93,7 @@ class Prepared:
 
 def prepare(
     section: DataSection, *, cache: Path, own_tokenizer: str | None, say: Callable[[str], None]
-) -> Prepared:
+) -> PreparedData:
     """Read, tokenise and cut the text of the `data` section.
 
     Args:
@@ -142,7 +150,7 @@ def prepare(
 
     padding = int(tokenizer.eos_token_id)
     cut = _sequence_class(section)
-    return Prepared(
+    return PreparedData(
         description=corpus.description,
         validation_note=note,
         tokenizer=tokenizer,
@@ -157,7 +165,7 @@ def prepare(
 
 def _prepare_streamed(
     section: DataSection, own_tokenizer: str | None, say: Callable[[str], None]
-) -> Prepared:
+) -> PreparedData:
     """Prepare a streamed text, whose validation documents come from its first block."""
     tokenizer_location = section.tokenizer or own_tokenizer
     if tokenizer_location is None:
@@ -197,7 +205,7 @@ def _prepare_streamed(
     identity = _identity(
         section, f"{text.description} ({text.fingerprint()[:12]})", tokenizer, encoding_key
     )
-    return Prepared(
+    return PreparedData(
         description=text.description,
         validation_note=note,
         tokenizer=tokenizer,
@@ -237,7 +245,7 @@ def _cautions(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> tuple
     return tuple(template_warnings(tokenizer, append_end_of_text=section.append_end_of_text))
 
 
-def _sequence_class(section: DataSection) -> Callable[[Stream, int, int], Cut]:
+def _sequence_class(section: DataSection) -> Callable[[Stream, int, int], SequenceSource]:
     return Documents if section.packing == "documents" else Sequences
 
 

@@ -12,7 +12,7 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from plait.errors import InputError, half_of_a_character
+from plait.errors import InputError, first_lone_surrogate
 
 COLUMNS = {
     "chat": ("messages", "tools", "chat_template_kwargs"),
@@ -47,7 +47,7 @@ def row_text(
     else:
         parsed = _parse_pair(columns, where)
 
-    surrogate = half_of_a_character(json.dumps(parsed, ensure_ascii=False, default=str))
+    surrogate = first_lone_surrogate(json.dumps(parsed, ensure_ascii=False, default=str))
     if surrogate is not None:
         raise InputError(
             f"{where}: holds {surrogate}, half of a character (a lone surrogate); correct it, or"

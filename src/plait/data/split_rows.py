@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from plait.checkpoint.agreement import together
+from plait.checkpoint.agreement import run_on_all_ranks
 from plait.data.cache import digest
-from plait.data.draws import drawn_from
+from plait.data.draws import seeded_generators
 from plait.errors import InputError
 
 _COMPARED_ROWS = 16
@@ -77,7 +77,7 @@ def refuse_split_stream(data: Any) -> None:
         raise InputError(f"the data set has {part}, and Plait would split it again; {_REMEDY}")
 
 
-def refuse_other_rows(
+def refuse_differing_rows(
     data: Any, *, device: torch.device, workers: int = 0, context: Any = None
 ) -> None:
     """Raise InputError if the rows of a data set with a length differ between ranks.
@@ -119,7 +119,7 @@ def refuse_other_rows(
         return count.to_bytes(8, "little") + rows_digest.encode()[:32]
 
     doing = "reading the first rows of the data set"
-    _, answers = together(read, pack, device=device, doing=doing, raising=InputError)
+    _, answers = run_on_all_ranks(read, pack, device=device, doing=doing, raising=InputError)
     counts = [int.from_bytes(answer[:8], "little") for answer in answers]
     if len(set(counts)) > 1:
         shown = ", ".join(f"{count:,}" for count in counts[:8])
@@ -130,12 +130,12 @@ def refuse_other_rows(
         _refuse_different(digests)
 
 
-def refuse_other_stream(
+def refuse_differing_stream(
     data: Any, *, device: torch.device, workers: int = 0, context: Any = None
 ) -> None:
     """Raise InputError if the first rows of an iterable data set differ between ranks.
 
-    Collective over all ranks. The arguments are those of `refuse_other_rows`.
+    Collective over all ranks. The arguments are those of `refuse_differing_rows`.
     """
     refuse_split_stream(data)
     if not _has_several_ranks():
@@ -150,10 +150,10 @@ def refuse_other_stream(
         )
         return digest(list(loader))
 
-    refuse_other_digest(read, device=device)
+    refuse_differing_digest(read, device=device)
 
 
-def refuse_other_digest(read: Any, *, device: torch.device) -> None:
+def refuse_differing_digest(read: Any, *, device: torch.device) -> None:
     """Raise InputError if the digests that `read()` returns differ between ranks.
 
     Collective over all ranks. An error of `read` is raised on all of them.
@@ -161,7 +161,7 @@ def refuse_other_digest(read: Any, *, device: torch.device) -> None:
     if not _has_several_ranks():
         return
     doing = "reading the first rows of the data set"
-    _, digests = together(read, str.encode, device=device, doing=doing, raising=InputError)
+    _, digests = run_on_all_ranks(read, str.encode, device=device, doing=doing, raising=InputError)
     _refuse_different(set(digests))
 
 
@@ -191,7 +191,7 @@ class _RowDigests(Dataset[str]):
     def __getitem__(self, number: int) -> str:
         digests = []
         for _ in range(2):
-            with drawn_from("first rows", number):
+            with seeded_generators("first rows", number):
                 digests.append(digest_of_rows([self._data[number]]))
         return digests[0] if digests[0] == digests[1] else ""
 
@@ -203,7 +203,7 @@ class _FirstRowDigests(IterableDataset[str]):
         self._data = data
 
     def __iter__(self) -> Iterator[str]:
-        with drawn_from("first rows"):
+        with seeded_generators("first rows"):
             rows = list(islice(self._data, _COMPARED_ROWS))
         for row in rows:
             yield digest_of_rows([row])

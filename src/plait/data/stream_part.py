@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from plait.data.draws import drawn_from
-from plait.data.split_rows import digest_of_rows, refuse_other_digest
+from plait.data.draws import seeded_generators
+from plait.data.split_rows import digest_of_rows, refuse_differing_digest
 
 
 class StreamPart(IterableDataset[Any]):
@@ -112,11 +112,11 @@ class StreamPart(IterableDataset[Any]):
         first_round: list[Any] = []
 
         def read() -> str:
-            with drawn_from("first rows", self.epoch):
+            with seeded_generators("first rows", self.epoch):
                 first_round.extend(islice(samples, self.batch_size * self.ranks))
             return digest_of_rows(first_round)
 
-        refuse_other_digest(read, device=self._device)
+        refuse_differing_digest(read, device=self._device)
         # Once is enough: later epochs read the same data set.
         self._device = None
         return first_round
@@ -137,6 +137,6 @@ class StreamPart(IterableDataset[Any]):
         return self._last_round[1] if self._last_round is not None else self.ranks
 
 
-def is_of_datasets(data: Any) -> bool:
+def is_datasets_library(data: Any) -> bool:
     """Return True for a data set of the library `datasets`, which restarts whenever it is read."""
     return type(data).__module__.partition(".")[0] == "datasets"

@@ -21,7 +21,7 @@ import torch
 
 from plait.data.cache import digest
 from plait.data.loader import shuffle_positions
-from plait.data.packing import Array, Cut, Encode, Stream, tokenize_documents
+from plait.data.packing import Array, Encode, SequenceSource, Stream, tokenize_documents
 from plait.data.streamed_text import StreamedText, StreamReader
 from plait.errors import CheckpointError, InputError
 
@@ -46,7 +46,7 @@ class TextBlock:
     """State of the reader before the block; None at the beginning of the text."""
     first: str
     """Digest of the first document of the block."""
-    train: Cut
+    train: SequenceSource
     validation: Stream
     """Tokens of the documents of the block that are held out for validation."""
     ends: bool
@@ -60,7 +60,7 @@ class StreamedSequences:
     text: StreamedText
     tokenizer: PreTrainedTokenizerBase
     encode: Encode | None
-    cut: Callable[[Stream, int, int], Cut]
+    cut: Callable[[Stream, int, int], SequenceSource]
     length: int
     """Number of tokens in a sequence."""
     padding: int

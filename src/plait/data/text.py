@@ -19,7 +19,7 @@ from typing import Any
 from plait.config.schema.sections import DataSection
 from plait.data.cache import build_once, digest
 from plait.data.rows import COLUMNS, row_text
-from plait.errors import InputError, half_of_a_character
+from plait.errors import InputError, first_lone_surrogate
 from plait.files import user_path
 
 _READ_BYTES = 1 << 20
@@ -202,7 +202,7 @@ def document_of_row(row: Mapping[str, Any], section: DataSection, where: str) ->
             f"{where}: {field!r} holds a {type(row[field]).__name__} and not a string; set"
             " data.field to the field with the text"
         )
-    surrogate = half_of_a_character(row[field])
+    surrogate = first_lone_surrogate(row[field])
     if surrogate is not None:
         raise InputError(
             f"{where}: {field!r} holds {surrogate}, half of a character (a lone surrogate); correct"

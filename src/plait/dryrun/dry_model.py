@@ -30,11 +30,11 @@ from plait.dryrun.recorder import BACKWARD, DryRecorder, watch, when_gradient_co
 from plait.errors import ModelError
 from plait.losses.loss import Loss
 from plait.model.outer_units import outer_units
-from plait.model.positions import rows_are_sequences
+from plait.model.positions import skip_packed_row_search
 from plait.parallel.accounting.activations import StageMode
 from plait.parallel.accounting.timeline_points import BESIDE, HEAD, LOSS, StageMoments
 from plait.parallel.micro_batches import Forward
-from plait.parallel.pipeline.pipeline_parallel import PipelineParts
+from plait.parallel.pipeline.pipeline_parallel import PipelinePlan
 from plait.parallel.pipeline.split_backward import backward_inputs, backward_weights
 from plait.parallel.pipeline.stage import Stage, StagedModel
 from plait.parallel.technique import Parts
@@ -133,7 +133,7 @@ class DryModel:
             ModelError: The model's code reads values of tensors.
         """
 
-        with self.mode, _explained(self._named), rows_are_sequences():
+        with self.mode, _explained(self._named), skip_packed_row_search():
             fake_received = _map_tensors(lambda x: _like(x, self._device), received)
             stage = None if self.staged is None else self.staged.stages[index]
             return self._trace(stage, fake_received, length, splits, first_unit)
@@ -271,7 +271,7 @@ def handed_on(model: nn.Module, parts: Parts, batch: dict[str, torch.Tensor]) ->
             samples, local_length, width, dtype=dtype, device="meta", requires_grad=True
         )
 
-    pipeline = parts.noted(PipelineParts)
+    pipeline = parts.noted(PipelinePlan)
     seen = pipeline.cut.returned if pipeline is not None else None
     return tree_map(hidden, torch.empty(1, 1, width, device="meta") if seen is None else seen)
 

@@ -36,7 +36,7 @@ from plait.model.facts import ModelFacts, model_facts
 from plait.model.plans import TensorPlan
 from plait.optim.fake_states import make_states
 from plait.optim.optimizer import build_optimizer
-from plait.parallel.accounting.ledger import Ledger, part_of
+from plait.parallel.accounting.ledger import Ledger, parameter_part
 from plait.parallel.accounting.peak import Peak, step_peak
 from plait.parallel.accounting.timeline_points import StageMoments, StepFacts
 from plait.parallel.containers import tensors_in
@@ -44,7 +44,7 @@ from plait.parallel.context.context_parallel import local_batch
 from plait.parallel.micro_batches import default_forward
 from plait.parallel.order import account_all, apply_all
 from plait.parallel.pipeline.account import facts_of_rank, stage_counts
-from plait.parallel.pipeline.pipeline_parallel import PipelineParts
+from plait.parallel.pipeline.pipeline_parallel import PipelinePlan
 from plait.parallel.pipeline.stage import StagedModel
 from plait.parallel.schedules.actions import Action, Kind
 from plait.parallel.technique import Parts, notes_of
@@ -144,7 +144,7 @@ def predict_peak_on(
             for technique in (resolved.tensor_parallel, resolved.pipeline, resolved.tiled_mlp)
         ),
     )
-    pipeline = parts.noted(PipelineParts)
+    pipeline = parts.noted(PipelinePlan)
     full_facts = model_facts(model, blocks, tensor_plan=parts.noted(TensorPlan))
     coordinates = mesh.coordinates
     layout = resolved.layout
@@ -224,7 +224,7 @@ def _dry_model(
             copied,
             mesh,
         )
-        pipeline = applied_parts.noted(PipelineParts)
+        pipeline = applied_parts.noted(PipelinePlan)
         if pipeline is None:
             return applied_parts, None
         return applied_parts, pipeline.staged
@@ -291,7 +291,7 @@ def _optimizer_bytes(
         named = []
         for fact in facts.trainable:
             dim = ledger.tensor_dims.get(fact.name)
-            part = part_of(fact.shape, dim, ledger)
+            part = parameter_part(fact.shape, dim, ledger)
             length = int(part.held[0])
             width = int(part.row[0])
             shape = (length, width) if len(fact.shape) > 1 else (length,)

@@ -31,7 +31,7 @@ from plait.parallel.activations.recompute import Recompute
 from plait.parallel.activations.saved_tensors import OffloadedActivations
 from plait.parallel.context.context_parallel import ContextParallel, local_batch
 from plait.parallel.micro_batches import Forward, default_forward
-from plait.parallel.pipeline.pipeline_parallel import PipelineParts
+from plait.parallel.pipeline.pipeline_parallel import PipelinePlan
 from plait.parallel.pipeline.stage import StagedModel, stage_model
 from plait.parallel.schedules.actions import Kind
 from plait.parallel.technique import Parts, notes_of
@@ -62,7 +62,7 @@ def solved_recompute(
     ranks = rank_activations(
         parts.model,
         blocks=parts.blocks,
-        pipeline=parts.noted(PipelineParts),
+        pipeline=parts.noted(PipelinePlan),
         mesh=mesh,
         batch=token_batch(resolved.batch.micro_batch_size, recompute.sequence_length),
         tensor_parallel=resolved.tensor_parallel,
@@ -83,7 +83,7 @@ def rank_activations(
     blocks: tuple[str, ...],
     mesh: Mesh,
     batch: Any,
-    pipeline: PipelineParts | None = None,
+    pipeline: PipelinePlan | None = None,
     tensor_parallel: TensorParallel | None = None,
     context_parallel: ContextParallel | None = None,
     tiled_mlp: TiledMLP | None = None,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from plait.checkpoint.agreement import together
+from plait.checkpoint.agreement import run_on_all_ranks
 from plait.cluster.topology import keep_host_memory
 from plait.config.resolving.resolve import Resolved
 from plait.engine.engine import Engine
@@ -30,7 +30,7 @@ from plait.parallel.hooks import Hooks
 from plait.parallel.micro_batches import Forward, default_forward
 from plait.parallel.technique import Technique
 from plait.sharded.alike import refuse_different_optimizers
-from plait.sharded.assemble import ConfigLike, leaving_no_group, resolved_for, shard
+from plait.sharded.assemble import ConfigLike, destroying_new_group, resolved_for, shard
 from plait.sharded.check import CheckedModel, checked_model
 from plait.sharded.misuse import (
     checked_optimizer,
@@ -50,7 +50,7 @@ _FULL_WEIGHTS = (
 OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
-@leaving_no_group()
+@destroying_new_group()
 def initialize(
     model: nn.Module,
     config: ConfigLike,
@@ -101,8 +101,8 @@ def initialize(
     check_trackers(resolved)
     # From here on a previous owner of the model cannot be used any more.
     take_over(model)
-    arguments = Given(loss, forward, optimizer, lr_scheduler, weights, total_steps)
-    engine = begin(checked_model(model, resolved), arguments)
+    arguments = InitializeArguments(loss, forward, optimizer, lr_scheduler, weights, total_steps)
+    engine = build_engine(checked_model(model, resolved), arguments)
     # With a pipeline the state dict lacks layers, which a script may not notice.
     if resolved.layout.pp > 1:
         refuse_shards_as_weights(model, remedy=_FULL_WEIGHTS, is_partial=True)
@@ -118,11 +118,11 @@ def _start_trackers(engine: Engine) -> None:
         if engine.rank == 0:
             engine.trackers = EngineTrackers(engine.config)
 
-    together(start, device=engine.device, doing="starting the trackers", raising=InputError)
+    run_on_all_ranks(start, device=engine.device, doing="starting the trackers", raising=InputError)
 
 
 @dataclass(frozen=True)
-class Given:
+class InitializeArguments:
     """Arguments of `initialize` besides the model and the configuration."""
 
     loss_fn: Loss | None = None
@@ -133,8 +133,8 @@ class Given:
     total_steps: int | None = None
 
 
-@leaving_no_group()
-def begin(checked: CheckedModel, arguments: Given) -> Engine:
+@destroying_new_group()
+def build_engine(checked: CheckedModel, arguments: InitializeArguments) -> Engine:
     """Return the engine of a checked model. This is the second half of `initialize`. Collective.
 
     Args:
@@ -189,7 +189,7 @@ def begin(checked: CheckedModel, arguments: Given) -> Engine:
 
 
 def _build_scheduler(
-    arguments: Given, resolved: Resolved, optimizer: torch.optim.Optimizer
+    arguments: InitializeArguments, resolved: Resolved, optimizer: torch.optim.Optimizer
 ) -> tuple[Scheduler | None, ScheduleSource | None]:
     """Return the LR scheduler, and the specification that it was built from, if there is one."""
     scheduler = arguments.lr_scheduler

@@ -125,7 +125,7 @@ def measure(
     with _process_group(request.cluster.devices) as mesh:
         device = mesh.device
         products = _measure_products(request, device)
-        memory_bytes = 256 * MIB if accelerator.is_one(device) else 64 * MIB
+        memory_bytes = 256 * MIB if accelerator.is_accelerator(device) else 64 * MIB
         memory = measure_addition(memory_bytes, device=device)
         done("products and memory")
         rates = DeviceRates(products, memory, _measure_links(mesh, pace.link_seconds))

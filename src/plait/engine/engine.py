@@ -26,7 +26,7 @@ from plait.checkpoint.places import Place, place_of
 from plait.checkpoint.writer import Writer
 from plait.cluster import accelerator
 from plait.comm import board
-from plait.comm.pending import Pending
+from plait.comm.pending import AsyncAllReduce
 from plait.comm.watch import WATCH
 from plait.engine.facts import EngineFacts
 from plait.engine.loader_state import StatefulLoader, refuse_stateless
@@ -156,7 +156,7 @@ class Engine(EngineFacts):
     def _train_batch(self, loss_fn: Loss, batch: Any) -> StepResult:
         batches = self.sharded.micro_batches(batch)
         # This reduction overlaps with the first forward.
-        weight = Pending(self._sum([loss_fn.weight(b) for b in batches]), self._dp_group)
+        weight = AsyncAllReduce(self._sum([loss_fn.weight(b) for b in batches]), self._dp_group)
         checks_weight = self._weight_check.applies_to(loss_fn)
 
         # See Note [Division of gradients].
@@ -185,7 +185,7 @@ class Engine(EngineFacts):
         loss_sum = self._sum(totals)
         # Two numbers on every rank, even if the loss functions of ranks differ: sizes of messages
         # must agree.
-        global_sums = Pending(
+        global_sums = AsyncAllReduce(
             torch.stack([loss_sum, self._sum(returned_weights)]), self._loss_group
         )
         # Both may change in the update.
@@ -423,7 +423,7 @@ class Engine(EngineFacts):
         self._step_start = self._micro_step
         divisor = 1.0
         if self._weights:
-            divisor = float(Pending(self._sum(self._weights), self._dp_group).value())
+            divisor = float(AsyncAllReduce(self._sum(self._weights), self._dp_group).value())
         self._weights = []
         scale = self.sharded.loss_scale
         rate = self.get_lr()[0]

@@ -36,7 +36,7 @@ from plait.errors import InputError, ModelError
 from plait.losses.chunked_loss import ChunkedCausalLMLoss, deferred
 from plait.losses.loss import causal_lm_loss
 from plait.model.experts import find_experts
-from plait.model.positions import rows_are_sequences
+from plait.model.positions import skip_packed_row_search
 from plait.optim.fake_states import make_states
 from plait.optim.optimizer import build_optimizer
 from plait.parallel import materialise
@@ -188,7 +188,7 @@ def run_single_rank(
             stack.enter_context(tensor_mode)
             stack.enter_context(refusing_triton_kernels())
             stack.enter_context(watch)
-            stack.enter_context(rows_are_sequences())
+            stack.enter_context(skip_packed_row_search())
             materialise.allocate(model, mesh.device)
             parts = attach_all(resolved.techniques, parts, mesh)
             forward: Forward = default_forward
@@ -391,7 +391,7 @@ class _DeviceProfile:
     """Profile of the kernels and the memory of a step on this machine's device."""
 
     def __init__(self, mesh: Mesh) -> None:
-        if not accelerator.is_one(mesh.device):
+        if not accelerator.is_accelerator(mesh.device):
             raise InputError(
                 "a dry run with real kernels needs a GPU, and this machine has none; run it on fake"
                 " tensors"
@@ -415,7 +415,7 @@ class _DeviceProfile:
         accelerator.synchronize(self._torch_device)
         accelerator.reset_peak(self._torch_device)
         with torch.profiler.profile(
-            activities=accelerator.profiled(), with_flops=True
+            activities=accelerator.profiler_activities(), with_flops=True
         ) as self._profile:
             start = time.perf_counter()
             yield

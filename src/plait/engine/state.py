@@ -1,8 +1,7 @@
 """Contents of a training state, saved to and loaded from a checkpoint.
 
-Note [Errors of one rank]
-    Work that may fail on a single rank runs in `together`. All ranks then raise the error, instead
-    of waiting for the failed rank in the next collective.
+Note [Errors of one rank] Work that may fail on a single rank runs in `run_on_all_ranks`. All ranks
+    then raise the error, instead of waiting for the failed rank in the next collective.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from torch import nn
 
 from plait import exact
 from plait.checkpoint import model_content, optimizer_content
-from plait.checkpoint.agreement import together
-from plait.checkpoint.folder import Found, candidates
+from plait.checkpoint.agreement import run_on_all_ranks
+from plait.checkpoint.folder import CheckpointFolder, candidates
 from plait.checkpoint.load import Reader, Verify, compare_model
 from plait.checkpoint.places import Place
 from plait.checkpoint.save import SEEN_WITHIN, Snapshot, snapshot
@@ -91,11 +90,13 @@ def snapshot_of(
         return _RankContent(client, position, content, schedule, tensors, values)
 
     # See Note [Errors of one rank].
-    local, _ = together(collect, device=engine.device, doing=f"checkpoint {folder / tag}")
+    local, _ = run_on_all_ranks(collect, device=engine.device, doing=f"checkpoint {folder / tag}")
     metadata = {
         "global_steps": engine.global_steps,
         "skipped_steps": engine.skipped_steps,
-        "optimizer": optimizer_content.merged(local.optimizer.record, engine.mesh.group("pp")),
+        "optimizer": optimizer_content.merge_stages(
+            local.optimizer.record, engine.mesh.group("pp")
+        ),
         "scheduler": local.schedule,
         "loss_scaler": stepper.scaler.state_dict() if stepper.scaler is not None else None,
         "zero_stage": engine.config.data_parallel.stage,
@@ -183,7 +184,7 @@ def load_engine(
 
     def agreed(work: Callable[[], T]) -> T:
         # See Note [Errors of one rank].
-        return together(work, device=mesh.device, doing=f"checkpoint {reader.path}")[0]
+        return run_on_all_ranks(work, device=mesh.device, doing=f"checkpoint {reader.path}")[0]
 
     trained = trained_parameters(stepper.optimizer)
     tensors, _ = agreed(lambda: model_content.content(model, trained=trained))
@@ -194,7 +195,7 @@ def load_engine(
 
     agreed(lambda: reader.fill(tensors | _optimizer_tensors(comparison.fill.tensors)))
     model_content.put_values(model, reader.values)
-    optimizer_content.put(
+    optimizer_content.load_states(
         stepper.optimizer, model, comparison.fill, facts["optimizer"], comparison.groups
     )
     resume.restore_schedule()
@@ -307,9 +308,9 @@ def _open(
         work: Callable[[], T], brings: Callable[[T], bytes] = lambda _: b""
     ) -> tuple[T, list[bytes]]:
         # See Note [Errors of one rank].
-        return together(work, brings, device=mesh.device, doing=f"checkpoint {folder}")
+        return run_on_all_ranks(work, brings, device=mesh.device, doing=f"checkpoint {folder}")
 
-    def names_digest(checkpoints: list[Found]) -> bytes:
+    def names_digest(checkpoints: list[CheckpointFolder]) -> bytes:
         names = " ".join(checkpoint.path.name for checkpoint in checkpoints)
         return hashlib.sha256(names.encode()).digest()
 
@@ -325,7 +326,7 @@ def _open(
         checkpoints, digests = agreed(lambda: candidates(folder, tag), names_digest)
     agreed(lambda: _refuse_other_folders(folder, digests))
 
-    def verified(checkpoint: Found) -> Reader:
+    def verified(checkpoint: CheckpointFolder) -> Reader:
         reader = Reader(checkpoint)
         reader.verify(verify, rank=mesh.rank, world=mesh.layout.world_size)
         return reader

@@ -103,7 +103,7 @@ def _time_step(engine: Engine, batch: Any) -> tuple[float, float]:
 
 
 def _peak(device: torch.device) -> int | None:
-    if not accelerator.is_one(device):
+    if not accelerator.is_accelerator(device):
         return None
     peak = torch.tensor(accelerator.peak_bytes(device), device=device)
     if dist.is_initialized():

@@ -16,7 +16,7 @@ import torch
 from plait.cluster.host_copy import HostCopy
 from plait.config.resolving.resolve import Resolved
 from plait.config.schema.trackers import TrackerSpec
-from plait.errors import Problem, refuse, warn
+from plait.errors import Problem, raise_problems, warn
 from plait.events import Event, RunEnded, StepDone, Validated
 from plait.files import user_path
 
@@ -41,7 +41,7 @@ def check_trackers(resolved: Resolved) -> None:
                 rule = f"{missing[0]} must be installed, and is missing here"
             remedy = f"run `pip install {' '.join(missing)}`, or leave the tracker out"
             problems.append(Problem(resolved.tracker_setting(spec), spec.name, rule, remedy))
-    refuse(problems)
+    raise_problems(problems)
 
 
 class CsvTracker:

@@ -21,13 +21,13 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from plait.cluster.layout import SAMPLE_AXES, Layout
 from plait.config.resolving.resolve import Resolved
-from plait.data.split_rows import refuse_other_stream, refuse_split_stream, split_sampler
-from plait.data.stream_part import StreamPart, is_of_datasets
+from plait.data.split_rows import refuse_differing_stream, refuse_split_stream, split_sampler
+from plait.data.stream_part import StreamPart, is_datasets_library
 from plait.engine.engine import Engine
 from plait.engine.weights import full_weights
 from plait.errors import InputError
 from plait.hf.batches import OwnRounds, Rounds
-from plait.model.adapters import adapters_of
+from plait.model.adapters import adapter_names
 from plait.sharded.model import owner_of
 from plait.sharded.parallel_model import ParallelModel, parallelize
 
@@ -208,10 +208,10 @@ class RanksAccelerator(accelerate.Accelerator):
         refuse_split_stream(dataset)
 
         # Rows of other data sets are compared while they are read, which workers cannot do.
-        is_compared = is_of_datasets(dataset) or settings["num_workers"] > 0
+        is_compared = is_datasets_library(dataset) or settings["num_workers"] > 0
         if is_compared:
             context = settings["multiprocessing_context"]
-            refuse_other_stream(
+            refuse_differing_stream(
                 dataset, device=self.device, workers=settings["num_workers"], context=context
             )
         size = data_loader.batch_size
@@ -305,7 +305,7 @@ class RanksAccelerator(accelerate.Accelerator):
             )
         if model is not engine.model:
             raise InputError("accelerator.get_state_dict takes the model that is trained")
-        return full_weights(engine, adapters=adapters_of(model))
+        return full_weights(engine, adapters=adapter_names(model))
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """Raise InputError: shards of gradients have no norm of their own."""

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from plait.data.draws import drawn_from
-from plait.data.split_rows import digest_of_rows, refuse_other_digest
+from plait.data.draws import seeded_generators
+from plait.data.split_rows import digest_of_rows, refuse_differing_digest
 from plait.data.stream_part import StreamPart
 
 
@@ -117,7 +117,7 @@ class Rounds:
         """
         if self._seed is None:
             return next(batches, None)
-        with drawn_from("order", self._seed, self._epoch, *place):
+        with seeded_generators("order", self._seed, self._epoch, *place):
             return next(batches, None)
 
     def _compare(self, dealt: list[Any]) -> None:
@@ -127,7 +127,7 @@ class Rounds:
         device = self._device
         self._device = None
         count = len(self.batch_sampler) if hasattr(self.batch_sampler, "__len__") else None
-        refuse_other_digest(lambda: digest_of_rows([count, *dealt]), device=device)
+        refuse_differing_digest(lambda: digest_of_rows([count, *dealt]), device=device)
 
     def samples(self, position: int) -> int | None:
         """Return the number of samples in this rank's batch at a position of the epoch.

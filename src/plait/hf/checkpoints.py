@@ -18,13 +18,13 @@ from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
 from plait import exact
-from plait.checkpoint.folder import find
+from plait.checkpoint.folder import find_checkpoint
 from plait.cluster.topology import place
 from plait.engine.engine import Engine
 from plait.engine.weights import full_weights, load_weights_of, uncut
 from plait.errors import CheckpointError, InputError, warn
 from plait.hf.accelerator import FULL_WEIGHTS
-from plait.model.adapters import adapters_of
+from plait.model.adapters import adapter_names
 from plait.sharded.shards_as_weights import refuse_given_shards
 
 TAG = "plait"
@@ -82,7 +82,7 @@ class CheckpointMixin:
             return position
         if not (Path(resume_from_checkpoint) / TAG).is_dir():
             return position
-        saved = find(Path(resume_from_checkpoint), TAG)
+        saved = find_checkpoint(Path(resume_from_checkpoint), TAG)
         if saved is None:
             return position
         client = exact.decode(saved.manifest.metadata.get("client_state"), where="client_state")
@@ -94,7 +94,7 @@ class CheckpointMixin:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             return
         model = self.model
-        weights = full_weights(self.engine, model=model, adapters=adapters_of(model))
+        weights = full_weights(self.engine, model=model, adapters=adapter_names(model))
         if self.args.should_save:
             # A script may have assigned another model, such as one with merged adapters.
             if model is self.engine.model:
@@ -121,7 +121,7 @@ class CheckpointMixin:
             remedy=f"call trainer.save_model(folder), or {FULL_WEIGHTS}",
         )
         super()._save(output_dir, state_dict)  # type: ignore[misc]
-        refuse_empty_files(Path(output_dir or self.args.output_dir), adapters_of(self.model))
+        refuse_empty_files(Path(output_dir or self.args.output_dir), adapter_names(self.model))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         assert self.engine is not None

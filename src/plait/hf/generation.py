@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from plait._torch.units import kept_gathered, sharded_modules
+from plait._torch.units import leave_gathered, sharded_modules
 from plait.config.resolving.resolve import Resolved
 from plait.engine.engine import Engine
 from plait.errors import InputError, Problem
-from plait.inference.capacity import ROOM, free_bytes, gathered_bytes, is_sharded
+from plait.inference.capacity import USABLE_SHARE, free_bytes, gathered_bytes, is_sharded
 from plait.inference.settings import NAMES, settings_of
 from plait.parallel.data.data_parallel import free_gathered
 from plait.units import dtype_of, format_bytes
@@ -92,14 +92,14 @@ def whole_parameters(engine: Engine) -> Iterator[None]:
     dtype = dtype_of(name) if name is not None else None
     required = gathered_bytes(engine.model, dtype)
     free = free_bytes(engine.device, engine.mesh.ranks_here)
-    if free is not None and required > ROOM * free:
+    if free is not None and required > USABLE_SHARE * free:
         raise InputError(
             "predict_with_generate: Transformers' generate needs all parameters of"
             f" {type(engine.model).__name__} on every process, {format_bytes(required)}, and"
             f" {format_bytes(free)} are free; leave it out, and generate from the saved model"
         )
-    # Without `kept_gathered` a forward of the model would reshard its parameters.
-    with kept_gathered(engine.model):
+    # Without `leave_gathered` a forward of the model would reshard its parameters.
+    with leave_gathered(engine.model):
         for module in sharded_modules(engine.model):
             module.unshard()
         try:

@@ -19,9 +19,9 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, IterableDataset
 
-from plait.checkpoint.model_content import keep_what_is_trained
+from plait.checkpoint.model_content import save_trained_only
 from plait.cluster.topology import place
-from plait.data.split_rows import refuse_other_rows
+from plait.data.split_rows import refuse_differing_rows
 from plait.engine.build import initialize
 from plait.errors import InputError, warn
 from plait.hf.accelerator import FULL_WEIGHTS, RanksAccelerator
@@ -199,7 +199,7 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
         self.resolved = self._resolve(micro=micro, hidden_size=hidden_size)
         # Checkpoints of a model with adapters do not have its frozen weights.
         if has_adapters(model):
-            keep_what_is_trained(model)
+            save_trained_only(model)
         self.engine = initialize(model, self.resolved, optimizer=optimizer)
         refuse_shards_as_weights(model, remedy=FULL_WEIGHTS)
         loop_optimizer = LoopOptimizer(self)
@@ -263,7 +263,7 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
         else:
             workers = data_loader.num_workers
             context = data_loader.multiprocessing_context
-            refuse_other_rows(
+            refuse_differing_rows(
                 data_loader.dataset, device=self.device, workers=workers, context=context
             )
             if not self.use_seedable_sampler:

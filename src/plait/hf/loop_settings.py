@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from plait.cluster.topology import launchers_variable
-from plait.config.resolving.batch import ACCUMULATION, MICRO, TRAIN
+from plait.config.resolving.batch import ACCUMULATION_KEY, MICRO_KEY, TRAIN_KEY
 from plait.config.resolving.resolve import Resolved, load, resolve
 from plait.config.schema.config import Bf16Section, Config, Fp16Section
-from plait.errors import ConfigError, InputError, Problem, refuse
+from plait.errors import ConfigError, InputError, Problem, raise_problems
 from plait.hf.settings import ConfigSource, tracker_problems
 
 PRECISIONS = ("no", "bf16", "fp16")
@@ -67,10 +67,10 @@ def checked_config(source: ConfigSource | None, *, precision: str, accumulation:
 
     configured = config.gradient_accumulation_steps
     if configured is None:
-        update[ACCUMULATION] = accumulation
+        update[ACCUMULATION_KEY] = accumulation
     elif configured not in ("auto", accumulation):
         argument = "gradient_accumulation_steps"
-        problems.append(_contradiction(ACCUMULATION, configured, argument, accumulation))
+        problems.append(_contradiction(ACCUMULATION_KEY, configured, argument, accumulation))
 
     for name, arguments in (
         ("optimizer", "optimizer, ..."),
@@ -81,7 +81,7 @@ def checked_config(source: ConfigSource | None, *, precision: str, accumulation:
             rule = f"the loop passes its own, accelerator.prepare(model, {arguments})"
             remedy = "leave it out of the configuration"
             problems.append(Problem(name, section.type, rule, remedy))
-    refuse(problems)
+    raise_problems(problems)
     return config.model_copy(update=update).with_provenance(config.provenance)
 
 
@@ -108,9 +108,9 @@ def resolved_of(
         ConfigError: A setting does not support a loop with `accelerator.backward(loss)`.
     """
     auto = {
-        MICRO: micro,
-        ACCUMULATION: accumulation,
-        TRAIN: None,
+        MICRO_KEY: micro,
+        ACCUMULATION_KEY: accumulation,
+        TRAIN_KEY: None,
         "gradient_clipping": 0.0,
         "bf16.enabled": precision == "bf16",
         "fp16.enabled": precision == "fp16",
@@ -118,7 +118,7 @@ def resolved_of(
     resolved = resolve(
         config, world_size=world_size, hidden_size=hidden_size, micro_batch_size=micro, auto=auto
     )
-    refuse(_unsupported(resolved))
+    raise_problems(_unsupported(resolved))
     return resolved
 
 

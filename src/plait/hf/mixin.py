@@ -23,14 +23,14 @@ import torch
 from accelerate.utils import find_batch_size
 from transformers.trainer_utils import has_length
 
-from plait.checkpoint.model_content import keep_what_is_trained
+from plait.checkpoint.model_content import save_trained_only
 from plait.cluster.topology import place
 from plait.config.schema.config import Config
-from plait.data.draws import drawn_from
-from plait.data.split_rows import refuse_other_rows
+from plait.data.draws import seeded_generators
+from plait.data.split_rows import refuse_differing_rows
 from plait.engine.build import initialize
 from plait.engine.engine import Engine
-from plait.errors import ConfigError, InputError, Problem, refuse, warn
+from plait.errors import ConfigError, InputError, Problem, raise_problems, warn
 from plait.hf.accelerator import FULL_WEIGHTS, RanksAccelerator
 from plait.hf.arguments import fsdp_config_of, reroute
 from plait.hf.batches import EpochOrder, Rounds, plan_of
@@ -138,7 +138,7 @@ class TrainerMixin(CheckpointMixin):
             )
             remedy = "use 1, or plait.hf.Trainer on the prepared data"
             problems.append(Problem("parallel.pp", pp, rule, remedy))
-        refuse([*problems, *problems_of(self.model, self.args, self._resolved)])
+        raise_problems([*problems, *problems_of(self.model, self.args, self._resolved)])
         if process.rank == 0:
             for note in notes:
                 warn(note)
@@ -229,7 +229,7 @@ class TrainerMixin(CheckpointMixin):
         self._flops_per_token = 6 * sum(p.numel() for p in self.model.parameters())
         # Checkpoints of a model with adapters do not have its frozen weights.
         if has_adapters(self.model):
-            keep_what_is_trained(self.model)
+            save_trained_only(self.model)
         smoother: Any = self.label_smoother  # type: ignore[has-type]
         self.label_smoother = None if smoother is None else smoothing_of(smoother, self.model)
 
@@ -340,7 +340,9 @@ class TrainerMixin(CheckpointMixin):
         self._compared_data.append(data)
         workers = loader.num_workers
         context = loader.multiprocessing_context
-        refuse_other_rows(data, device=self.accelerator.device, workers=workers, context=context)
+        refuse_differing_rows(
+            data, device=self.accelerator.device, workers=workers, context=context
+        )
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         if has_length(self.train_dataset) and not len(self.train_dataset):  # type: ignore[attr-defined]
@@ -382,7 +384,7 @@ class TrainerMixin(CheckpointMixin):
         """
         self._batches = FilledStep(epoch_iterator)
         # Data sets and collators may draw random numbers.
-        with drawn_from(
+        with seeded_generators(
             "training",
             self.accelerator.seed,
             self._epoch,
@@ -547,7 +549,9 @@ class TrainerMixin(CheckpointMixin):
         try:
             with (
                 engine.evaluating(),
-                drawn_from("evaluation", self.accelerator.seed, self.accelerator.process_index),
+                seeded_generators(
+                    "evaluation", self.accelerator.seed, self.accelerator.process_index
+                ),
             ):
                 output = super().evaluation_loop(dataloader, *args, **kwargs)  # type: ignore[misc]
             # Transformers leaves the model in evaluation mode, and trainers read it to name the

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from plait.config.resolving.batch import ACCUMULATION, MICRO, TRAIN
+from plait.config.resolving.batch import ACCUMULATION_KEY, MICRO_KEY, TRAIN_KEY
 from plait.config.resolving.resolve import Resolved, load, resolve
 from plait.config.schema.config import (
     Bf16Section,
@@ -22,7 +22,7 @@ from plait.config.schema.config import (
 )
 from plait.config.schema.optimization import SchedulerSpec
 from plait.config.schema.sections import RunSection
-from plait.errors import ConfigError, Problem, refuse
+from plait.errors import ConfigError, Problem, raise_problems
 from plait.hf.transformers_versions import recompute_arguments, recompute_fields
 
 ConfigSource = str | Path | Mapping[str, Any] | Config
@@ -53,7 +53,7 @@ def settings_of(
     resolved = resolve(
         unscheduled, world_size=world_size, hidden_size=hidden_size, auto=_auto(args)
     )
-    refuse([*_contradictions(config, resolved, args), *_unsupported(resolved)])
+    raise_problems([*_contradictions(config, resolved, args), *_unsupported(resolved)])
     return config, resolved
 
 
@@ -96,16 +96,16 @@ def schedule_of(
         if name in spec.params and not _are_equal(spec.params[name], values[name]):
             path = f"scheduler.params.{name}"
             problems.append(_contradiction(path, spec.params[name], values[name], argument))
-    refuse(problems)
+    raise_problems(problems)
     return spec
 
 
 def _auto(args: Any) -> dict[str, Any]:
     """Return the values that "auto" stands for, keyed by setting."""
     return {
-        MICRO: args.per_device_train_batch_size,
-        ACCUMULATION: args.gradient_accumulation_steps,
-        TRAIN: None,
+        MICRO_KEY: args.per_device_train_batch_size,
+        ACCUMULATION_KEY: args.gradient_accumulation_steps,
+        TRAIN_KEY: None,
         "gradient_clipping": args.max_grad_norm,
         "fp16.enabled": args.fp16,
         "bf16.enabled": args.bf16,
@@ -120,9 +120,9 @@ def _with_arguments(config: Config, args: Any) -> Config:
     """Return the configuration with values of the arguments for settings that it leaves out."""
     update: dict[str, Any] = {}
     if config.train_batch_size is None and config.train_micro_batch_size_per_gpu is None:
-        update[MICRO] = args.per_device_train_batch_size
+        update[MICRO_KEY] = args.per_device_train_batch_size
     if config.gradient_accumulation_steps is None:
-        update[ACCUMULATION] = args.gradient_accumulation_steps
+        update[ACCUMULATION_KEY] = args.gradient_accumulation_steps
     if config.origin("gradient_clipping") == "default":
         update["gradient_clipping"] = args.max_grad_norm
     if config.origin("fp16.enabled") == "default" and config.origin("bf16.enabled") == "default":
@@ -155,8 +155,8 @@ def _contradictions(config: Config, resolved: Resolved, args: Any) -> list[Probl
     accumulation = args.gradient_accumulation_steps
     # (setting, its value, value of the argument, name of the argument)
     pairs: list[tuple[str, Any, Any, str]] = [
-        (MICRO, batch.micro_batch_size, samples, "per_device_train_batch_size"),
-        (ACCUMULATION, batch.accumulation, accumulation, "gradient_accumulation_steps"),
+        (MICRO_KEY, batch.micro_batch_size, samples, "per_device_train_batch_size"),
+        (ACCUMULATION_KEY, batch.accumulation, accumulation, "gradient_accumulation_steps"),
         ("gradient_clipping", resolved.gradient_clipping, args.max_grad_norm, "max_grad_norm"),
         ("bf16.enabled", config.bf16.enabled, args.bf16, "bf16"),
         ("fp16.enabled", config.fp16.enabled, args.fp16, "fp16"),

@@ -22,7 +22,7 @@ from plait.errors import CheckpointError, InputError
 from plait.importing import require_extra
 from plait.inference.stored import StoredTensor, stored_tensors
 from plait.model.tied import tied_names
-from plait.sharded.load_weights import opened, read_tensor
+from plait.sharded.load_weights import open_safetensors, read_tensor
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -168,7 +168,7 @@ class Adapter:
         """
         replaced = self.replaced
         others = {}
-        with opened(self.folder / WEIGHTS) as file, torch.no_grad():
+        with open_safetensors(self.folder / WEIGHTS) as file, torch.no_grad():
             # Full names by the names that `replaced` and `_name_in_file` use.
             names = {base_tensor(name.removeprefix(_FILE_PREFIX)): name for name in file.keys()}  # noqa: SIM118 (no mapping)
             for name, tensor in tensors.items():

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from plait.errors import InputError
-from plait.files import is_at, is_only_writer, write_whole
-from plait.inference.prompt_file import ADDED, Line
+from plait.files import names_open_file, try_lock, write_atomically
+from plait.inference.prompt_file import ADDED, PromptLine
 from plait.inference.requests import Generation
 
 
@@ -40,7 +40,7 @@ class AnswerFile:
         InputError: The file cannot be written, or belongs to another command.
     """
 
-    def __init__(self, path: Path, lines: Sequence[Line], command: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, lines: Sequence[PromptLine], command: Mapping[str, Any]) -> None:
         self.path = path
         self.partial = path.with_name(f"{path.name}.partial")
         self._command_file = path.with_name(f"{path.name}.partial.json")
@@ -120,7 +120,7 @@ class AnswerFile:
                 " written to"
             ) from None
         # The file may have been renamed between open and lock, so it is compared with its path.
-        if not is_only_writer(file) or not is_at(self.partial, file):
+        if not try_lock(file) or not names_open_file(self.partial, file):
             file.close()
             raise InputError(
                 f"--out {self.path}: another command writes it now; wait for its end, or give"
@@ -149,7 +149,7 @@ class AnswerFile:
                 self._check_command()
             else:
                 text = json.dumps(self._command, indent=1, ensure_ascii=False) + "\n"
-                write_whole(self._command_file, text)
+                write_atomically(self._command_file, text)
 
         for number, (row, line) in enumerate(zip(rows, self._lines, strict=False), 1):
             if not _is_answer(row, line):
@@ -204,7 +204,7 @@ class AnswerFile:
 
 @contextmanager
 def answer_file(
-    path: Path, lines: Sequence[Line], command: Mapping[str, Any]
+    path: Path, lines: Sequence[PromptLine], command: Mapping[str, Any]
 ) -> Iterator[AnswerFile]:
     """Write the answers to `lines`, inside of the context. See Note [Files of answers].
 
@@ -231,7 +231,7 @@ def answer_file(
         answers.close()
 
 
-def _row(line: Line, generation: Generation) -> dict[str, Any]:
+def _row(line: PromptLine, generation: Generation) -> dict[str, Any]:
     row = _copied_fields(line)
     if generation.text is not None:
         row["text"] = generation.text
@@ -240,12 +240,12 @@ def _row(line: Line, generation: Generation) -> dict[str, Any]:
     return row
 
 
-def _copied_fields(line: Line) -> dict[str, Any]:
+def _copied_fields(line: PromptLine) -> dict[str, Any]:
     """Return the fields of a prompt that its answer repeats."""
     return {key: value for key, value in line.fields.items() if key != "token_ids"}
 
 
-def _is_answer(row: bytes, line: Line) -> bool:
+def _is_answer(row: bytes, line: PromptLine) -> bool:
     try:
         answer = json.loads(row)
     except ValueError:
@@ -257,7 +257,7 @@ def _is_answer(row: bytes, line: Line) -> bool:
     return json.dumps(fields) == json.dumps(_copied_fields(line))
 
 
-def _hash(lines: Sequence[Line]) -> str:
+def _hash(lines: Sequence[PromptLine]) -> str:
     digest = hashlib.sha256()
     for line in lines:
         digest.update(json.dumps(line.fields).encode() + b"\n")

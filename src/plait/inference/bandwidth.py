@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from plait.cluster import accelerator
 from plait.errors import InputError
-from plait.inference.capacity import ROOM
-from plait.inference.deployment import Account, Devices
-from plait.planner.hardware import Device, device, only
+from plait.inference.capacity import USABLE_SHARE
+from plait.inference.deployment import DeploymentBytes, Devices
+from plait.planner.hardware import DeviceSpec, device, only
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class BandwidthBound:
     limit: str
 
 
-def bandwidth_bound(account: Account, gpu: Device) -> BandwidthBound:
+def bandwidth_bound(account: DeploymentBytes, gpu: DeviceSpec) -> BandwidthBound:
     """Return the maximum over all tiers of the bytes per token divided by the tier's bandwidth.
 
     Every token reads all weights, and the keys and values of all requests at their full length.
@@ -44,7 +44,7 @@ def bandwidth_bound(account: Account, gpu: Device) -> BandwidthBound:
     return BandwidthBound(seconds[limit], limit)
 
 
-def devices_of(gpu: Device, count: int | None) -> Devices:
+def devices_of(gpu: DeviceSpec, count: int | None) -> Devices:
     """Return a machine with idle devices of one kind.
 
     Args:
@@ -56,11 +56,11 @@ def devices_of(gpu: Device, count: int | None) -> Devices:
         on_gpu=not bool(gpu.on_cpu),
         count=count,
         memory_bytes=int(only(gpu.memory_bytes)),
-        host_bytes=int(ROOM * only(gpu.host_memory_bytes) * count),
+        host_bytes=int(USABLE_SHARE * only(gpu.host_memory_bytes) * count),
     )
 
 
-def catalogued_gpu() -> Device | None:
+def catalogued_gpu() -> DeviceSpec | None:
     """Return this machine's GPU from the planner's catalogue, or None if it is not listed."""
     try:
         return device(accelerator.model_name())

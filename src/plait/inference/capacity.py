@@ -15,7 +15,7 @@ from plait.errors import InputError
 from plait.model.layer_sizes import largest_of_layers
 from plait.units import format_bytes
 
-ROOM = 0.8
+USABLE_SHARE = 0.8
 """Share of the free memory that gathered parameters may take.
 
 Activations and the allocator need the rest.

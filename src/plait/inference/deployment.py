@@ -23,7 +23,7 @@ from plait.inference.cache_layout import (
     growing_bytes,
     offloaded_cache,
 )
-from plait.inference.capacity import ROOM, activation_bytes, compute_dtype, free_bytes
+from plait.inference.capacity import USABLE_SHARE, activation_bytes, compute_dtype, free_bytes
 from plait.inference.dry_cache import cache_layout_of
 from plait.inference.load import needs_of
 from plait.inference.placement import WORKSPACE, DoesNotFit, place_model
@@ -41,7 +41,7 @@ UNKNOWN = 1 << 62
 
 
 @dataclass(frozen=True)
-class Work:
+class InferenceWork:
     """Model and requests that a deployment is chosen for."""
 
     source: Source | None
@@ -70,7 +70,7 @@ class Devices:
 
 
 @dataclass(frozen=True)
-class Account:
+class DeploymentBytes:
     """Bytes on one device, and bytes that are kept elsewhere for it."""
 
     memory: int
@@ -119,7 +119,7 @@ class Deployment:
     """Host memory that may be pinned for weights."""
     written: bool = False
     """True if streamed layers are written to new files first."""
-    account: Account = field(default_factory=lambda: Account(0, 0, 0))
+    account: DeploymentBytes = field(default_factory=lambda: DeploymentBytes(0, 0, 0))
 
 
 def devices_here() -> Devices:
@@ -131,12 +131,17 @@ def devices_here() -> Devices:
         on_gpu,
         default_processes(),
         UNKNOWN if free is None else free,
-        UNKNOWN if free_on_host is None else int(ROOM * free_on_host),
+        UNKNOWN if free_on_host is None else int(USABLE_SHARE * free_on_host),
     )
 
 
 def deploy(
-    work: Work, *, tp: int | None, pp: int | None, devices: int | None, on: Devices | None = None
+    work: InferenceWork,
+    *,
+    tp: int | None,
+    pp: int | None,
+    devices: int | None,
+    on: Devices | None = None,
 ) -> Deployment:
     """Choose the deployment on the fewest devices that hold the model.
 
@@ -165,7 +170,7 @@ def deploy(
 
 
 def deploy_streamed(
-    work: Work,
+    work: InferenceWork,
     *,
     gpu_budget: int | None = None,
     cpu_budget: int | None = None,
@@ -228,7 +233,7 @@ def deploy_streamed(
         f" {format_bytes(cache + activations)} for keys, values and activations"
         f"{_host_text(cache_on_host)}{_guess_text(layout)}"
     )
-    account = Account(
+    account = DeploymentBytes(
         memory=budget,
         weights=planned.resident_bytes,
         cache=cache,
@@ -251,7 +256,7 @@ def deploy_streamed(
 
 
 def deploy_in_budget(
-    work: Work, *, gpu_budget: int | None = None, cpu_budget: int | None = None
+    work: InferenceWork, *, gpu_budget: int | None = None, cpu_budget: int | None = None
 ) -> tuple[Deployment, int]:
     """Choose how many requests are answered at once within a budget, at most `work.requests`.
 
@@ -281,7 +286,7 @@ def deploy_in_budget(
 
 
 def _deploy_placed(
-    work: Work, on: Devices, *, tp: int | None, pp: int | None, devices: int | None
+    work: InferenceWork, on: Devices, *, tp: int | None, pp: int | None, devices: int | None
 ) -> Deployment:
     """Deploy a model on devices that hold all of its weights."""
     count = devices or on.count
@@ -316,7 +321,7 @@ def _deploy_placed(
         f"tp {placed.tp}, pp {placed.pp}: {format_bytes(placed.weight_bytes)} of weights{each};"
         f" {placed.why}{_host_text(cache_on_host)}{_guess_text(layout)}"
     )
-    account = Account(
+    account = DeploymentBytes(
         int(memory * (1 - WORKSPACE)),
         placed.weight_bytes,
         placed.cache_bytes,
@@ -326,7 +331,7 @@ def _deploy_placed(
     return Deployment(why, placed.tp, placed.pp, account=account)
 
 
-def _check_offloaded_cache(work: Work, on: Devices) -> None:
+def _check_offloaded_cache(work: InferenceWork, on: Devices) -> None:
     if work.offload_cache and not on.on_gpu:
         raise InputError(
             "--offload-cache: on the CPU keys and values are in host memory already; leave it out"

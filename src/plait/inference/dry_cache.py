@@ -32,7 +32,7 @@ from plait.model.facts import model_facts
 from plait.model.layer_sizes import sizes_of_layers
 from plait.model.plans import make_plan
 from plait.parallel.pipeline.balance import cut, forward_costs
-from plait.sharded.cache import arguments_of, cache_argument, takes_cache
+from plait.sharded.cache import arguments_of, cache_argument, supports_cache
 
 _COMPUTE_DTYPE = torch.bfloat16
 """Dtype of the run. Tensors of this dtype then have the dtype that the model computes in."""
@@ -56,7 +56,7 @@ def cache_layout_of(model: nn.Module, *, plan: Mapping[str, str] | None = None) 
         The layers of its cache; none for a model that takes no cache.
     """
     base = _without_peft(model)
-    if not takes_cache(base):
+    if not supports_cache(base):
         return CacheLayout()
     config: Any = base.config
     # `fully_shard` replaces the class by a subclass, which cannot be built from a configuration.

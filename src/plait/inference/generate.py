@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from plait._torch.units import kept_gathered
-from plait.checkpoint.agreement import together
+from plait._torch.units import leave_gathered
+from plait.checkpoint.agreement import run_on_all_ranks
 from plait.cluster.host_memory import free_host_bytes
 from plait.errors import InputError
 from plait.inference.cache_layout import CacheDemand, cache_bytes, growing_bytes, offloaded_cache
 from plait.inference.capacity import (
-    ROOM,
+    USABLE_SHARE,
     check_cache,
     check_positions,
     free_bytes,
@@ -48,7 +48,7 @@ from plait.inference.rope_by_length import group_requests, refuse_past, rope_by_
 from plait.inference.settings import GenerationSettings, settings_of
 from plait.inference.text_stream import text_after
 from plait.inference.untouched import untouched
-from plait.sharded.cache import arguments_of, counts_tokens, reads_prompts_whole, takes_cache
+from plait.sharded.cache import arguments_of, counts_tokens, requires_single_prefill, supports_cache
 from plait.sharded.misuse import refuse_split_experts
 from plait.sharded.model import ShardedModel
 from plait.units import dtype_of
@@ -128,7 +128,7 @@ def generate(
         return _PreparedCall(requests, checked, bytes([fits, on_token is not None]))
 
     # See Note [Together on all ranks].
-    prepared, flags = together(
+    prepared, flags = run_on_all_ranks(
         prepare, _flags, device=mesh.device, doing="generate", raising=InputError
     )
     gathers = is_sharded(model)
@@ -137,7 +137,7 @@ def generate(
     requests = of_first_rank(sharded, prepared.requests)
     predictor = Predictor(sharded)
     # A recurrent state would begin anew with each forward over a part of a prompt.
-    prefill_limit = None if reads_prompts_whole(model) else prefill_tokens
+    prefill_limit = None if requires_single_prefill(model) else prefill_tokens
     decoder = Decoder(
         sharded,
         predictor,
@@ -165,7 +165,7 @@ def generate(
 
     with sharded.evaluating(), untouched(model, mesh.device), ExitStack() as stack:
         if gathers_once:
-            stack.enter_context(kept_gathered(model))
+            stack.enter_context(leave_gathered(model))
         predictor.run(forwards(), independent=not gathers)
 
     generations = []
@@ -303,7 +303,7 @@ def _check_offloaded_cache(sharded: ShardedModel, *, use_cache: bool) -> None:
             "offload_cache: stages of a pipeline keep the layers of their own alone, and cannot"
             " bring the next; use tp, or pp = 1"
         )
-    if not use_cache or not takes_cache(sharded.model):
+    if not use_cache or not supports_cache(sharded.model):
         raise InputError(
             "offload_cache: the model keeps no keys and values in this call (use_cache); leave"
             " it out"
@@ -346,7 +346,7 @@ def _gathered_model_fits(
     # Offloaded parameters do not stay on the device.
     if not is_sharded(sharded.model) or sharded.config.parameter_offload.device != "none":
         return False
-    return free is None or gathered_bytes(sharded.model, compute) + cache <= ROOM * free
+    return free is None or gathered_bytes(sharded.model, compute) + cache <= USABLE_SHARE * free
 
 
 def _cache_bytes(sharded: ShardedModel, demand: CacheDemand) -> int:
@@ -375,7 +375,7 @@ def _offloaded_cache_bytes(sharded: ShardedModel, demand: CacheDemand, longest: 
 def _can_cache(sharded: ShardedModel, requests: Sequence[GenerationRequest]) -> bool:
     """Return True if the model takes a cache, and these requests can share one."""
     model = sharded.model
-    if not takes_cache(model):
+    if not supports_cache(model):
         return False
     if sharded.pipeline is not None and not counts_tokens(model):
         return False

@@ -19,7 +19,7 @@ from plait.inference.placement import Needs
 from plait.inference.source import Source
 from plait.model.layer_sizes import largest_of_layers, sizes_of_layers
 from plait.parallel.micro_batches import default_forward
-from plait.sharded.assemble import Filler, leaving_no_group, shard
+from plait.sharded.assemble import WeightFiller, destroying_new_group, shard
 from plait.sharded.check import checked_model
 from plait.sharded.model import ShardedModel
 
@@ -79,7 +79,7 @@ def needs_of(model: nn.Module, *, requests: int, tokens: int) -> Needs:
     )
 
 
-@leaving_no_group()
+@destroying_new_group()
 def load_model(
     source: Source, *, tp: int = 1, pp: int = 1, dtype: torch.dtype | None = None
 ) -> ShardedModel:
@@ -120,7 +120,7 @@ def load_model(
     return ShardedModel(parts, mesh, resolved, forward=default_forward, handle="plait generate")
 
 
-def on_huge_pages(fill: Filler) -> Filler:
+def on_huge_pages(fill: WeightFiller) -> WeightFiller:
     """Wrap a filler of weights so that it writes to huge pages.
 
     The matrix products of a token read such memory faster.

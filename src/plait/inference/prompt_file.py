@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plait.errors import InputError, half_of_a_character
+from plait.errors import InputError, first_lone_surrogate
 from plait.inference.requests import Conversation, is_turn
 
 KEYS = ("prompt", "token_ids", "messages")
@@ -25,7 +25,7 @@ _KINDS = {
 
 
 @dataclass(frozen=True)
-class Line:
+class PromptLine:
     """Line of the file."""
 
     prompt: Any
@@ -35,7 +35,7 @@ class Line:
     """File and number of the line, for messages."""
 
 
-def read_prompts(path: Path) -> list[Line]:
+def read_prompts(path: Path) -> list[PromptLine]:
     """Read a file of prompts. Empty lines are skipped.
 
     Raises:
@@ -68,7 +68,7 @@ def read_prompts(path: Path) -> list[Line]:
     return lines
 
 
-def _parse_line(row: str, where: str) -> Line:
+def _parse_line(row: str, where: str) -> PromptLine:
     fields = _parse_object(row, where)
     keys = [key for key in KEYS if key in fields]
     if len(keys) != 1:
@@ -83,13 +83,13 @@ def _parse_line(row: str, where: str) -> Line:
     prompt = fields[key]
     if not _is_prompt(key, prompt):
         raise InputError(f"{where}: {key} must be {_KINDS[key]}, not {json.dumps(prompt)[:60]}")
-    if (half := half_of_a_character(json.dumps(fields, ensure_ascii=False))) is not None:
+    if (half := first_lone_surrogate(json.dumps(fields, ensure_ascii=False))) is not None:
         raise InputError(
             f"{where}: holds {half}, half of a character (a lone surrogate); correct the line"
         )
     if key == "messages":
         prompt = _with_template_arguments(prompt, fields, where)
-    return Line(prompt, fields, where)
+    return PromptLine(prompt, fields, where)
 
 
 def _parse_object(row: str, where: str) -> dict[str, Any]:

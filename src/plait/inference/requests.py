@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from plait.errors import InputError, first_line, half_of_a_character
+from plait.errors import InputError, first_line, first_lone_surrogate
 from plait.inference.settings import GenerationSettings
 from plait.inference.vocabulary import tokens_of_model
 from plait.model.chat_template import ChatTemplate
@@ -99,7 +99,10 @@ def token_ids(prompts: Any, tokenizer: Any) -> list[tuple[int, ...]]:
             "generate takes texts, conversations or token ids, one or a list, not"
             f" {type(prompts).__name__}; pass a tokenizer's `input_ids` as lists without padding"
         )
-    return [ids_of(prompt, f"prompt {index}", tokenizer) for index, prompt in enumerate(prompts)]
+    return [
+        prompt_token_ids(prompt, f"prompt {index}", tokenizer)
+        for index, prompt in enumerate(prompts)
+    ]
 
 
 def checked_ids(model: nn.Module, prompts: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
@@ -155,7 +158,7 @@ def check_room(tokens: int, name: str, settings: GenerationSettings) -> int:
     return new_tokens
 
 
-def ids_of(prompt: Any, name: str, tokenizer: Any) -> tuple[int, ...]:
+def prompt_token_ids(prompt: Any, name: str, tokenizer: Any) -> tuple[int, ...]:
     """Return the token ids of one prompt.
 
     Args:
@@ -196,7 +199,7 @@ def _tokenize(prompt: Any, name: str, tokenizer: Any) -> Any:
     text = prompt
     if not isinstance(prompt, str):
         text = json.dumps(messages, ensure_ascii=False, default=str)
-    if (half := half_of_a_character(text)) is not None:
+    if (half := first_lone_surrogate(text)) is not None:
         raise InputError(
             f"{name} holds {half}, half of a character (a lone surrogate), which no tokenizer"
             " knows; correct it"

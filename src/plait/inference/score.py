@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from plait.checkpoint.agreement import together
+from plait.checkpoint.agreement import run_on_all_ranks
 from plait.errors import InputError
 from plait.inference.capacity import check_positions, is_sharded
 from plait.inference.generate import check_model, of_first_rank
@@ -85,7 +85,7 @@ def score(
         return [GenerationRequest(ids, 0, None) for ids in prompts]
 
     mesh = sharded.mesh
-    requests, _ = together(prepare, device=mesh.device, doing="score", raising=InputError)
+    requests, _ = run_on_all_ranks(prepare, device=mesh.device, doing="score", raising=InputError)
     requests = of_first_rank(sharded, requests)
     gathers = is_sharded(sharded.model)
     scorer = _Scorer(Predictor(sharded), tokenizer, vocabulary=vocabulary)

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from plait.checkpoint.described import described_model
-from plait.checkpoint.folder import Found
-from plait.checkpoint.inspect import open_one
+from plait.checkpoint.described import build_described_model
+from plait.checkpoint.folder import CheckpointFolder
+from plait.checkpoint.inspect import open_checkpoint
 from plait.checkpoint.load import Reader
 from plait.checkpoint.model_content import START, content
 from plait.errors import CheckpointError, InputError, first_line
@@ -28,8 +28,14 @@ from plait.inference.stored import stored_tensors
 from plait.model.described import require_transformers
 from plait.model.float32 import keep_in_float32
 from plait.model.tied import tied_names
-from plait.sharded.assemble import Filler
-from plait.sharded.load_weights import INDEX, SINGLE, load_weights, opened, weight_files
+from plait.sharded.assemble import WeightFiller
+from plait.sharded.load_weights import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    load_weights,
+    open_safetensors,
+    weight_files,
+)
 from plait.sharded.pretrained import generation_settings, quantisation_of
 
 _SUFFIXES = (".safetensors", ".json", ".jinja", ".model", ".txt")
@@ -42,7 +48,7 @@ class Source:
     """Model that is not loaded yet."""
 
     folder: Path
-    checkpoint: Found | None
+    checkpoint: CheckpointFolder | None
     """Checkpoint of `plait train`; None for a folder of Transformers."""
     tokenizer_folder: Path | None
     adapter: Adapter | None = None
@@ -91,9 +97,9 @@ class Source:
         """Build the model without its adapter, on the meta device."""
         settings: Path | None = self.folder
         if self.checkpoint is None:
-            model = described(self.folder, dtype=dtype)
+            model = model_of_config(self.folder, dtype=dtype)
         else:
-            model = described_model(self.checkpoint, dtype=dtype)
+            model = build_described_model(self.checkpoint, dtype=dtype)
             settings = self._settings_of_run()
         try:
             if settings is not None:
@@ -113,7 +119,7 @@ class Source:
         run = self.tokenizer_folder.parent
         return run if (run / "generation_config.json").is_file() else None
 
-    def filler(self) -> Filler:
+    def filler(self) -> WeightFiller:
         """Return a function that reads a model's weights. Each rank reads its own slices."""
         if self.adapter is not None:
             return self._fill_with_adapter
@@ -215,7 +221,7 @@ class _StateDict(nn.Module):
         return tensors
 
 
-def described(config: Path | Mapping[str, Any], *, dtype: torch.dtype | None) -> nn.Module:
+def model_of_config(config: Path | Mapping[str, Any], *, dtype: torch.dtype | None) -> nn.Module:
     """Build the model of a configuration on the meta device.
 
     Args:
@@ -315,11 +321,11 @@ def _dtype_of_weights(folder: Path) -> torch.dtype | None:
 
     Transformers chooses the same. The result is None if there are no weights.
     """
-    if not (folder / INDEX).is_file() and not (folder / SINGLE).is_file():
+    if not (folder / INDEX_FILE).is_file() and not (folder / SINGLE_FILE).is_file():
         return None
     path = min(weight_files(folder).values())
     tensors = stored_tensors(path)
-    with opened(path) as file:
+    with open_safetensors(path) as file:
         # In the order of safetensors, which Transformers uses as well.
         names = list(file.keys())
     for name in names:
@@ -378,7 +384,7 @@ def _open_base(folder: Path) -> Source:
         weight_files(folder)  # raises an error if they are incomplete
         return Source(folder, None, folder if _has_tokenizer(folder) else None)
 
-    checkpoint = open_one(folder)
+    checkpoint = open_checkpoint(folder)
     tokenizer_folder = None
     # A checkpoint is below the folder of its run, which has the tokenizer.
     for parent in (folder, *folder.parents):

@@ -152,7 +152,7 @@ class WeightStream:
         self._device = device or torch.device("cpu")
         # None on the CPU, where files are read to the slots.
         self._copies: torch.Stream | None = None
-        if accelerator.is_one(self._device):
+        if accelerator.is_accelerator(self._device):
             self._copies = accelerator.new_stream(self._device)
 
         on_cpu = self._copies is None

@@ -39,11 +39,11 @@ from plait.model.blocks import find_blocks
 from plait.model.tied import tied_names
 from plait.parallel.hooks import Hooks, StepHook
 from plait.parallel.micro_batches import default_forward
-from plait.sharded.assemble import Filler, leaving_no_group, shard
+from plait.sharded.assemble import WeightFiller, destroying_new_group, shard
 from plait.sharded.check import checked_model
 from plait.sharded.load_weights import sources_of, stored_names, weight_files
 from plait.sharded.model import ShardedModel
-from plait.units import format_bytes, format_enough_bytes
+from plait.units import format_bytes, format_bytes_rounded_up
 
 
 @dataclass(frozen=True)
@@ -212,8 +212,8 @@ def plan_streaming(
             f"a budget of {format_bytes(budget_bytes)} is too small: weights outside of the"
             f" repeated layers and adapters take {format_bytes(outside)}, {SLOTS} layers"
             f" {format_bytes(slots)}, keys, values and activations {format_bytes(other_bytes)};"
-            f" give at least {format_enough_bytes(outside + slots + other_bytes)}, or ask for fewer"
-            " tokens or prompts at once"
+            f" give at least {format_bytes_rounded_up(outside + slots + other_bytes)}, or ask for"
+            " fewer tokens or prompts at once"
         )
 
     # Bytes of movable blocks that do not fit, in blocks of the largest size.
@@ -300,7 +300,7 @@ def expected_tensors(model: nn.Module) -> dict[str, StoredTensor]:
     }
 
 
-@leaving_no_group()
+@destroying_new_group()
 def load_streamed(
     source: Source,
     *,
@@ -359,7 +359,7 @@ def load_streamed(
 
 def _resident_filler(
     source: Source, stored: dict[str, StoredTensor], streamed: frozenset[str]
-) -> Filler:
+) -> WeightFiller:
     """Return a function that reads the weights that stay in memory."""
 
     def fill(model: nn.Module, *, whole: nn.Module, filled: Callable[[torch.Tensor], None]) -> None:

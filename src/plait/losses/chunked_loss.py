@@ -35,7 +35,7 @@ from plait._torch.storage import is_view, storage_key
 from plait.errors import ModelError
 from plait.losses.loss import CausalLMLoss, cross_entropy_sum
 from plait.model.boundary_layers import head_name
-from plait.parallel.micro_batches import IGNORED, Forward, shifted
+from plait.parallel.micro_batches import IGNORED, Forward, shift_labels
 from plait.parallel.tensor.hook_checks import is_foreign
 from plait.parallel.tensor.styles import Region
 
@@ -101,7 +101,7 @@ def chunked_causal_lm_loss(
     Returns:
         (sum of the cross entropies, number of targets), both 0-dimensional.
     """
-    targets = shifted(labels)
+    targets = shift_labels(labels)
     deferred = DeferredLogits(hidden, head, tuple(p for p in head.parameters() if p.requires_grad))
     total = chunked_cross_entropy(deferred, targets, chunk_tokens=chunk_tokens)
     return total, (targets != IGNORED).sum()

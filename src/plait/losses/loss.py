@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from plait.errors import InputError
-from plait.parallel.micro_batches import IGNORED, LABELS, SHIFTED, samples, shifted
+from plait.parallel.micro_batches import IGNORED, LABELS, SHIFTED, samples, shift_labels
 from plait.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 
 
@@ -77,7 +77,7 @@ class CausalLMLoss:
         # Shifting the labels, not the logits, leaves the large tensor uncopied.
         if SHIFTED in batch:
             return batch[SHIFTED]
-        return shifted(batch[LABELS])
+        return shift_labels(batch[LABELS])
 
 
 def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -45,14 +45,14 @@ def copied_layers(model: nn.Module) -> tuple[str, ...]:
     )
 
 
-def adapters_of(model: Any) -> tuple[str, ...]:
+def adapter_names(model: Any) -> tuple[str, ...]:
     """Return the names of the adapters that PEFT has added to a model, or an empty tuple."""
     return tuple(getattr(model, "peft_config", ()))
 
 
 def without_wrapper(model: nn.Module) -> nn.Module:
     """Return the model that PEFT's `get_peft_model` wraps, or any other model itself."""
-    return cast("Any", model).get_base_model() if adapters_of(model) else model
+    return cast("Any", model).get_base_model() if adapter_names(model) else model
 
 
 @contextmanager

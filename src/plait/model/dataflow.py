@@ -5,10 +5,10 @@ Note [Tracing without weights]
     the meta device: they have a shape and no value. Values that follow from the batch alone (token
     ids, masks, positions) are computed, so code that branches on such values takes its real branch.
 
-    For every value, the trace records an `Origin`: the block from which on it can be computed, and
-    the parameters outside of the blocks that it depends on. This tells for any cut into pipeline
-    stages which parameters a stage must own, and whether a value bypasses the chain of blocks. The
-    model itself is not changed.
+    For every value, the trace records an `ValueOrigin`: the block from which on it can be computed,
+    and the parameters outside of the blocks that it depends on. This tells for any cut into
+    pipeline stages which parameters a stage must own, and whether a value bypasses the chain of
+    blocks. The model itself is not changed.
 
 Note [Opaque modules]
     Some modules cannot run without values, e.g. because they call kernels of another library. When
@@ -62,7 +62,7 @@ _READS_WITHOUT_OPERATOR = frozenset({"tolist", "numpy"})
 
 
 @dataclass(frozen=True)
-class Origin:
+class ValueOrigin:
     """Blocks, parameters and random numbers that a value depends on."""
 
     since: float = inf
@@ -79,18 +79,18 @@ class Origin:
     random: float = inf
     """Block before which random numbers went into the value; infinite if none did."""
 
-    def __or__(self, other: Origin) -> Origin:
+    def __or__(self, other: ValueOrigin) -> ValueOrigin:
         # Fast path: every operator of a trace combines the origins of its arguments.
         if other is INDEPENDENT or other == self:
             return self
-        return Origin(
+        return ValueOrigin(
             min(self.since, other.since),
             self.parameters | other.parameters,
             min(self.random, other.random),
         )
 
 
-INDEPENDENT = Origin()
+INDEPENDENT = ValueOrigin()
 """Origin of values that depend only on the batch, on buffers and on constants."""
 
 
@@ -103,7 +103,7 @@ class Need:
     """
 
     position: int
-    origin: Origin
+    origin: ValueOrigin
     what: str
     decision: bool = False
 
@@ -197,8 +197,8 @@ class Skeleton:
         return cls(skeleton, tuple(blocks), names)
 
     def trace(
-        self, run: Callable[[nn.Module, Trace], Any], *, training: bool, negate: bool = False
-    ) -> Trace:
+        self, run: Callable[[nn.Module, ForwardTrace], Any], *, training: bool, negate: bool = False
+    ) -> ForwardTrace:
         """Run the copy without weights and record its dataflow. See Note [Tracing without weights].
 
         Args:
@@ -217,7 +217,7 @@ class Skeleton:
         python_state = random.getstate()
         try:
             for _ in range(_MAX_ATTEMPTS):
-                trace = Trace(self, opaque, negate)
+                trace = ForwardTrace(self, opaque, negate)
                 with (
                     torch.random.fork_rng(devices=[]),
                     torch.no_grad(),
@@ -257,7 +257,7 @@ def _copy_without_values(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(tensor, device="meta")
 
 
-def _mark_opaque(trace: Trace, opaque: dict[type, int], error: Exception) -> None:
+def _mark_opaque(trace: ForwardTrace, opaque: dict[type, int], error: Exception) -> None:
     """Mark the innermost failed module as opaque, or try the next form of its output.
 
     If all forms of output have been tried, the module around it is marked.
@@ -280,7 +280,7 @@ _OPAQUE_OUTPUTS: tuple[Callable[[torch.Tensor], Any], ...] = (
 """Forms of output that are tried for an opaque module."""
 
 
-class Trace(TorchDispatchMode):
+class ForwardTrace(TorchDispatchMode):
     """Single run of a `Skeleton`, as a dispatch mode that sees every operator."""
 
     def __init__(self, skeleton: Skeleton, opaque: dict[type, int], negate: bool) -> None:
@@ -295,7 +295,7 @@ class Trace(TorchDispatchMode):
         """Index of the block that is running, or None outside of the blocks."""
         self._region = 0
         """Index of the block before which code outside of the blocks is running."""
-        self._origins: dict[int, Origin] = {}
+        self._origins: dict[int, ValueOrigin] = {}
         self._without_value: set[int] = set()
         # Origins are keyed by storage. Live tensors keep a storage from being reused as a key.
         self._alive: list[torch.Tensor] = []
@@ -304,11 +304,11 @@ class Trace(TorchDispatchMode):
         self.strangers: dict[int, str] = {}
         """Names of tensors outside of the copy whose use is recorded, keyed by storage."""
 
-    def origin(self, tensor: torch.Tensor) -> Origin:
+    def origin(self, tensor: torch.Tensor) -> ValueOrigin:
         """Return the origin of a value."""
         key = _storage(tensor)
         if key in self.skeleton.names:
-            return Origin(parameters=frozenset({(self.skeleton.names[key], self._region)}))
+            return ValueOrigin(parameters=frozenset({(self.skeleton.names[key], self._region)}))
         return self._origins.get(key, INDEPENDENT)
 
     def need(self, tensors: Sequence[torch.Tensor], what: str) -> None:
@@ -379,7 +379,7 @@ class Trace(TorchDispatchMode):
         if not isinstance(leaf, torch.Tensor):
             return leaf
         output = leaf.clone() if self.has_value(leaf) else torch.empty_like(leaf, device="meta")
-        self._origins[_storage(output)] = Origin(since)
+        self._origins[_storage(output)] = ValueOrigin(since)
         self._alive.append(output)
         return output
 
@@ -394,14 +394,14 @@ class Trace(TorchDispatchMode):
         for tensor in (*tensors, *module.parameters()):
             origin |= self._use(tensor)
         if self._inside is not None:
-            origin = Origin(self._inside)
+            origin = ValueOrigin(self._inside)
 
         output = torch.empty(first.shape, dtype=first.dtype, device="meta")
         self._origins[_storage(output)] = origin
         self._alive.append(output)
         return _OPAQUE_OUTPUTS[self._opaque[type(module)]](output)
 
-    def _use(self, tensor: torch.Tensor) -> Origin:
+    def _use(self, tensor: torch.Tensor) -> ValueOrigin:
         """Record that a tensor is used at the current position, and return its origin."""
         key = _storage(tensor)
         if key in self.strangers:
@@ -413,9 +413,9 @@ class Trace(TorchDispatchMode):
         if name is not None:
             self.flow.uses.setdefault(name, set()).add(self._position())
             if self._inside is None:
-                return Origin(parameters=frozenset({(name, self._region)}))
+                return ValueOrigin(parameters=frozenset({(name, self._region)}))
             self.flow.inside.add(name)
-            return Origin(self._inside)
+            return ValueOrigin(self._inside)
 
         origin = self._origins.get(key, INDEPENDENT)
         if self._inside is not None and (origin.parameters or origin.since < self._inside):
@@ -473,17 +473,17 @@ class Trace(TorchDispatchMode):
             self._alive.append(tensor)
         return result
 
-    def _origin_of_result(self, func: Any, tensors: Sequence[torch.Tensor]) -> Origin:
+    def _origin_of_result(self, func: Any, tensors: Sequence[torch.Tensor]) -> ValueOrigin:
         origin = INDEPENDENT
         for tensor in tensors:
             origin |= self._use(tensor)
         if torch.Tag.nondeterministic_seeded in func.tags:
-            origin |= Origin(random=self._region)
+            origin |= ValueOrigin(random=self._region)
         if self._inside is not None and origin != INDEPENDENT:
-            return Origin(self._inside)
+            return ValueOrigin(self._inside)
         return origin
 
-    def _record_write(self, tensor: torch.Tensor, origin: Origin, *, known: bool) -> None:
+    def _record_write(self, tensor: torch.Tensor, origin: ValueOrigin, *, known: bool) -> None:
         key = _storage(tensor)
         before = self._origins.get(key, INDEPENDENT)
         if self._inside is None and before != INDEPENDENT:
@@ -509,7 +509,7 @@ def _mutated_tensors(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 class _ValueReads(TorchFunctionMode):
     """Function mode that sees reads of values which call no operator."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: ForwardTrace) -> None:
         super().__init__()
         self.trace = trace
 
@@ -577,7 +577,7 @@ class _WatchedModules:
     could not replace the computation of an opaque module.
     """
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: ForwardTrace) -> None:
         self.trace = trace
         self.forwards: list[tuple[nn.Module, Any]] = []
 

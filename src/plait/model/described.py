@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from packaging.version import Version
 
-from plait.errors import ConfigError, InputError, Problem, refuse
+from plait.errors import ConfigError, InputError, Problem, raise_problems
 from plait.importing import require_extra
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def check_fields(fields: Mapping[str, Any]) -> None:
             remedy = f"use {closest[0]!r}" if closest else "leave it out"
             rule = f"a {kind!r} configuration has no such field"
             problems.append(Problem(f"model.config.{name}", value, rule, remedy))
-    refuse(problems)
+    raise_problems(problems)
 
 
 def described_config(fields: Mapping[str, Any], *, follow: Mapping[str, Any]) -> PreTrainedConfig:
@@ -163,7 +163,7 @@ def check_sizes(fields: Mapping[str, Any], where: str) -> None:
     Raises:
         ConfigError: The error lists all such numbers.
     """
-    refuse(_size_problems(fields, where))
+    raise_problems(_size_problems(fields, where))
 
 
 def _size_problems(fields: Mapping[str, Any], where: str) -> Iterator[Problem]:

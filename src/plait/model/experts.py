@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-BIAS = "e_score_correction_bias"
+SCORE_CORRECTION_BIAS = "e_score_correction_bias"
 """Transformers' name for the correction of a router's scores.
 
 It is added where experts are chosen, and not where their outputs are weighted.
@@ -73,7 +73,7 @@ def biased_routers(model: nn.Module) -> tuple[str, ...]:
     """Return the names of routers whose choice is corrected by a bias [experts]."""
     names = []
     for name, module in model.named_modules():
-        bias = dict(module.named_buffers(recurse=False)).get(BIAS)
+        bias = dict(module.named_buffers(recurse=False)).get(SCORE_CORRECTION_BIAS)
         if bias is not None and bias.ndim == 1:
             names.append(name)
     return tuple(names)
@@ -123,7 +123,7 @@ def balance_coefficient(model: nn.Module) -> float | None:
     return float(coefficient) if isinstance(coefficient, int | float) else None
 
 
-def wants_balance_loss(model: nn.Module) -> bool:
+def enables_balance_loss(model: nn.Module) -> bool:
     """Return True if the configuration of a model, or of its text part, enables that loss."""
     if balance_coefficient(model) is None:
         return False

@@ -24,7 +24,7 @@ from torch import nn
 
 from plait.errors import ModelError
 from plait.model.layers import in_features, is_embedding, is_linear, out_features
-from plait.model.rules import Rule, Style, generic, matches
+from plait.model.rules import Style, StyleRule, generic, matches
 from plait.model.sequence import is_inside
 from plait.model.split_check import can_be_run, checked_split
 
@@ -56,7 +56,7 @@ Layers = Mapping[str, nn.Module]
 Split = dict[str, Style]
 
 
-def guess_rules(model: nn.Module, blocks: Sequence[str]) -> tuple[Rule, ...]:
+def guess_rules(model: nn.Module, blocks: Sequence[str]) -> tuple[StyleRule, ...]:
     """Derive tensor-parallel rules from the structure of a model.
 
     See Note [Choice of a guessed split].
@@ -237,7 +237,7 @@ def _vocabulary_split(model: nn.Module, blocks: Sequence[str]) -> Split:
     return {embedding: "embedding_rowwise", head: "vocab_head"}
 
 
-def _as_patterns(model: nn.Module, styles: Split) -> tuple[Rule, ...]:
+def _as_patterns(model: nn.Module, styles: Split) -> tuple[StyleRule, ...]:
     """Return one rule for the same layer of all blocks, or one per block if they differ."""
     members: dict[str, list[str]] = {}
     for name in styles:
@@ -246,12 +246,12 @@ def _as_patterns(model: nn.Module, styles: Split) -> tuple[Rule, ...]:
     for name, _ in model.named_modules():
         modules.setdefault(generic(name), set()).add(name)
 
-    rules: list[Rule] = []
+    rules: list[StyleRule] = []
     for pattern, names in members.items():
         matching = {name for name in modules[pattern] if matches(name, pattern)}
         distinct_styles = {styles[name] for name in names}
         if len(distinct_styles) == 1 and set(names) == matching:
-            rules.append(Rule(pattern, styles[names[0]]))
+            rules.append(StyleRule(pattern, styles[names[0]]))
         else:
-            rules += [Rule(name, styles[name]) for name in names]
+            rules += [StyleRule(name, styles[name]) for name in names]
     return tuple(rules)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from plait.errors import Problem, refuse
+from plait.errors import Problem, raise_problems
 from plait.model.rules import Style
 
 HEADS = (
@@ -214,7 +214,7 @@ def check_heads(attentions: Sequence[Attention], tp: int) -> None:
         if rule:
             remedy = f"use {possible_degrees(attentions)}"
             problems.setdefault(rule, Problem("parallel.tp", tp, rule, remedy))
-    refuse(problems.values())
+    raise_problems(problems.values())
 
 
 def allows(attentions: Sequence[Attention], tp: int) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from plait.model.rules import Counts, Rule, RuleSet, Style
+from plait.model.rules import Counts, RuleSet, Style, StyleRule
 
 
 @dataclass(frozen=True)
@@ -167,13 +167,13 @@ def table_rules(model: nn.Module) -> RuleSet | None:
 
     A wrapper may contain several base models.
     """
-    rules: list[Rule] = []
+    rules: list[StyleRule] = []
     counts: list[Counts] = []
     families: dict[str, None] = {}
     whole_sequence = None
     for name, family, variant in _matching_variants(model):
         prefix = f"{name}." if name else ""
-        rules += [Rule(prefix + pattern, style) for pattern, style in variant.rules.items()]
+        rules += [StyleRule(prefix + pattern, style) for pattern, style in variant.rules.items()]
         counts += [
             Counts(prefix + pattern, attributes) for pattern, attributes in variant.counts.items()
         ]

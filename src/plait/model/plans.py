@@ -46,7 +46,7 @@ from plait.shards import shard_length, shard_lengths
 
 
 @dataclass(frozen=True)
-class Sharded:
+class StyledModule:
     """Module with a style."""
 
     name: str
@@ -60,7 +60,7 @@ class TensorPlan:
 
     tp: int
     """Degree of tensor parallelism."""
-    modules: tuple[Sharded, ...]
+    modules: tuple[StyledModule, ...]
     """Modules with a style, in model order.
 
     A style of a container is assigned to the descendants that own parameters.
@@ -182,7 +182,7 @@ def _plan_without_adapters(
     sequence = sequence_facts(model, styles, blocks, rule_set.whole_sequence)
     return TensorPlan(
         tp=tp,
-        modules=tuple(Sharded(name, style) for name, style in styles.items()),
+        modules=tuple(StyledModule(name, style) for name, style in styles.items()),
         dims=dims,
         attributes=_local_attributes(model, attentions, rule_set, tp),
         kv_heads=kv_heads,
@@ -209,7 +209,7 @@ def _add_adapters(
     modules = []
     for name, _ in model.named_modules():
         if name in styles:
-            modules.append(Sharded(name, cast(Style, styles[name])))
+            modules.append(StyledModule(name, cast(Style, styles[name])))
 
     base_dims = {base_name(name, wrappers): dim for name, dim in plan.dims.items()}
     dims = {}
@@ -232,7 +232,7 @@ SMALL_SHARE = 0.5
 """Share of the split parameters below which a plan causes a warning."""
 
 
-def little_is_split(
+def small_split_warning(
     plan: TensorPlan, model: nn.Module, *, besides: Collection[str] = ()
 ) -> str | None:
     """Return a warning if a plan splits so little that tensor parallelism mostly repeats work.

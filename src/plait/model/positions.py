@@ -42,7 +42,7 @@ def call_model(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """
     if len(args) > 1 or kwargs.get("position_ids") is not None or not counts_positions(model):
         return model(*args, **kwargs)
-    with rows_are_sequences():
+    with skip_packed_row_search():
         return model(*args, **kwargs)
 
 
@@ -66,7 +66,7 @@ def _defining_module(module: nn.Module) -> str:
 
 
 @contextmanager
-def rows_are_sequences() -> Iterator[None]:
+def skip_packed_row_search() -> Iterator[None]:
     """Treat every row as one sequence in the models that this thread calls.
 
     See Note [Packed rows].
@@ -81,7 +81,7 @@ def rows_are_sequences() -> Iterator[None]:
 
 
 def _wrap_search() -> None:
-    """Replace Transformers' search, once, by a function that respects `rows_are_sequences`."""
+    """Replace Transformers' search, once, by a function that respects `skip_packed_row_search`."""
     masks = sys.modules.get(_MASKING_MODULE)
     search = getattr(masks, _SEARCH, None)
     if masks is None or search is None or getattr(search, "respects_rows", False):

@@ -55,7 +55,7 @@ ROW_STYLES: tuple[Style, ...] = ("rowwise", "rowwise_split_input")
 
 
 @dataclass(frozen=True)
-class Rule:
+class StyleRule:
     """Style for all modules that match a pattern."""
 
     pattern: str
@@ -71,7 +71,7 @@ class Counts:
     """
 
     pattern: str
-    """Pattern of the modules, as in `Rule`."""
+    """Pattern of the modules, as in `StyleRule`."""
     attributes: tuple[str, ...]
 
 
@@ -79,7 +79,7 @@ class Counts:
 class RuleSet:
     """Rules for one model and their source."""
 
-    rules: tuple[Rule, ...]
+    rules: tuple[StyleRule, ...]
     source: str
     """Source of the rules, for messages."""
     counts: tuple[Counts, ...] = ()
@@ -122,12 +122,12 @@ def assign(model: nn.Module, rule_set: RuleSet) -> dict[str, Style]:
         ModelError: A rule matches no module, or two rules give a module different styles.
     """
     # Only patterns with as many segments as the name can match it.
-    rules_by_depth: dict[int, list[Rule]] = {}
+    rules_by_depth: dict[int, list[StyleRule]] = {}
     for rule in rule_set.rules:
         rules_by_depth.setdefault(rule.pattern.count("."), []).append(rule)
 
-    rule_of_module: dict[str, Rule] = {}
-    used: set[Rule] = set()
+    rule_of_module: dict[str, StyleRule] = {}
+    used: set[StyleRule] = set()
     names = [name for name, _ in model.named_modules() if name]
     for name in names:
         for rule in rules_by_depth.get(name.count("."), ()):

@@ -17,7 +17,7 @@ from plait.errors import ModelError
 from plait.model.experts import SPLIT_FAMILIES, find_experts
 from plait.model.guess import guess_rules
 from plait.model.plan_table import table_rules
-from plait.model.rules import STYLES, Rule, RuleSet, Style, matches
+from plait.model.rules import STYLES, RuleSet, Style, StyleRule, matches
 from plait.model.sequence import is_inside
 
 USER_SOURCE = "parallel.plan"
@@ -53,13 +53,13 @@ def rules_for(
     return RuleSet(guess_rules(model, blocks), GUESS_SOURCE, known_counts=True)
 
 
-def _user_rules(user: Mapping[str, str]) -> tuple[Rule, ...]:
+def _user_rules(user: Mapping[str, str]) -> tuple[StyleRule, ...]:
     if not user:
         raise ModelError(
             f"{USER_SOURCE} is empty; name at least one module, or leave it out to use the model"
             " family's own plan"
         )
-    return tuple(Rule(pattern, _user_style(style, pattern)) for pattern, style in user.items())
+    return tuple(StyleRule(pattern, _user_style(style, pattern)) for pattern, style in user.items())
 
 
 def _user_style(style: str, pattern: str) -> Style:
@@ -87,7 +87,7 @@ def _transformers_rules(model: nn.Module) -> RuleSet | None:
     Transformers combines the plans of a model's class, its configuration and its parts. The plans
     of the outermost of its models inside of `model` are used.
     """
-    rules: list[Rule] = []
+    rules: list[StyleRule] = []
     families: list[str] = []
     for name, module, plan in _models_with_plans(model):
         family = str(getattr(module.config, "model_type", type(module).__name__))
@@ -96,7 +96,7 @@ def _transformers_rules(model: nn.Module) -> RuleSet | None:
         # A plan of an embedding and a head alone, which Transformers adds to every model, says
         # nothing about the layers.
         if any("*" in pattern for pattern in styles):
-            rules += [Rule(prefix + pattern, style) for pattern, style in styles.items()]
+            rules += [StyleRule(prefix + pattern, style) for pattern, style in styles.items()]
             families.append(family)
     if not rules:
         return None

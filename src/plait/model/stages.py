@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from plait.errors import ModelError
-from plait.model.dataflow import Dataflow, Need, Skeleton, Trace, Untraceable
+from plait.model.dataflow import Dataflow, ForwardTrace, Need, Skeleton, Untraceable
 from plait.model.sequence import is_inside
 from plait.model.tied import tied_names
 from plait.model.unavailable import output_fields
@@ -121,7 +121,7 @@ def cut_model(
         for name in first_stage:
             # The module of a table that is looked up again must run on the later stage as well.
             ran = flow.ran.get(name.rpartition(".")[0], set())
-            recomputed[name] |= {stage_at(bounds, position) for position in ran} - {0}
+            recomputed[name] |= {stage_of_block(bounds, position) for position in ran} - {0}
         for name in owners:
             first_name = first_names.get(name, name)
             if first_name in flow.uses:
@@ -164,7 +164,7 @@ def _owners(
         if block is None:
             owners[name] = used or frozenset({0 if name in first_stage else last})
             continue
-        stage = stage_at(bounds, block)
+        stage = stage_of_block(bounds, block)
         owners[name] = frozenset({stage})
         if name not in first_names and not used <= owners[name]:
             raise ModelError(
@@ -198,7 +198,7 @@ class StagesNeeded:
     """Stages that use the parameter at a position before their first block."""
 
 
-def stage_at(bounds: Sequence[int], position: int) -> int:
+def stage_of_block(bounds: Sequence[int], position: int) -> int:
     """Return the stage that runs block `position`.
 
     Code after the last block runs on the last stage.
@@ -220,11 +220,11 @@ def stages_needed(flow: Dataflow, bounds: Sequence[int], *, name: str) -> Stages
     check_order(flow, bounds, name)
     owners = {}
     for parameter, positions in flow.uses.items():
-        owners[parameter] = {stage_at(bounds, position) for position in positions}
+        owners[parameter] = {stage_of_block(bounds, position) for position in positions}
 
     recomputed: dict[str, set[int]] = {}
     for need in sorted(flow.needs, key=_order_of_need):
-        first = stage_at(bounds, need.position)
+        first = stage_of_block(bounds, need.position)
         # A decision outside of the blocks is made on all later stages.
         stages = range(first, len(bounds) - 1) if need.decision else (first,)
         for stage in stages:
@@ -355,7 +355,7 @@ def _flow_on_tokens(
         return None
     args, kwargs = arguments
 
-    def run(copied: nn.Module, trace: Trace) -> None:
+    def run(copied: nn.Module, trace: ForwardTrace) -> None:
         # Only outputs that follow from the last block alone are needed on the last stage for sure.
         # Which of the others a loss reads is not known yet.
         for name, leaves in output_fields(copied(*args, **kwargs)).items():

@@ -21,7 +21,7 @@ _AVAILABLE_ATTRIBUTES = frozenset(
 )
 
 
-class Unavailable:
+class UnavailableTensor:
     """Placeholder for a tensor.
 
     Args:
@@ -49,7 +49,7 @@ class Unavailable:
         return self.__dict__["_device"] if name == "device" else getattr(like, name)
 
     # A placeholder has no state that a copy could change.
-    def __deepcopy__(self, memo: dict[int, Any]) -> Unavailable:
+    def __deepcopy__(self, memo: dict[int, Any]) -> UnavailableTensor:
         return self
 
     def __repr__(self) -> str:
@@ -60,7 +60,7 @@ class Unavailable:
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         for value in _leaves((args, kwargs or {})):
-            if isinstance(value, Unavailable):
+            if isinstance(value, UnavailableTensor):
                 raise ModelError(value.__dict__["_why"])
         raise ModelError("a value that is not on this pipeline stage is used")
 
@@ -73,7 +73,7 @@ _OPERATORS = (
 
 
 def _raising_method(name: str) -> Callable[..., Any]:
-    def method(self: Unavailable, *_: Any) -> Any:
+    def method(self: UnavailableTensor, *_: Any) -> Any:
         raise ModelError(self.__dict__["_why"])
 
     method.__name__ = name
@@ -82,9 +82,9 @@ def _raising_method(name: str) -> Callable[..., Any]:
 
 # Python looks up operators on the class, so `__getattr__` does not see them.
 for _name in _OPERATORS:
-    setattr(Unavailable, f"__{_name}__", _raising_method(f"__{_name}__"))
+    setattr(UnavailableTensor, f"__{_name}__", _raising_method(f"__{_name}__"))
 # Setting __eq__ keeps the hash of `object`; a set of values may contain a placeholder.
-Unavailable.__hash__ = object.__hash__  # type: ignore[method-assign]
+UnavailableTensor.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
 def _leaves(value: Any) -> Iterator[Any]:
@@ -125,7 +125,7 @@ def _entries(output: Any) -> list[tuple[str | int, Any]]:
     return []
 
 
-def without(output: Any, why: Mapping[str | int, str]) -> Any:
+def with_unavailable_entries(output: Any, why: Mapping[str | int, str]) -> Any:
     """Replace entries of a model's output by placeholders.
 
     Args:
@@ -138,18 +138,19 @@ def without(output: Any, why: Mapping[str | int, str]) -> Any:
     if not why:
         return output
     if isinstance(output, torch.Tensor):
-        return Unavailable(next(iter(why.values())))
+        return UnavailableTensor(next(iter(why.values())))
     if isinstance(output, tuple):
         entries = [
-            Unavailable(why[name]) if name in why else value for name, value in _entries(output)
+            UnavailableTensor(why[name]) if name in why else value
+            for name, value in _entries(output)
         ]
         # The constructor of a named tuple takes one argument per entry.
         return type(output)(*entries) if hasattr(output, "_fields") else type(output)(entries)
 
     for name, reason in why.items():
         if isinstance(output, dict | list):
-            output[name] = Unavailable(reason)  # type: ignore[index]
+            output[name] = UnavailableTensor(reason)  # type: ignore[index]
         # Transformers' outputs have every entry under its key and as an attribute.
         if isinstance(name, str) and hasattr(output, name):
-            object.__setattr__(output, name, Unavailable(reason))
+            object.__setattr__(output, name, UnavailableTensor(reason))
     return output

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 from plait.errors import InputError
 from plait.events import (
     CheckpointSaved,
-    CommunicationDecided,
+    CommunicationSelected,
     Event,
     RunEnded,
     RunStarted,
@@ -30,7 +30,7 @@ from plait.events import (
 _EVENT_NAMES: dict[type, str] = {
     RunStarted: "start",
     StepDone: "step",
-    CommunicationDecided: "communication",
+    CommunicationSelected: "communication",
     Validated: "validation",
     CheckpointSaved: "checkpoint",
     Sampled: "sample",

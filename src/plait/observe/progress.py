@@ -17,7 +17,7 @@ from rich.text import Text
 
 from plait.events import (
     CheckpointSaved,
-    CommunicationDecided,
+    CommunicationSelected,
     Event,
     RunEnded,
     RunStarted,
@@ -26,7 +26,7 @@ from plait.events import (
     Validated,
 )
 from plait.model.facts import model_facts
-from plait.parallel.pipeline.account import balance, stage_rows
+from plait.parallel.pipeline.account import rank_imbalance, stage_rows
 from plait.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class ProgressLines:
                 self._begin(event)
             case StepDone():
                 self._show_step(event)
-            case CommunicationDecided():
+            case CommunicationSelected():
                 self._print(event.communication, event.step)
             case Validated():
                 # math.exp overflows above 709.
@@ -246,6 +246,6 @@ def _describe_stages(checked: ValidatedRun) -> list[tuple[str, str]]:
     sizes = ", ".join(str(len(row.blocks)) for row in rows)
     text = (
         f"{len(rows)} of {sizes} blocks, {pipeline.schedule.name}; slowest rank"
-        f" {balance(rows):.3f} x the mean"
+        f" {rank_imbalance(rows):.3f} x the mean"
     )
     return [("stages", text)]

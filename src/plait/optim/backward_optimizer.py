@@ -19,7 +19,7 @@ from plait._torch.dtensor import local_tensor
 from plait.errors import ModelError, PlaitError
 from plait.optim.disk_optimizer import is_elementwise
 from plait.optim.gradient_math import norms_of
-from plait.parallel.hooks import Lost, StepHook
+from plait.parallel.hooks import FailureScope, StepHook
 
 
 class BackwardOptimizer(StepHook):
@@ -55,7 +55,7 @@ class BackwardOptimizer(StepHook):
             for parameter in self._group_of
         ]
 
-    def on_error(self, lost: Lost) -> None:
+    def on_error(self, lost: FailureScope) -> None:
         """Raise PlaitError if the failed step has updated parameters, which cannot be undone."""
         if lost == "step" and self.take_norms():
             raise PlaitError(

@@ -31,7 +31,7 @@ from plait.errors import ModelError
 from plait.optim.gradient_math import multiply_all
 from plait.parallel.hooks import StepHook
 from plait.parallel.offload.arena import Arena, in_pages
-from plait.parallel.offload.shard_reader import ShardReader
+from plait.parallel.offload.shard_reader import ShardPrefetcher
 from plait.parallel.placed import like_parameter
 
 T = TypeVar("T")
@@ -111,7 +111,7 @@ class DiskTier(StepHook):
         """Mapped gradients."""
         self._buffers: list[torch.Tensor] = []
         """Mapped shards of parameters, padding included."""
-        self._shard_reader: ShardReader | None = None
+        self._shard_reader: ShardPrefetcher | None = None
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="plait-disk-read")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="plait-disk-write")
         self._leaving: deque[tuple[Future[None], int]] = deque()
@@ -172,7 +172,7 @@ class DiskTier(StepHook):
             for unit in moved:
                 replace_shard_buffers(unit, self.shards.copy)
             self._buffers = [buffer for unit in moved for buffer in shard_buffers(unit)]
-            self._shard_reader = ShardReader(
+            self._shard_reader = ShardPrefetcher(
                 self.shards, moved, pool_bytes=self.pool_bytes, reader=self._reader
             )
         if self.arena is not None:

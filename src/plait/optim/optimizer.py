@@ -24,7 +24,7 @@ from plait._torch.dtensor import local_tensor
 from plait.cluster import accelerator
 from plait.config.schema import optimizers
 from plait.config.schema.optimization import OptimizerSpec
-from plait.config.values.names import instead
+from plait.config.values.names import suggest_names
 from plait.errors import ConfigError, ModelError, Problem
 from plait.optim.low_bit_adam import SmallStateAdam
 from plait.optim.placement_groups import step_by_placement
@@ -83,7 +83,7 @@ def build_optimizer(spec: OptimizerSpec, named_parameters: Iterable[Named]) -> O
     params = {
         name: value
         for name, value in spec.params.items()
-        if is_library_class or name not in optimizers.ONLY
+        if is_library_class or name not in optimizers.SINGLE_VALUED_PARAMS
     }
     if spec.type == "Muon":
         return _keep_kernel(_build_muon(params, named))
@@ -155,13 +155,15 @@ def _import_class(path: str, remedy: str) -> type[Optimizer]:
 
 
 def _build(kind: type[Optimizer], params: Mapping[str, Any], named: Sequence[Named]) -> Optimizer:
-    allowed = optimizers.settable(kind)
+    allowed = optimizers.settable_params(kind)
     unknown = [name for name in params if name not in allowed]
     if unknown:
         rule = f"{kind.__name__} has no such parameter"
         raise ConfigError(
             *(
-                Problem(f"optimizer.params.{name}", params[name], rule, instead(name, allowed))
+                Problem(
+                    f"optimizer.params.{name}", params[name], rule, suggest_names(name, allowed)
+                )
                 for name in unknown
             )
         )
@@ -256,7 +258,9 @@ def _kernel(
 
     A value in the configuration is used as it is, or refused. See Note [Choice of kernels].
     """
-    if kind.__module__.partition(".")[0] != "torch" or "fused" not in optimizers.settable(kind):
+    if kind.__module__.partition(".")[0] != "torch" or "fused" not in optimizers.settable_params(
+        kind
+    ):
         return {}
     why_not = _why_not_fused(kind.__name__, parameters)
     if params.get("fused") and why_not:

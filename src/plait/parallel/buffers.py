@@ -36,7 +36,7 @@ from plait._torch.storage import version_of
 from plait.cluster.fake_group import is_fake
 from plait.cluster.layout import SAMPLE_AXES
 from plait.cluster.mesh import Mesh
-from plait.comm.largest import Largest
+from plait.comm.largest import AsyncMaximum
 from plait.parallel.hooks import StepEnd, StepHook
 
 
@@ -102,7 +102,7 @@ class ChangingBuffers(StepHook):
         """Buffers outside of the blocks, by the rank over pp whose values are right."""
         self._unsent: set[str] = set()
         """Buffers that have changed on this rank, but are not in `names`."""
-        self._any_unsent: Largest | None = None
+        self._any_unsent: AsyncMaximum | None = None
         """Exchange of whether any rank has unsent buffers, or None if none is in flight."""
         self._may_find_more = False
         """True if another persistent buffer may begin to change on any rank."""
@@ -174,7 +174,7 @@ class ChangingBuffers(StepHook):
             self._agree()
         elif self._may_find_more:
             # The next step reads the result, so the exchange overlaps with it.
-            self._any_unsent = Largest(int(bool(self._unsent)), self._mesh.device, self._group)
+            self._any_unsent = AsyncMaximum(int(bool(self._unsent)), self._mesh.device, self._group)
         self._broadcast_all()
 
     def _has_any_unsent(self) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from plait.errors import ConfigError, Problem
 from plait.parallel.compile import Compile
 from plait.parallel.data.data_parallel import DataParallel
-from plait.parallel.technique import Context
+from plait.parallel.technique import TechniqueContext
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,9 @@ class UnsupportedCombination:
 
     field: str
     """Setting that the error names."""
-    value: Callable[[Context], object]
+    value: Callable[[TechniqueContext], object]
     """Returns the value of the setting."""
-    applies: Callable[[Context], bool]
+    applies: Callable[[TechniqueContext], bool]
     """Returns True if a context has the combination."""
     rule: str
     remedy: str
@@ -72,7 +72,7 @@ UNSUPPORTED_COMBINATIONS: tuple[UnsupportedCombination, ...] = (
 )
 
 
-def refuse_incompatible(context: Context) -> None:
+def refuse_incompatible(context: TechniqueContext) -> None:
     """Refuse all unsupported combinations at once.
 
     Raises:

@@ -14,7 +14,7 @@ from plait.cluster.mesh import Mesh
 from plait.errors import ConfigError, Problem
 from plait.model.facts import ModelFacts
 from plait.parallel.accounting.ledger import Ledger
-from plait.parallel.technique import Context, Parts, Technique
+from plait.parallel.technique import Parts, Technique, TechniqueContext
 
 
 class Compile(Technique):
@@ -36,7 +36,7 @@ class Compile(Technique):
             module.compile(backend=self.backend, mode=self.mode)
         return parts
 
-    def check(self, context: Context) -> None:
+    def check(self, context: TechniqueContext) -> None:
         """Check that torch has the backend and the mode. Compiles nothing.
 
         Raises:

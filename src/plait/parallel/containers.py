@@ -24,7 +24,7 @@ def entries(value: Any) -> Mapping[Any, Any] | None:
     return None
 
 
-def rebuilt(value: Any, inside: Mapping[Any, Any]) -> Any:
+def rebuild(value: Any, inside: Mapping[Any, Any]) -> Any:
     """Return a container of the same class with other entries.
 
     Args:

@@ -21,9 +21,9 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from plait.parallel.micro_batches import explicit
+from plait.parallel.micro_batches import with_explicit_entries
 
-Lost = Literal["forward", "step"]
+FailureScope = Literal["forward", "step"]
 """Work that a failure has lost: a forward, without effect on gradients, or the step's gradients."""
 
 
@@ -53,8 +53,8 @@ class StepHook:
         """Return the micro-batch that replaces `batch` for the model and the loss.
 
         It is called in `train_batch`, `eval_batch` and `predict`. Tensors are on the device. A
-        mapping has `shift_labels` and `position_ids` (see `explicit`), so that its sequences can be
-        cut.
+        mapping has `shift_labels` and `position_ids` (see `with_explicit_entries`), so that its
+        sequences can be cut.
         """
         return batch
 
@@ -98,7 +98,7 @@ class StepHook:
     def drop_gradients(self) -> None:
         """Drop all state of the gradients of the step so far."""
 
-    def on_error(self, lost: Lost) -> None:
+    def on_error(self, lost: FailureScope) -> None:
         """Clear a failure of all ranks before the model is used again. Collective.
 
         If the step was lost, `drop_gradients` follows.
@@ -152,7 +152,7 @@ class Hooks:
         self.before_update: list[Callable[[], None]] = self._bound("before_update")
         self.after_step: list[Callable[[StepEnd], str]] = self._bound("after_step")
         self.drop_gradients: list[Callable[[], None]] = self._bound("drop_gradients")
-        self.on_error: list[Callable[[Lost], None]] = self._bound("on_error")
+        self.on_error: list[Callable[[FailureScope], None]] = self._bound("on_error")
         self.load_state: list[Callable[[Mapping[str, torch.Tensor]], None]] = self._bound(
             "load_state"
         )
@@ -186,7 +186,7 @@ class Hooks:
         # A transform may cut sequences. Targets and positions that follow from the place of a
         # token in its sequence must be entries before that.
         if self.transform:
-            batch = explicit(batch)
+            batch = with_explicit_entries(batch)
         for transform in self.transform:
             batch = transform(batch)
         return batch

@@ -15,7 +15,7 @@ from plait.cluster import accelerator
 from plait.errors import InputError
 from plait.model.positions import call_model
 from plait.parallel.containers import entries as entries_of
-from plait.parallel.containers import rebuilt, tensors_in
+from plait.parallel.containers import rebuild, tensors_in
 
 Forward = Callable[[nn.Module, Any], Any]
 """Function (model, micro-batch) -> output."""
@@ -51,7 +51,7 @@ def default_forward(model: nn.Module, batch: Any) -> Any:
     return model(batch)
 
 
-def shifted(labels: torch.Tensor) -> torch.Tensor:
+def shift_labels(labels: torch.Tensor) -> torch.Tensor:
     """Return the targets of labels [..., seq]: each position predicts the label of the next one.
 
     The last position predicts nothing.
@@ -59,7 +59,7 @@ def shifted(labels: torch.Tensor) -> torch.Tensor:
     return F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
 
 
-def explicit(batch: Any) -> Any:
+def with_explicit_entries(batch: Any) -> Any:
     """Add the entries that otherwise follow from the position of a token in its sequence.
 
     These are the targets `shift_labels` of `labels`, and `position_ids` [batch, seq] of
@@ -70,7 +70,7 @@ def explicit(batch: Any) -> Any:
     ids = batch.get("input_ids")
     result = dict(batch)
     if LABELS in batch and SHIFTED not in batch:
-        result[SHIFTED] = shifted(batch[LABELS])
+        result[SHIFTED] = shift_labels(batch[LABELS])
     if isinstance(ids, torch.Tensor) and batch.get("position_ids") is None:
         result["position_ids"] = torch.arange(ids.shape[-1], device=ids.device).expand_as(ids)
     return result
@@ -251,7 +251,7 @@ def _slice(value: Any, start: int, size: int, sample_count: int) -> Any:
     ):
         return value[start : start + size]  # one entry per sample, as collation leaves texts
     parts = {key: _slice(entry, start, size, sample_count) for key, entry in inside.items()}
-    return rebuilt(value, parts)
+    return rebuild(value, parts)
 
 
 def _rows(entry: Any) -> int | None:
@@ -266,7 +266,7 @@ def to_device(value: Any, device: torch.device) -> Any:
     """
     if isinstance(value, torch.Tensor):
         if (
-            accelerator.is_one(device)
+            accelerator.is_accelerator(device)
             and value.device.type == "cpu"
             and type(value) is torch.Tensor
             and value.layout == torch.strided
@@ -287,4 +287,4 @@ def to_device(value: Any, device: torch.device) -> Any:
     moved = {key: to_device(entry, device) for key, entry in inside.items()}
     if all(moved[key] is entry for key, entry in inside.items()):
         return value
-    return rebuilt(value, moved)
+    return rebuild(value, moved)

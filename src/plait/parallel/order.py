@@ -34,7 +34,7 @@ from plait.parallel.offload.optimizer_offload import OptimizerOffload
 from plait.parallel.offload.parameter_offload import ParameterOffload
 from plait.parallel.pipeline.pipeline_parallel import Pipeline, PipelineRank
 from plait.parallel.precision.mixed_precision import Precision
-from plait.parallel.technique import Context, Parts, Technique, notes_of
+from plait.parallel.technique import Parts, Technique, TechniqueContext, notes_of
 from plait.parallel.tensor.tensor_parallel import TensorParallel
 from plait.parallel.tiles.tiled_mlp import TiledMLP
 
@@ -106,7 +106,7 @@ the state of the compressed collectives, so that a checkpoint's residuals find t
 """
 
 
-def check_all(context: Context) -> dict[type, object]:
+def check_all(context: TechniqueContext) -> dict[type, object]:
     """Refuse impossible settings: unsupported combinations first, then those of each technique.
 
     Returns:
@@ -116,7 +116,7 @@ def check_all(context: Context) -> dict[type, object]:
     return notes_of(technique.check(context) for technique in context.techniques)
 
 
-def groups_of(context: Context) -> Groups:
+def groups_of(context: TechniqueContext) -> Groups:
     """Return the groups that all techniques need, in order.
 
     Args:

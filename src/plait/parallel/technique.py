@@ -31,7 +31,7 @@ Kind = TypeVar("Kind", bound="Technique")
 
 
 @dataclass(frozen=True)
-class Context:
+class TechniqueContext:
     """Everything that is known before a process group exists.
 
     These are the settings and, once it is built, the model.
@@ -164,7 +164,7 @@ class Technique(Policy):
     Gradients and the weight of a loss are summed over them.
     """
 
-    def check(self, context: Context) -> object | None:
+    def check(self, context: TechniqueContext) -> object | None:
         """Check the settings before any process group exists.
 
         Returns:
@@ -178,7 +178,7 @@ class Technique(Policy):
         """
         return None
 
-    def groups(self, context: Context) -> Groups:
+    def groups(self, context: TechniqueContext) -> Groups:
         """Return the process groups that it needs besides those of every mesh.
 
         All groups are created with the mesh, after the checks, and none later.

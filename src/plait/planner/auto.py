@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from plait.config.dialects.examine import Examined, at_path
-from plait.config.resolving.degrees import PLANNED
-from plait.config.resolving.resolve import Resolved, checked
+from plait.config.dialects.examine import ExaminedDocument, value_at
+from plait.config.resolving.degrees import PLANNABLE_SETTINGS
+from plait.config.resolving.resolve import Resolved, validate_tree
 from plait.config.schema.config import Config
-from plait.errors import InputError, Problem, refuse
+from plait.errors import InputError, Problem, raise_problems
 from plait.planner.calibrate import Calibration
 from plait.planner.hardware import Cluster
 from plait.planner.job import CONTEXT, RECOMPUTE, SCHEDULES
@@ -78,39 +78,41 @@ class File:
     """Validated configuration without the options that the search chooses."""
 
 
-def asks(tree: Mapping[str, Any]) -> tuple[str, ...]:
+def auto_paths(tree: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the paths that are "auto" and that a search can choose."""
-    return tuple(path for path in FIELDS if at_path(tree, path) == "auto")
+    return tuple(path for path in FIELDS if value_at(tree, path) == "auto")
 
 
-def searched(tree: Mapping[str, Any]) -> tuple[str, ...]:
+def paths_to_search(tree: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the paths that are "auto" and that only a search can choose.
 
     A batch size that follows from the other batch sizes needs no search.
     """
-    open_sizes = [path for path in _SIZES if at_path(tree, path) == "auto"]
+    open_sizes = [path for path in _SIZES if value_at(tree, path) == "auto"]
 
     # With the whole batch, one of the two sizes determines the other.
-    follows = len(open_sizes) < 2 and all(at_path(tree, path) is not None for path in _SIZES)
+    follows = len(open_sizes) < 2 and all(value_at(tree, path) is not None for path in _SIZES)
     has_batch = (
-        isinstance(at_path(tree, "train_batch_size"), int | float | str)
-        and at_path(tree, "train_batch_size") != "auto"
+        isinstance(value_at(tree, "train_batch_size"), int | float | str)
+        and value_at(tree, "train_batch_size") != "auto"
     )
     return tuple(
         path
-        for path in asks(tree)
-        if path in PLANNED or (path in open_sizes and has_batch and not follows)
+        for path in auto_paths(tree)
+        if path in PLANNABLE_SETTINGS or (path in open_sizes and has_batch and not follows)
     )
 
 
-def read_file(examined: Examined) -> File:
+def read_file(examined: ExaminedDocument) -> File:
     """Return an examined file as something to plan for.
 
     Raises:
         ConfigError: With all problems of the file, except options that the search chooses.
     """
     return File(
-        examined.raw, examined.tree, checked(examined, _without(examined.tree, asks(examined.tree)))
+        examined.raw,
+        examined.tree,
+        validate_tree(examined, _without(examined.tree, auto_paths(examined.tree))),
     )
 
 
@@ -174,7 +176,7 @@ def request_of(file: File, cluster: Cluster) -> Request:
             rule = "is a command line's choice (Transformers' --bf16 or --fp16), and none is here"
             problems.append(Problem(f"{name}.enabled", "auto", rule, "write true or false"))
 
-    refuse(problems)
+    raise_problems(problems)
     assert isinstance(batch, int)
     model = model_of(config)
     assert model is not None
@@ -229,7 +231,7 @@ def fixed_by(file: File) -> dict[str, int]:
     problems = []
     for path, (name, _) in FIELDS.items():
         value = config.value(path)
-        if at_path(file.tree, path) in (None, "auto") or value in (None, "auto"):
+        if value_at(file.tree, path) in (None, "auto") or value in (None, "auto"):
             continue
         if name == "recompute":
             if value not in RECOMPUTE_FIXED:
@@ -260,7 +262,7 @@ def fixed_by(file: File) -> dict[str, int]:
         )
 
     problems += _fix_details(config, fixed)
-    refuse(problems)
+    raise_problems(problems)
     return fixed
 
 
@@ -316,11 +318,11 @@ def _defaults(file: File) -> dict[str, int]:
     defaults = {
         name: default
         for path, (name, default) in FIELDS.items()
-        if at_path(file.tree, path) is None and default != "auto"
+        if value_at(file.tree, path) is None and default != "auto"
     }
     if defaults.get("recompute") is not None:
         defaults["recompute"] = RECOMPUTE.index("none")
-    open_paths = asks(file.tree)
+    open_paths = auto_paths(file.tree)
     plain = {
         "schedule": SCHEDULES.index("1f1b"),
         "vpp": 1,

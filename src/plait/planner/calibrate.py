@@ -347,7 +347,7 @@ def _remaining(
     return max(within, float(np.sqrt((n * robust**2 * 1.5 + 4 * (0.7 * between) ** 2) / (n + 4))))
 
 
-def merged(calibration: Calibration) -> Rates:
+def merged_rates(calibration: Calibration) -> Rates:
     """Return the constants of time from one fit and those of memory from the other."""
     time = calibration.time.rates.values
     memory = calibration.memory.rates.values
@@ -382,5 +382,5 @@ def errors_left_out(runs: MeasuredRuns, known: Knowledge | None = None) -> tuple
 
 def _ratios(runs: MeasuredRuns, calibration: Calibration) -> Array:
     """Return predicted over measured seconds [runs]; NaN where no seconds were measured."""
-    predicted = np.asarray(step_seconds(runs.job, merged(calibration)).seconds, dtype=float)
+    predicted = np.asarray(step_seconds(runs.job, merged_rates(calibration)).seconds, dtype=float)
     return np.broadcast_to(predicted, runs.seconds.shape) / runs.seconds

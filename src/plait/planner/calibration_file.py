@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from plait.errors import InputError
-from plait.files import write_result
+from plait.files import write_atomically_in_folder
 from plait.planner.calibrate import Calibration, Fit
 from plait.planner.constants import Rates, knowledge
 
@@ -23,7 +23,7 @@ FORMAT = "plait calibration 1"
 
 
 @dataclass(frozen=True)
-class Origin:
+class CalibrationOrigin:
     """Device that a calibration was measured on."""
 
     gpu: str
@@ -33,7 +33,7 @@ class Origin:
     """Description: time and source of the calibration."""
 
 
-def save(path: Path, calibration: Calibration, origin: Origin) -> None:
+def save(path: Path, calibration: Calibration, origin: CalibrationOrigin) -> None:
     """Write the file. Raises InputError if it cannot be written."""
     content = {
         "format": FORMAT,
@@ -43,10 +43,10 @@ def save(path: Path, calibration: Calibration, origin: Origin) -> None:
         "time": _fit_facts(calibration.time),
         "memory": _fit_facts(calibration.memory),
     }
-    write_result(path, json.dumps(content, indent=1) + "\n")
+    write_atomically_in_folder(path, json.dumps(content, indent=1) + "\n")
 
 
-def load(path: Path) -> tuple[Calibration, Origin]:
+def load(path: Path) -> tuple[Calibration, CalibrationOrigin]:
     """Read a calibration.
 
     Raises:
@@ -68,7 +68,7 @@ def load(path: Path) -> tuple[Calibration, Origin]:
         raise InputError(f"{path}: holds no {FORMAT!r}; write one with `plait calibrate`")
     try:
         calibration = Calibration(_fit(content["time"]), _fit(content["memory"]))
-        return calibration, Origin(content["gpu"], content["machine"], content["facts"])
+        return calibration, CalibrationOrigin(content["gpu"], content["machine"], content["facts"])
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(
             f"{path}: cannot be read ({type(error).__name__}: {error}); write it anew with `plait"
@@ -76,7 +76,7 @@ def load(path: Path) -> tuple[Calibration, Origin]:
         ) from None
 
 
-def refuse_other(path: Path, origin: Origin, *, gpu: str, machine: str) -> None:
+def refuse_other(path: Path, origin: CalibrationOrigin, *, gpu: str, machine: str) -> None:
     """Raise InputError if a calibration is for another device than the plan's."""
     if origin.gpu != gpu:
         raise InputError(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from plait.planner.constants import Knowledge
-from plait.planner.hardware import FAMILIES, Device
+from plait.planner.hardware import FAMILIES, DeviceSpec
 from plait.planner.job import RECOMPUTE, SCHEDULES
 from plait.planner.traffic import BASE, INSIDE_STEP
 
@@ -31,8 +31,8 @@ class DeviceRates:
     """(seconds, seconds per byte) over all processes; None for one process."""
 
 
-def believed(
-    known: Knowledge, device: Device, rates: DeviceRates, *, processes: int, precision: str
+def priors_from_rates(
+    known: Knowledge, device: DeviceSpec, rates: DeviceRates, *, processes: int, precision: str
 ) -> Knowledge:
     """Return priors in which measured rates replace the usual ones.
 

@@ -15,7 +15,7 @@ from plait.planner.calibrate import (
     Calibration,
     deviation,
     memory_of,
-    merged,
+    merged_rates,
     relevant,
     sensitivity,
     time_of,
@@ -38,7 +38,7 @@ NINETY = 1.645
 
 
 @dataclass(frozen=True)
-class Choice:
+class LayoutChoice:
     """Layout with its predicted cost in seconds and bytes. Intervals are 90 % intervals."""
 
     layout: Mapping[str, Any]
@@ -74,7 +74,7 @@ class Choice:
         return SCHEDULES[int(self.layout["schedule"])]
 
 
-def layouts_of(choice: Choice) -> Layouts:
+def layouts_of(choice: LayoutChoice) -> Layouts:
     """Return a choice as arrays with one candidate."""
     return Layouts.of([choice.layout])
 
@@ -84,7 +84,7 @@ def price(
     layouts: Sequence[Mapping[str, Any]],
     *,
     calibration: Calibration | None = None,
-) -> list[Choice]:
+) -> list[LayoutChoice]:
     """Predict the cost of given layouts, whether they fit or not.
 
     Args:
@@ -96,9 +96,11 @@ def price(
     return choices_of(request, Layouts.of(layouts), calibration or uncalibrated())
 
 
-def walked(request: Request, choices: list[Choice], calibration: Calibration) -> list[Choice]:
+def simulate_pipelines(
+    request: Request, choices: list[LayoutChoice], calibration: Calibration
+) -> list[LayoutChoice]:
     """Return choices with their pipelines simulated by the schedule's table, fastest first."""
-    rates = merged(calibration)
+    rates = merged_rates(calibration)
     refined = []
     for choice in choices:
         terms = simulated_terms(job_of(request, layouts_of(choice)), rates, choice.terms)
@@ -106,7 +108,7 @@ def walked(request: Request, choices: list[Choice], calibration: Calibration) ->
     return sorted(refined, key=lambda choice: choice.seconds)
 
 
-def _with_terms(choice: Choice, terms: Mapping[str, float]) -> Choice:
+def _with_terms(choice: LayoutChoice, terms: Mapping[str, float]) -> LayoutChoice:
     share = sum(terms.values()) / choice.seconds
     return replace(
         choice,
@@ -119,9 +121,9 @@ def _with_terms(choice: Choice, terms: Mapping[str, float]) -> Choice:
     )
 
 
-def choices_of(request: Request, layouts: Layouts, calibration: Calibration) -> list[Choice]:
+def choices_of(request: Request, layouts: Layouts, calibration: Calibration) -> list[LayoutChoice]:
     """Predict the cost of candidates in arrays. See `price`."""
-    rates = merged(calibration)
+    rates = merged_rates(calibration)
     job = job_of(request, layouts)
     states = states_of(request, job)
     estimated = estimate(job, rates, states)
@@ -149,7 +151,7 @@ def choices_of(request: Request, layouts: Layouts, calibration: Calibration) -> 
     )
 
     return [
-        Choice(
+        LayoutChoice(
             layout=layouts.at(i),
             seconds=float(seconds[i]),
             seconds_low=float(seconds[i] * np.exp(-NINETY * time_spread[i])),
@@ -175,7 +177,7 @@ def _broadcast_job(job: Job, count: int) -> Job:
     return job.mapped(lambda value: np.broadcast_to(np.asarray(value), (count,)), job.layouts)
 
 
-def ties(request: Request, choices: Sequence[Choice], calibration: Calibration) -> int:
+def ties(request: Request, choices: Sequence[LayoutChoice], calibration: Calibration) -> int:
     """Return how many of the first choices may be as fast as the first one.
 
     A choice ties if it is faster with a probability of at least `_TIE_PROBABILITY`. Uncertainty

@@ -17,7 +17,7 @@ from importlib.resources import files
 import numpy as np
 
 from plait.planner.frameworks import Framework
-from plait.planner.hardware import FAMILIES, Device, Numbers
+from plait.planner.hardware import FAMILIES, DeviceSpec, Numbers
 
 
 @dataclass(frozen=True)
@@ -147,13 +147,13 @@ class Rates:
     def __getitem__(self, name: str) -> Numbers:
         return self.values[name]
 
-    def by_family(self, name: str, device: Device) -> Numbers:
+    def by_family(self, name: str, device: DeviceSpec) -> Numbers:
         """Return the constant `name` of each candidate's device family."""
         return np.choose(
             np.asarray(device.family), [self.values[f"{name}.{family}"] for family in FAMILIES]
         )
 
-    def on(self, name: str, device: Device) -> Numbers:
+    def on(self, name: str, device: DeviceSpec) -> Numbers:
         """Return the constant `name` of GPUs, or its variant for processes on CPU cores."""
         return np.where(device.on_cpu, self.values[f"{name}.cpu"], self.values[name])
 
@@ -209,7 +209,7 @@ def knowledge() -> Knowledge:
         return base
     learned = json.loads(file.read_text(encoding="utf-8"))
     return replace(
-        moved(base, learned["constants"]),
+        with_learned(base, learned["constants"]),
         time_spread=learned["time_spread"],
         memory_spread=learned["memory_spread"],
     )
@@ -224,7 +224,7 @@ class IntervalCoverage:
 
 
 @cache
-def unseen() -> Mapping[str, IntervalCoverage]:
+def interval_coverage() -> Mapping[str, IntervalCoverage]:
     """Return the coverage for published runs of sources that were not in the fit.
 
     Keys are "time", "time_experts" and "memory" (`data/unseen.json`).
@@ -234,7 +234,7 @@ def unseen() -> Mapping[str, IntervalCoverage]:
     return {name: IntervalCoverage(*entry) for name, entry in content["held"].items()}
 
 
-def moved(base: Knowledge, learned: Mapping[str, tuple[float, float]]) -> Knowledge:
+def with_learned(base: Knowledge, learned: Mapping[str, tuple[float, float]]) -> Knowledge:
     """Return priors with the learned (median, width) of constants. Unknown names are ignored."""
     updated = {
         name: replace(constant, median=learned[name][0], width=learned[name][1])
@@ -246,7 +246,7 @@ def moved(base: Knowledge, learned: Mapping[str, tuple[float, float]]) -> Knowle
 
 def coverage_of_intervals(*, experts: bool) -> str:
     """Return a sentence on how often 90 % intervals hold for sources outside of the fit."""
-    coverage = unseen()
+    coverage = interval_coverage()
     time = coverage["time_experts" if experts else "time"]
     memory = coverage["memory"]
     return (

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from plait.parallel.schedules.timeline import Timeline
-from plait.planner.calibrate import Calibration, merged, uncalibrated
-from plait.planner.choice import Choice, layouts_of
+from plait.planner.calibrate import Calibration, merged_rates, uncalibrated
+from plait.planner.choice import LayoutChoice, layouts_of
 from plait.planner.estimate import lower_end
 from plait.planner.hardware import only
 from plait.planner.memory import MOMENTS, TERMS, memory_bytes
@@ -51,10 +51,10 @@ class RankMemory:
 
 
 def rank_memory(
-    request: Request, choice: Choice, *, calibration: Calibration | None = None
+    request: Request, choice: LayoutChoice, *, calibration: Calibration | None = None
 ) -> tuple[RankMemory, ...]:
     """Return the memory of every pipeline rank. The fullest one has the choice's own figure."""
-    rates = merged(calibration or uncalibrated())
+    rates = merged_rates(calibration or uncalibrated())
     job = job_of(request, layouts_of(choice))
     pp = int(choice.layout["pp"])
     spread = choice.needed_high / choice.needed
@@ -86,17 +86,19 @@ def rank_memory(
 
 
 def timeline(
-    request: Request, choice: Choice, *, calibration: Calibration | None = None
+    request: Request, choice: LayoutChoice, *, calibration: Calibration | None = None
 ) -> Timeline:
     """Return the simulated timeline of a choice.
 
     Raises:
         InputError: The schedule has no table that can be simulated.
     """
-    return timeline_of(job_of(request, layouts_of(choice)), merged(calibration or uncalibrated()))
+    return timeline_of(
+        job_of(request, layouts_of(choice)), merged_rates(calibration or uncalibrated())
+    )
 
 
-def beyond(choice: Choice, walked: Timeline) -> dict[str, float]:
+def terms_outside_pipeline(choice: LayoutChoice, walked: Timeline) -> dict[str, float]:
     """Return the seconds of a step outside of the simulated pipeline, by meaning.
 
     Together with the timeline they sum to the step.
@@ -155,7 +157,7 @@ def sample(
 ) -> Sample:
     """Return at most `_COLUMNS` x `_ROWS` candidates, spread over memory and step time."""
     calibration = calibration or uncalibrated()
-    rates = merged(calibration)
+    rates = merged_rates(calibration)
     space = space_of(request, fixed)
     priced = price_space(request, space, calibration)
     seconds = priced.seconds

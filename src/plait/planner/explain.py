@@ -8,8 +8,8 @@ from typing import Any
 
 from plait.errors import ConfigError
 from plait.planner.calibrate import Calibration
-from plait.planner.choice import Choice
-from plait.planner.fixed import written
+from plait.planner.choice import LayoutChoice
+from plait.planner.fixed import format_fixed
 from plait.planner.job import CONTEXT, RECOMPUTE, SCHEDULES
 from plait.planner.offers import RECOMPUTE_NAMES
 from plait.planner.request import Request
@@ -23,8 +23,8 @@ class Comparison:
     """Winner of a search and the best layout that satisfies a query."""
 
     query: str
-    winner: Choice
-    other: Choice | None
+    winner: LayoutChoice
+    other: LayoutChoice | None
     reason: str
     """Sentence with the term that decides, or the reason why no such layout exists."""
     differences: tuple[tuple[str, float, float], ...] = ()
@@ -128,7 +128,7 @@ def why(
     name, ours, theirs = max(differences, key=lambda entry: entry[2] - entry[1])
     slower = alternative.seconds / winner.seconds - 1
     if slower < 0:
-        against = written(
+        against = format_fixed(
             {key: value for key, value in fixed.items() if value != query.get(key, value)}
         )
         because = "of these the search keeps what was fastest by the closed form"
@@ -173,7 +173,7 @@ def neighbours(result: Plan) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Change:
+class LayoutChange:
     """Best plan under other conditions."""
 
     what: str
@@ -183,7 +183,7 @@ class Change:
     note: str = ""
 
 
-def sensitivity(result: Plan, *, calibration: Calibration | None = None) -> list[Change]:
+def sensitivity(result: Plan, *, calibration: Calibration | None = None) -> list[LayoutChange]:
     """Repeat the search with half and twice the network, the links, the memory and the batch."""
     request = result.request
     device = request.cluster.device
@@ -212,12 +212,16 @@ def sensitivity(result: Plan, *, calibration: Calibration | None = None) -> list
         try:
             outcome = plan(changed, calibration=calibration, best=1)
         except ConfigError as error:
-            changes.append(Change(what, None, None, "", f"no layout: {error.problems[0].rule}"))
+            changes.append(
+                LayoutChange(what, None, None, "", f"no layout: {error.problems[0].rule}")
+            )
             continue
         if not outcome.best:
-            changes.append(Change(what, None, None, "", "nothing fits"))
+            changes.append(LayoutChange(what, None, None, "", "nothing fits"))
             continue
         best = outcome.best[0]
-        changes.append(Change(what, best.seconds, best.tokens_per_second, describe(best.layout)))
+        changes.append(
+            LayoutChange(what, best.seconds, best.tokens_per_second, describe(best.layout))
+        )
 
     return changes

@@ -112,7 +112,7 @@ def parse_fixed(texts: list[str] | tuple[str, ...]) -> dict[str, int]:
     return fixed
 
 
-def written(fixed: Mapping[str, int]) -> str:
+def format_fixed(fixed: Mapping[str, int]) -> str:
     """Return fixed fields as a user writes them, which `parse_fixed` reads."""
     names = {
         key: {value: name for name, value in table.items()} for key, table in _NAMED_VALUES.items()

@@ -37,7 +37,7 @@ PRECISIONS = ("fp32", "fp16", "bf16", "fp8", "fp4")
 
 
 @dataclass(frozen=True)
-class Device:
+class DeviceSpec:
     """Kind of device with its usual network.
 
     Units are bytes, seconds and FLOP/s. Bandwidths are those of one direction, FLOP/s those without
@@ -95,7 +95,7 @@ def device_names() -> tuple[str, ...]:
 
 
 @cache
-def device(name: str) -> Device:
+def device(name: str) -> DeviceSpec:
     """Return a device by its name in the catalogue, or as published tables write it.
 
     Raises:
@@ -111,7 +111,7 @@ def device(name: str) -> Device:
     entry = table[key]
     link = _catalogue()["links"][entry["link"]]
 
-    return Device(
+    return DeviceSpec(
         name=key,
         title=entry["title"],
         family=FAMILIES.index(entry["family"]),
@@ -192,7 +192,7 @@ def stack(entries: Sequence[T]) -> T:
 class Cluster:
     """Devices of a plan: kind, number, and grouping into machines."""
 
-    device: Device
+    device: DeviceSpec
     devices: int
 
     @property
@@ -218,7 +218,7 @@ def cluster(
         name: Device.
         devices: Number of all devices.
         devices_per_node: Devices per machine. None uses the usual number.
-        **figures: Fields of `Device` to replace, such as `memory_bytes`. None keeps the usual
+        **figures: Fields of `DeviceSpec` to replace, such as `memory_bytes`. None keeps the usual
         value.
 
     Raises:

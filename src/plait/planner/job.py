@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from plait.planner.architecture import Architecture
 from plait.planner.counted import Counted
 from plait.planner.frameworks import Framework
-from plait.planner.hardware import PRECISIONS, Device, Numbers, mapped
+from plait.planner.hardware import PRECISIONS, DeviceSpec, Numbers, mapped
 
 SCHEDULES = ("none", "gpipe", "1f1b", "interleaved", "zb-h1", "interleaved-zb", "zbv", "dualpipev")
 """Pipeline schedules. `none` is a single stage."""
@@ -117,7 +117,7 @@ class Job:
     """Model on a device with a framework, in candidate layouts."""
 
     model: Architecture
-    device: Device
+    device: DeviceSpec
     framework: Framework
     layouts: Layouts
     sequence: Numbers

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from plait.errors import ConfigError, InputError, Problem, refuse
+from plait.errors import ConfigError, InputError, Problem, raise_problems
 from plait.files import user_path
 from plait.model.described import check_sizes
 from plait.planner.architecture import Architecture
@@ -257,7 +257,7 @@ def _check_optional(config: Mapping[str, Any], source: str) -> None:
             )
         )
 
-    refuse(problems)
+    raise_problems(problems)
 
 
 def _check_counts(model: Architecture, source: str) -> None:
@@ -409,7 +409,7 @@ def _describe(config: Mapping[str, Any], *, source: str, vocab: int | None) -> A
             )
         problems.append(Problem(f"{source}: {keys[0]}", value, rule, f"set {' or '.join(keys)}"))
 
-    refuse(problems)
+    raise_problems(problems)
     check_sizes(config, f"{source}: ")
     _check_optional(config, source)
     config = _with_defaults(config, model_type)

@@ -13,7 +13,7 @@ from plait.errors import ConfigError
 from plait.parallel.compatibility import refuse_incompatible
 from plait.parallel.compile import Compile
 from plait.parallel.schedules import schedule as tables
-from plait.parallel.technique import Context
+from plait.parallel.technique import TechniqueContext
 from plait.planner.job import RECOMPUTE, SCHEDULES
 
 SCHEDULE_NAMES = {
@@ -64,7 +64,9 @@ class Offers:
         if self.compiled is None:
             return None
         try:
-            refuse_incompatible(Context(Layout(pp=pp, tp=tp), (Compile(enabled=self.compiled),)))
+            refuse_incompatible(
+                TechniqueContext(Layout(pp=pp, tp=tp), (Compile(enabled=self.compiled),))
+            )
         except ConfigError as error:
             return error.problems[0].rule
         return None

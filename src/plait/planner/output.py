@@ -14,13 +14,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from plait.config.dialects.examine import at_path, examine
+from plait.config.dialects.examine import examine, value_at
 from plait.config.dialects.overrides import apply_override
 from plait.config.reading.source import Document
 from plait.config.resolving.resolve import load, outline
-from plait.errors import InputError, refuse
-from plait.files import write_result
-from plait.planner.choice import Choice
+from plait.errors import InputError, raise_problems
+from plait.files import write_atomically_in_folder
+from plait.planner.choice import LayoutChoice
 from plait.planner.estimate import lower_end
 from plait.planner.job import CONTEXT, RECOMPUTE, SCHEDULES
 from plait.planner.measured import facts_of, layout_facts
@@ -33,7 +33,7 @@ from plait.units import GIB
 
 
 def config_of(
-    request: Request, choice: Choice, base: Mapping[str, Any] | None = None
+    request: Request, choice: LayoutChoice, base: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Return the configuration of a choice.
 
@@ -56,11 +56,11 @@ def check_runs(request: Request, tree: Mapping[str, Any]) -> None:
     Options that are "auto" for a caller (Transformers' lr) are not a problem.
     """
     draft = outline(load(tree), world_size=request.cluster.devices)
-    refuse([problem for problem in draft.problems if problem.value != "auto"])
+    raise_problems([problem for problem in draft.problems if problem.value != "auto"])
 
 
 def chosen(
-    request: Request, choice: Choice, base: Mapping[str, Any] | None = None
+    request: Request, choice: LayoutChoice, base: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Return the options that `config_of` writes into `base`, by the name that the file uses."""
     examined = examine(Document("the file", dict(base or {})))
@@ -104,7 +104,7 @@ def chosen(
 
     values = {}
     for path, value in planned.items():
-        current = at_path(examined.tree, path)
+        current = value_at(examined.tree, path)
         is_missing = current is None and value != _IMPLIED_VALUES.get(path)
         if is_missing or _is_open(path, current):
             values[examined.written.get(path, path)] = value
@@ -131,7 +131,7 @@ def _is_open(path: str, value: Any) -> bool:
     )
 
 
-def sidecar_of(plan: Plan, choice: Choice) -> dict[str, Any]:
+def sidecar_of(plan: Plan, choice: LayoutChoice) -> dict[str, Any]:
     """Return every predicted term of a choice, for comparison with measurements."""
     request = plan.request
     return {
@@ -158,7 +158,7 @@ def sidecar_of(plan: Plan, choice: Choice) -> dict[str, Any]:
     }
 
 
-def choice_as_json(choice: Choice) -> dict[str, Any]:
+def choice_as_json(choice: LayoutChoice) -> dict[str, Any]:
     """Return a choice as plain values."""
     layout = {name: value for name, value in choice.layout.items() if name != "offload_activations"}
     names = {
@@ -237,8 +237,8 @@ def write(plan: Plan, path: str | Path, base: Mapping[str, Any] | None = None) -
     best = plan.best[0]
     text = json.dumps(config_of(plan.request, best, base), indent=2) + "\n"
     sidecar = sidecar_of(plan, best) | {"asked": base, "sha256": _digest(text)}
-    write_result(path, text)
-    write_result(sidecar_path, json.dumps(sidecar, indent=2) + "\n")
+    write_atomically_in_folder(path, text)
+    write_atomically_in_folder(sidecar_path, json.dumps(sidecar, indent=2) + "\n")
     return path, sidecar_path
 
 

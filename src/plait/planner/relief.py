@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from plait.planner.hardware import FAMILIES, Device, Numbers
+from plait.planner.hardware import FAMILIES, DeviceSpec, Numbers
 from plait.planner.job import RECOMPUTE, SCHEDULES, Layouts
 from plait.planner.offers import SPLIT_BACKWARD, Offers
 
@@ -68,7 +68,7 @@ class Reliefs:
         return tuple(relief for relief in reliefs if relief not in ends)
 
 
-def reliefs_of(offers: Offers, device: Device, fixed: Mapping[str, int]) -> Reliefs:
+def reliefs_of(offers: Offers, device: DeviceSpec, fixed: Mapping[str, int]) -> Reliefs:
     """Return the measures for a device."""
     full, operators, budget = (RECOMPUTE.index(name) for name in ("full", "operators", "budget"))
     kinds = {

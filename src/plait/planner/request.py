@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from plait.errors import InputError, Problem, refuse
+from plait.errors import InputError, Problem, raise_problems
 from plait.planner.constants import Rates
 from plait.planner.counted import Counted, counted, not_counted
 from plait.planner.estimate import Estimate, estimate
@@ -85,7 +85,7 @@ def check(request: Request) -> None:
             )
         )
 
-    refuse(problems)
+    raise_problems(problems)
     if np.isnan(device.flops.get(request.precision, np.nan)):
         has = ", ".join(p for p in ("bf16", "fp16", "fp32") if p in device.flops)
         raise InputError(

@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from plait.planner.calibrate import Calibration, merged, uncalibrated
-from plait.planner.choice import NINETY, Choice, choices_of, ties, walked
+from plait.planner.calibrate import Calibration, merged_rates, uncalibrated
+from plait.planner.choice import NINETY, LayoutChoice, choices_of, simulate_pipelines, ties
 from plait.planner.constants import Rates
 from plait.planner.estimate import estimate
 from plait.planner.job import Layouts
@@ -70,7 +70,7 @@ class Plan:
     """Result of a search."""
 
     request: Request
-    best: tuple[Choice, ...]
+    best: tuple[LayoutChoice, ...]
     """Layouts from fast to slow; the fastest of each family."""
     ties: int
     """Number of these, including the first, that may be the fastest.
@@ -104,7 +104,7 @@ def plan(
     """
     check(request)
     calibration = calibration or uncalibrated()
-    rates = merged(calibration)
+    rates = merged_rates(calibration)
     space = space_of(request, fixed)
     priced = price_space(request, space, calibration)
     room = float(request.cluster.device.memory_bytes)
@@ -134,7 +134,7 @@ class PricedSpace:
 
 def price_space(request: Request, space: Space, calibration: Calibration) -> PricedSpace:
     """Price all candidates, including those between the ends of Note [Relief]."""
-    rates = merged(calibration)
+    rates = merged_rates(calibration)
     ends = _priced(request, space.layouts, rates)
     sample = space.layouts.take(np.linspace(0, space.size - 1, min(space.size, 32), dtype=int))
     spreads = [
@@ -186,11 +186,11 @@ def _priced(request: Request, layouts: Layouts, rates: Rates) -> PricedSpace:
 
 def _fastest(
     request: Request, priced: PricedSpace, room: float, calibration: Calibration, best: int
-) -> list[Choice]:
+) -> list[LayoutChoice]:
     """Return the fastest layouts of each family that fit with enough probability."""
     order = np.flatnonzero(priced.needed <= room)
     order = order[np.argsort(priced.seconds[order], kind="stable")]
-    chosen: list[Choice] = []
+    chosen: list[LayoutChoice] = []
     seen: set[tuple[Any, ...]] = set()
     families: Counter[tuple[Any, ...]] = Counter()
     # The simulation changes the order of the best, so more are simulated than returned.
@@ -211,22 +211,22 @@ def _fastest(
             families[family] += 1
             chosen.append(choice)
             if len(families) == enough_families or len(chosen) == enough_choices:
-                return _of_families(walked(request, chosen, calibration))[:best]
+                return _of_families(simulate_pipelines(request, chosen, calibration))[:best]
 
         # Few kinds of layouts fit: the rest of a long list is not worth its time.
         if start >= 4096 and chosen:
             break
 
-    return _of_families(walked(request, chosen, calibration))[:best]
+    return _of_families(simulate_pipelines(request, chosen, calibration))[:best]
 
 
-def _family(choice: Choice) -> tuple[Any, ...]:
+def _family(choice: LayoutChoice) -> tuple[Any, ...]:
     return tuple(choice.layout[name] for name in FAMILY)
 
 
-def _of_families(choices: Sequence[Choice]) -> list[Choice]:
+def _of_families(choices: Sequence[LayoutChoice]) -> list[LayoutChoice]:
     """Return the first choice of every family."""
-    first: dict[tuple[Any, ...], Choice] = {}
+    first: dict[tuple[Any, ...], LayoutChoice] = {}
     for choice in choices:
         first.setdefault(_family(choice), choice)
     return list(first.values())

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from plait.errors import ConfigError, Problem
 from plait.planner.architecture import Architecture
-from plait.planner.fixed import written
+from plait.planner.fixed import format_fixed
 from plait.planner.hardware import Cluster
 from plait.planner.job import CONTEXT, SCHEDULES, Layouts
 from plait.planner.offers import Offers
@@ -206,7 +206,7 @@ def _note_fixed(builder: _SpaceBuilder, names: Iterable[str], rule: str) -> None
     """Note that no candidate has the fixed values of these fields."""
     fixed = {name: builder.fixed[name] for name in names if name in builder.fixed}
     if fixed:
-        _note(builder.excluded, written(fixed), rule)
+        _note(builder.excluded, format_fixed(fixed), rule)
 
 
 def _rule_of(model: Architecture, names: Sequence[str]) -> str:
@@ -318,7 +318,9 @@ def _refuse_stages(builder: _SpaceBuilder, pp: int, ranks: int) -> Excluded | No
         staged["vpp"] = fixed["vpp"]
 
     if pp == 1 and staged:
-        return Excluded(region, f"{written(staged)} is of a pipeline, which has 2 stages or more")
+        return Excluded(
+            region, f"{format_fixed(staged)} is of a pipeline, which has 2 stages or more"
+        )
     if pp > 1 and builder.split.pipeline:
         return Excluded(region if "pp" in fixed else "pp > 1", builder.split.pipeline)
     if pp > layers:
@@ -387,7 +389,7 @@ def _context_degrees(builder: _SpaceBuilder, tp: int, ranks: int) -> list[int]:
     degrees = _degrees_of_context(builder, tp, ranks)
     if "context" not in builder.fixed or builder.fixed.get("cp", 1) > 1:
         return degrees
-    kind = written({"context": builder.fixed["context"]})
+    kind = format_fixed({"context": builder.fixed["context"]})
     rule = (
         f"{kind} is of sequences in 2 parts or more, of at least {LONG_SEQUENCE // 8:,} tokens each"
         " unless cp is given"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from plait.errors import Problem, refuse
+from plait.errors import Problem, raise_problems
 
 NAMES: dict[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
@@ -104,7 +104,7 @@ def check_places(config: Mapping[str, Any], kind: str, source: str) -> None:
         for name in keys
         if config.get(name) is not None
     }
-    refuse(
+    raise_problems(
         Problem(
             f"{source}: {name}",
             value,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from plait.config.dialects.keys import fields
+from plait.config.dialects.keys import schema_fields
 from plait.config.schema.config import Config
 from plait.planner.auto import PATHS
 
@@ -66,7 +66,7 @@ def unpriced(config: Config) -> tuple[str, ...]:
     )
 
     settings = []
-    for path in fields():
+    for path in schema_fields():
         if path in PRICED or any(
             path == name or path.startswith(f"{name}.") for name in WITHOUT_EFFECT
         ):

@@ -20,7 +20,7 @@ from plait.dryrun.rank_activations import solved_recompute
 from plait.errors import InputError, warn
 from plait.losses.loss import Loss
 from plait.model.experts import find_experts
-from plait.model.plans import TensorPlan, little_is_split
+from plait.model.plans import TensorPlan, small_split_warning
 from plait.optim.disk_files import build_disk_tier
 from plait.parallel import materialise
 from plait.parallel.buffers import bind_sync_batch_norm
@@ -39,7 +39,7 @@ from plait.sharded.pretrained import weights_of
 from plait.sharded.saved_folders import refuse_partial_folders
 from plait.sharded.shards_as_weights import refuse_copies, refuse_pickled_shards
 
-Filler = Callable[..., None]
+WeightFiller = Callable[..., None]
 """Function (model, whole=, filled=) that fills every parameter and persistent buffer of a rank.
 
 `whole` is the unsplit model on meta. The function calls `filled` with each tensor that has its
@@ -49,7 +49,7 @@ ConfigLike = str | Path | Mapping[str, Any] | Config | Resolved
 
 
 @contextmanager
-def leaving_no_group() -> Iterator[None]:
+def destroying_new_group() -> Iterator[None]:
     """Destroy a process group that was made inside of the context if it ends with an error.
 
     A corrected call then starts as the first one did.
@@ -93,7 +93,7 @@ def resolved_for(
 def shard(
     checked: CheckedModel,
     *,
-    weights: str | Path | Filler | None,
+    weights: str | Path | WeightFiller | None,
     mean: bool = False,
     loss_fn: Loss | None = None,
     forward: Forward = default_forward,
@@ -157,7 +157,7 @@ def shard(
 def split(
     checked: CheckedModel,
     *,
-    weights: str | Path | Filler | None = None,
+    weights: str | Path | WeightFiller | None = None,
     loss_fn: Loss | None = None,
     forward: Forward = default_forward,
 ) -> tuple[Mesh, Parts, int]:
@@ -229,6 +229,6 @@ def _warn_if_little_is_split(plan: TensorPlan | None, model: nn.Module, *, ep: i
     over_ep: set[str] = set()
     if ep > 1:
         over_ep = {name for experts in find_experts(model) for name in experts.parameters}
-    message = little_is_split(plan, model, besides=over_ep)
+    message = small_split_warning(plan, model, besides=over_ep)
     if message is not None and place().rank == 0:
         warn(message)

@@ -95,7 +95,7 @@ def _is_output_field(argument: str) -> bool:
     return argument in {field.name for field in fields(CausalLMOutputWithPast)}
 
 
-def takes_cache(model: nn.Module) -> bool:
+def supports_cache(model: nn.Module) -> bool:
     """Return True if a model supports Transformers' `DynamicCache`.
 
     Some models have a cache class of their own, or keep a state in their modules.
@@ -117,7 +117,7 @@ def has_recurrent_state(model: nn.Module) -> bool:
     return any(map(_has_state, _layers(model)))
 
 
-def reads_prompts_whole(model: nn.Module) -> bool:
+def requires_single_prefill(model: nn.Module) -> bool:
     """Return True if a model has to read a prompt in one forward.
 
     Models with recurrent states do, and models whose tokens attend to later ones.
@@ -154,7 +154,7 @@ def counts_tokens(model: nn.Module) -> bool:
 
 def _layers(model: nn.Module) -> list[Any]:
     """Return the layers of an empty cache, or nothing if the model does not support one."""
-    if not takes_cache(model):
+    if not supports_cache(model):
         return []
     from transformers import DynamicCache
 
@@ -181,7 +181,7 @@ def new_cache(model: nn.Module, staged: StagedModel | None, *, on_host: bool = F
     Raises:
         ModelError: A pipeline stage cannot keep a cache.
     """
-    if not takes_cache(model):
+    if not supports_cache(model):
         return None
     from transformers import DynamicCache
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from plait._torch.dtensor import local_tensor
 from plait._torch.flat_collectives import all_gather_single
-from plait.comm.hang import names
+from plait.comm.hang import format_ranks
 from plait.errors import NumbersError
 
 _ROW_BYTES = 256
@@ -37,7 +37,7 @@ def non_finite_error(
     causes = []
     bad_losses = [rank for rank, row in enumerate(rows) if row[0]]
     if bad_losses:
-        causes.append(f"the loss of {names(bad_losses)} is not finite")
+        causes.append(f"the loss of {format_ranks(bad_losses)} is not finite")
     bad_gradients = [rank for rank, row in enumerate(rows) if row[1]]
     if bad_gradients:
         rank = bad_gradients[0]

@@ -22,7 +22,7 @@ from plait.comm.watch import WATCH
 from plait.errors import InputError
 from plait.parallel.data.data_parallel import DataParallel
 from plait.parallel.data.reducer import Reducer
-from plait.parallel.hooks import Lost, StepHook
+from plait.parallel.hooks import FailureScope, StepHook
 from plait.parallel.technique import Parts
 from plait.parallel.tensor.styles import Region
 from plait.sharded.misuse import MIXED_TENSORS
@@ -47,7 +47,7 @@ class Guard(StepHook):
         self.replaced = False
         self._parts = parts
         self._handle = handle
-        self._lost: Lost | None = None
+        self._lost: FailureScope | None = None
         self.known = {id(p): p for p in parts.model.parameters()}
         self._frozen = {
             name: p for name, p in parts.model.named_parameters() if not p.requires_grad
@@ -62,7 +62,7 @@ class Guard(StepHook):
         self.replaced = True
 
     @contextmanager
-    def running(self, lost: Lost) -> Iterator[None]:
+    def running(self, lost: FailureScope) -> Iterator[None]:
         """Record a failure of the code inside of the context, which runs the model.
 
         Args:

@@ -26,8 +26,8 @@ from plait._torch.dtensor import local_window
 from plait.errors import CheckpointError
 from plait.model.tied import tied_names
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
 _MAPPED_BYTES = 64 << 20
 """Number of bytes that are read before a file is opened again.
 
@@ -47,8 +47,8 @@ def weight_files(folder: Path) -> dict[str, Path]:
     Raises:
         CheckpointError: The folder has no readable safetensors, or files of two models.
     """
-    index = folder / INDEX
-    single = folder / SINGLE
+    index = folder / INDEX_FILE
+    single = folder / SINGLE_FILE
     if not index.is_file() and not single.is_file():
         _raise_missing(folder)
     table: dict[str, str] = {}
@@ -58,14 +58,14 @@ def weight_files(folder: Path) -> dict[str, Path]:
 
     # Transformers reads SINGLE if it exists. It leaves SINGLE, or INDEX, in the folder if it later
     # saves another model in the other form.
-    if table and not missing and single.is_file() and set(table.values()) != {SINGLE}:
+    if table and not missing and single.is_file() and set(table.values()) != {SINGLE_FILE}:
         raise CheckpointError(
-            f"{folder} holds two models: {SINGLE}, and {len(set(table.values()))} files that"
-            f" {INDEX} names, and nothing says which one is meant; remove {SINGLE}, or {INDEX} and"
-            " its files"
+            f"{folder} holds two models: {SINGLE_FILE}, and {len(set(table.values()))} files that"
+            f" {INDEX_FILE} names, and nothing says which one is meant; remove {SINGLE_FILE}, or"
+            f" {INDEX_FILE} and its files"
         )
     if single.is_file():
-        with opened(single) as file:
+        with open_safetensors(single) as file:
             return dict.fromkeys(file.keys(), single)
     if missing:
         raise CheckpointError(
@@ -82,7 +82,7 @@ def _raise_missing(folder: Path) -> None:
             f"{pickles[0].name} is a pickle, which can run code as it is read: {remedy}, from a"
             " model that Transformers has loaded"
         )
-    raise CheckpointError(f"{folder}: neither {INDEX} nor {SINGLE} is there; {remedy}")
+    raise CheckpointError(f"{folder}: neither {INDEX_FILE} nor {SINGLE_FILE} is there; {remedy}")
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -102,7 +102,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[Any]:
+def open_safetensors(path: Path) -> Iterator[Any]:
     """Open a safetensors file inside of the context.
 
     Raises:
@@ -149,7 +149,7 @@ def load_weights(
     with torch.no_grad():
         for path, names in names_in_file.items():
             for batch in _in_batches(names, targets):
-                with opened(path) as file:
+                with open_safetensors(path) as file:
                     for name in batch:
                         read_tensor(file.get_slice(sources[name]), targets[name], name, path)
                         filled(targets[name])
@@ -298,7 +298,7 @@ def _refuse_unequal(tied: list[str], files: dict[str, Path]) -> None:
 
 @lru_cache(maxsize=64)
 def _are_equal(path: Path, name: str, other_path: Path, other_name: str, _versions: object) -> bool:
-    with opened(path) as file, opened(other_path) as other_file:
+    with open_safetensors(path) as file, open_safetensors(other_path) as other_file:
         first = file.get_slice(name)
         second = other_file.get_slice(other_name)
         shape = first.get_shape()

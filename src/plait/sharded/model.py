@@ -21,7 +21,7 @@ from plait.cluster.mesh import Mesh
 from plait.comm import board
 from plait.comm.desync import ComparedCollectives
 from plait.comm.watch import WATCH
-from plait.config.resolving.batch import CALLERS, MICRO
+from plait.config.resolving.batch import CALLER_SOURCE, MICRO_KEY
 from plait.config.resolving.resolve import Resolved
 from plait.errors import InputError, NumbersError
 from plait.losses.chunked_loss import DeferredLogits
@@ -163,7 +163,9 @@ class ShardedModel:
                 number of samples is accepted.
         """
         sizes = self.config.batch
-        size = sizes.micro_batch_size if self.config.sources.get(MICRO) != CALLERS else None
+        size = (
+            sizes.micro_batch_size if self.config.sources.get(MICRO_KEY) != CALLER_SOURCE else None
+        )
         cut = micro_batches(batch, count=sizes.accumulation, size=size)
         return [self.prepared(micro_batch) for micro_batch in cut]
 

@@ -2,7 +2,7 @@
 
 Where a plain loop is enough, `loss.backward()` leaves gradients that are means over the
 data-parallel ranks, as DistributedDataParallel does, and any optimizer steps. Some configurations
-need to see the step (see `why_called`). There the loop calls `sharded.backward(loss)` or
+need to see the step (see `reason_for_step`). There the loop calls `sharded.backward(loss)` or
 `sharded.forward_backward(batch, loss_fn)`, and then `sharded.step(optimizer)`. These calls work
 with every configuration.
 """
@@ -23,8 +23,8 @@ from torch import nn
 from plait._torch.dtensor import local_tensor
 from plait.cluster.mesh import Mesh
 from plait.config.resolving.resolve import Resolved
-from plait.errors import ConfigError, InputError, ModelError, Problem, refuse
-from plait.model.experts import wants_balance_loss
+from plait.errors import ConfigError, InputError, ModelError, Problem, raise_problems
+from plait.model.experts import enables_balance_loss
 from plait.model.positions import call_model
 from plait.optim.gradient_math import multiply_all
 from plait.optim.gradient_norm import clip_factor
@@ -34,7 +34,7 @@ from plait.parallel.data.reducer import Reducer
 from plait.parallel.hooks import Hooks
 from plait.parallel.micro_batches import Forward, default_forward
 from plait.parallel.technique import Parts
-from plait.sharded.assemble import ConfigLike, leaving_no_group, resolved_for, shard
+from plait.sharded.assemble import ConfigLike, destroying_new_group, resolved_for, shard
 from plait.sharded.check import checked_model
 from plait.sharded.guard import checked_loss
 from plait.sharded.misuse import checked_optimizer, refuse_own_batches
@@ -47,7 +47,7 @@ MeanLoss = Callable[[Any, Any], torch.Tensor]
 """Function (output, micro-batch) -> mean loss of the micro-batch, 0-dimensional."""
 
 
-def why_called(config: Resolved) -> str | None:
+def reason_for_step(config: Resolved) -> str | None:
     """Return the reason why a loop has to call `ParallelModel.step`, or None for a plain loop."""
     if config.layout.pp > 1:
         return f"parallel.pp = {config.layout.pp}: each process has a part of the model"
@@ -95,7 +95,7 @@ class ParallelModel(ShardedModel):
             forward: Passes a micro-batch through the model.
             before: Parameters of the model before it was sharded.
         """
-        self.why_called = why_called(config)
+        self.why_called = reason_for_step(config)
         self._watch = StepWatch(
             parts.model, before, parts.noted(Reducer), why_called=self.why_called
         )
@@ -286,7 +286,7 @@ class _WithUnitWeight:
         return self._loss_fn(output, micro_batch), 1
 
 
-@leaving_no_group()
+@destroying_new_group()
 def parallelize(
     model: nn.Module,
     config: ConfigLike,
@@ -323,7 +323,7 @@ def parallelize(
     take_over(model)
     checked = checked_model(model, resolved)
     mesh, parts, _ = shard(
-        checked, weights=weights, forward=forward, mean=why_called(resolved) is None
+        checked, weights=weights, forward=forward, mean=reason_for_step(resolved) is None
     )
     refuse_own_batches(parts, "plait.parallelize")
     return ParallelModel(parts, mesh, resolved, forward=forward, before=before)
@@ -347,7 +347,7 @@ def _refuse_engine_settings(resolved: Resolved) -> None:
 
     rule = "plait.parallelize does not see the steps of the loop, which has its own tracker"
     remedy = "leave it out, or use plait.initialize"
-    refuse(
+    raise_problems(
         Problem(resolved.tracker_setting(spec), spec.name, rule, remedy)
         for spec in resolved.trackers
     )
@@ -368,11 +368,11 @@ def _refuse_router_losses(model: nn.Module, resolved: Resolved) -> None:
     """Refuse auxiliary losses of routers, which the loss of your own loop would leave out."""
     rule = "Plait adds it to plait.causal_lm_loss, and your own loop computes its loss"
     remedy = "use plait.initialize and engine.train_batch"
-    refuse(
+    raise_problems(
         Problem(setting, value, rule, f"{remedy}, or {json.dumps(off)}")
         for setting, value, off in resolved.routing.added
     )
-    if resolved.layout.pp > 1 and wants_balance_loss(model):
+    if resolved.layout.pp > 1 and enables_balance_loss(model):
         rule = (
             f"with parallel.pp = {resolved.layout.pp} the balance loss is a sum over the stages;"
             f" {rule}"

@@ -158,7 +158,7 @@ def _load_in_full(
         ) from error
 
 
-def grown_folder(folder: Path, tokens: int) -> str:
+def resize_remedy(folder: Path, tokens: int) -> str:
     """Return the remedy for a saved model that has too few rows for a tokenizer.
 
     Args:
@@ -188,9 +188,10 @@ def _refuse_resize(
         return type(self).resize_token_embeddings(self, new_num_tokens, *args, **settings)
     folder = vars(self)[_WEIGHTS_FOLDER]
     raise InputError(
-        f"{type(self).__name__}.resize_token_embeddings({new_num_tokens}) of a model of "
-        "plait.from_pretrained, which has no weights yet: "
-        f"{grown_folder(folder, new_num_tokens or 0)} and give that folder to plait.from_pretrained"
+        f"{type(self).__name__}.resize_token_embeddings({new_num_tokens}) of a model of"
+        " plait.from_pretrained, which has no weights yet:"
+        f" {resize_remedy(folder, new_num_tokens or 0)} and give that folder to"
+        " plait.from_pretrained"
     )
 
 

@@ -18,7 +18,7 @@ from plait._torch.dtensor import local_tensor
 from plait._torch.flat_collectives import all_gather_single
 from plait.cluster.layout import AXES, EXPERT_AXES, STAGE_AXES
 from plait.cluster.mesh import Mesh
-from plait.comm.hang import names as rank_names
+from plait.comm.hang import format_ranks as rank_names
 from plait.config.resolving.resolve import Resolved
 from plait.errors import ConfigError, NumbersError, Problem
 from plait.parallel.reduction import sharded_axes

@@ -21,7 +21,7 @@ from plait.errors import ConfigError, InputError, Problem, first_line
 from plait.model.described import check_fields, described_config, require_transformers
 from plait.sharded.cache import attends_to_later_tokens
 from plait.sharded.hub import saved_folder
-from plait.sharded.pretrained import grown_folder, quantisation_of
+from plait.sharded.pretrained import quantisation_of, resize_remedy
 from plait.units import dtype_of
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ def _check_fit(
         if saved is not None:
             # The rows of a saved model are not a setting of the run.
             remedy = (
-                f"{grown_folder(saved, needed)} and set model.path to that folder, or set"
+                f"{resize_remedy(saved, needed)} and set model.path to that folder, or set"
                 " data.tokenizer to the model's own"
             )
         raise ConfigError(Problem("model vocab_size", rows, rule, remedy))

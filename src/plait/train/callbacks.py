@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from plait.errors import ConfigError, Problem
 from plait.events import Event
-from plait.importing import NotImportable, module_of
+from plait.importing import NamedImportError, import_named
 
 if TYPE_CHECKING:
     from plait.engine.engine import Engine
@@ -56,10 +56,10 @@ def _import_callback(name: str) -> Any:
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
-        module, attribute = module_of(
+        module, attribute = import_named(
             name, form="it is not package.module:name", example="my_callbacks:log"
         )
-    except NotImportable as error:
+    except NamedImportError as error:
         raise _error(name, error.rule, error.remedy) from None
 
     definition = getattr(module, attribute, None)

@@ -19,13 +19,13 @@ from safetensors.torch import save_file
 from torch import nn
 
 from plait.checkpoint import durable
-from plait.checkpoint.described import described_model
-from plait.checkpoint.folder import Found
+from plait.checkpoint.described import build_described_model
+from plait.checkpoint.folder import CheckpointFolder
 from plait.checkpoint.load import Reader
 from plait.checkpoint.model_content import START
 from plait.checkpoint.windows import dtype_of
 from plait.errors import CheckpointError, InputError
-from plait.files import is_at, is_only_writer
+from plait.files import names_open_file, try_lock
 from plait.model.described import require_transformers
 from plait.model.tied import tied_names
 from plait.train.folder import GENERATION
@@ -58,7 +58,7 @@ def _no_progress(written_bytes: int, total_bytes: int) -> None:
 
 
 def export(
-    checkpoint: Found,
+    checkpoint: CheckpointFolder,
     out: Path,
     *,
     dtype: torch.dtype | None = None,
@@ -92,7 +92,7 @@ def export(
         raise InputError(f"--out {out}: exists; give another name, or remove it first")
     reader = Reader(checkpoint)
     reader.verify("full")
-    model = described_model(checkpoint, dtype=dtype)
+    model = build_described_model(checkpoint, dtype=dtype)
     stored = dict(reader.under(START))
     names = _exported_names(model, stored, checkpoint)
 
@@ -141,7 +141,9 @@ def export(
     return ExportResult(out, step, len(names), sum(sizes.values()), dtypes[names[0]])
 
 
-def _exported_names(model: nn.Module, stored: dict[str, Any], checkpoint: Found) -> list[str]:
+def _exported_names(
+    model: nn.Module, stored: dict[str, Any], checkpoint: CheckpointFolder
+) -> list[str]:
     """Return the names of the tensors to write: each tied tensor under its first name only.
 
     Raises:
@@ -213,7 +215,7 @@ def _claim(temporary: Path, out: Path) -> int:
     temporary.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     # Another export may have published, and so renamed, the folder since it was opened.
-    if not is_only_writer(descriptor) or not is_at(temporary, descriptor) or out.exists():
+    if not try_lock(descriptor) or not names_open_file(temporary, descriptor) or out.exists():
         os.close(descriptor)
         raise InputError(
             f"--out {out}: another export is writing it; wait for its end, or give another name"

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from plait.checkpoint.folder import Found
+from plait.checkpoint.folder import CheckpointFolder
 from plait.checkpoint.load import Reader
 from plait.checkpoint.model_content import START
 from plait.errors import CheckpointError, first_line
@@ -49,7 +49,7 @@ def _load_with_transformers(folder: Path) -> Any:
         ) from error
 
 
-def compare_reloaded(checkpoint: Found, out: Path) -> int:
+def compare_reloaded(checkpoint: CheckpointFolder, out: Path) -> int:
     """Compare every tensor that Transformers loads with the checkpoint, in the folder's dtype.
 
     Args:
@@ -82,7 +82,7 @@ def compare_reloaded(checkpoint: Found, out: Path) -> int:
 
 
 @dataclass(frozen=True)
-class Compared:
+class ExportComparison:
     """Agreement of Plait's model of a checkpoint with Transformers' model of the exported folder.
 
     Attributes:
@@ -94,7 +94,7 @@ class Compared:
     tokens: int
 
 
-def compare_generated(checkpoint: Found, out: Path) -> Compared:
+def compare_generated(checkpoint: CheckpointFolder, out: Path) -> ExportComparison:
     """Compare the logits of a prompt and the greedy tokens after it.
 
     The checkpoint is loaded as `plait generate` loads it, and the folder as a user of Transformers
@@ -148,7 +148,7 @@ def compare_generated(checkpoint: Found, out: Path) -> Compared:
             raise CheckpointError(
                 f"greedy token {number} of {new_tokens} differs from that of the checkpoint"
             )
-    return Compared(difference, new_tokens)
+    return ExportComparison(difference, new_tokens)
 
 
 def _greedy_tokens(model: Any, prompt: torch.Tensor, new_tokens: int) -> list[int]:

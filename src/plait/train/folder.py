@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from plait import exact
-from plait.checkpoint.folder import complete, find
+from plait.checkpoint.folder import find_checkpoint, list_complete
 from plait.checkpoint.places import Place
-from plait.errors import CheckpointError, InputError, Problem, refuse
-from plait.files import RUN_LOCK, is_only_writer, write_whole
+from plait.errors import CheckpointError, InputError, Problem, raise_problems
+from plait.files import RUN_LOCK, try_lock, write_atomically
 from plait.train.loop import Position
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class RunFolder:
         """
         if self.path.exists() and not self.path.is_dir():
             raise InputError(f"run.folder = {str(self.path)!r}: is a file; name a folder")
-        newest = find(self.checkpoints)
+        newest = find_checkpoint(self.checkpoints)
         if newest is None:
             return Position()
 
@@ -91,7 +91,7 @@ class RunFolder:
     def changes(self, resolved: Resolved) -> list[str]:
         """Return `name: old to new` for every setting that differs from the last start."""
         config_file = self.path / "config.json"
-        if not config_file.is_file() or find(self.checkpoints) is None:
+        if not config_file.is_file() or find_checkpoint(self.checkpoints) is None:
             return []
         old = _flatten(json.loads(config_file.read_text()))
         new = _flatten(json.loads(resolved.model_dump_json()))
@@ -113,10 +113,12 @@ class RunFolder:
                 are copied: the tokens that end an answer, and the sampling its authors recommend.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        write_whole(self.path / "config.json", resolved.model_dump_json(indent=2) + "\n")
+        write_atomically(self.path / "config.json", resolved.model_dump_json(indent=2) + "\n")
         tokenizer.save_pretrained(self.path / "tokenizer")
         if weights is not None and (weights / GENERATION).is_file():
-            write_whole(self.path / GENERATION, (weights / GENERATION).read_text(encoding="utf-8"))
+            write_atomically(
+                self.path / GENERATION, (weights / GENERATION).read_text(encoding="utf-8")
+            )
 
     def claim(self) -> BinaryIO:
         """Lock the folder until the returned file is closed or the process ends.
@@ -128,7 +130,7 @@ class RunFolder:
         """
         self.path.mkdir(parents=True, exist_ok=True)
         stream = open(self.path / RUN_LOCK, "ab")  # noqa: SIM115
-        if not is_only_writer(stream):
+        if not try_lock(stream):
             stream.close()
             raise InputError(
                 f"run.folder = {str(self.path)!r}: another plait train is running in it; wait for"
@@ -145,7 +147,7 @@ class RunFolder:
         Raises:
             InputError: Checkpoints exist elsewhere, where renaming the folder does not move them.
         """
-        if self.checkpoints_elsewhere is not None and complete(self.checkpoints_elsewhere):
+        if self.checkpoints_elsewhere is not None and list_complete(self.checkpoints_elsewhere):
             raise InputError(
                 f"run.checkpoints = {str(self.checkpoints_elsewhere)!r}: holds the checkpoints of"
                 " the run so far, and --fresh only renames run.folder; name another place"
@@ -183,4 +185,4 @@ def _refuse_differences(checkpoint: Place, old: dict[str, Any], new: dict[str, A
         for name in sorted(old.keys() & new.keys())
         if old[name] != new[name]
     ]
-    refuse(problems)
+    raise_problems(problems)

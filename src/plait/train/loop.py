@@ -35,11 +35,11 @@ from plait.checkpoint.places import Place
 from plait.cluster import accelerator
 from plait.cluster.host_copy import HostCopy
 from plait.config.schema.sections import RunSection
-from plait.data.loader import Batches
+from plait.data.loader import BatchSource
 from plait.errors import NumbersError
 from plait.events import (
     CheckpointSaved,
-    CommunicationDecided,
+    CommunicationSelected,
     Listener,
     RunEnded,
     RunStarted,
@@ -48,7 +48,7 @@ from plait.events import (
     Validated,
 )
 from plait.train.clock import StepClock
-from plait.train.stop import ASKED, StopRequest
+from plait.train.stop import STOP_REQUESTED, StopRequest
 
 
 class Trainable(Protocol):
@@ -120,7 +120,7 @@ class TrainingContext:
 
     engine: Trainable
     section: RunSection
-    loader: Batches
+    loader: BatchSource
     validation: Callable[[], Iterable[Any]]
     sample: Callable[[], str] | None
     checkpoints: Place
@@ -194,7 +194,7 @@ def train(context: TrainingContext, start: Position) -> int:
     reason = "interrupted"
     if finished:
         reason = "finished"
-    elif reader.stopped_by == ASKED:
+    elif reader.stopped_by == STOP_REQUESTED:
         reason = "ended by a callback"
     seconds = time.perf_counter() - began
     context.emit(RunEnded(position.step, reason, seconds, context.started.folder))
@@ -266,7 +266,7 @@ class _StepReader:
             self.checkpoint_due = self.checkpoint_due or request % 1 > 0
             self._context.emit(event)
             if queued.result.decided:
-                self._context.emit(CommunicationDecided(queued.step, queued.result.decided))
+                self._context.emit(CommunicationSelected(queued.step, queued.result.decided))
 
     def restart_clock(self) -> None:
         """Exclude the time until now from the next step."""
@@ -375,7 +375,7 @@ def peak_memory_bytes(device: torch.device) -> int:
         Bytes: on a GPU the peak of the allocator since the process started, on a CPU the peak
         resident set size.
     """
-    if accelerator.is_one(device):
+    if accelerator.is_accelerator(device):
         return accelerator.peak_bytes(device)
 
     # `getrusage` on Linux starts from the peak of the parent process.

@@ -18,18 +18,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from plait.checkpoint.agreement import together
-from plait.checkpoint.folder import find
+from plait.checkpoint.agreement import run_on_all_ranks
+from plait.checkpoint.folder import find_checkpoint
 from plait.checkpoint.places import Place, place_of
 from plait.cluster import accelerator
 from plait.config.resolving.resolve import Resolved, resolve
 from plait.config.schema.config import Config
 from plait.config.schema.sections import DataSection, ModelSection, RunSection, SampleSection
-from plait.data.loader import Batches, validation_batches
-from plait.data.prepare import Prepared, prepare
+from plait.data.loader import BatchSource, validation_batches
+from plait.data.prepare import PreparedData, prepare
 from plait.data.streamed_loader import StreamedSequences
 from plait.engine import generators
-from plait.engine.build import Given, begin
+from plait.engine.build import InitializeArguments, build_engine
 from plait.engine.engine import Engine
 from plait.engine.trackers import Trackers, check_trackers
 from plait.errors import ConfigError, InputError, NumbersError, Problem
@@ -40,7 +40,7 @@ from plait.optim.lr_schedules import build_scheduler
 from plait.optim.optimizer import build_optimizer
 from plait.parallel.context.families import FAMILIES, WITHOUT_DOCUMENTS
 from plait.parallel.order import check_all
-from plait.parallel.pipeline.pipeline_parallel import PipelineParts
+from plait.parallel.pipeline.pipeline_parallel import PipelinePlan
 from plait.sharded.check import CheckedModel, checked_model
 from plait.train.build import BuiltModel, build_model, check_model
 from plait.train.callbacks import check_callbacks, load_callbacks
@@ -70,7 +70,7 @@ class ValidatedRun:
     """
 
     checked: CheckedModel
-    data: Prepared
+    data: PreparedData
     built: BuiltModel
     folder: RunFolder
     identity: dict[str, Any]
@@ -83,9 +83,9 @@ class ValidatedRun:
         return self.checked.resolved
 
     @property
-    def pipeline(self) -> PipelineParts | None:
+    def pipeline(self) -> PipelinePlan | None:
         """Pipeline schedule and stages, or None without a pipeline."""
-        return self.checked.parts.noted(PipelineParts)
+        return self.checked.parts.noted(PipelinePlan)
 
     @property
     def section(self) -> RunSection:
@@ -163,7 +163,7 @@ def check(
     return ValidatedRun(checked, prepared, built, folder, identity, position, changes)
 
 
-def _check_amount_of_text(resolved: Resolved, data: DataSection, prepared: Prepared) -> None:
+def _check_amount_of_text(resolved: Resolved, data: DataSection, prepared: PreparedData) -> None:
     """Raise ConfigError if the text has too few sequences for one step."""
     # The length of a stream is not known.
     if isinstance(prepared.train, StreamedSequences):
@@ -268,7 +268,7 @@ def _check_packing(kind: str) -> None:
         raise ConfigError(Problem("data.packing", "documents", rule, remedy))
 
 
-def _longest_sequence(data: DataSection, run: RunSection, prepared: Prepared) -> int:
+def _longest_sequence(data: DataSection, run: RunSection, prepared: PreparedData) -> int:
     """Return the tokens of the longest sequence, in training and in the sample at the end."""
     if run.sample is None:
         return data.sequence_length
@@ -303,8 +303,11 @@ def run(checked: ValidatedRun, *, stop: StopRequest, listeners: Sequence[Listene
     model = checked.checked.with_resolved(
         resolved.model_copy(update={"data_parallel": data_parallel})
     )
-    engine = begin(
-        model, Given(causal_lm_loss, weights=checked.built.weights, total_steps=section.steps)
+    engine = build_engine(
+        model,
+        InitializeArguments(
+            causal_lm_loss, weights=checked.built.weights, total_steps=section.steps
+        ),
     )
     # The generators of Python and numpy are seeded too, because the process belongs to this run.
     generators.seed(engine.config.seed, engine.mesh, step=0)
@@ -345,7 +348,7 @@ def run(checked: ValidatedRun, *, stop: StopRequest, listeners: Sequence[Listene
             except NumbersError as error:
                 # Finish the checkpoint in progress, so that all ranks find the same newest one.
                 engine.checkpoint_written(wait=True)
-                if not remaining or find(checked.folder.checkpoints) is None:
+                if not remaining or find_checkpoint(checked.folder.checkpoints) is None:
                     raise
                 notes = [str(error)]
                 position = _load_checkpoint(engine, checked, loader, notes)
@@ -362,7 +365,7 @@ def run(checked: ValidatedRun, *, stop: StopRequest, listeners: Sequence[Listene
 
 
 def _load_checkpoint(
-    engine: Engine, checked: ValidatedRun, loader: Batches, notes: list[str]
+    engine: Engine, checked: ValidatedRun, loader: BatchSource, notes: list[str]
 ) -> Position:
     """Load the newest readable checkpoint into engine and loader. Collective."""
     loaded = engine.load_checkpoint(checked.folder.checkpoints, on_note=notes.append)
@@ -387,7 +390,7 @@ def _start_trackers(engine: Engine, resources: ExitStack) -> list[Listener]:
             resources.callback(trackers.close)
             started.append(trackers)
 
-    together(start, device=engine.device, doing="starting the trackers", raising=InputError)
+    run_on_all_ranks(start, device=engine.device, doing="starting the trackers", raising=InputError)
     return started
 
 
@@ -404,7 +407,7 @@ def _claim_folder(checked: ValidatedRun, engine: Engine, resources: ExitStack) -
                 " run the command again"
             )
 
-    together(claim, device=engine.device, doing="plait train")
+    run_on_all_ranks(claim, device=engine.device, doing="plait train")
 
 
 def _check_same_on_all_ranks(checked: ValidatedRun) -> None:
@@ -431,7 +434,7 @@ def _check_same_on_all_ranks(checked: ValidatedRun) -> None:
 def _training_context(
     checked: ValidatedRun,
     engine: Engine,
-    loader: Batches,
+    loader: BatchSource,
     stop: StopRequest,
     emit: Listener,
     notes: Sequence[str],

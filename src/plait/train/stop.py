@@ -19,7 +19,7 @@ import torch.distributed as dist
 # Schedulers of clusters send SIGUSR1 shortly before a time limit.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
-ASKED = 1
+STOP_REQUESTED = 1
 """Number that stands for a request of the program itself, in place of a signal.
 
 It is less than any signal of `_SIGNALS`, so that the signal wins if both occur.
@@ -62,7 +62,7 @@ class StopRequest:
 
     def ask(self) -> None:
         """Request the end of the run, as a signal does, but with exit code 0."""
-        self.number = self.number or ASKED
+        self.number = self.number or STOP_REQUESTED
 
     def shared(self, *, device: torch.device, is_due: bool = False) -> torch.Tensor:
         """Return the request of all processes of the default group. Collective.

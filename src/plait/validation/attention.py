@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from plait.parallel.context.kernel import (
-    Gradients,
+    AttentionBlock,
+    AttentionRule,
+    BackwardInputs,
     GradientSum,
-    Outputs,
+    GradientSums,
     PartialSoftmax,
-    Piece,
-    Rule,
     attend,
     attend_backward,
     kernel_for,
@@ -140,7 +140,7 @@ def compare(context: Context, case: Case, *, shift: int) -> tuple[str, dict[str,
         borders = torch.tensor([0, half // 3, half + half // 4, half + half // 2]) + shift
         rows = borders[torch.searchsorted(borders, positions, right=True) - 1]
         starts = rows.expand(BATCH, half).to(context.device)
-    rule = Rule(HEAD_DIM**-0.5, half // 2 + shift if case.window else None, case.softcap)
+    rule = AttentionRule(HEAD_DIM**-0.5, half // 2 + shift if case.window else None, case.softcap)
 
     kernel, _ = kernel_for(
         context.device, case.dtype, (HEAD_DIM, HEAD_DIM), rule, documents=case.documents
@@ -161,7 +161,7 @@ def attention(
     value: torch.Tensor,
     grad: torch.Tensor,
     starts: torch.Tensor | None,
-    rule: Rule,
+    rule: AttentionRule,
     shift: int,
 ) -> tuple[torch.Tensor, ...]:
     """Return the output and the gradients of query, key and value.
@@ -177,7 +177,7 @@ def attention(
     """
     half = query.shape[2]
     pieces = [
-        Piece(
+        AttentionBlock(
             query,
             key[:, :, column : column + half],
             value[:, :, column : column + half],
@@ -195,7 +195,7 @@ def attention(
 
     sums = [GradientSum(tensor) for tensor in (query, key, value)]
     for piece in pieces:
-        attend_backward(piece, rule, Outputs(grad, output, log_sum_exp), Gradients(*sums))
+        attend_backward(piece, rule, BackwardInputs(grad, output, log_sum_exp), GradientSums(*sums))
     return output, *(one.total for one in sums)
 
 

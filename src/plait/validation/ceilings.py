@@ -11,7 +11,7 @@ import torch
 
 from plait.cluster import accelerator
 from plait.errors import InputError
-from plait.planner.hardware import Device
+from plait.planner.hardware import DeviceSpec
 from plait.planner.hardware import device as device_of
 from plait.units import GIB, MIB
 from plait.validation.context import Context, timed
@@ -61,7 +61,7 @@ def host_link(context: Context, settings: Mapping[str, Any]) -> Verdict:
     """Measure copies between pinned host memory and the device, each way and both at once."""
     figure = float(datasheet(context).host_bandwidth)
     nbytes = MIB if context.is_small else 256 * MIB
-    pin = accelerator.is_one(context.device)
+    pin = accelerator.is_accelerator(context.device)
     on_host = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin) for _ in range(2)]
     on_device = [torch.empty(nbytes, dtype=torch.uint8, device=context.device) for _ in range(2)]
     streams = [accelerator.new_stream(context.device) if pin else None for _ in range(2)]
@@ -88,7 +88,7 @@ def host_link(context: Context, settings: Mapping[str, Any]) -> Verdict:
     return timed(context, verdict([problem for problem in problems if problem], **numbers))
 
 
-def datasheet(context: Context) -> Device:
+def datasheet(context: Context) -> DeviceSpec:
     """Return the planner's figures of this device.
 
     A simulated device and a CPU have those of an H100, so that the code can run.
@@ -115,7 +115,7 @@ def too_slow(name: str, rate: float, figure: float) -> str:
 
 def copy_rate(context: Context, nbytes: int) -> float:
     """Return bytes per second of copies of `nbytes` from pinned host memory to the device."""
-    pin = accelerator.is_one(context.device)
+    pin = accelerator.is_accelerator(context.device)
     source = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin)
     target = torch.empty(nbytes, dtype=torch.uint8, device=context.device)
     return nbytes / seconds_of(context, lambda: target.copy_(source, non_blocking=True))

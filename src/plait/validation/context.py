@@ -58,7 +58,7 @@ class Context:
     @property
     def is_small(self) -> bool:
         """Whether models shrink, because the device is simulated or a CPU."""
-        return self.simulated or not accelerator.is_one(self.device)
+        return self.simulated or not accelerator.is_accelerator(self.device)
 
     def group(self) -> Mesh:
         """Return the mesh of all ranks. The first call makes the process group. Collective."""

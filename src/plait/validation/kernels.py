@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 
 from plait.planner.calibrate import Calibration, uncalibrated
-from plait.planner.calibration_file import Origin, save
-from plait.planner.calibration_runs import RATE_WIDTH, DeviceRates, believed
+from plait.planner.calibration_file import CalibrationOrigin, save
+from plait.planner.calibration_runs import RATE_WIDTH, DeviceRates, priors_from_rates
 from plait.planner.choice import price
 from plait.planner.constants import Knowledge, knowledge
-from plait.planner.hardware import FAMILIES, Device
+from plait.planner.hardware import FAMILIES, DeviceSpec
 from plait.planner.hardware import cluster as cluster_of
 from plait.planner.models import Model, from_config
 from plait.planner.request import Request
@@ -63,7 +63,7 @@ def calibrate(context: Context, settings: Mapping[str, Any]) -> Verdict:
     # Times of a simulated device would be wrong constants, but what writes them runs.
     if context.calibration is not None and not context.is_small:
         facts = {"at": datetime.now(UTC).isoformat(timespec="seconds"), "kernels": kernels}
-        save(context.calibration, calibration, Origin(str(figures.name), "", facts))
+        save(context.calibration, calibration, CalibrationOrigin(str(figures.name), "", facts))
         numbers["file"] = context.calibration.name
     return timed(context, verdict([], **numbers))
 
@@ -210,10 +210,10 @@ def small_kernel(context: Context) -> float:
     return seconds_of(context, kernels, calls=1) / _RAMP_KERNELS
 
 
-def calibration_of(kernels: Mapping[str, Any], figures: Device) -> Calibration:
+def calibration_of(kernels: Mapping[str, Any], figures: DeviceSpec) -> Calibration:
     """Return the shipped constants with those that the kernels determine in their place."""
     rates = DeviceRates(kernels["products"], kernels["addition_bytes_per_second"])
-    known = believed(knowledge(), figures, rates, processes=1, precision="bf16")
+    known = priors_from_rates(knowledge(), figures, rates, processes=1, precision="bf16")
     peak = float(figures.flops["bf16"] * figures.power)
     family = FAMILIES[int(figures.family)]
     shares = [entry["flops_per_second"] / peak for entry in kernels["attention"].values()]
@@ -236,7 +236,7 @@ def constants_of(calibration: Calibration) -> dict[str, float]:
     return {name: float(value) for name, value in values.items() if value != shipped[name]}
 
 
-def planned_step(context: Context, figures: Device, calibration: Calibration) -> dict[str, Any]:
+def planned_step(context: Context, figures: DeviceSpec, calibration: Calibration) -> dict[str, Any]:
     """Return the planner's seconds for the step that `throughput` measured, if it was measured."""
     if STEP_SECONDS not in context.results:
         return {}

@@ -134,7 +134,7 @@ def held_by_libraries(context: Context, dtype: torch.dtype) -> int:
     layer(x).sum().backward()
     context.synchronize()
     del layer, x
-    return accelerator.held_bytes(context.device)
+    return accelerator.allocated_bytes(context.device)
 
 
 def largest(context: Context, settings: Mapping[str, Any]) -> Verdict:

@@ -64,7 +64,11 @@ def measure(context: Context, workload: Workload, config: Mapping[str, Any]) -> 
             trainer.step(batch)
         context.synchronize()
         seconds = (time.perf_counter() - started) / STEPS
-        peak = accelerator.peak_bytes(context.device) if accelerator.is_one(context.device) else 0
+        peak = (
+            accelerator.peak_bytes(context.device)
+            if accelerator.is_accelerator(context.device)
+            else 0
+        )
     finally:
         trainer.close()
         del trainer

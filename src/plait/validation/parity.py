@@ -25,7 +25,7 @@ from plait.engine.engine import Engine
 from plait.validation.context import Context, require, require_compiler
 from plait.validation.rows import Verdict, verdict
 from plait.verify.parity import Trace
-from plait.verify.plan import Pass, Plan, prepare
+from plait.verify.plan import Pass, VerificationPlan, prepare
 from plait.verify.report import Section, compare_configured, compare_float64
 from plait.verify.run import References, references, run_layout
 
@@ -67,13 +67,13 @@ def configuration(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def planned(
     context: Context, settings: Mapping[str, Any], *, passes: tuple[Pass, ...], steps: int
-) -> Plan:
+) -> VerificationPlan:
     """Return rank 0's plan of the comparison. Collective."""
     require("transformers")
     context.group()
-    plan: Plan | None = None
+    plan: VerificationPlan | None = None
     if context.rank == 0:
-        on_gpu = accelerator.is_one(context.device)
+        on_gpu = accelerator.is_accelerator(context.device)
         plan = prepare(
             load(configuration(settings)),
             model=None,
@@ -84,7 +84,7 @@ def planned(
             most_processes=context.world,
             gpus=context.world,
         )
-    shared: Plan = context.from_first_rank(plan)
+    shared: VerificationPlan = context.from_first_rank(plan)
     return shared
 
 
@@ -104,7 +104,7 @@ def layout(context: Context, settings: Mapping[str, Any]) -> Verdict:
     return verdict(problems, computes_in=plan.computes_in, layout=layout_text, **numbers)
 
 
-def section_of(context: Context, plan: Plan, name: Pass, trace: Trace) -> Section:
+def section_of(context: Context, plan: VerificationPlan, name: Pass, trace: Trace) -> Section:
     """Compare the trace of one pass with its references."""
     if name == "float64":
         exact = shared_references(context, replace(plan, device="cpu"), name, trace).exact
@@ -115,7 +115,9 @@ def section_of(context: Context, plan: Plan, name: Pass, trace: Trace) -> Sectio
     return compare_configured(plan, reference.exact, reference.single, trace)
 
 
-def shared_references(context: Context, plan: Plan, name: Pass, trace: Trace) -> References:
+def shared_references(
+    context: Context, plan: VerificationPlan, name: Pass, trace: Trace
+) -> References:
     """Return the references of a pass. They are computed for the first row that needs them."""
     resolved = plan.resolved
     key = repr(
@@ -220,7 +222,7 @@ def checkpoint(context: Context, settings: Mapping[str, Any]) -> Verdict:
 
 
 def _losses_of(
-    plan: Plan,
+    plan: VerificationPlan,
     steps: slice,
     folder: Path,
     *,

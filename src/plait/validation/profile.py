@@ -65,7 +65,7 @@ def step(context: Context, settings: Mapping[str, Any]) -> Verdict:
         for _ in range(WARM_STEPS):
             trainer.step(batch)
         context.synchronize()
-        with profile(activities=accelerator.profiled()) as recorded:
+        with profile(activities=accelerator.profiler_activities()) as recorded:
             for _ in range(STEPS):
                 with record_function(STEP_MARK):
                     trainer.step(batch)

@@ -47,7 +47,7 @@ _MASK = "attention_mask"
 
 
 @dataclass(frozen=True)
-class Choice:
+class ModelChoice:
     """The model to compare, with the lines of the report about it."""
 
     tested: TestedModel
@@ -60,7 +60,7 @@ class Choice:
     """Dtype of the parameters in a run that does not set one."""
 
 
-def choose(config: Config, given: str | None, *, layout: Layout) -> Choice:
+def choose(config: Config, given: str | None, *, layout: Layout) -> ModelChoice:
     """Return the small model that stands for the user's model.
 
     Args:
@@ -148,7 +148,7 @@ def _fields_at(source: str, option: str) -> shrink.Fields:
 
 def _choose_transformers(
     fields: shrink.Fields, title: str, blocks: tuple[str, ...], layout: Layout, *, dtype: str
-) -> Choice:
+) -> ModelChoice:
     whole, kinds = _measure_large_model(fields, title)
     failure: Exception | None = None
     best: tuple[TestedModel, nn.Module, list[str]] | None = None
@@ -219,7 +219,7 @@ def _candidates(fields: shrink.Fields, layout: Layout) -> Iterator[shrink.Fields
     yield shrink.with_small_rest(fields, layout)
 
 
-def _choose_function(path: str, blocks: tuple[str, ...], layout: Layout) -> Choice:
+def _choose_function(path: str, blocks: tuple[str, ...], layout: Layout) -> ModelChoice:
     model, loss, _ = call_function(path)
     whole = _parameter_count(model)
     dtype = next(
@@ -375,7 +375,7 @@ def _parameter_count(model: nn.Module) -> int:
 
 def _make_choice(
     tested: TestedModel, model: nn.Module, lines: list[str], *, whole: int, dtype: str
-) -> Choice:
+) -> ModelChoice:
     small = _parameter_count(model)
     lines = [
         *lines,
@@ -397,7 +397,7 @@ def _make_choice(
             "its forward rounds float64 to a narrower dtype where it cannot be kept in float64, so"
             " float64 is compared within 1e-7"
         )
-    return Choice(
+    return ModelChoice(
         tested,
         tuple(lines),
         find_blocks(model, tested.blocks or None),

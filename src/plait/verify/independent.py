@@ -37,7 +37,7 @@ class AdamW:
 
 
 @dataclass(frozen=True)
-class Result:
+class ReferenceResult:
     """Results of a training. All arrays are float64.
 
     A gradient is clipped. It is None if no micro-batch of the step used the parameter.
@@ -59,7 +59,7 @@ def train(
     optimizer: AdamW,
     clipping: float,
     skipped: Collection[int] = (),
-) -> Result:
+) -> ReferenceResult:
     """Train a model with AdamW.
 
     Args:
@@ -80,7 +80,7 @@ def train(
     states = {
         name: _Moments(np.zeros_like(value), np.zeros_like(value)) for name, value in values.items()
     }
-    result = Result(parameters=values)
+    result = ReferenceResult(parameters=values)
     for index, micro_batches in enumerate(steps):
         targets = sum(int((batch["labels"][:, 1:] != IGNORED).sum()) for batch in micro_batches)
         total = 0.0

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from plait.errors import InputError, ModelError
-from plait.importing import NotImportable, module_of
+from plait.importing import NamedImportError, import_named
 from plait.losses.loss import Loss, causal_lm_loss
 from plait.model.blocks import find_blocks
 from plait.parallel import materialise
@@ -207,10 +207,10 @@ def _type_description(result: Any) -> str:
 
 def _imported(path: str) -> Callable[[], Any]:
     try:
-        module, attribute = module_of(
+        module, attribute = import_named(
             path, form="not package.module:function", example="mymodels.small:build"
         )
-    except NotImportable as error:
+    except NamedImportError as error:
         raise InputError(f"--model {path}: {error}") from None
     function = getattr(module, attribute, None)
     if not callable(function):

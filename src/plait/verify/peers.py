@@ -22,7 +22,7 @@ from plait.optim.optimizer import build_optimizer
 from plait.parallel.micro_batches import to_device
 from plait.verify.model_under_test import Built, give_weights
 from plait.verify.parity import Trace, from_all_ranks, spread_over_ranks, whole
-from plait.verify.plan import Pass, Plan
+from plait.verify.plan import Pass, VerificationPlan
 
 _SET_HERE = frozenset(
     {
@@ -57,7 +57,7 @@ _SET_HERE = frozenset(
 """Keys of a DeepSpeed file that the comparison sets or does not need."""
 
 
-def traces(plan: Plan) -> dict[Pass, Trace]:
+def traces(plan: VerificationPlan) -> dict[Pass, Trace]:
     """Train every pass with the plan's engine, and return full traces on every rank. Collective."""
     try:
         return {name: _trace(plan, name) for name in plan.passes}
@@ -68,7 +68,7 @@ def traces(plan: Plan) -> dict[Pass, Trace]:
             dist.destroy_process_group()
 
 
-def _trace(plan: Plan, name: Pass) -> Trace:
+def _trace(plan: VerificationPlan, name: Pass) -> Trace:
     _, dtype = plan.settings(name)
     built = plan.build(dtype, rank=place().rank)
     give_weights(built.model, blocks=plan.tested.blocks, seed=plan.resolved.seed)
@@ -97,7 +97,7 @@ class _RunningTrace:
         )
 
 
-def _own_micro_batches(plan: Plan, step: Sequence[Any]) -> list[Any]:
+def _own_micro_batches(plan: VerificationPlan, step: Sequence[Any]) -> list[Any]:
     count = plan.resolved.batch.accumulation
     index = plan.resolved.layout.dp_index(place().rank)
     return list(step[index * count : (index + 1) * count])
@@ -134,7 +134,7 @@ def _clipped(
     return {name: None if grad is None else grad * factor for name, grad in gradients.items()}
 
 
-def deepspeed_config(plan: Plan) -> dict[str, Any]:
+def deepspeed_config(plan: VerificationPlan) -> dict[str, Any]:
     """Return the DeepSpeed file of the comparison.
 
     It is the user's DeepSpeed file, or one of the same meaning, with the small batch, in float32
@@ -171,7 +171,7 @@ def _without_auto(tree: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _deepspeed(plan: Plan, built: Built) -> Trace:
+def _deepspeed(plan: VerificationPlan, built: Built) -> Trace:
     import deepspeed
     from deepspeed.utils import safe_get_full_grad
 
@@ -213,7 +213,7 @@ def _deepspeed_parameters(engine: Any) -> dict[str, torch.Tensor]:
         return {name: whole(parameter) for name, parameter in named}
 
 
-def _accelerate(plan: Plan, built: Built) -> Trace:
+def _accelerate(plan: VerificationPlan, built: Built) -> Trace:
     from accelerate import Accelerator
 
     count = plan.resolved.batch.accumulation

@@ -24,7 +24,7 @@ from plait.cluster.accelerator import DeviceType
 from plait.cluster.nccl import NOT_READ, Library
 from plait.config.resolving.resolve import Resolved, resolve
 from plait.config.schema.config import Config, ParallelSection
-from plait.errors import ConfigError, InputError, Problem, refuse
+from plait.errors import ConfigError, InputError, Problem, raise_problems
 from plait.parallel.precision.mixed_precision import Precision
 from plait.units import dtype_of
 from plait.verify.batches import ragged_steps
@@ -48,7 +48,7 @@ _MOST_STEPS = 10_000
 
 
 @dataclass(frozen=True)
-class Plan:
+class VerificationPlan:
     """Description of a verification, which every process gets."""
 
     tested: TestedModel
@@ -141,7 +141,7 @@ def prepare(
     device: Device = "auto",
     gpus: int = 0,
     deepspeed: dict[str, Any] | None = None,
-) -> Plan:
+) -> VerificationPlan:
     """Plan a verification.
 
     Args:
@@ -185,7 +185,7 @@ def prepare(
         "the reference has the losses of Transformers, which are of one micro-batch and have no z"
         " loss"
     )
-    refuse(
+    raise_problems(
         Problem(setting, value, rule, f"use {json.dumps(off)}")
         for setting, value, off in resolved.routing.added
     )
@@ -220,7 +220,7 @@ def prepare(
         else []
     )
     lines += [("", line) for line in degrees] + [("data", data)] + [("", line) for line in rest]
-    return Plan(
+    return VerificationPlan(
         tested=(
             choice.tested.model_copy(update={"left_padding": False})
             if layout.cp > 1
@@ -275,7 +275,7 @@ def refuse_peer(
         problems.append(
             Problem("zero_optimization.stage", stage, rule, "use --set zero_optimization.stage=0")
         )
-    refuse(problems)
+    raise_problems(problems)
 
 
 def in_float32(resolved: Resolved) -> tuple[Resolved, list[str]]:

@@ -21,7 +21,7 @@ import torch
 from plait.errors import ParityError
 from plait.units import dtype_of
 from plait.verify.parity import Difference, Kind, Trace, compare
-from plait.verify.plan import Pass, Plan
+from plait.verify.plan import Pass, VerificationPlan
 
 INDEPENDENT = (
     "float64, against a reference without Plait's code: its own cross entropy, clipping and AdamW"
@@ -44,7 +44,7 @@ Tensors whose exact value is 0 contain rounding noise.
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparedRow:
     """One compared quantity."""
 
     kind: Kind
@@ -78,11 +78,11 @@ class Section:
 
     name: Pass | Literal["independent"]
     title: str
-    rows: tuple[Row, ...]
+    rows: tuple[ComparedRow, ...]
     notes: tuple[str, ...] = ()
 
     @property
-    def different(self) -> tuple[Row, ...]:
+    def different(self) -> tuple[ComparedRow, ...]:
         """Rows that are not equal, in the order of the computation."""
         return tuple(row for row in self.rows if not row.equal)
 
@@ -134,7 +134,7 @@ def _finite(value: Any) -> Any:
 
 
 def compare_float64(
-    plan: Plan, exact: Trace, found: Trace, *, tolerance: float | None = None
+    plan: VerificationPlan, exact: Trace, found: Trace, *, tolerance: float | None = None
 ) -> Section:
     """Compare the float64 pass with one process.
 
@@ -152,7 +152,7 @@ def compare_float64(
 
 
 def compare_independent(
-    plan: Plan,
+    plan: VerificationPlan,
     second: Trace | None,
     found: Trace,
     *,
@@ -185,15 +185,15 @@ def compare_independent(
     return Section("independent", INDEPENDENT, tuple(_rows(compare(second, same), bar)), notes)
 
 
-def _bar(plan: Plan, tolerance: float | None) -> float:
+def _bar(plan: VerificationPlan, tolerance: float | None) -> float:
     if tolerance is not None:
         return tolerance
     return EXACT_BAR if plan.tested.exact else ROUNDED_BAR
 
 
-def _rows(differences: Iterable[Difference], allowed: float) -> list[Row]:
+def _rows(differences: Iterable[Difference], allowed: float) -> list[ComparedRow]:
     return [
-        Row(d.kind, d.step, d.tensor or "", d.error, allowed, what=_difference_text(d))
+        ComparedRow(d.kind, d.step, d.tensor or "", d.error, allowed, what=_difference_text(d))
         for d in differences
     ]
 
@@ -206,7 +206,9 @@ def _difference_text(found: Difference) -> str:
     return "one of the two has none, or another shape" if found.error == math.inf else ""
 
 
-def compare_configured(plan: Plan, exact: Trace, single: Trace, found: Trace) -> Section:
+def compare_configured(
+    plan: VerificationPlan, exact: Trace, single: Trace, found: Trace
+) -> Section:
     """Compare the errors of the configured precision with those of one process.
 
     Steps that float16 skipped have no gradient to compare. One process at the same loss scale
@@ -215,7 +217,10 @@ def compare_configured(plan: Plan, exact: Trace, single: Trace, found: Trace) ->
     ours = _errors(exact, found)
     theirs = _errors(exact, single)
     allowed = _allowances(theirs, *_units(plan))
-    rows = [Row(*key, error, allowed.get(key, 0.0), theirs.get(key)) for key, error in ours.items()]
+    rows = [
+        ComparedRow(*key, error, allowed.get(key, 0.0), theirs.get(key))
+        for key, error in ours.items()
+    ]
     rows += _rows(
         [d for d in compare(exact, found) if d.kind == "initial weight" or d in found.spread], 0.0
     )
@@ -224,17 +229,17 @@ def compare_configured(plan: Plan, exact: Trace, single: Trace, found: Trace) ->
     return Section("configured", title, tuple(sorted(rows, key=_order)), _skips(found))
 
 
-def _wrong_skips(one: Trace, found: Trace) -> list[Row]:
+def _wrong_skips(one: Trace, found: Trace) -> list[ComparedRow]:
     """Return rows for steps that need not be skipped, and for a run that skipped all steps."""
     needless = "the step was skipped, and one process does not overflow"
     rows = [
-        Row("gradient norm", step, "", math.inf, 0.0, what=needless)
+        ComparedRow("gradient norm", step, "", math.inf, 0.0, what=needless)
         for step in found.skipped
         if math.isfinite(one.grad_norms[step])
     ]
     if len(found.skipped) == len(found.losses):
         rows.append(
-            Row(
+            ComparedRow(
                 "other",
                 None,
                 "",
@@ -246,7 +251,7 @@ def _wrong_skips(one: Trace, found: Trace) -> list[Row]:
     return rows
 
 
-def _order(row: Row) -> tuple[int, int]:
+def _order(row: ComparedRow) -> tuple[int, int]:
     """Return the sort key of the order in which a run computes. The sort is stable."""
     if row.kind == "initial weight":
         return (0, 0)
@@ -302,7 +307,7 @@ def _allowances(theirs: Mapping[Key, float], unit: float, single_number: float) 
     return allowed
 
 
-def _units(plan: Plan) -> tuple[float, float]:
+def _units(plan: VerificationPlan) -> tuple[float, float]:
     """Return the additional rounding that is allowed for a tensor, and for a loss or norm.
 
     An engine sums and divides gradients in another order, in the dtype of the reduction. A loss or
@@ -403,7 +408,7 @@ def failure(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _badness(row: Row) -> float:
+def _badness(row: ComparedRow) -> float:
     if row.error == 0:
         return 0.0
     if math.isnan(row.error) or row.allowed == 0:
@@ -436,10 +441,10 @@ def lines(report: Report, *, everything: bool = False) -> list[str]:
 
 
 def _groups(
-    rows: Iterable[Row], blocks: Sequence[str], everything: bool
-) -> list[tuple[str, Row, int]]:
+    rows: Iterable[ComparedRow], blocks: Sequence[str], everything: bool
+) -> list[tuple[str, ComparedRow, int]]:
     """(title, worst row, number of rows) of one printed line."""
-    groups: dict[str, list[Row]] = {}
+    groups: dict[str, list[ComparedRow]] = {}
     for row in rows:
         block = next((block for block in blocks if row.name.startswith(f"{block}.")), None)
         plural = {"loss": "losses", "gradient norm": "gradient norms"}.get(row.kind, row.kind)
@@ -456,7 +461,7 @@ def _groups(
     return [(title, max(members, key=_badness), len(members)) for title, members in groups.items()]
 
 
-def _cells(group: tuple[str, Row, int]) -> tuple[str, ...]:
+def _cells(group: tuple[str, ComparedRow, int]) -> tuple[str, ...]:
     title, row, count = group
     at = row.name if not title.endswith(row.name) or not row.name else ""
     at = at.rpartition(title.split(" ")[-1].removesuffix("*"))[2] if at else ""

@@ -31,7 +31,7 @@ from plait.units import dtype_of
 from plait.verify import peers
 from plait.verify.model_under_test import Built, give_weights
 from plait.verify.parity import Trace, engine_trace, reference_trace
-from plait.verify.plan import Pass, Plan
+from plait.verify.plan import Pass, VerificationPlan
 from plait.verify.report import (
     INDEPENDENT,
     Report,
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> None:
     folder = Path(arguments[0])
     seconds = float(arguments[1])
     with (folder / PLAN).open("rb") as file:
-        plan: Plan = pickle.load(file)
+        plan: VerificationPlan = pickle.load(file)
     traces = run_watched(plan, seconds=seconds)
     if place().rank == 0:
         with (folder / f"{TRACES}.partial").open("wb") as file:
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> None:
         (folder / f"{TRACES}.partial").rename(folder / TRACES)
 
 
-def run_watched(plan: Plan, *, seconds: float) -> Traces:
+def run_watched(plan: VerificationPlan, *, seconds: float) -> Traces:
     """Call `run_layout`, and end the process with the stacks of all threads after `seconds`.
 
     Output of engines is sent to standard error, because standard output contains the report.
@@ -85,7 +85,7 @@ def run_watched(plan: Plan, *, seconds: float) -> Traces:
         os.close(report)
 
 
-def run_layout(plan: Plan) -> Traces:
+def run_layout(plan: VerificationPlan) -> Traces:
     """Run every pass of the plan in this process. Collective."""
     if plan.engine != "plait":
         return peers.traces(plan)
@@ -101,7 +101,7 @@ def run_layout(plan: Plan) -> Traces:
     return traces
 
 
-def _engine_trace(plan: Plan, name: Pass, engines: list[Engine]) -> Trace:
+def _engine_trace(plan: VerificationPlan, name: Pass, engines: list[Engine]) -> Trace:
     resolved, dtype = plan.settings(name)
     built = plan.build(dtype, rank=place().rank)
     with plan.lifting(name, built.model):
@@ -123,7 +123,7 @@ class References:
     single: Trace | None
 
 
-def references(plan: Plan, name: Pass, trace: Trace) -> References:
+def references(plan: VerificationPlan, name: Pass, trace: Trace) -> References:
     """Compute the references of a pass in this process alone.
 
     Args:
@@ -158,7 +158,7 @@ def references(plan: Plan, name: Pass, trace: Trace) -> References:
     return References(exact, single)
 
 
-def _in_float64(plan: Plan, model: nn.Module) -> nn.Module:
+def _in_float64(plan: VerificationPlan, model: nn.Module) -> nn.Module:
     """Return a float64 model with the same values.
 
     The model is built again, because some layers are constructed differently for float64.
@@ -177,7 +177,7 @@ def _in_float64(plan: Plan, model: nn.Module) -> nn.Module:
 
 
 def _trace(
-    plan: Plan,
+    plan: VerificationPlan,
     built: Built,
     model: nn.Module,
     data: list[list[Any]],
@@ -198,7 +198,7 @@ def _trace(
     )
 
 
-def compare(plan: Plan, traces: Traces, *, tolerance: float | None = None) -> Report:
+def compare(plan: VerificationPlan, traces: Traces, *, tolerance: float | None = None) -> Report:
     """Compute the references of every pass, and compare.
 
     Args:

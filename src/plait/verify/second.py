@@ -11,12 +11,12 @@ import torch
 
 from plait.config.schema.optimization import OptimizerSpec
 from plait.losses.loss import causal_lm_loss
-from plait.model.experts import wants_balance_loss
+from plait.model.experts import enables_balance_loss
 from plait.parallel.micro_batches import to_device
 from plait.verify import independent
 from plait.verify.model_under_test import transformers_model
 from plait.verify.parity import Trace
-from plait.verify.plan import Plan
+from plait.verify.plan import VerificationPlan
 from plait.verify.shrink import without_dropout
 
 _KERNELS = {"fused", "foreach", "capturable"}
@@ -48,7 +48,7 @@ def adamw_of(spec: OptimizerSpec) -> independent.AdamW | str:
     )
 
 
-def second_trace(plan: Plan, found: Trace) -> tuple[Trace | None, str]:
+def second_trace(plan: VerificationPlan, found: Trace) -> tuple[Trace | None, str]:
     """Train with the independent reference in float64.
 
     With another optimizer than AdamW the reference checks the first step up to its gradients.
@@ -65,7 +65,7 @@ def second_trace(plan: Plan, found: Trace) -> tuple[Trace | None, str]:
                 " loss"
             ),
         )
-    if wants_balance_loss(built.model):
+    if enables_balance_loss(built.model):
         return (
             None,
             (
@@ -123,7 +123,7 @@ def second_trace(plan: Plan, found: Trace) -> tuple[Trace | None, str]:
     )
 
 
-def _model(plan: Plan) -> torch.nn.Module:
+def _model(plan: VerificationPlan) -> torch.nn.Module:
     """Return the model in float64, with the buffers that its own code creates."""
     if plan.tested.fields is not None:
         model = transformers_model(plan.tested.fields, dtype=torch.float64, device="cpu")

@@ -105,7 +105,7 @@ _SPREADS = ("initializer_range", "init_std")
 
 
 @dataclass(frozen=True)
-class Change:
+class FieldChange:
     """Change of one field of a configuration."""
 
     name: str
@@ -120,21 +120,21 @@ def _short(value: Any) -> str:
     return f"[{len(value)} entries]" if isinstance(value, list | tuple) else str(value)
 
 
-def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[Change, ...]:
+def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[FieldChange, ...]:
     """Return the changed fields, in the order of the configuration.
 
     A field of a part is named `text_config.hidden_size`.
     """
-    result: list[Change] = []
+    result: list[FieldChange] = []
     for name, value in after.items():
         old = before.get(name)
         if isinstance(value, dict) and isinstance(old, dict):
             result += [
-                Change(f"{name}.{change.name}", change.before, change.after)
+                FieldChange(f"{name}.{change.name}", change.before, change.after)
                 for change in changes(old, value)
             ]
         elif old != value:
-            result.append(Change(name, old, value))
+            result.append(FieldChange(name, old, value))
     return tuple(result)
 
 

@@ -21,7 +21,7 @@ from plait.model.facts import ModelFacts
 from plait.parallel.accounting.ledger import Ledger, gradient_bytes
 from plait.parallel.data.data_parallel import DataParallel
 from plait.parallel.hooks import StepHook
-from plait.parallel.technique import Context, Parts, Technique
+from plait.parallel.technique import Parts, Technique, TechniqueContext
 
 
 class ContextParallel(Technique):
@@ -31,7 +31,7 @@ class ContextParallel(Technique):
     sequence_length: int
     """Tokens of every sequence, before it is cut."""
 
-    def check(self, context: Context) -> None:
+    def check(self, context: TechniqueContext) -> None:
         """Raise ConfigError or ModelError for what this technique does not do."""
         cp, length = context.layout.cp, self.sequence_length
         if length % cp:

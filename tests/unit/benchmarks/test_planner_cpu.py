@@ -7,7 +7,7 @@ import numpy as np
 from benchmarks.planner_cpu import report
 from benchmarks.planner_cpu.layouts import BATCH, CASES, QUICK, request
 from plait.planner.calibrate import Calibration, Fit, uncalibrated
-from plait.planner.choice import price, walked
+from plait.planner.choice import price, simulate_pipelines
 from plait.planner.constants import Rates
 
 
@@ -41,7 +41,9 @@ def test_unseen_layouts_of_a_machine_that_differs_are_predicted() -> None:
     noise = np.random.default_rng(0)
     for case in CASES:
         asked = request(case.processes)
-        exact = walked(asked, price(asked, [case.layout], calibration=truth), truth)[0].seconds
+        exact = simulate_pipelines(asked, price(asked, [case.layout], calibration=truth), truth)[
+            0
+        ].seconds
         seconds[case.name] = exact * float(np.exp(noise.normal(0, 0.015)))
     found = report.compare(CASES, seconds)
     assert found["unseen_uncalibrated"]["median"] > 0.15

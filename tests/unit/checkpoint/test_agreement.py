@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from plait.checkpoint.agreement import together
+from plait.checkpoint.agreement import run_on_all_ranks
 from plait.errors import CheckpointError
 
 
@@ -24,5 +24,5 @@ def test_every_error_is_told(error: Exception, said: str) -> None:
         raise error
 
     with pytest.raises(CheckpointError) as caught:
-        together(work, device=torch.device("cpu"), doing="saving")
+        run_on_all_ranks(work, device=torch.device("cpu"), doing="saving")
     assert str(caught.value) == f"saving: {said}" and caught.value.__cause__ is error

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from plait.checkpoint.folder import Found, candidates, remove_old
+from plait.checkpoint.folder import CheckpointFolder, candidates, remove_old
 from plait.checkpoint.load import Reader
 from plait.checkpoint.save import Snapshot, write
 from plait.checkpoint.windows import record_of
@@ -46,7 +46,7 @@ def of(mesh: Mesh, folder: Path, value: float, tag: str) -> Snapshot:
     return Snapshot(folder, tag, mesh, tensors, records, records, {}, {})
 
 
-def verified(found: Found) -> list[torch.Tensor]:
+def verified(found: CheckpointFolder) -> list[torch.Tensor]:
     """The tensors of a checkpoint whose every byte is verified."""
     reader = Reader(found)
     reader.verify("full")

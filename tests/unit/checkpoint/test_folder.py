@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.checkpoint.folder import candidates, complete, find, remove_old
+from plait.checkpoint.folder import candidates, find_checkpoint, list_complete, remove_old
 from plait.checkpoint.inspect import prune
 from plait.errors import CheckpointError
 from plait.train.folder import RunFolder
@@ -27,9 +27,9 @@ def three(tmp_path: Path) -> Path:
 
 
 def test_nothing(tmp_path: Path) -> None:
-    assert find(tmp_path) is None and find(tmp_path / "none") is None
+    assert find_checkpoint(tmp_path) is None and find_checkpoint(tmp_path / "none") is None
     with pytest.raises(CheckpointError, match="holds none"):
-        find(tmp_path, "a")
+        find_checkpoint(tmp_path, "a")
 
 
 def test_the_newest_and_then_older_ones(three: Path) -> None:
@@ -83,10 +83,10 @@ def test_where_nothing_is_left(tmp_path: Path) -> None:
     put(tmp_path, "a", {})
     (tmp_path / "a" / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match="no other checkpoint is there"):
-        find(tmp_path)
+        find_checkpoint(tmp_path)
     (tmp_path / "LATEST").write_text("")
     with pytest.raises(CheckpointError, match="no checkpoint there is complete"):
-        find(tmp_path)
+        find_checkpoint(tmp_path)
 
 
 def test_one_that_was_being_replaced(three: Path) -> None:
@@ -103,7 +103,7 @@ def test_old_ones_are_deleted_but_not_the_one_to_go_on_from(three: Path) -> None
     put(three, "e", {}, sequence=5, named=False)
     (three / ".a.deleted").mkdir()
     remove_old(three, keep=2)
-    assert [one.manifest.tag for one in complete(three)] == ["e", "d", "c"]
+    assert [one.manifest.tag for one in list_complete(three)] == ["e", "d", "c"]
     assert not list(three.glob(".*"))
 
 
@@ -119,7 +119,7 @@ def test_damaged_ones_without_latest_are_not_a_new_beginning(tmp_path: Path, fil
         CheckpointError,
         match="LATEST is missing, and no checkpoint there is complete; a cannot be read",
     ):
-        find(tmp_path)
+        find_checkpoint(tmp_path)
 
 
 def test_files_and_links_that_a_kill_left_are_deleted_too(three: Path) -> None:

@@ -25,7 +25,7 @@ import plait
 from plait import exact
 from plait.checkpoint.foreign import content, convert
 from plait.checkpoint.foreign.unpickle import read_pickle, read_torch
-from plait.checkpoint.inspect import open_one, verify
+from plait.checkpoint.inspect import open_checkpoint, verify
 from plait.checkpoint.load import Reader
 from plait.checkpoint.places import place_of
 from plait.cli.import_ import app
@@ -103,7 +103,7 @@ def in_this_process(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) ->
 def compare(out: Path, *, rtol: float) -> Reader:
     """With what plain torch has computed."""
     model, optimizer = trained()
-    found = open_one(place_of(out))
+    found = open_checkpoint(place_of(out))
     verify(found, lambda done, of: None)
     reader = Reader(found)
     wanted = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}

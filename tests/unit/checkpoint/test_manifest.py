@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from plait.checkpoint.manifest import RankManifest, digest, parsed, read_manifest
+from plait.checkpoint.manifest import RankManifest, digest, read_json, read_manifest
 from plait.errors import CheckpointError
 from tests.checkpoints import put
 
@@ -43,4 +43,4 @@ def test_records_of_no_tensor(tmp_path: Path, record: dict[str, Any]) -> None:
     with pytest.raises(
         CheckpointError, match=r"00000.json is not a valid RankManifest of Plait: tensors.x"
     ):
-        parsed(RankManifest, tmp_path / "00000.json")
+        read_json(RankManifest, tmp_path / "00000.json")

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from plait.checkpoint.optimizer_content import content, merged
+from plait.checkpoint.optimizer_content import content, merge_stages
 from plait.errors import CheckpointError
 
 
@@ -38,7 +38,7 @@ def test_a_pipelines_record_names_the_parameters_of_every_stage(
         found[:] = stages
 
     monkeypatch.setattr(dist, "all_gather_object", gather)
-    groups = merged(stages[1], mock.Mock(size=lambda: 2))["groups"]
+    groups = merge_stages(stages[1], mock.Mock(size=lambda: 2))["groups"]
     assert [group["params"] for group in groups] == [
         ["first.weight", "tied.weight", "last.weight"],
         ["first.bias", "tied.bias", "last.bias"],

@@ -13,7 +13,7 @@ from plait.cluster.topology import machine_name
 from plait.engine import calibration as live
 from plait.engine.timed_steps import TimedSteps
 from plait.planner.calibrate import calibrate
-from plait.planner.calibration_file import Origin, load, save
+from plait.planner.calibration_file import CalibrationOrigin, load, save
 from plait.planner.measured import runs_of
 from tests.unit.cli.planning import ASKED, runs_file
 from tests.unit.planner.rows import measured
@@ -45,7 +45,7 @@ def test_a_plan_takes_the_constants_of_its_device_alone(
     save(
         out,
         calibrate(runs_of([measured(factor=1.4, index=index) for index in range(3)])),
-        Origin("h100"),
+        CalibrationOrigin("h100"),
     )
     before, notes = seconds(capsys)
     after, _ = seconds(capsys, "--calibrate", out)

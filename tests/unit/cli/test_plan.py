@@ -11,7 +11,7 @@ from plait.cli.main import main
 from plait.cluster.topology import default_processes
 from plait.config.resolving.resolve import load, resolve
 from plait.parallel.schedules.schedule import make_schedule
-from plait.planner.constants import unseen
+from plait.planner.constants import interval_coverage
 from plait.planner.offers import SCHEDULE_NAMES
 from tests.unit.cli.planning import ASKED
 
@@ -57,7 +57,7 @@ def test_a_plan_is_printed_explained_and_written(
         "why not tp=3 cannot be: 16 devices and 16 % 3 = 1",
         "twice the memory",
         "of 79.1 GiB",
-        f"Of published runs of other sources, {unseen()['time'].share:.0%} of {unseen()['time'].rows} step times",
+        f"Of published runs of other sources, {interval_coverage()['time'].share:.0%} of {interval_coverage()['time'].rows} step times",
         f"plait train {out}",
     ):
         assert text in shown, text

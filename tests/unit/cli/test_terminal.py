@@ -55,7 +55,8 @@ def test_verbs_end_in_order(verb: list[str], inner: str, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(inner, work)
     monkeypatch.setattr(
-        "plait.checkpoint.inspect.open_one", lambda place: type("Found", (), {"path": Path("run")})
+        "plait.checkpoint.inspect.open_checkpoint",
+        lambda place: type("Found", (), {"path": Path("run")}),
     )
     with pytest.raises(SystemExit) as end:
         main(verb)

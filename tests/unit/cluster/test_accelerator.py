@@ -21,7 +21,9 @@ def test_collectives_of_a_device() -> None:
 def test_a_machine_without_one() -> None:
     """Nothing waits, and nothing fails."""
     assert accelerator.count() == 0 and accelerator.available_type() == "cpu"
-    assert not accelerator.is_one(CPU) and not accelerator.is_one(torch.device("meta"))
+    assert not accelerator.is_accelerator(CPU) and not accelerator.is_accelerator(
+        torch.device("meta")
+    )
     accelerator.synchronize(CPU)
     accelerator.reset_peak(CPU)
     with accelerator.on_stream(None):

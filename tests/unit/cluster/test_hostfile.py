@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.cluster.hostfile import Host, parse, read, select
+from plait.cluster.hostfile import HostfileEntry, parse, read, select
 from plait.errors import ConfigError, InputError
 
 FILE = parse("a slots=4\nb slots=2\nc slots=1")
@@ -14,7 +14,7 @@ FILE = parse("a slots=4\nb slots=2\nc slots=1")
 
 def test_comments_blank_lines_and_order() -> None:
     text = "# head\n\nworker-2.local slots=2  # second\n10.0.0.1   slots = 1\n"
-    assert parse(text) == (Host("worker-2.local", (0, 1)), Host("10.0.0.1", (0,)))
+    assert parse(text) == (HostfileEntry("worker-2.local", (0, 1)), HostfileEntry("10.0.0.1", (0,)))
 
 
 @given(
@@ -28,7 +28,9 @@ def test_comments_blank_lines_and_order() -> None:
 )
 def test_what_is_written_is_read(slots: dict[str, int], comment: str) -> None:
     text = "\n".join(f"{name} slots={count}{comment}" for name, count in slots.items())
-    assert parse(text) == tuple(Host(name, tuple(range(count))) for name, count in slots.items())
+    assert parse(text) == tuple(
+        HostfileEntry(name, tuple(range(count))) for name, count in slots.items()
+    )
 
 
 @pytest.mark.parametrize(
@@ -80,7 +82,7 @@ def test_filters_keep_the_order_of_the_file(
     include: str, exclude: str, expected: dict[str, tuple[int, ...]]
 ) -> None:
     assert select(FILE, include=include, exclude=exclude) == tuple(
-        Host(name, slots) for name, slots in expected.items()
+        HostfileEntry(name, slots) for name, slots in expected.items()
     )
 
 
@@ -115,6 +117,9 @@ def test_a_user_and_a_byte_order_mark(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_bytes(b"\xef\xbb\xbfroot@a slots=2\nb slots=2\n")
     hosts = read(tmp_path / "hosts")
     assert [(host.name, host.address) for host in hosts] == [("root@a", "a"), ("b", "b")]
-    assert select(hosts, include="a:1@b") == (Host("root@a", (1,)), Host("b", (0, 1)))
-    assert select(hosts, include="root@a") == (Host("root@a", (0, 1)),)
-    assert select(hosts, exclude="a") == (Host("b", (0, 1)),)
+    assert select(hosts, include="a:1@b") == (
+        HostfileEntry("root@a", (1,)),
+        HostfileEntry("b", (0, 1)),
+    )
+    assert select(hosts, include="root@a") == (HostfileEntry("root@a", (0, 1)),)
+    assert select(hosts, exclude="a") == (HostfileEntry("b", (0, 1)),)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.comm.board import BYTES, FORWARD, Board, read
+from plait.comm.board import BYTES, FORWARD, Board, read_board
 from plait.comm.hang import SIGN_SECONDS, condition
 from plait.errors import InputError
 
@@ -19,7 +19,7 @@ def test_a_rank_that_never_gave_a_sign_holds_the_interpreters_lock(tmp_path: Pat
     """Its thread that watches has not run since the board was made, half a second before its first look."""
     board = Board(rank=1, timeout_seconds=5, path=tmp_path / "board")
     board.progress(3, FORWARD)
-    reading = read(tmp_path / "board")
+    reading = read_board(tmp_path / "board")
     assert reading is not None and (reading.step, reading.phase) == (3, FORWARD)
     said = condition(reading, time.monotonic() + SIGN_SECONDS + 1, state="S")
     assert "a call holds the interpreter's lock" in said

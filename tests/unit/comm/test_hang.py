@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from plait.comm import board, hang
-from plait.comm.board import Board, Reading, Wait, read
+from plait.comm.board import Board, BoardContent, Wait, read_board
 
 TIMEOUT = 5.0
 NOW = 100.0
@@ -17,8 +17,10 @@ NOW = 100.0
 
 def reading(
     rank: int, *waits: Wait, step: int = 3, sign: float = NOW, line: str = "train.py:33"
-) -> Reading:
-    return Reading(rank, 1000 + rank, TIMEOUT, step, board.BACKWARD, NOW - 6, sign, waits, line)
+) -> BoardContent:
+    return BoardContent(
+        rank, 1000 + rank, TIMEOUT, step, board.BACKWARD, NOW - 6, sign, waits, line
+    )
 
 
 def reduce(
@@ -40,7 +42,7 @@ class TestBoard:
         own.sign(
             [Wait("all-reduce", "tp", 11.0, 9, "[2] int64", None, (2, 3))], line="a.py:3", seen=14.0
         )
-        found = read(tmp_path / "board")
+        found = read_board(tmp_path / "board")
         assert found is not None
         assert (found.rank, found.step, found.phase, found.timeout_seconds, found.line) == (
             2,
@@ -54,16 +56,16 @@ class TestBoard:
         own.waited()
         own.phase(board.UPDATE)
         own.sign()
-        found = read(tmp_path / "board")
+        found = read_board(tmp_path / "board")
         assert found is not None and (found.step, found.phase, found.waits) == (7, board.UPDATE, ())
         own.close()
 
     def test_without_a_path_nothing_is_left(self) -> None:
         own = Board(rank=0, timeout_seconds=TIMEOUT)
-        assert read(own.path) is not None
+        assert read_board(own.path) is not None
         path = own.path
         own.close()
-        assert read(path) is None
+        assert read_board(path) is None
 
     def test_a_description_that_is_too_long_is_shortened(self, tmp_path: Path) -> None:
         own = Board(rank=0, timeout_seconds=TIMEOUT, path=tmp_path / "board")
@@ -71,7 +73,7 @@ class TestBoard:
         own.sign(
             [Wait("all-reduce", "dp", 1.0, 1, "[8]", None, tuple(range(4096)))] * 3, line="a.py:3"
         )
-        found = read(tmp_path / "board")
+        found = read_board(tmp_path / "board")
         assert (
             found is not None
             and found.waits[0].operation == "all-reduce"
@@ -81,19 +83,21 @@ class TestBoard:
 
     def test_a_file_that_is_no_board(self, tmp_path: Path) -> None:
         (tmp_path / "other").write_bytes(b"x" * board.BYTES)
-        assert read(tmp_path / "other") is None
-        assert read(tmp_path / "none") is None
+        assert read_board(tmp_path / "other") is None
+        assert read_board(tmp_path / "none") is None
 
 
 class TestFind:
     def test_a_wait_within_its_timeout_is_no_hang(self) -> None:
         early = {0: reading(0, reduce(5, 0, 1, since=NOW - 4.9)), 1: reading(1)}
-        assert hang.find(early, NOW) is None
+        assert hang.find_hang(early, NOW) is None
 
     def test_a_wait_that_was_not_seen_to_go_on_is_none(self) -> None:
         """What a rank saw 3 s ago may have ended since."""
         assert (
-            hang.find({0: reading(0, replace(reduce(5, 0, 1), seen=NOW - 3)), 1: reading(1)}, NOW)
+            hang.find_hang(
+                {0: reading(0, replace(reduce(5, 0, 1), seen=NOW - 3)), 1: reading(1)}, NOW
+            )
             is None
         )
 
@@ -103,9 +107,9 @@ class TestFind:
             1: reading(1),
             2: reading(2, reduce(5, 0, 1, 2)),
         }
-        found = hang.find(ranks, NOW)
+        found = hang.find_hang(ranks, NOW)
         assert found is not None and found.late == (1,)
-        assert hang.cause(found, ranks) == (
+        assert hang.describe_cause(found, ranks) == (
             "rank 1 is stuck in step 3, backward: ranks 0, 2 have waited 5.5 s in all-reduce over dp_shard (number 5, [1000] float32) at "
             "train.py:33; the timeout is 5 s"
         )
@@ -116,7 +120,7 @@ class TestFind:
             1: reading(1, reduce(2, 1, 2, axis="tp")),
             2: reading(2),
         }
-        found = hang.find(ranks, NOW)
+        found = hang.find_hang(ranks, NOW)
         assert found is not None and found.late == (2,)
 
     def test_what_the_wait_itself_knows_comes_first(self) -> None:
@@ -126,7 +130,7 @@ class TestFind:
             1: reading(1),
             2: reading(2),
         }
-        found = hang.find(ranks, NOW)
+        found = hang.find_hang(ranks, NOW)
         assert found is not None and found.late == (2,)
 
     def test_ranks_that_wait_for_each_other(self) -> None:
@@ -134,9 +138,9 @@ class TestFind:
             0: reading(0, reduce(5, 0, 1)),
             1: reading(1, reduce(3, 0, 1, axis="tp"), line="other.py:8"),
         }
-        found = hang.find(ranks, NOW)
+        found = hang.find_hang(ranks, NOW)
         assert found is not None and not found.late
-        text = hang.cause(found, ranks)
+        text = hang.describe_cause(found, ranks)
         assert text.startswith(
             "the ranks wait for each other in different collectives: rank 0 for 5.5 s in all-reduce over dp_shard"
         )
@@ -148,17 +152,17 @@ class TestFind:
     def test_a_rank_that_has_ended(self) -> None:
         """By sys.exit, before the launcher saw it: no process is there that could be stuck."""
         ranks = {0: reading(0, reduce(5, 0, 1)), 1: reading(1)}
-        found = hang.find(ranks, NOW)
+        found = hang.find_hang(ranks, NOW)
         assert found is not None
-        assert hang.cause(found, ranks, ended=[1]).startswith(
+        assert hang.describe_cause(found, ranks, ended=[1]).startswith(
             "rank 1 has ended in step 3, backward: rank 0 has waited 5.5 s in all-reduce"
         )
 
     def test_another_machine(self) -> None:
         ranks = {0: reading(0, reduce(5, 0, 1))}
-        found = hang.find(ranks, NOW)
+        found = hang.find_hang(ranks, NOW)
         assert found is not None
-        assert hang.cause(found, ranks).startswith(
+        assert hang.describe_cause(found, ranks).startswith(
             "rank 1, on another machine or ended, is stuck: rank 0 has waited"
         )
 
@@ -177,4 +181,4 @@ def test_the_condition_of_a_rank(state: str, sign: float, words: str) -> None:
 
 
 def test_ranks_are_named_in_runs() -> None:
-    assert hang.names([0, 1, 2, 5]) == "ranks 0-2, 5" and hang.names([4]) == "rank 4"
+    assert hang.format_ranks([0, 1, 2, 5]) == "ranks 0-2, 5" and hang.format_ranks([4]) == "rank 4"

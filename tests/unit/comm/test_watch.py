@@ -10,7 +10,7 @@ import pytest
 
 from plait._torch.flight import UnfinishedCollective
 from plait.comm import watch
-from plait.comm.board import FORWARD, Board, Wait, read
+from plait.comm.board import FORWARD, Board, Wait, read_board
 from plait.comm.watch import Watch
 
 
@@ -77,7 +77,7 @@ def test_a_clock_that_is_set_makes_no_wait_longer(
     monkeypatch.setattr(watch, "unfinished_collectives", lambda: [first, second])
     monkeypatch.setattr(time, "time", lambda: real() + set_by)
     watched._publish(board, time.monotonic(), 0.0)
-    reading = read(tmp_path / "board")
+    reading = read_board(tmp_path / "board")
     assert reading is not None and [wait.since for wait in reading.waits] == [seen.since]
     assert all(time.monotonic() - began < age + 2 for began in watched._unfinished.values()), (
         "one that is new began after the last look"

@@ -231,7 +231,7 @@ def outcome(settings: dict[str, Any]) -> Any:
 
 
 def test_every_setting_has_a_case() -> None:
-    assert set(CHANGES) == set(keys.fields())
+    assert set(CHANGES) == set(keys.schema_fields())
 
 
 @pytest.mark.parametrize("path", sorted(CHANGES))
@@ -253,7 +253,7 @@ def test_a_setting_of_the_file_says_that_it_is_from_the_file(path: str) -> None:
 
 def test_every_source_is_the_default_for_an_empty_file() -> None:
     config = Config()
-    assert {config.origin(path) for path in keys.fields()} == {"default"}
+    assert {config.origin(path) for path in keys.schema_fields()} == {"default"}
 
 
 def flags_of(kind: Any, path: str = "") -> Iterator[tuple[str, FieldInfo]]:

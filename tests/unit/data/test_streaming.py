@@ -14,9 +14,9 @@ from datasets import Dataset
 from plait import exact
 from plait.config.resolving.resolve import load
 from plait.config.schema.sections import DataSection
-from plait.data.loader import Batches
+from plait.data.loader import BatchSource
 from plait.data.packing import IGNORED
-from plait.data.prepare import Prepared, prepare
+from plait.data.prepare import PreparedData, prepare
 from plait.data.tokenizer import is_held_out
 from plait.errors import CheckpointError, ConfigError, InputError
 from tests.unit.data.byte_tokenizer import tokenizer
@@ -65,7 +65,7 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def opens(
         rows: list[dict[str, Any]], *, kind: str = "disk", fraction: float = 0.1, **settings: Any
-    ) -> Prepared:
+    ) -> PreparedData:
         if kind not in places:
             places[kind] = written(tmp_path, rows, kind)
         given: dict[str, Any] = {
@@ -83,11 +83,11 @@ def rows_of(found: list[str]) -> list[dict[str, Any]]:
     return [{"text": text} for text in found]
 
 
-def loader_of(data: Prepared, rank: int = 0, ranks: int = 1) -> Batches:
+def loader_of(data: PreparedData, rank: int = 0, ranks: int = 1) -> BatchSource:
     return data.loader(BATCH, 5, dp_rank=rank, dp_size=ranks)
 
 
-def batches(loader: Batches, first: int, last: int) -> list[dict[str, torch.Tensor]]:
+def batches(loader: BatchSource, first: int, last: int) -> list[dict[str, torch.Tensor]]:
     return [loader.at(step * BATCH) for step in range(first, last)]
 
 

@@ -12,7 +12,7 @@ from datasets import Dataset
 
 from plait.config.schema.sections import DataSection
 from plait.data.packing import IGNORED
-from plait.data.prepare import Prepared, prepare
+from plait.data.prepare import PreparedData, prepare
 from plait.data.rows import row_text
 from plait.data.templates import encoder, template_warnings
 from plait.errors import InputError
@@ -293,7 +293,7 @@ def test_templates_that_cannot_be_used() -> None:
     assert all(encoder(tokenizer(last), "chat", scored="all")(text)[1])
 
 
-def prepared(folder: Path, **section: Any) -> Prepared:
+def prepared(folder: Path, **section: Any) -> PreparedData:
     tokenizer().save_pretrained(folder / "tokenizer")
     data = DataSection(
         tokenizer=str(folder / "tokenizer"), validation_fraction=0, sequence_length=128, **section

@@ -12,20 +12,26 @@ import torch
 from plait.errors import InputError
 from plait.inference import deployment
 from plait.inference.cache_layout import CacheLayout
-from plait.inference.deployment import Devices, Work, deploy, deploy_in_budget, deploy_streamed
+from plait.inference.deployment import (
+    Devices,
+    InferenceWork,
+    deploy,
+    deploy_in_budget,
+    deploy_streamed,
+)
 from plait.inference.dry_cache import cache_layout_of
 from plait.inference.placement import DoesNotFit
 from plait.inference.source import open_source
 from plait.inference.stored import StoredTensor
 from plait.inference.stream import HostMemory, pinned_bytes
 from plait.inference.streamed import plan_streaming
-from plait.units import bytes_of
+from plait.units import parse_bytes
 
 MIB = 1 << 20
 
 
 @pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Work:
+def work(tmp_path_factory: pytest.TempPathFactory) -> InferenceWork:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder = tmp_path_factory.mktemp("model")
@@ -39,10 +45,12 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Work:
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     source = open_source(folder)
-    return Work(source, source.model(), 32, 1)
+    return InferenceWork(source, source.model(), 32, 1)
 
 
-def test_what_no_layout_holds_is_streamed(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_no_layout_holds_is_streamed(
+    work: InferenceWork, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert deploy(work, tp=None, pp=None, devices=None).budget_bytes is None
     monkeypatch.setattr(deployment, "free_bytes", lambda *_: 5 * MIB)
     found = deploy(work, tp=None, pp=None, devices=None)
@@ -61,7 +69,9 @@ def test_what_no_layout_holds_is_streamed(work: Work, monkeypatch: pytest.Monkey
             deploy(work, **{"tp": None, "pp": None, "devices": None, **chosen})  # type: ignore[arg-type]
 
 
-def test_a_cache_that_is_guessed_is_told(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_is_guessed_is_told(
+    work: InferenceWork, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In the line that `plait generate` and `plait plan infer` print."""
     kept = cache_layout_of(work.model)
     for guess, words in (
@@ -80,7 +90,7 @@ def test_a_cache_that_is_guessed_is_told(work: Work, monkeypatch: pytest.MonkeyP
             assert found.why.endswith(told)
 
 
-def test_budgets(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_budgets(work: InferenceWork, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="--gpu-budget: no GPU is visible here"):
         deploy_streamed(work, gpu_budget=4 * MIB)
     assert deploy_streamed(work, cpu_budget=1 << 30).why.startswith(
@@ -100,7 +110,7 @@ def test_budgets(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_the_least_budget_suffices(work: Work) -> None:
+def test_the_least_budget_suffices(work: InferenceWork) -> None:
     """The number of the message is enough for one request, and fewer requests at once are tried before it is told."""
     several = replace(work, requests=3)
     with pytest.raises(InputError) as raised:
@@ -109,7 +119,7 @@ def test_the_least_budget_suffices(work: Work) -> None:
         r"a budget of 1.0 MiB is too small: .*; give at least (\S+ MiB)", str(raised.value)
     )
     assert told is not None
-    least = bytes_of(told[1], "--cpu-budget")
+    least = parse_bytes(told[1], "--cpu-budget")
     with pytest.raises(InputError, match="too small"):
         deploy_in_budget(several, cpu_budget=least - MIB // 5)
     assert deploy_in_budget(several, cpu_budget=least)[1] == 1
@@ -118,7 +128,7 @@ def test_the_least_budget_suffices(work: Work) -> None:
     assert deploy_in_budget(several, cpu_budget=1 << 30)[1] == 3
 
 
-def test_keys_and_values_on_the_host(work: Work) -> None:
+def test_keys_and_values_on_the_host(work: InferenceWork) -> None:
     from dataclasses import replace
 
     on = Devices(on_gpu=True, count=2, memory_bytes=7 * MIB, host_bytes=1 << 30)
@@ -151,7 +161,7 @@ def test_keys_and_values_on_the_host(work: Work) -> None:
         deploy(kept, tp=1, pp=2, devices=None, on=replace(on, memory_bytes=20 * MIB))
 
 
-def test_how_much_is_kept_on_the_host(work: Work) -> None:
+def test_how_much_is_kept_on_the_host(work: InferenceWork) -> None:
     stored = {
         name: StoredTensor(Path(), 0, p.numel() * 4, torch.float32, tuple(p.shape))
         for name, p in work.model.named_parameters()

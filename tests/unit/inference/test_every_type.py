@@ -17,7 +17,7 @@ from plait.inference.cache_layout import CacheDemand, cache_bytes
 from plait.inference.dry_cache import cache_layout_of
 from plait.planner.built import as_built
 from plait.planner.models import from_config
-from plait.sharded.cache import takes_cache
+from plait.sharded.cache import supports_cache
 from tests.measured.model_types import make_small
 from tests.unit.inference.kept_models import tensors
 
@@ -65,7 +65,7 @@ def model_of(fields: dict[str, Any], device: str = "cpu") -> Any:
 def test_a_cache_has_the_bytes_that_are_counted(name: str) -> None:
     fields = small(name)
     model = model_of(fields)
-    if not takes_cache(model):
+    if not supports_cache(model):
         pytest.skip("it keeps nothing of earlier tokens")
     keeps = cache_layout_of(model_of(fields, "meta"))
     if name in BY_HEADS:

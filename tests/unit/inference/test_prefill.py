@@ -14,7 +14,7 @@ from plait.inference.load import load_model
 from plait.inference.score import score
 from plait.inference.source import open_source
 from plait.inference.streamed import load_streamed
-from plait.sharded.cache import reads_prompts_whole
+from plait.sharded.cache import requires_single_prefill
 from tests.unit.inference.models import built, saved
 from tests.unit.inference.words import Words
 
@@ -66,7 +66,7 @@ def test_a_model_that_attends_in_both_directions(
     kept.model.register_forward_pre_hook(lambda *_: passes.append(1))
     found = generate(kept, PROMPTS, max_new_tokens=1, temperature=0, prefill_tokens=4)
     assert len(passes) == (3 if is_decoder else 1)
-    assert not reads_prompts_whole(built("gpt_neox", is_decoder=False))
+    assert not requires_single_prefill(built("gpt_neox", is_decoder=False))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(
             torch.tensor(one.logprobs), torch.tensor(other.logprobs), rtol=0, atol=1e-5

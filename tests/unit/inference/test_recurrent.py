@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import plait
-from plait.sharded.cache import has_recurrent_state, takes_cache
+from plait.sharded.cache import has_recurrent_state, supports_cache
 from tests.unit.inference.recurrent import FIELDS, NEW, PROMPTS, built, by_transformers
 
 
@@ -14,7 +14,7 @@ def test_tokens(kind: str) -> None:
     """Of prompts of several lengths together, in pieces and without a cache, also twice and after one of them has ended."""
     model = built(kind)
     expected = by_transformers(model)
-    assert takes_cache(model) == has_recurrent_state(model) == (kind in ("jamba", "falcon_h1"))
+    assert supports_cache(model) == has_recurrent_state(model) == (kind in ("jamba", "falcon_h1"))
     sharded = plait.parallelize(model, {"train_micro_batch_size_per_gpu": 1})
     for ways in ({}, {"prefill_tokens": 3}, {"use_cache": False}, {"batch_size": 2}):
         made = plait.generate(sharded, PROMPTS, max_new_tokens=NEW, temperature=0, **ways)

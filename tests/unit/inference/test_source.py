@@ -10,7 +10,7 @@ import pytest
 
 from plait.errors import InputError
 from plait.inference import source
-from plait.inference.source import Source, described, open_source
+from plait.inference.source import Source, model_of_config, open_source
 from tests.unit.inference.kept_models import model_of
 from tests.unit.inference.models import saved
 
@@ -59,5 +59,5 @@ def test_a_model_of_another_kind(tmp_path: Path, kind: str, said: str) -> None:
 
     AutoConfig.for_model(kind).save_pretrained(tmp_path)
     with pytest.raises(InputError, match=said) as raised:
-        described(tmp_path, dtype=None)
+        model_of_config(tmp_path, dtype=None)
     assert len(str(raised.value)) < 200

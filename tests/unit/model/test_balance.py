@@ -14,7 +14,7 @@ from transformers import (
 )
 
 import plait
-from plait.model.experts import balance_coefficient, wants_balance_loss
+from plait.model.experts import balance_coefficient, enables_balance_loss
 
 TEXT: dict[str, Any] = {
     "vocab_size": 64,
@@ -64,7 +64,7 @@ def test_of_the_text_part(asks: bool) -> None:
     # Transformers 5.17 adds the loss only if output_router_logits is an argument of the call.
     adds = vision(True)(**batch).aux_loss is not None
     expected = (0.7, asks) if adds else (None, False)
-    assert (balance_coefficient(model), wants_balance_loss(model)) == expected
+    assert (balance_coefficient(model), enables_balance_loss(model)) == expected
     wanted = model(**batch).loss.item()
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -84,4 +84,4 @@ def test_classes_that_add_none() -> None:
         "mixtral", **{**TEXT, "num_local_experts": 4}, output_router_logits=True, pad_token_id=0
     )
     assert balance_coefficient(AutoModelForSequenceClassification.from_config(config)) is None
-    assert wants_balance_loss(AutoModelForCausalLM.from_config(config))
+    assert enables_balance_loss(AutoModelForCausalLM.from_config(config))

@@ -11,7 +11,7 @@ from plait.errors import ModelError
 from plait.model.blocks import find_blocks
 from plait.model.guess import guess_rules
 from plait.model.plans import make_plan
-from plait.model.rules import Rule
+from plait.model.rules import StyleRule
 from tests.unit.model.families import VOCABULARY, family, logits
 from tests.unit.model.simulate import check, randomise
 
@@ -232,10 +232,10 @@ def test_blocks_that_differ_are_named_one_by_one() -> None:
     model.blocks[1].mlp = Softened()
     rules = guess_rules(model, find_blocks(model))
     assert {
-        Rule("blocks.0.mlp.a", "colwise"),
-        Rule("blocks.1.mlp.a", "colwise_gather_output"),
+        StyleRule("blocks.0.mlp.a", "colwise"),
+        StyleRule("blocks.1.mlp.a", "colwise_gather_output"),
     } <= set(rules)
-    assert Rule("blocks.*.attn.c_attn", "colwise_gather_output") in rules
+    assert StyleRule("blocks.*.attn.c_attn", "colwise_gather_output") in rules
 
 
 def test_without_blocks_the_whole_model_is_looked_at() -> None:

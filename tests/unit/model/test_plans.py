@@ -12,7 +12,7 @@ from torch import nn
 
 from plait.errors import ConfigError, ModelError, PlaitError
 from plait.model.blocks import find_blocks
-from plait.model.plans import TensorPlan, describe, little_is_split, make_plan
+from plait.model.plans import TensorPlan, describe, make_plan, small_split_warning
 from tests.unit.model.families import VOCABULARY, family, logits
 from tests.unit.model.simulate import check, randomise
 
@@ -541,17 +541,19 @@ def test_a_plan_that_splits_little_is_told_of() -> None:
         {"tower": nn.Linear(100, 100), "up": nn.Linear(8, 16), "down": nn.Linear(16, 8)}
     )
     plan = plan_of(model, 2, {"up": "colwise", "down": "rowwise"})
-    words = little_is_split(plan, model)
+    words = small_split_warning(plan, model)
     assert words is not None
     assert "splits 2.6% of the parameters" in words
     assert "tower.weight" in words
     assert (
-        little_is_split(plan_of(family("llama", device="meta"), 2), family("llama", device="meta"))
+        small_split_warning(
+            plan_of(family("llama", device="meta"), 2), family("llama", device="meta")
+        )
         is None
     )
-    words = little_is_split(plan, model, besides=("tower.weight",))  # split over ep
+    words = small_split_warning(plan, model, besides=("tower.weight",))  # split over ep
     assert words is None
-    words = little_is_split(plan, model, besides=("up.weight", "down.weight"))
+    words = small_split_warning(plan, model, besides=("up.weight", "down.weight"))
     assert words is not None and "splits 0.2% of the parameters besides experts" in words
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from plait.errors import ModelError
-from plait.model.rules import Rule, RuleSet, assign, matches
+from plait.model.rules import RuleSet, StyleRule, assign, matches
 from plait.model.sources import rules_for
 from tests.unit.model.families import family
 
@@ -29,7 +29,9 @@ def stack() -> nn.Module:
 
 def given_rules(*rules: tuple[str, str], optional: bool = False) -> RuleSet:
     return RuleSet(
-        tuple(Rule(pattern, style) for pattern, style in rules), "parallel.plan", optional=optional
+        tuple(StyleRule(pattern, style) for pattern, style in rules),
+        "parallel.plan",
+        optional=optional,
     )  # type: ignore[arg-type]
 
 
@@ -106,7 +108,7 @@ def test_a_user_s_plan_is_used_alone() -> None:
         family("llama", device="meta"), user={"model.layers.*.mlp.up_proj": "colwise_gather_output"}
     )
     assert found.source == "parallel.plan" and found.complete
-    assert found.rules == (Rule("model.layers.*.mlp.up_proj", "colwise_gather_output"),)
+    assert found.rules == (StyleRule("model.layers.*.mlp.up_proj", "colwise_gather_output"),)
 
 
 @pytest.mark.parametrize(

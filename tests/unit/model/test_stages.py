@@ -15,7 +15,7 @@ from plait.errors import ModelError
 from plait.model.blocks import find_blocks
 from plait.model.dataflow import Skeleton, Untraceable
 from plait.model.stages import StageCut, cut_model
-from plait.model.unavailable import Unavailable, output_fields, without
+from plait.model.unavailable import UnavailableTensor, output_fields, with_unavailable_entries
 from plait.parallel.pipeline.stage import StagedModel, stage_model
 from tests.unit.model.families import TOKENS, family
 
@@ -329,14 +329,14 @@ def test_entries_of_an_output() -> None:
         torch.ones(2),
     ):
         names = list(output_fields(output))
-        changed = without(output, {names[0]: "it is elsewhere"})
+        changed = with_unavailable_entries(output, {names[0]: "it is elsewhere"})
         entry = (
             changed if isinstance(output, torch.Tensor) else dict(_entries_of(changed))[names[0]]
         )
-        assert isinstance(entry, Unavailable)
+        assert isinstance(entry, UnavailableTensor)
         with pytest.raises(ModelError, match="it is elsewhere"):
             torch.sum(entry)  # type: ignore[call-overload]
-    assert without(output, {}) is output
+    assert with_unavailable_entries(output, {}) is output
 
 
 def _entries_of(output: Any) -> Any:

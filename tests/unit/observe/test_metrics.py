@@ -11,7 +11,7 @@ import pytest
 from plait.errors import InputError
 from plait.events import (
     CheckpointSaved,
-    CommunicationDecided,
+    CommunicationSelected,
     Event,
     RunEnded,
     RunStarted,
@@ -76,7 +76,7 @@ def test_a_decision_about_communication_is_a_line_and_is_repeated_like_its_step(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "metrics.jsonl"
-    _write(path, _start(0), _step(1), _step(2), CommunicationDecided(2, "int8 from here on"))
+    _write(path, _start(0), _step(1), _step(2), CommunicationSelected(2, "int8 from here on"))
     assert list(read_metrics(path))[-1] == {
         "event": "communication",
         "step": 2,

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from plait.events import (
     CheckpointSaved,
-    CommunicationDecided,
+    CommunicationSelected,
     Event,
     RunEnded,
     RunStarted,
@@ -99,7 +99,7 @@ def test_brackets_in_a_text_are_not_markup() -> None:
 
 
 def test_communication_has_lines_where_it_is_not_the_default() -> None:
-    assert "step 2  int8 from here on\n" in _shown(CommunicationDecided(2, "int8 from here on"))
+    assert "step 2  int8 from here on\n" in _shown(CommunicationSelected(2, "int8 from here on"))
     started = RunStarted(
         0,
         5,

@@ -89,8 +89,8 @@ def told() -> tuple[PlanReport, str, Page]:
         explain.why(found, {"tp": 3}, "tp=3"),
     ]
     changes = [
-        explain.Change("twice the <memory>", 1.25, 4e6, "dp 32"),
-        explain.Change("half the links", None, None, "", "nothing fits"),
+        explain.LayoutChange("twice the <memory>", 1.25, 4e6, "dp 32"),
+        explain.LayoutChange("half the links", None, None, "", "nothing fits"),
     ]
     story = PlanReport(found, ["batch 72: a note"], reasons, changes, {"pp": 4})
     text = plan_page(story)

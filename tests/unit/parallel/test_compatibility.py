@@ -9,14 +9,14 @@ from plait.errors import ConfigError
 from plait.parallel.compatibility import UNSUPPORTED_COMBINATIONS, refuse_incompatible
 from plait.parallel.compile import Compile
 from plait.parallel.data.data_parallel import DataParallel
-from plait.parallel.technique import Context
+from plait.parallel.technique import TechniqueContext
 
 
 def test_all_at_once() -> None:
     """Every row of the table is reached."""
     with pytest.raises(ConfigError) as caught:
         refuse_incompatible(
-            Context(
+            TechniqueContext(
                 Layout(pp=2, cp=2, tp=2),
                 (Compile(enabled=True), DataParallel(secondary_partition=2)),
             )
@@ -28,6 +28,8 @@ def test_all_at_once() -> None:
 
 def test_what_works_passes() -> None:
     """Data, tensor and pipeline parallelism, compiled data parallelism, a secondary partition."""
-    refuse_incompatible(Context(Layout(pp=2, dp_replicate=2, dp_shard=2, tp=2)))
-    refuse_incompatible(Context(Layout(dp_shard=4), (DataParallel(secondary_partition=2),)))
-    refuse_incompatible(Context(Layout(dp_shard=4), (Compile(enabled=True),)))
+    refuse_incompatible(TechniqueContext(Layout(pp=2, dp_replicate=2, dp_shard=2, tp=2)))
+    refuse_incompatible(
+        TechniqueContext(Layout(dp_shard=4), (DataParallel(secondary_partition=2),))
+    )
+    refuse_incompatible(TechniqueContext(Layout(dp_shard=4), (Compile(enabled=True),)))

@@ -17,10 +17,10 @@ from plait.parallel.hooks import Hooks, StepHook
 from plait.parallel.micro_batches import (
     IGNORED,
     default_forward,
-    explicit,
     micro_batches,
     to_device,
     with_cache,
+    with_explicit_entries,
 )
 
 
@@ -286,7 +286,7 @@ class TestTransform:
         logits = torch.randn(
             1, 4, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
         )
-        full = explicit(BATCH)
+        full = with_explicit_entries(BATCH)
         parts = [
             {name: entry[:, at] for name, entry in full.items()}
             for at in (slice(0, 1), slice(1, 4))
@@ -316,8 +316,8 @@ class TestTransform:
             "position_ids": torch.tensor([[7, 8]]),
             "shift_labels": torch.tensor([[1, 2]]),
         }
-        assert explicit(given) == given
-        assert explicit((1, 2)) == (1, 2)
+        assert with_explicit_entries(given) == given
+        assert with_explicit_entries((1, 2)) == (1, 2)
 
     def test_a_cache_goes_by_name(self) -> None:
         assert with_cache({"input_ids": 1}, "kept", argument="cache") == {

@@ -1,9 +1,9 @@
 import pytest
 
-from plait.config.resolving.resolve import load, look, resolve
+from plait.config.resolving.resolve import examine_source, load, resolve
 from plait.errors import ConfigError, InputError
 from plait.planner import auto
-from plait.planner.auto import asks
+from plait.planner.auto import auto_paths
 from plait.planner.hardware import cluster
 from plait.planner.models import find_model
 
@@ -18,7 +18,7 @@ TREE = {
 
 
 def complete(tree, *, cluster):
-    return auto.complete(auto.read_file(look(tree)[1]), cluster=cluster)
+    return auto.complete(auto.read_file(examine_source(tree)[1]), cluster=cluster)
 
 
 def completed(gpus=16, **changes):
@@ -33,7 +33,7 @@ def test_every_auto_is_answered_and_what_is_fixed_is_kept():
         "zero_optimization": {"stage": "auto"},
         "train_micro_batch_size_per_gpu": 1,
     }
-    assert asks({**TREE, **changes}) == (
+    assert auto_paths({**TREE, **changes}) == (
         "parallel.tp",
         "parallel.sequence_parallel",
         "zero_optimization.stage",
@@ -45,7 +45,7 @@ def test_every_auto_is_answered_and_what_is_fixed_is_kept():
         and resolved.recompute.mode == "none"
     )
     assert resolved.layout.tp == found.best[0].layout["tp"]
-    assert config["run"] == {"steps": 5} and asks(config) == ()
+    assert config["run"] == {"steps": 5} and auto_paths(config) == ()
 
 
 def test_what_is_left_out_has_its_default():

@@ -5,7 +5,7 @@ from benchmarks.planner_accuracy.grouped_fit import grouped_fit
 from benchmarks.planner_accuracy.predict import evaluate, summary
 from benchmarks.planner_accuracy.runs import calibrate, read_runs
 from plait.errors import InputError
-from plait.planner.calibrate import deviation, fit, merged, relevant, time_of, uncalibrated
+from plait.planner.calibrate import deviation, fit, merged_rates, relevant, time_of, uncalibrated
 from plait.planner.constants import CONSTANTS, Rates, knowledge
 from tests.unit.planner.rows import ROW
 
@@ -82,7 +82,7 @@ def test_intervals_narrow_with_rows():
 
 def test_without_rows_the_fit_is_the_priors():
     base = uncalibrated()
-    assert merged(base).values == knowledge().rates.values
+    assert merged_rates(base).values == knowledge().rates.values
     assert base.time.covariance[0, 0] == pytest.approx(
         knowledge().constants[base.time.names[0]].width ** 2
     )

@@ -11,8 +11,8 @@ import pytest
 
 from plait.errors import InputError
 from plait.planner.calibrate import calibrate, errors_left_out, errors_with, uncalibrated
-from plait.planner.calibration_file import Origin, load, refuse_other, save
-from plait.planner.calibration_runs import DeviceRates, believed, calibration_layouts
+from plait.planner.calibration_file import CalibrationOrigin, load, refuse_other, save
+from plait.planner.calibration_runs import DeviceRates, calibration_layouts, priors_from_rates
 from plait.planner.choice import price
 from plait.planner.constants import knowledge
 from plait.planner.hardware import cluster
@@ -26,9 +26,9 @@ from tests.unit.planner.rows import measured
 
 def test_a_file_gives_back_the_same_predictions(tmp_path: Path) -> None:
     found = calibrate(runs_of([measured(factor=1.2, index=index) for index in range(4)]))
-    save(tmp_path / "here.json", found, Origin("h100", "", {"rows": 4}))
+    save(tmp_path / "here.json", found, CalibrationOrigin("h100", "", {"rows": 4}))
     again, origin = load(tmp_path / "here.json")
-    assert origin == Origin("h100", "", {"rows": 4})
+    assert origin == CalibrationOrigin("h100", "", {"rows": 4})
     request = Request(find_model("llama-3-8b"), cluster("h100", 16), 64, 2048)
     layout = {"dp_shard": 16, "stage": 3, "micro_batch": 1, "accumulation": 4}
     assert price(request, [layout], calibration=again) == price(
@@ -39,13 +39,13 @@ def test_a_file_gives_back_the_same_predictions(tmp_path: Path) -> None:
 
 def test_a_file_of_another_device_or_form_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "here.json"
-    save(file, calibrate(runs_of([measured()])), Origin("h100"))
+    save(file, calibrate(runs_of([measured()])), CalibrationOrigin("h100"))
     origin = load(file)[1]
     refuse_other(file, origin, gpu="h100", machine="")
     with pytest.raises(InputError, match="calibration of h100, and the plan is for a100"):
         refuse_other(file, origin, gpu="a100", machine="")
     with pytest.raises(InputError, match="'EPYC', and this is 'Xeon'"):
-        refuse_other(file, Origin("cpu", "EPYC"), gpu="cpu", machine="Xeon")
+        refuse_other(file, CalibrationOrigin("cpu", "EPYC"), gpu="cpu", machine="Xeon")
     content = json.loads(file.read_text())
     for change, words in (
         ({"format": "other"}, "holds no"),
@@ -83,7 +83,7 @@ def test_measured_rates_are_what_the_model_then_says(name: str) -> None:
         0.4 * here.device.memory_bandwidth,
         (2e-4, 1 / 3e9),
     )
-    known = believed(knowledge(), here.device, rates, processes=2, precision=precision)
+    known = priors_from_rates(knowledge(), here.device, rates, processes=2, precision=precision)
     request = Request(find_model("llama-3-8b"), here, 8, 512, precision)
     job = job_of(request, Layouts(dp_replicate=np.array([2])))
     for nbytes in (1e4, 1e6, 1e8):
@@ -94,7 +94,7 @@ def test_measured_rates_are_what_the_model_then_says(name: str) -> None:
     crowd = 2 ** knowledge().constants["crowding.cpu"].median if name == "cpu" else 1
     assert known.constants[family].median / crowd == pytest.approx(0.5)
     assert known.constants[family].width < knowledge().constants[family].width or name == "h100"
-    alone = believed(
+    alone = priors_from_rates(
         knowledge(), here.device, replace(rates, all_reduce=None), processes=1, precision=precision
     )
     assert (

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from plait.planner.calibrate import relevant
-from plait.planner.choice import price, walked
+from plait.planner.choice import price, simulate_pipelines
 from plait.planner.compute import layer_cost
 from plait.planner.constants import Rates, knowledge
 from plait.planner.estimate import estimate
@@ -114,7 +114,7 @@ def test_the_closed_form_of_a_pipeline_is_near_its_table_where_the_head_is_heavy
     asked = request()
     layout = {"pp": 2, "schedule": SCHEDULES.index("1f1b"), "micro_batch": 1, "accumulation": 8}
     choice = price(asked, [layout])[0]
-    table = walked(asked, [choice], calibration())[0]
+    table = simulate_pipelines(asked, [choice], calibration())[0]
     assert choice.seconds == pytest.approx(table.seconds, rel=0.06)
     assert sum(table.terms.values()) == pytest.approx(table.seconds)
 

@@ -8,7 +8,7 @@ from plait.errors import InputError
 from plait.planner.calibrate import uncalibrated
 from plait.planner.choice import price
 from plait.planner.constants import Rates
-from plait.planner.detail import COSTS, beyond, rank_memory, sample, timeline
+from plait.planner.detail import COSTS, rank_memory, sample, terms_outside_pipeline, timeline
 from plait.planner.hardware import cluster
 from plait.planner.job import RECOMPUTE, SCHEDULES
 from plait.planner.models import find_model
@@ -121,7 +121,7 @@ def test_the_walk_and_the_other_terms_are_the_step(gpus):
     found = plan(asked(gpus=gpus))
     for choice in found.best:
         walked = timeline(found.request, choice)
-        on_top = beyond(choice, walked)
+        on_top = terms_outside_pipeline(choice, walked)
         assert (
             walked.total + sum(on_top.values()) == pytest.approx(choice.seconds)
             and min(on_top.values()) > 0

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from plait.planner.calibrate import calibrate, memory_of, merged, uncalibrated
+from plait.planner.calibrate import calibrate, memory_of, merged_rates, uncalibrated
 from plait.planner.choice import price
 from plait.planner.constants import knowledge
 from plait.planner.estimate import estimate
@@ -21,7 +21,7 @@ from tests.unit.planner.rows import measured
 
 def seconds_of(runs: list[Measured]) -> np.ndarray:
     """Seconds per step by the constants that ship."""
-    return np.asarray(estimate(runs_of(runs).job, merged(uncalibrated())).seconds)
+    return np.asarray(estimate(runs_of(runs).job, merged_rates(uncalibrated())).seconds)
 
 
 def test_a_run_is_priced_as_the_plan_priced_it() -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from plait.cli.main import main
-from plait.config.dialects.keys import fields
-from plait.config.resolving.resolve import load, look, resolve
+from plait.config.dialects.keys import schema_fields
+from plait.config.resolving.resolve import examine_source, load, resolve
 from plait.errors import ConfigError, InputError
 from plait.planner import auto, output
 from plait.planner.hardware import cluster
@@ -112,7 +112,7 @@ def check(tree: dict[str, Any]) -> bool:
     """Whether there is a plan for it; if there is, that it keeps the file and is what was priced."""
     before = copy.deepcopy(tree)
     try:
-        made, found = auto.complete(auto.read_file(look(tree)[1]), cluster=CLUSTER)
+        made, found = auto.complete(auto.read_file(examine_source(tree)[1]), cluster=CLUSTER)
     except (ConfigError, InputError):
         return False
     assert tree == before
@@ -264,14 +264,14 @@ def test_what_a_plan_cannot_keep_is_refused() -> None:
         ({"bf16": {"enabled": "auto"}}, "bf16.enabled = 'auto': is a command line's choice"),
     ):
         with pytest.raises(ConfigError) as error:
-            auto.complete(auto.read_file(look(base | more)[1]), cluster=CLUSTER)
+            auto.complete(auto.read_file(examine_source(base | more)[1]), cluster=CLUSTER)
         assert words in str(error.value)
 
 
 def test_every_setting_is_priced_or_named() -> None:
     """A new setting is unpriced until somebody says otherwise, and the lists name settings that exist."""
     for name in (*PRICED, *WITHOUT_EFFECT):
-        assert any(path == name or path.startswith(f"{name}.") for path in fields()), name
+        assert any(path == name or path.startswith(f"{name}.") for path in schema_fields()), name
     assert (
         unpriced(
             load(
@@ -310,7 +310,9 @@ def test_compilation_says_why_it_has_no_pipeline() -> None:
     """D8: the rule that refuses the pair, not that there was no pipeline at all."""
     request = auto.request_of(
         auto.read_file(
-            look({"train_batch_size": 32, "model": MODEL, "compile": {"enabled": True}})[1]
+            examine_source({"train_batch_size": 32, "model": MODEL, "compile": {"enabled": True}})[
+                1
+            ]
         ),
         CLUSTER,
     )

@@ -10,7 +10,7 @@ from plait.parallel.schedules.schedule import make_schedule
 from plait.planner import explain, output
 from plait.planner.calibrate import uncalibrated
 from plait.planner.choice import price, ties
-from plait.planner.fixed import parse_fixed, written
+from plait.planner.fixed import format_fixed, parse_fixed
 from plait.planner.hardware import cluster
 from plait.planner.models import find_model
 from plait.planner.offers import EVERYTHING, offered
@@ -337,12 +337,12 @@ def test_what_only_a_pipeline_has_makes_one(fixed):
     )
     assert {e.region: e.rule for e in found.excluded}[
         "pp = 1"
-    ] == f"{written(values)} is of a pipeline, which has 2 stages or more"
+    ] == f"{format_fixed(values)} is of a pipeline, which has 2 stages or more"
     for alone in ({"cluster": cluster("h100", 1)}, {"compile": False}):
         pp = {} if "cluster" in alone else {"pp": 1}
         with pytest.raises(
             ConfigError,
-            match=f"pp = 1: {written(values)} is of a pipeline, which has 2 stages or more",
+            match=f"pp = 1: {format_fixed(values)} is of a pipeline, which has 2 stages or more",
         ):
             plan(replace(asked, **alone), fixed=values | pp)
 
@@ -417,7 +417,7 @@ def test_why_keeps_what_is_fixed():
         and against.other.seconds < found.best[0].seconds
     )
     assert "% faster" in against.reason and against.reason.endswith("recompute=full is fixed")
-    assert parse_fixed([written(fixed)]) == fixed
+    assert parse_fixed([format_fixed(fixed)]) == fixed
 
 
 def test_neighbours_are_one_step_away():

@@ -15,8 +15,8 @@ from plait.config.resolving.resolve import Resolved, load, resolve
 from plait.errors import ConfigError, ModelError
 from plait.model.plans import TensorPlan
 from plait.parallel.order import ORDER, check_all
-from plait.parallel.pipeline.pipeline_parallel import PipelineParts
-from plait.parallel.technique import Context, Technique
+from plait.parallel.pipeline.pipeline_parallel import PipelinePlan
+from plait.parallel.technique import Technique, TechniqueContext
 from plait.sharded.check import checked_model
 from tests.parity import cases
 
@@ -33,7 +33,7 @@ def resolved(world_size: int, **parallel: Any) -> Resolved:
 class Refusing(Technique):
     """A technique that no model is fit for."""
 
-    def check(self, context: Context) -> None:
+    def check(self, context: TechniqueContext) -> None:
         assert not dist.is_initialized()
         raise ModelError(
             f"{type(context.model).__name__} is not fit for {context.layout.world_size} processes"
@@ -42,7 +42,7 @@ class Refusing(Technique):
 
 def test_a_technique_of_ones_own_refuses() -> None:
     with pytest.raises(ModelError, match="Linear is not fit for 2 processes"):
-        check_all(Context(Layout(dp_shard=2), (Refusing(),), model=nn.Linear(2, 2)))
+        check_all(TechniqueContext(Layout(dp_shard=2), (Refusing(),), model=nn.Linear(2, 2)))
 
 
 def test_initialize_refuses_before_a_process_group_exists() -> None:
@@ -65,7 +65,7 @@ def test_plans_are_kept_and_need_no_model_twice() -> None:
     with torch.device("meta"):
         model = cases.build("llama", tied=False, layers=4)
     checked = checked_model(model, resolved(4, pp=2, tp=2))
-    plan, pipeline = checked.parts.noted(TensorPlan), checked.parts.noted(PipelineParts)
+    plan, pipeline = checked.parts.noted(TensorPlan), checked.parts.noted(PipelinePlan)
     assert (
         plan is not None
         and pipeline is not None

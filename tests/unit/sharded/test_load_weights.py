@@ -155,7 +155,9 @@ def test_a_folder_that_two_models_were_saved_to(tmp_path: Path) -> None:
     first, second = small_llama(), small_llama()
     first.save_pretrained(tmp_path / "several", max_shard_size=500)
     second.save_pretrained(tmp_path / "several")
-    assert (tmp_path / "several" / module.INDEX).is_file(), "Transformers removes the index now"
+    assert (tmp_path / "several" / module.INDEX_FILE).is_file(), (
+        "Transformers removes the index now"
+    )
     load_weights(loaded := small_llama(), tmp_path / "several")
     assert torch.equal(loaded.model.embed_tokens.weight, second.model.embed_tokens.weight)
     second.save_pretrained(tmp_path / "one")
@@ -165,7 +167,7 @@ def test_a_folder_that_two_models_were_saved_to(tmp_path: Path) -> None:
         match=r"holds two models: model.safetensors, and \d+ files that .* remove model.safetensors, or",
     ):
         load_weights(loaded, tmp_path / "one")
-    (tmp_path / "one" / module.SINGLE).unlink()
+    (tmp_path / "one" / module.SINGLE_FILE).unlink()
     load_weights(loaded, tmp_path / "one")
     assert torch.equal(loaded.model.embed_tokens.weight, first.model.embed_tokens.weight)
 

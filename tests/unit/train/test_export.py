@@ -146,7 +146,7 @@ def test_a_checkpoints_model_keeps_its_classs_float32(
         }.items()
     }
     monkeypatch.setattr(described.exact, "decode", lambda *_, **__: {"identity": identity})
-    model = described.described_model(mock.Mock(), dtype=dtype)
+    model = described.build_described_model(mock.Mock(), dtype=dtype)
     found = {name: tensor.dtype for name, tensor in model.state_dict().items()}
     assert (
         found["model.layers.0.mlp.gate.e_score_correction_bias"] == torch.float32

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from plait.config.resolving.resolve import load
-from plait.engine.build import Given
+from plait.engine.build import InitializeArguments
 from plait.errors import ConfigError
 from plait.train import session
 from plait.train.loop import Position
@@ -23,7 +23,7 @@ class Handed(Exception):
 def test_a_resumed_run_has_the_schedule_of_the_whole(
     monkeypatch: pytest.MonkeyPatch, done: int
 ) -> None:
-    def begin(_: Any, given: Given) -> None:
+    def begin(_: Any, given: InitializeArguments) -> None:
         raise Handed(given.total_steps)
 
     copies = SimpleNamespace(model_copy=lambda update: None)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from plait.train.stop import ASKED, StopRequest
+from plait.train.stop import STOP_REQUESTED, StopRequest
 
 
 def _asked(rank: int, world_size: int) -> list[float]:
@@ -41,4 +41,4 @@ def test_a_checkpoint_that_is_due() -> None:
     stop = StopRequest()
     assert float(stop.shared(device=torch.device("cpu"), is_due=True)) == 0.5
     stop.ask()
-    assert int(stop.shared(device=torch.device("cpu"), is_due=True)) == ASKED
+    assert int(stop.shared(device=torch.device("cpu"), is_due=True)) == STOP_REQUESTED

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from plait.planner.calibration_file import Origin, load, save
+from plait.planner.calibration_file import CalibrationOrigin, load, save
 from plait.planner.hardware import device as device_of
 from plait.units import GIB
 from plait.validation import attention, ceilings, kernels, memory, parity, peers, planned, waits
@@ -115,7 +115,7 @@ def test_constants_of_the_planner(tmp_path_factory: pytest.TempPathFactory) -> N
         }
     )
     path = tmp_path_factory.mktemp("calibration") / "h100.json"
-    save(path, calibration, Origin("h100"))
+    save(path, calibration, CalibrationOrigin("h100"))
     loaded, origin = load(path)
     assert origin.gpu == "h100"
     assert kernels.constants_of(loaded) == pytest.approx(constants)

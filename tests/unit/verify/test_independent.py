@@ -22,7 +22,7 @@ from plait.verify.batches import token_batches
 from plait.verify.independent import AdamW, train
 from plait.verify.model_under_test import give_weights
 from plait.verify.parity import Trace
-from plait.verify.plan import Plan, prepare
+from plait.verify.plan import VerificationPlan, prepare
 from plait.verify.report import Section, compare_float64, compare_independent
 from plait.verify.second import adamw_of, second_trace
 
@@ -137,12 +137,12 @@ FILE: dict[str, Any] = {
 }
 
 
-def planned(**changes: Any) -> Plan:
+def planned(**changes: Any) -> VerificationPlan:
     config = load({**FILE, **changes})
     return prepare(config, model=None, processes=1, most_processes=1, steps=2, passes=("float64",))
 
 
-def one_process(plan: Plan) -> Trace:
+def one_process(plan: VerificationPlan) -> Trace:
     """What Plait's own functions compute in this process."""
     built = plan.build(torch.float64)
     model = give_weights(built.model, blocks=(), seed=plan.resolved.seed)
@@ -151,7 +151,7 @@ def one_process(plan: Plan) -> Trace:
         return run._trace(plan, built, model, plan.data(built), nothing)
 
 
-def sections_of(plan: Plan) -> tuple[Section, Section]:
+def sections_of(plan: VerificationPlan) -> tuple[Section, Section]:
     """Of the two references on the same computation."""
     found = one_process(plan)
     second, unchecked = second_trace(plan, found)

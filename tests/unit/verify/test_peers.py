@@ -11,7 +11,7 @@ from plait.config.resolving.resolve import Resolved, load, resolve
 from plait.errors import PlaitError
 from plait.verify import peers
 from plait.verify.model_under_test import TestedModel
-from plait.verify.plan import Plan, in_float32, refuse_peer
+from plait.verify.plan import VerificationPlan, in_float32, refuse_peer
 
 
 def resolved(world_size: int = 2, **config: Any) -> Resolved:
@@ -21,10 +21,12 @@ def resolved(world_size: int = 2, **config: Any) -> Resolved:
     )
 
 
-def plan(file: dict[str, Any] | None = None, *, device: Any = "cpu", **config: Any) -> Plan:
+def plan(
+    file: dict[str, Any] | None = None, *, device: Any = "cpu", **config: Any
+) -> VerificationPlan:
     small, _ = in_float32(resolved(**config))
     tested = TestedModel(title="test", vocabulary=4)
-    return Plan(
+    return VerificationPlan(
         tested,
         small,
         "deepspeed",

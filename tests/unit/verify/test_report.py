@@ -13,19 +13,19 @@ import torch
 from plait.config.resolving.resolve import load, resolve
 from plait.verify.model_under_test import TestedModel
 from plait.verify.parity import Difference, Trace, compare, worst
-from plait.verify.plan import Plan
+from plait.verify.plan import VerificationPlan
 from plait.verify.report import Report, compare_configured, compare_float64, failure, lines
 
 NAMES = ("embed", "layers.0.q", "layers.0.v", "layers.1.q", "head")
 
 
-def plan(*, exact: bool = True, **config: Any) -> Plan:
+def plan(*, exact: bool = True, **config: Any) -> VerificationPlan:
     resolved = resolve(
         load({"train_micro_batch_size_per_gpu": 1, "run": {}, **config}), world_size=1
     )
     tested = TestedModel(title="test", vocabulary=4, exact=exact)
     passes = ("float64", "configured")
-    return Plan(
+    return VerificationPlan(
         tested,
         resolved,
         "plait",

@@ -12,7 +12,7 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from plait.checkpoint.folder import complete
+from plait.checkpoint.folder import list_complete
 from plait.checkpoint.foreign import dcp, deepspeed
 from plait.checkpoint.foreign.content import save
 from plait.checkpoint.places import place_of
@@ -55,7 +55,7 @@ def convert(source: Path, out: str, *, tag: str | None = None) -> Imported:
             f"{source}: holds neither *_optim_states.pt (DeepSpeed, ZeRO 1 to 3) nor .metadata"
             " (torch.distributed.checkpoint)"
         )
-    if complete(place_of(out, "--out")):
+    if list_complete(place_of(out, "--out")):
         raise InputError(f"--out {out}: holds checkpoints; name a new folder")
 
     module = "plait.checkpoint.foreign.convert"

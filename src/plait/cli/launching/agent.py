@@ -31,7 +31,7 @@ from torch.distributed.elastic.multiprocessing import (
 )
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler
 
-from plait._torch.starting import started_by
+from plait._torch.starting import take_processes_from
 from plait.cli.launching import lifeline, rendezvous, watch
 from plait.cli.launching.failures import POLL_SECONDS, Reporter, process_exit_code
 from plait.cli.launching.lifeline import SIGNALS, on_signals
@@ -111,7 +111,7 @@ def launch(
                 **(environment or {}),
             }
         ),
-        started_by(standby.take),
+        take_processes_from(standby.take),
         # Until torch's agent has started ranks and handles signals, nothing requires an orderly
         # end. The wait for other machines happens in C++, where a Python handler would not run.
         on_signals(signal.SIG_DFL),

@@ -25,7 +25,7 @@ from typing import BinaryIO
 from plait.cli.launching import lifeline
 from plait.cli.launching.settings import DEFAULT_PORT
 from plait.cluster import accelerator
-from plait.cluster.hostfile import Host
+from plait.cluster.hostfile import HostfileEntry
 from plait.errors import ConfigError, Problem
 
 EXPORTED_PREFIXES = (*accelerator.PREFIXES, "GLOO_", "TORCH_", "UCX_")
@@ -45,7 +45,7 @@ SSH_FAILED = 255
 class RemoteLaunch:
     """Launch on the machines of a hostfile."""
 
-    hosts: tuple[Host, ...]
+    hosts: tuple[HostfileEntry, ...]
     command: tuple[str, ...]
     master_addr: str
     master_port: int = DEFAULT_PORT
@@ -61,7 +61,7 @@ class RemoteLaunch:
     """Folder in which the command runs. The default is the current folder."""
 
 
-def local_index(hosts: Sequence[Host]) -> int | None:
+def local_index(hosts: Sequence[HostfileEntry]) -> int | None:
     """Return the index of this machine, by its name or else by an address, or None."""
     hostname = socket.gethostname()
     names = {hostname, hostname.split(".")[0], socket.getfqdn()}
@@ -85,7 +85,7 @@ def _is_own_address(name: str) -> bool:
     return True
 
 
-def master_address(hosts: Sequence[Host], address: str | None) -> str:
+def master_address(hosts: Sequence[HostfileEntry], address: str | None) -> str:
     """Return the address at which the machines meet: `address`, or that of the first host.
 
     Raises:
@@ -146,7 +146,7 @@ def node_environment(launch: RemoteLaunch, index: int) -> dict[str, str]:
     environment = dict(launch.exported or {})
     slots = launch.hosts[index].slots
     if slots != tuple(range(len(slots))):
-        environment[accelerator.VISIBLE] = ",".join(map(str, slots))
+        environment[accelerator.VISIBLE_DEVICES_VARIABLE] = ",".join(map(str, slots))
     return environment
 
 

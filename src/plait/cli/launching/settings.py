@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from plait.errors import ConfigError, Problem, refuse
+from plait.errors import ConfigError, Problem, raise_problems
 
 DEFAULT_PORT = 29500
 MAX_NODES = 2**20
@@ -144,7 +144,7 @@ def check(settings: LaunchSettings) -> LaunchSettings:
         problems += _single_node_problems(settings)
     else:
         problems += _meeting_problems(settings)
-    refuse(problems)
+    raise_problems(problems)
     return settings
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from plait.cluster.topology import WATCH_FOLDER
 from plait.comm import hang, stacks
-from plait.comm.board import Reading, read
+from plait.comm.board import BoardContent, read_board
 
 POLL_SECONDS = 0.5
 STACK_SECONDS = 2.0
@@ -61,7 +61,7 @@ class RankWatch:
             return False
         self._last_poll = now
         readings = self._read_boards(processes)
-        detected = hang.find(readings, now)
+        detected = hang.find_hang(readings, now)
         if detected is None:
             return False
 
@@ -69,7 +69,7 @@ class RankWatch:
             rank: stacks.state(processes[rank]) for rank in detected.suspects if rank in readings
         }
         ended = [rank for rank, state in states.items() if state in stacks.ENDED]
-        self._emit(f"plait: {hang.cause(detected, readings, ended=ended)}")
+        self._emit(f"plait: {hang.describe_cause(detected, readings, ended=ended)}")
         folder = self._stack_folder or stacks.new_folder()
         for rank, state in states.items():
             stack = None
@@ -87,10 +87,10 @@ class RankWatch:
             self._emit(f"plait: {condition}")
         return True
 
-    def _read_boards(self, processes: Mapping[int, int]) -> dict[int, Reading]:
+    def _read_boards(self, processes: Mapping[int, int]) -> dict[int, BoardContent]:
         readings = {}
         for rank, process in processes.items():
-            reading = read(self._folder / f"{process}.board")
+            reading = read_board(self._folder / f"{process}.board")
             # A board of another process remains from an earlier attempt.
             if reading is None or reading.process != process:
                 continue

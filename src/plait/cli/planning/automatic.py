@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from plait.cli.planning.request import cluster_for, process_count
-from plait.config.resolving.resolve import look
+from plait.config.resolving.resolve import examine_source
 from plait.errors import InputError
 from plait.files import user_path
-from plait.planner.auto import complete, read_file, searched
+from plait.planner.auto import complete, paths_to_search, read_file
 from plait.planner.explain import describe
 from plait.planner.output import write
 from plait.planner.unpriced import unpriced
@@ -45,8 +45,8 @@ def planned_file(
         ConfigError: The file is not valid.
         InputError: The file cannot be planned.
     """
-    _, document = look(file, overrides)
-    searched_keys = searched(document.tree)
+    _, document = examine_source(file, overrides)
+    searched_keys = paths_to_search(document.tree)
     if not searched_keys:
         return None
     training_file = read_file(document)
@@ -80,8 +80,8 @@ def refuse_auto(file: Path, overrides: list[str]) -> None:
 
     They cannot plan, because the plan decides how the processes are started.
     """
-    _, document = look(file, overrides)
-    searched_keys = searched(document.tree)
+    _, document = examine_source(file, overrides)
+    searched_keys = paths_to_search(document.tree)
     if searched_keys and not document.problems:
         raise InputError(
             f'{file}: {", ".join(searched_keys)} = "auto" is planned before processes are started,'

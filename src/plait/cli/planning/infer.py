@@ -111,7 +111,7 @@ def infer(
     """
     from plait.inference.bandwidth import bandwidth_bound, catalogued_gpu, devices_of
     from plait.inference.capacity import check_positions, compute_dtype
-    from plait.inference.deployment import Work, deploy, deploy_streamed, devices_here
+    from plait.inference.deployment import InferenceWork, deploy, deploy_streamed, devices_here
     from plait.planner.hardware import device
     from plait.units import format_count
 
@@ -140,7 +140,7 @@ def infer(
         of=f"--prompt-tokens {prompt_tokens:,} and --new-tokens {new_tokens:,}",
         remedy="give smaller ones",
     )
-    work = Work(source, unloaded, prompt_tokens + new_tokens, batch_size, offload_cache)
+    work = InferenceWork(source, unloaded, prompt_tokens + new_tokens, batch_size, offload_cache)
     if has_budget:
         deployment = deploy_streamed(work, gpu_budget=gpu_bytes, cpu_budget=cpu_bytes, on=devices)
     else:
@@ -178,7 +178,7 @@ def _open_model(
     """
     import torch
 
-    from plait.inference.source import described, is_of_transformers, open_source
+    from plait.inference.source import is_of_transformers, model_of_config, open_source
     from plait.inference.streamed import tensors_in_files
     from plait.model.described import require_transformers
     from plait.planner.models import named, names, to_config
@@ -198,7 +198,7 @@ def _open_model(
             f"--adapter {adapter}: needs a folder with weights as --model, and {name} has none"
         )
     if has_only_config or path.is_file():
-        return None, described(path, dtype=torch_dtype)
+        return None, model_of_config(path, dtype=torch_dtype)
     public = named(name)
     if public is None:
         from difflib import get_close_matches
@@ -210,7 +210,7 @@ def _open_model(
             " models` lists them"
         )
     config = to_config(public, positions=1 << 20)
-    return None, described(config, dtype=torch_dtype or torch.bfloat16)
+    return None, model_of_config(config, dtype=torch_dtype or torch.bfloat16)
 
 
 def _as_json(deployment: Deployment, bound: BandwidthBound | None) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from plait.cli.planning.calibrations import live_devices
 from plait.cluster import accelerator
 from plait.cluster.machines import load
 from plait.cluster.topology import default_processes, device_count, machine_name
-from plait.config.dialects.examine import at_path, examine
+from plait.config.dialects.examine import examine, value_at
 from plait.config.dialects.foreign import refuse_foreign
 from plait.config.reading.source import read
 from plait.config.resolving.degrees import smallest_world
@@ -24,7 +24,7 @@ from plait.planner import calibration_file, hardware
 from plait.planner.auto import (
     PATHS,
     File,
-    asks,
+    auto_paths,
     fixed_by,
     model_of,
     precision_of,
@@ -33,7 +33,7 @@ from plait.planner.auto import (
 )
 from plait.planner.built import why_refused
 from plait.planner.calibrate import Calibration
-from plait.planner.fixed import parse_fixed, written
+from plait.planner.fixed import format_fixed, parse_fixed
 from plait.planner.models import find_model, named, unknown_layers
 from plait.planner.request import Request, formula_notes
 from plait.planner.unpriced import unpriced
@@ -174,7 +174,8 @@ def read_request(
         layout = fixed_by(training_file)
     if layout:
         notes.append(
-            f'{file} fixes {written(layout)}; leave a key out or write "auto" to have it chosen'
+            f'{file} fixes {format_fixed(layout)}; leave a key out or write "auto" to have it'
+            " chosen"
         )
     not_modelled = unpriced(training_file.config)
     if not_modelled:
@@ -264,7 +265,7 @@ def own_layout(file: Path | None, base: Mapping[str, Any]) -> bool:
         file is not None
         and "parallel" in base
         and "train_micro_batch_size_per_gpu" in base
-        and not asks(base)
+        and not auto_paths(base)
     )
 
 
@@ -331,12 +332,12 @@ def _read_file(file: Path | None, options: Mapping[str, Any], notes: list[str]) 
     overrides = []
     for path, value in options.items():
         # Removing a key that does not exist would create the sections above it.
-        if value is not None or at_path(before.tree, path) is not None:
+        if value is not None or value_at(before.tree, path) is not None:
             overrides.append((tuple(path.split(".")), value))
     after = examine(document, overrides)
     for path in options:
-        old = at_path(before.tree, path)
-        new = at_path(after.tree, path)
+        old = value_at(before.tree, path)
+        new = value_at(after.tree, path)
         if old not in (None, "auto") and old != new:
             shown = "a section" if isinstance(old, dict) else old
             notes.append(

@@ -15,10 +15,10 @@ from plait.observe.trace import chrome_trace
 from plait.planner import hardware
 from plait.planner import models as catalogue
 from plait.planner.calibrate import Calibration
-from plait.planner.choice import Choice
+from plait.planner.choice import LayoutChoice
 from plait.planner.constants import coverage_of_intervals
-from plait.planner.detail import beyond, timeline
-from plait.planner.explain import Change, Comparison, describe, ties_of
+from plait.planner.detail import terms_outside_pipeline, timeline
+from plait.planner.explain import Comparison, LayoutChange, describe, ties_of
 from plait.planner.memory import TERMS as MEMORY_TERMS
 from plait.planner.search import Plan
 from plait.planner.step import TERMS
@@ -34,7 +34,7 @@ def print_plan(
     notes: list[str],
     reasons: list[Comparison],
     neighbours: list[Comparison],
-    changes: list[Change],
+    changes: list[LayoutChange],
 ) -> None:
     """Print a plan.
 
@@ -103,7 +103,7 @@ def _print_choices(plan: Plan, console: Console) -> None:
         print(f"{ties_of(plan)}\n")
 
 
-def _print_terms(choice: Choice, console: Console) -> None:
+def _print_terms(choice: LayoutChoice, console: Console) -> None:
     """Print the terms of the step time and of the memory of a choice."""
     times = [
         [TERMS[name], f"{value:.4g} s", f"{value / choice.seconds:.1%}"]
@@ -125,7 +125,7 @@ def _print_terms(choice: Choice, console: Console) -> None:
     print_table(console, (f"1: memory at its peak, {choice.moment}", ""), sizes)
 
 
-def _change_row(change: Change) -> list[str]:
+def _change_row(change: LayoutChange) -> list[str]:
     seconds = f"{change.seconds:.4g} s" if change.seconds else "-"
     throughput = "-"
     if change.tokens_per_second:
@@ -224,5 +224,7 @@ def write_trace(path: Path, plan: Plan, *, calibration: Calibration | None = Non
             f"--trace: the best layout has no timeline: {error}; leave the option out, or --fix"
             " another schedule"
         ) from None
-    trace = chrome_trace(simulated, title=describe(best.layout), after=beyond(best, simulated))
+    trace = chrome_trace(
+        simulated, title=describe(best.layout), after=terms_outside_pipeline(best, simulated)
+    )
     write_text("--trace", path, json.dumps(trace) + "\n")

@@ -19,7 +19,7 @@ from typing import Any
 from plait.cli.validating.show import Screen, table_of_rows
 from plait.cluster import accelerator
 from plait.errors import DeviceError, InputError
-from plait.files import write_whole
+from plait.files import write_atomically
 from plait.observe.files import require_writable
 from plait.validation.catalogue import (
     MOST_GPUS,
@@ -82,7 +82,7 @@ def validate(
             only=only,
         )
         try:
-            write_whole(out, json.dumps(content, indent=1) + "\n")
+            write_atomically(out, json.dumps(content, indent=1) + "\n")
         except OSError as error:
             raise InputError(f"--out {out}: cannot be written ({error.strerror})") from None
         return content

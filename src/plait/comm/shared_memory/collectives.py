@@ -26,7 +26,7 @@ from plait.comm.board import describe_tensor
 from plait.comm.buckets import Flat
 from plait.comm.record import record
 from plait.comm.reduce_scatter import add_in_order, reduce_scatter
-from plait.comm.shared_memory.host import Host, SharedMemory, SharedMemoryUnavailable
+from plait.comm.shared_memory.host import SharedMemory, SharedMemoryGroup, SharedMemoryUnavailable
 from plait.errors import CommunicationError
 
 _GATHER_SLOTS = 3
@@ -52,7 +52,7 @@ class _Slots:
         slots: Number of slots, of equal size.
     """
 
-    def __init__(self, host: Host, *, words: int, slots: int) -> None:
+    def __init__(self, host: SharedMemoryGroup, *, words: int, slots: int) -> None:
         self._host = host
         self._words = words
         self._slots = slots
@@ -130,7 +130,7 @@ class SharedAllGather(_Slots, AllGather):
     output is safe. If no slot is free, or memory is short, all ranks use torch's collective.
     """
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: SharedMemoryGroup) -> None:
         super().__init__(host, words=4, slots=_GATHER_SLOTS)
         self._round = 0
         """Number of calls with the current memory."""
@@ -249,7 +249,7 @@ class SharedReduceScatter(_Slots, ReduceScatter):
     into it and every rank has marked it as read.
     """
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: SharedMemoryGroup) -> None:
         super().__init__(host, words=5, slots=host.ranks * _SCATTER_SLOTS)
         self._round = 0
         """Number of calls with the current memory."""
@@ -435,7 +435,7 @@ class SharedBuckets:
         SharedMemoryUnavailable: Memory is short. Raised on all ranks.
     """
 
-    def __init__(self, host: Host, flats: Sequence[Flat]) -> None:
+    def __init__(self, host: SharedMemoryGroup, flats: Sequence[Flat]) -> None:
         starts = []
         total = 0
         for flat in flats:

@@ -54,7 +54,7 @@ class SharedMemoryUnavailable(Exception):
     """
 
 
-class Host:
+class SharedMemoryGroup:
     """Group whose ranks all run on this machine. Creating an object is collective.
 
     Args:
@@ -193,7 +193,7 @@ class Host:
 
 
 class SharedMemory:
-    """Bytes and counters that every rank of a `Host` reads and writes.
+    """Bytes and counters that every rank of a `SharedMemoryGroup` reads and writes.
 
     The counters are words of int64 that start at 0, and a rank writes only its own words. On x86-64
     a rank that sees a word also sees everything that was written before it. The memory is freed
@@ -214,7 +214,7 @@ class SharedMemory:
             memory.
     """
 
-    def __init__(self, host: Host, *, words: int, data_bytes: int) -> None:
+    def __init__(self, host: SharedMemoryGroup, *, words: int, data_bytes: int) -> None:
         self._ranks = host.ranks
         # A row fills pairs of cache lines, so that ranks do not disturb each other.
         self._row_words = math.ceil(words / 16) * 16

@@ -14,7 +14,7 @@ from plait._torch.gathering import gather_in_place
 from plait._torch.units import replace_shard_buffers, shard_buffers, sharded_modules
 from plait.cluster.host_memory import trim_heap
 from plait.comm.record import record
-from plait.comm.shared_memory.host import Host, SharedMemory, SharedMemoryUnavailable
+from plait.comm.shared_memory.host import SharedMemory, SharedMemoryGroup, SharedMemoryUnavailable
 
 _TRIMMED_BYTES = 32 << 20
 """Bytes of copied shards after which the C library returns freed memory to the system."""
@@ -24,7 +24,7 @@ _READ_WORD = 1
 """Index of the word with the number of gathers that a rank has finished reading."""
 
 
-def share_parameters(model: nn.Module, host: Host) -> str:
+def share_parameters(model: nn.Module, host: SharedMemoryGroup) -> str:
     """Move the shards of every unit into memory that all ranks of `host` read. Collective.
 
     A unit for which memory is short, or with several dtypes, is copied when it is gathered, as
@@ -48,7 +48,7 @@ def share_parameters(model: nn.Module, host: Host) -> str:
     )
 
 
-def _share_unit(unit: FSDPModule, host: Host) -> str:
+def _share_unit(unit: FSDPModule, host: SharedMemoryGroup) -> str:
     """Share a unit. Return an empty string, or the reason why it cannot be shared."""
     numels = [shard.numel() for shard in shard_buffers(unit)]
     dtypes = {shard.dtype for shard in shard_buffers(unit)}
@@ -124,7 +124,7 @@ class SharedParameters:
         SharedMemoryUnavailable: Memory is short. Raised on all ranks.
     """
 
-    def __init__(self, host: Host, numels: Sequence[int], dtype: torch.dtype) -> None:
+    def __init__(self, host: SharedMemoryGroup, numels: Sequence[int], dtype: torch.dtype) -> None:
         size = dtype.itemsize
         # Full tensors begin at cache lines.
         spaces = [-(-host.ranks * numel * size // 64) * 64 for numel in numels]

@@ -80,7 +80,7 @@ class DeviceAccelerator:
         """Return the bytes of the tensors on a device; 0 on a CPU."""
         if not accelerator.count():
             return 0
-        return accelerator.held_bytes(self._device(device_index))
+        return accelerator.allocated_bytes(self._device(device_index))
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
         """Return the peak of `memory_allocated` since the last reset; 0 on a CPU."""

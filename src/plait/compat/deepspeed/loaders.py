@@ -8,8 +8,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
-from plait.data.split_rows import refuse_other_stream, refuse_split_stream
-from plait.data.stream_part import StreamPart, is_of_datasets
+from plait.data.split_rows import refuse_differing_stream, refuse_split_stream
+from plait.data.stream_part import StreamPart, is_datasets_library
 from plait.engine.engine import Engine
 from plait.errors import CheckpointError, InputError
 
@@ -54,7 +54,7 @@ class StreamLoader:
     ) -> None:
         self._samples_per_round = batch_size * engine.dp_size
         # `build_loader` has compared these streams between ranks already.
-        is_compared = is_of_datasets(data) or bool(settings.get("num_workers"))
+        is_compared = is_datasets_library(data) or bool(settings.get("num_workers"))
         self._part = StreamPart(
             data,
             batch_size=batch_size,
@@ -164,8 +164,8 @@ def build_loader(
             raise InputError(f"{rule}; leave data_sampler out, and num_local_io_workers at most 1")
         refuse_split_stream(data)
         # Other streams are compared between ranks by StreamPart, while they are read.
-        if is_of_datasets(data) or workers:
-            refuse_other_stream(data, device=engine.device, workers=workers)
+        if is_datasets_library(data) or workers:
+            refuse_differing_stream(data, device=engine.device, workers=workers)
         return StreamLoader(
             data,
             engine,

@@ -21,10 +21,10 @@ from plait.compat.deepspeed.pipe import PipelineModule
 from plait.compat.deepspeed.pipeline_engine import PipelineEngine
 from plait.compat.deepspeed.refused import refuse_arguments
 from plait.config.reading.source import read
-from plait.config.resolving.batch import CALLERS, MICRO
+from plait.config.resolving.batch import CALLER_SOURCE, MICRO_KEY
 from plait.config.resolving.resolve import Resolved, load
 from plait.engine.build import initialize as plait_initialize
-from plait.errors import ConfigError, InputError, Problem, refuse
+from plait.errors import ConfigError, InputError, Problem, raise_problems
 from plait.optim.optimizer import build_optimizer
 from plait.sharded.assemble import resolved_for
 from plait.sharded.shards_as_weights import refuse_shards_as_weights
@@ -203,9 +203,9 @@ def _resolve_config(config: Any, model: nn.Module) -> Resolved:
         if model.recomputed:
             overrides.append("parallel.recompute.mode=full")
     resolved = resolved_for(model, load(config, overrides))
-    if resolved.sources.get(MICRO) == CALLERS:
+    if resolved.sources.get(MICRO_KEY) == CALLER_SOURCE:
         rule = "the configuration has no batch size, and DeepSpeed's calls count samples"
-        raise ConfigError(Problem(MICRO, None, rule, f"write {MICRO} or train_batch_size"))
+        raise ConfigError(Problem(MICRO_KEY, None, rule, f"write {MICRO_KEY} or train_batch_size"))
 
     problems = []
     for axis, degree, reason in (
@@ -215,7 +215,7 @@ def _resolve_config(config: Any, model: nn.Module) -> Resolved:
         if degree > 1:
             rule = f"DeepSpeed's calls give a model its batch as it is, {reason}"
             problems.append(Problem(f"parallel.{axis}", degree, rule, f"use 1, or {_FULL_STEPS}"))
-    refuse(problems)
+    raise_problems(problems)
     return resolved
 
 

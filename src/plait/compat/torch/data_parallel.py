@@ -13,7 +13,7 @@ from torch import nn
 
 from plait.errors import InputError
 from plait.sharded.assemble import ConfigLike, resolved_for
-from plait.sharded.parallel_model import ParallelModel, parallelize, why_called
+from plait.sharded.parallel_model import ParallelModel, parallelize, reason_for_step
 from plait.sharded.shards_as_weights import FULL_STATE, refuse_shards_as_weights
 
 _REPLICATED = {"zero_optimization": {"stage": 0}}
@@ -86,7 +86,7 @@ class DistributedDataParallel(nn.Module):
 
         resolved = resolved_for(module, config if config is not None else _REPLICATED)
         # torch's wrapper has no call for the end of a step, which these configurations need.
-        reason = why_called(resolved)
+        reason = reason_for_step(resolved)
         if reason is not None:
             raise InputError(
                 f"DistributedDataParallel: {reason}, so loss.backward() and optimizer.step() are"

@@ -22,7 +22,7 @@ from plait.config.convert.fsdp_sharding import (
 from plait.config.convert.translated import TranslatedDocument, Translation, problems_in
 from plait.config.dialects.keys import known_paths, nearest
 from plait.config.reading.source import Document, read_named
-from plait.config.schema.provenance import Row, Status
+from plait.config.schema.provenance import KeyReport, Status
 from plait.errors import ConfigError, Problem
 
 _TYPES = (*REPLICATED, "DEEPSPEED", "FSDP")
@@ -141,7 +141,9 @@ def _read_distributed_type(file: _AccelerateFile) -> str:
             meaning = f"{STAGE}, by {kind.lower()}_config"
         if kind != "DEEPSPEED":
             meaning += _CLIPPING
-        translation.rows.append(Row("distributed_type", value, Status.RENAMED, meaning, STAGE))
+        translation.rows.append(
+            KeyReport("distributed_type", value, Status.RENAMED, meaning, STAGE)
+        )
 
     if kind in REPLICATED:
         file.defaults[STAGE] = 0
@@ -156,7 +158,7 @@ def _read_section(file: _AccelerateFile, section: str, value: Any) -> None:
     translation = file.translation
     keys = SECTIONS[section]
     if value is None or value == {}:
-        translation.rows.append(Row(section, value, Status.COMMENT, "empty: not given"))
+        translation.rows.append(KeyReport(section, value, Status.COMMENT, "empty: not given"))
         return
     if not isinstance(value, dict):
         remedy = f"write for example {{{next(iter(keys))}: ...}}"
@@ -197,7 +199,7 @@ def _add_prefix(section: str, name: str) -> str:
 def _skip_section(file: _AccelerateFile, name: str, value: Any) -> None:
     """Add a row for a section of a program that Plait does not use."""
     if not value:
-        file.translation.rows.append(Row(name, value, Status.COMMENT, "empty: not given"))
+        file.translation.rows.append(KeyReport(name, value, Status.COMMENT, "empty: not given"))
     elif name == "fp8_config":
         file.translation.ignore(name, value, "mixed_precision fp8 alone reads it")
     else:
@@ -236,11 +238,11 @@ def _read_deepspeed_file(file: _AccelerateFile) -> dict[str, Any] | None:
     try:
         tree = read_named(path, file.document).tree
     except ConfigError as error:
-        translation.rows.append(Row(shown, path, Status.REFUSED, "cannot be read"))
+        translation.rows.append(KeyReport(shown, path, Status.REFUSED, "cannot be read"))
         translation.problems += problems_in(shown, error)
         return {}
     meaning = "the keys of that file, each with a row of its own"
-    translation.rows.append(Row(shown, path, Status.RENAMED, meaning))
+    translation.rows.append(KeyReport(shown, path, Status.RENAMED, meaning))
     # The stage is that of the file.
     file.defaults.pop(STAGE)
     if not isinstance(tree.get("zero_optimization"), dict | bool):
@@ -283,7 +285,7 @@ def _read_processes(file: _AccelerateFile) -> int | None:
         return processes
     path = "run.processes"
     translation.set(path, "num_processes", processes)
-    translation.rows.append(Row("num_processes", value, Status.RENAMED, path, path))
+    translation.rows.append(KeyReport("num_processes", value, Status.RENAMED, path, path))
     return processes
 
 
@@ -314,7 +316,7 @@ def _read_precision(file: _AccelerateFile) -> None:
     value = tree.get(shown)
     if value is None:
         if shown in tree:
-            translation.rows.append(Row(shown, None, Status.COMMENT, "null: not given"))
+            translation.rows.append(KeyReport(shown, None, Status.COMMENT, "null: not given"))
         return
     if shown == "mixed_precision":
         name = str(value).lower()
@@ -351,7 +353,7 @@ def _set_mixed_precision(file: _AccelerateFile, shown: str, value: Any, name: st
         file.defaults |= accelerate_keys.GRAD_SCALER
     path = f"{name}.enabled"
     file.translation.set(path, shown, True)
-    file.translation.rows.append(Row(shown, value, Status.RENAMED, path + note, path))
+    file.translation.rows.append(KeyReport(shown, value, Status.RENAMED, path + note, path))
 
 
 def _complete_degrees(file: _AccelerateFile) -> None:

@@ -12,12 +12,12 @@ from typing import Any
 
 from plait.config.convert import accelerate, megatron, trainer_fsdp
 from plait.config.convert.translated import TranslatedDocument
-from plait.config.dialects.examine import Examined, at_path, examine
+from plait.config.dialects.examine import ExaminedDocument, examine, value_at
 from plait.config.dialects.foreign import is_accelerate, is_trainer_fsdp
 from plait.config.reading.source import Document, Source, parse_override, read
-from plait.config.resolving.resolve import finish
+from plait.config.resolving.resolve import build_config
 from plait.config.schema.config import Config
-from plait.config.schema.provenance import Row, Status
+from plait.config.schema.provenance import KeyReport, Status
 from plait.errors import ConfigError, Problem
 
 ForeignSource = Source | Sequence[str]
@@ -32,7 +32,7 @@ class Conversion:
     """Path of the file, or a phrase if there is none."""
     tree: dict[str, Any]
     """Settings under the names of the schema. `load` returns the same Config for them."""
-    keys: tuple[Row, ...]
+    keys: tuple[KeyReport, ...]
     """Rows of the other program's keys, and of its defaults that were written explicitly."""
     problems: tuple[Problem, ...]
     """Problems because of which the tree cannot be used."""
@@ -47,7 +47,7 @@ def convert(source: ForeignSource, overrides: Sequence[str] = ()) -> Conversion:
     """
     document, examined = _examine_source(source, overrides)
     try:
-        finish(document, examined)
+        build_config(document, examined)
         problems: tuple[Problem, ...] = ()
     except ConfigError as error:
         problems = error.problems
@@ -55,8 +55,8 @@ def convert(source: ForeignSource, overrides: Sequence[str] = ()) -> Conversion:
     rows = list(examined.rows)
     for path, origin in examined.origins.items():
         if origin.endswith("'s default"):
-            value = at_path(examined.tree, path)
-            rows.append(Row("(left out)", value, Status.RENAMED, origin, path))
+            value = value_at(examined.tree, path)
+            rows.append(KeyReport("(left out)", value, Status.RENAMED, origin, path))
     return Conversion(document.name, examined.tree, tuple(rows), problems)
 
 
@@ -66,10 +66,12 @@ def load_foreign(source: ForeignSource, overrides: Sequence[str] = ()) -> Config
     Raises:
         ConfigError: All problems.
     """
-    return finish(*_examine_source(source, overrides))
+    return build_config(*_examine_source(source, overrides))
 
 
-def _examine_source(source: ForeignSource, overrides: Sequence[str]) -> tuple[Document, Examined]:
+def _examine_source(
+    source: ForeignSource, overrides: Sequence[str]
+) -> tuple[Document, ExaminedDocument]:
     """Translate every key, and collect problems.
 
     Raises:
@@ -94,7 +96,7 @@ def _translate(document: Document) -> Document:
     return document
 
 
-def _restore_names(document: TranslatedDocument, examined: Examined) -> None:
+def _restore_names(document: TranslatedDocument, examined: ExaminedDocument) -> None:
     """Replace Plait's keys by those of the other program in rows, problems and origins."""
     translated = (*document.written, *document.defaults)
     examined.deepspeed = False
@@ -112,5 +114,5 @@ def _restore_names(document: TranslatedDocument, examined: Examined) -> None:
             examined.origins[path] = origin.replace("file", f"{document.noun}s")
     for path in document.defaults:
         # An override may have replaced the default.
-        if at_path(examined.tree, path) == at_path(document.tree, path):
+        if value_at(examined.tree, path) == value_at(document.tree, path):
             examined.origins[path] = f"{document.program}'s default"

@@ -8,7 +8,7 @@ from typing import Any
 
 from plait.config.convert.fsdp_keys import HYBRID, STRATEGIES, reshard_settings, strategy_named
 from plait.config.convert.translated import ForeignKey, Translation, parse_flag
-from plait.config.schema.provenance import Row, Status
+from plait.config.schema.provenance import KeyReport, Status
 
 STAGE = "zero_optimization.stage"
 SHARD = "parallel.dp_shard"
@@ -88,7 +88,7 @@ def _read_fsdp1(translation: Translation, keys: ShardingKeys, name: str) -> None
     meaning = f"{STAGE} {stage}"
     if keys.launched and name == RESHARD and stage != 3 and STRATEGY not in keys.written:
         meaning += f" ({_NOT_READ})"
-    translation.rows.append(Row(shown, value, Status.RENAMED, meaning, STAGE))
+    translation.rows.append(KeyReport(shown, value, Status.RENAMED, meaning, STAGE))
 
 
 def _shard_within_machines(
@@ -104,7 +104,7 @@ def _shard_within_machines(
         return
     translation.set(SHARD, shown, processes)
     meaning = f"{STAGE} and {SHARD} (the {processes} processes of a machine)"
-    translation.rows.append(Row(shown, value, Status.RENAMED, meaning, STAGE))
+    translation.rows.append(KeyReport(shown, value, Status.RENAMED, meaning, STAGE))
 
 
 def _refuse_strategy_of_fsdp2(translation: Translation, shown: str, value: Any) -> None:

@@ -23,7 +23,7 @@ from plait.config.convert.megatron_flags import (
 from plait.config.convert.translated import Settings, TranslatedDocument, set_path
 from plait.config.dialects.keys import nearest
 from plait.config.reading.source import scalar
-from plait.config.schema.provenance import Row, Status
+from plait.config.schema.provenance import KeyReport, Status
 from plait.errors import ConfigError, Problem
 
 
@@ -33,7 +33,7 @@ def read_flags(tokens: Sequence[str]) -> TranslatedDocument:
     Raises:
         ConfigError: The list does not consist of flags and their values.
     """
-    rows: list[Row] = []
+    rows: list[KeyReport] = []
     problems: list[Problem] = []
     settings: Settings = {}
     for name, values in _split(tokens):
@@ -77,7 +77,7 @@ def _combine_flags(settings: Settings, problems: list[Problem]) -> None:
 
 
 def _build_document(
-    settings: Settings, rows: list[Row], problems: list[Problem]
+    settings: Settings, rows: list[KeyReport], problems: list[Problem]
 ) -> TranslatedDocument:
     defaults = _defaults(settings, problems)
     defaults = {path: value for path, value in defaults.items() if path not in settings}
@@ -181,13 +181,15 @@ def _defaults(settings: Settings, problems: list[Problem]) -> dict[str, Any]:
     return defaults
 
 
-def _row(name: str, flag: Flag, value: Any) -> Row:
+def _row(name: str, flag: Flag, value: Any) -> KeyReport:
     if flag.status is Status.SUPPORTED:
-        return Row(name, value, Status.RENAMED, f"{flag.target} (Megatron's flag)", flag.target)
+        return KeyReport(
+            name, value, Status.RENAMED, f"{flag.target} (Megatron's flag)", flag.target
+        )
     if flag.status is Status.REFUSED and value in flag.off:
         meaning = f"this value asks for nothing; another would be refused: {flag.why}"
-        return Row(name, value, Status.IGNORED, meaning)
-    return Row(name, value, flag.status, flag.why)
+        return KeyReport(name, value, Status.IGNORED, meaning)
+    return KeyReport(name, value, flag.status, flag.why)
 
 
 def _split(tokens: Sequence[str]) -> list[tuple[str, list[str]]]:

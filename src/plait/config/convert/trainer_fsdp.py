@@ -24,7 +24,7 @@ from plait.config.convert.translated import (
 )
 from plait.config.dialects.keys import nearest
 from plait.config.reading.source import Document, read_named
-from plait.config.schema.provenance import Row, Status
+from plait.config.schema.provenance import KeyReport, Status
 from plait.errors import ConfigError, Problem
 
 _KEYS = {key.path: key for key in TRAINER_KEYS}
@@ -90,7 +90,7 @@ def _read_options(translation: Translation, value: Any, *, written: bool) -> lis
         return None
     if written:
         meaning = f"{STAGE}, with what fsdp_config says"
-        translation.rows.append(Row("fsdp", value, Status.RENAMED, meaning, STAGE))
+        translation.rows.append(KeyReport("fsdp", value, Status.RENAMED, meaning, STAGE))
     return names
 
 
@@ -101,10 +101,12 @@ def _read_section(translation: Translation, document: Document, value: Any) -> M
             section = read_named(value, document).tree
         except ConfigError as error:
             translation.problems += problems_in("fsdp_config", error)
-            translation.rows.append(Row("fsdp_config", value, Status.REFUSED, "cannot be read"))
+            translation.rows.append(
+                KeyReport("fsdp_config", value, Status.REFUSED, "cannot be read")
+            )
             return {}
         meaning = "the keys of that file, each with a row of its own"
-        translation.rows.append(Row("fsdp_config", value, Status.RENAMED, meaning))
+        translation.rows.append(KeyReport("fsdp_config", value, Status.RENAMED, meaning))
         return section
     if value is not None and not isinstance(value, dict):
         rule = "is an object or the path of a JSON file"

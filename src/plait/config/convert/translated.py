@@ -10,7 +10,7 @@ from typing import Any
 from plait.config.dialects.deepspeed import Key
 from plait.config.dialects.table_values import as_flag, asks_for_nothing, type_problem
 from plait.config.reading.source import Document
-from plait.config.schema.provenance import Row, Status
+from plait.config.schema.provenance import KeyReport, Status
 from plait.errors import ConfigError, Problem
 
 Settings = dict[str, tuple[str, Any]]
@@ -37,7 +37,7 @@ class TranslatedDocument(Document):
     """Name of the program for messages, such as "Accelerate"."""
     noun: str = "file"
     """Container of the keys: "file", or "flag" for a command line."""
-    rows: tuple[Row, ...] = ()
+    rows: tuple[KeyReport, ...] = ()
     problems: tuple[Problem, ...] = ()
     written: Mapping[str, str] = field(default_factory=dict)
     """Key that sets each path of the tree."""
@@ -57,7 +57,7 @@ class ForeignKey(Key):
 class Translation:
     """Settings, rows and problems of the keys that have been translated so far."""
 
-    rows: list[Row] = field(default_factory=list)
+    rows: list[KeyReport] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     settings: Settings = field(default_factory=dict)
 
@@ -101,11 +101,11 @@ class Translation:
 
     def ignore(self, key: str, value: Any, why: str) -> None:
         """Add a key that sets nothing."""
-        self.rows.append(Row(key, value, Status.IGNORED, why))
+        self.rows.append(KeyReport(key, value, Status.IGNORED, why))
 
     def refuse(self, key: str, value: Any, rule: str, remedy: str) -> None:
         """Add a key that cannot be translated."""
-        self.rows.append(Row(key, value, Status.REFUSED, rule))
+        self.rows.append(KeyReport(key, value, Status.REFUSED, rule))
         self.problems.append(Problem(key, value, rule, remedy))
 
     def set(self, path: str, key: str, value: Any) -> None:
@@ -124,7 +124,7 @@ class Translation:
             value: Value of the key. Texts that stand for booleans are parsed.
         """
         if value is None:
-            self.rows.append(Row(shown, value, Status.COMMENT, "null: not given"))
+            self.rows.append(KeyReport(shown, value, Status.COMMENT, "null: not given"))
             return
         if key.kind == "flag":
             value = parse_flag(value)
@@ -137,9 +137,9 @@ class Translation:
             self.refuse(shown, value, key.why, key.remedy)
         elif key.status is Status.REFUSED and key.sets is None:
             meaning = f"this value asks for nothing; another would be refused: {key.why}"
-            self.rows.append(Row(shown, value, Status.IGNORED, meaning))
+            self.rows.append(KeyReport(shown, value, Status.IGNORED, meaning))
         elif key.sets is None:
-            self.rows.append(Row(shown, value, Status.IGNORED, key.why))
+            self.rows.append(KeyReport(shown, value, Status.IGNORED, key.why))
         else:
             self._apply(shown, key.sets, value, key.why)
 
@@ -158,11 +158,13 @@ class Translation:
             self.set(path, shown, setting)
         note = f" ({why})" if why else ""
         if not settings:
-            self.rows.append(Row(shown, value, Status.IGNORED, f"this value sets nothing{note}"))
+            self.rows.append(
+                KeyReport(shown, value, Status.IGNORED, f"this value sets nothing{note}")
+            )
             return
         meaning = " and ".join(settings) + note
         first_path = next(iter(settings))
-        self.rows.append(Row(shown, value, Status.RENAMED, meaning, first_path))
+        self.rows.append(KeyReport(shown, value, Status.RENAMED, meaning, first_path))
 
 
 def problems_in(key: str, error: ConfigError) -> list[Problem]:

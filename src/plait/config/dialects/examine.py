@@ -1,7 +1,7 @@
 """Translation of a file's keys to the names of the schema.
 
 Every key is looked up: aliases are moved to their target, and all problems are collected. Each key
-of the file becomes a `Row` that says what it means; none is dropped silently. Values stay as
+of the file becomes a `KeyReport` that says what it means; none is dropped silently. Values stay as
 written, including "auto".
 """
 
@@ -21,8 +21,8 @@ from plait.config.dialects.overrides import apply_override
 from plait.config.dialects.table_values import asks_for_nothing, type_problem
 from plait.config.reading.source import Document
 from plait.config.schema.config import PLAIT_SECTIONS
-from plait.config.schema.optimizers import ONLY
-from plait.config.schema.provenance import Provenance, Row, Status
+from plait.config.schema.optimizers import SINGLE_VALUED_PARAMS
+from plait.config.schema.provenance import KeyReport, Provenance, Status
 from plait.errors import Problem
 
 Tree = dict[str, Any]
@@ -37,14 +37,14 @@ class WrittenValue:
 
 
 @dataclass
-class Examined:
+class ExaminedDocument:
     """Content of a document, translated to the names of the schema."""
 
     tree: Tree = field(default_factory=dict)
     """Settings under the names of the schema."""
     raw: Tree = field(default_factory=dict)
     """The file's content with overrides applied, under the names of the file."""
-    rows: list[Row] = field(default_factory=list)
+    rows: list[KeyReport] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     origins: dict[str, str] = field(default_factory=dict)
     """Origin of each setting, by path: "file", "override", "file: tensor_parallel.tp_size"."""
@@ -60,7 +60,9 @@ class Examined:
         return Provenance(name, self.deepspeed, tuple(self.rows), dict(self.origins))
 
 
-def examine(document: Document, overrides: Sequence[tuple[tuple[str, ...], Any]] = ()) -> Examined:
+def examine(
+    document: Document, overrides: Sequence[tuple[tuple[str, ...], Any]] = ()
+) -> ExaminedDocument:
     """Translate every key of a document, with overrides applied.
 
     Args:
@@ -71,7 +73,7 @@ def examine(document: Document, overrides: Sequence[tuple[tuple[str, ...], Any]]
     Returns:
         The settings, and all problems. Nothing is raised.
     """
-    examined = Examined(deepspeed=not set(PLAIT_SECTIONS) & set(document.tree))
+    examined = ExaminedDocument(deepspeed=not set(PLAIT_SECTIONS) & set(document.tree))
     tree = _copy_tree(document.tree)
     for path, value in overrides:
         problem = apply_override(tree, path, value)
@@ -87,7 +89,7 @@ def examine(document: Document, overrides: Sequence[tuple[tuple[str, ...], Any]]
     return examined
 
 
-def at_path(tree: Mapping[str, Any], path: str) -> Any:
+def value_at(tree: Mapping[str, Any], path: str) -> Any:
     """Return the value at a dotted path of a tree, or None if there is none."""
     value: Any = tree
     for name in path.split("."):
@@ -121,13 +123,15 @@ def _copy_tree(value: Any) -> Any:
 
 
 def _visit_section(
-    written: tuple[str, ...], path: tuple[str, ...], tree: Tree, examined: Examined
+    written: tuple[str, ...], path: tuple[str, ...], tree: Tree, examined: ExaminedDocument
 ) -> None:
     for name, value in tree.items():
         _visit((*written, str(name)), (*path, str(name)), value, examined)
 
 
-def _visit(written: tuple[str, ...], path: tuple[str, ...], value: Any, examined: Examined) -> None:
+def _visit(
+    written: tuple[str, ...], path: tuple[str, ...], value: Any, examined: ExaminedDocument
+) -> None:
     """Translate a key of the file.
 
     Args:
@@ -139,15 +143,15 @@ def _visit(written: tuple[str, ...], path: tuple[str, ...], value: Any, examined
     shown = ".".join(written)
     dotted = ".".join(path)
     if is_comment(path[-1]):
-        examined.rows.append(Row(shown, value, Status.COMMENT, "a remark", dotted))
+        examined.rows.append(KeyReport(shown, value, Status.COMMENT, "a remark", dotted))
     # null stands for a key that is left out, but an unknown key is still a mistake.
     elif value is None and dotted in keys.known_paths():
-        examined.rows.append(Row(shown, value, Status.COMMENT, "null: not given", dotted))
+        examined.rows.append(KeyReport(shown, value, Status.COMMENT, "null: not given", dotted))
     elif dotted in ALIASES:
         _visit_alias(written, dotted, value, examined)
     elif dotted in TABLE:
         _visit_table(shown, TABLE[dotted], value, examined)
-    elif dotted in keys.fields():
+    elif dotted in keys.schema_fields():
         _visit_field(written, dotted, value, examined)
     elif dotted in keys.sections():
         if dotted in SHORT_FORMS:
@@ -159,7 +163,7 @@ def _visit(written: tuple[str, ...], path: tuple[str, ...], value: Any, examined
 
 
 def _visit_known_section(
-    written: tuple[str, ...], path: tuple[str, ...], value: Any, examined: Examined
+    written: tuple[str, ...], path: tuple[str, ...], value: Any, examined: ExaminedDocument
 ) -> None:
     shown = ".".join(written)
     dotted = ".".join(path)
@@ -171,7 +175,7 @@ def _visit_known_section(
     elif value is False and dotted.split(".")[0] not in PLAIT_SECTIONS:
         # DeepSpeed accepts false in place of a section.
         meaning = "false: the section is left out"
-        examined.rows.append(Row(shown, value, Status.IGNORED, meaning, dotted))
+        examined.rows.append(KeyReport(shown, value, Status.IGNORED, meaning, dotted))
     else:
         names = keys.names_in(dotted)
         typical = ("enabled", "stage", "type", "device", "tp_size", "path")
@@ -181,7 +185,9 @@ def _visit_known_section(
         examined.problems.append(Problem(shown, value, rule, remedy))
 
 
-def _visit_alias(written: tuple[str, ...], dotted: str, value: Any, examined: Examined) -> None:
+def _visit_alias(
+    written: tuple[str, ...], dotted: str, value: Any, examined: ExaminedDocument
+) -> None:
     alias = ALIASES[dotted]
     shown = ".".join(written)
     target = tuple(alias.target.split("."))
@@ -192,24 +198,26 @@ def _visit_alias(written: tuple[str, ...], dotted: str, value: Any, examined: Ex
     converted = alias.convert(value)
     if converted is ABSENT:
         meaning = f"{alias.target}, not set by this value ({alias.note})"
-        examined.rows.append(Row(shown, value, Status.RENAMED, meaning, alias.target))
+        examined.rows.append(KeyReport(shown, value, Status.RENAMED, meaning, alias.target))
         return
     if alias.target in TABLE:
         _visit_table(shown, TABLE[alias.target], converted, examined)
         return
     meaning = f"{alias.target} ({alias.note})"
-    examined.rows.append(Row(shown, value, Status.RENAMED, meaning, alias.target))
+    examined.rows.append(KeyReport(shown, value, Status.RENAMED, meaning, alias.target))
     examined.candidates.setdefault(alias.target, []).append(WrittenValue(shown, converted))
 
 
-def _visit_field(written: tuple[str, ...], dotted: str, value: Any, examined: Examined) -> None:
-    setting = keys.fields()[dotted]
+def _visit_field(
+    written: tuple[str, ...], dotted: str, value: Any, examined: ExaminedDocument
+) -> None:
+    setting = keys.schema_fields()[dotted]
     shown = ".".join(written)
     if setting.free and isinstance(value, dict):
         value = _visit_free(written, dotted, value, examined)
     else:
         meaning = first_sentence(setting.description)
-        examined.rows.append(Row(shown, value, Status.SUPPORTED, meaning, dotted))
+        examined.rows.append(KeyReport(shown, value, Status.SUPPORTED, meaning, dotted))
     examined.candidates.setdefault(dotted, []).append(WrittenValue(shown, value))
 
 
@@ -222,7 +230,9 @@ _FREE_MEANINGS = {
 """Meaning of the keys of a free field, by the path of the field."""
 
 
-def _visit_free(written: tuple[str, ...], dotted: str, value: Tree, examined: Examined) -> Tree:
+def _visit_free(
+    written: tuple[str, ...], dotted: str, value: Tree, examined: ExaminedDocument
+) -> Tree:
     """Translate the keys of a free field, an object whose keys the schema does not list.
 
     Returns:
@@ -236,21 +246,21 @@ def _visit_free(written: tuple[str, ...], dotted: str, value: Tree, examined: Ex
             _visit_table(shown, TABLE[inner], item, examined)
             continue
         if is_comment(str(name)):
-            examined.rows.append(Row(shown, item, Status.COMMENT, "a remark", inner))
+            examined.rows.append(KeyReport(shown, item, Status.COMMENT, "a remark", inner))
             continue
 
         settings[name] = item
         status = Status.SUPPORTED
         meaning = _FREE_MEANINGS.get(dotted, f"part of {dotted}")
-        if dotted == "optimizer.params" and name in ONLY:
+        if dotted == "optimizer.params" and name in SINGLE_VALUED_PARAMS:
             # DeepSpeed's parameters with a single supported value have no effect.
             status = Status.IGNORED
-            meaning = ONLY[name][1]
-        examined.rows.append(Row(shown, item, status, meaning, inner))
+            meaning = SINGLE_VALUED_PARAMS[name][1]
+        examined.rows.append(KeyReport(shown, item, status, meaning, inner))
     return settings
 
 
-def _visit_table(shown: str, key: Key, value: Any, examined: Examined) -> None:
+def _visit_table(shown: str, key: Key, value: Any, examined: ExaminedDocument) -> None:
     problem = type_problem(key, value)
     if key.path in SECRETS:
         value = "(not shown)"
@@ -268,11 +278,11 @@ def _visit_table(shown: str, key: Key, value: Any, examined: Examined) -> None:
 
     if shown != key.path:
         meaning = f"{key.path}: {meaning}"
-    examined.rows.append(Row(shown, value, status, meaning, key.path))
+    examined.rows.append(KeyReport(shown, value, status, meaning, key.path))
 
 
 def _set_value(
-    target: str, candidates: list[WrittenValue], examined: Examined, overridden: set[str]
+    target: str, candidates: list[WrittenValue], examined: ExaminedDocument, overridden: set[str]
 ) -> None:
     """Store the value of a setting, or report two values that disagree.
 
@@ -303,7 +313,7 @@ def _same_value(target: str, value: Any, other: Any) -> bool:
     """Return True if the setting parses both values to the same one, such as `8` and `"8"`."""
     if value == other:
         return True
-    if target not in keys.fields():
+    if target not in keys.schema_fields():
         return False
     adapter = keys.value_adapter(target)
     try:

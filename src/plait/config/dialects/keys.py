@@ -81,7 +81,7 @@ def _parents(path: str) -> Iterator[str]:
 
 
 @cache
-def fields() -> dict[str, SchemaField]:
+def schema_fields() -> dict[str, SchemaField]:
     """Return all settings of the schema, by dotted path."""
     return {field.path: field for field in walk_fields(Config)}
 
@@ -89,27 +89,27 @@ def fields() -> dict[str, SchemaField]:
 @cache
 def value_adapter(path: str) -> TypeAdapter[Any]:
     """Return the adapter that parses a value of the setting `path`."""
-    return TypeAdapter(fields()[path].annotation)
+    return TypeAdapter(schema_fields()[path].annotation)
 
 
 @cache
 def schema_sections() -> frozenset[str]:
     """Return the paths of the schema that contain settings."""
-    return frozenset(parent for path in fields() for parent in _parents(path))
+    return frozenset(parent for path in schema_fields() for parent in _parents(path))
 
 
 @cache
 def sections() -> frozenset[str]:
     """Return all paths below which keys are known: of the schema, the table and the aliases."""
-    parents = {parent for path in (*fields(), *TABLE, *ALIASES) for parent in _parents(path)}
+    parents = {parent for path in (*schema_fields(), *TABLE, *ALIASES) for parent in _parents(path)}
     # A free field has known keys in it, but it is a setting.
-    return frozenset(parents - set(fields()))
+    return frozenset(parents - set(schema_fields()))
 
 
 @cache
 def known_paths() -> frozenset[str]:
     """Return all paths that a file may contain."""
-    return frozenset({*fields(), *TABLE, *ALIASES} | sections())
+    return frozenset({*schema_fields(), *TABLE, *ALIASES} | sections())
 
 
 @cache

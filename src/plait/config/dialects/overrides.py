@@ -79,7 +79,7 @@ def _leaves(tree: Tree, prefix: tuple[str, ...]) -> list[tuple[str, ...]]:
     for name, value in tree.items():
         path = (*prefix, name)
         # The value of a setting such as `optimizer.params` is an object too.
-        if isinstance(value, dict) and ".".join(path) not in keys.fields():
+        if isinstance(value, dict) and ".".join(path) not in keys.schema_fields():
             leaves += _leaves(value, path)
         else:
             leaves.append(path)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from plait.errors import ConfigError, Problem, refuse
+from plait.errors import ConfigError, Problem, raise_problems
 
 MAX_DIGITS = 300
 """Maximum number of digits of an integer. A number with more cannot be converted to a float."""
@@ -65,7 +65,7 @@ def refuse_unusable(tree: Mapping[Any, Any], name: str) -> None:
             pending += [(f"{path}[{index}]", depth + 1, item) for index, item in enumerate(value)]
         elif problem := _value_problem(path, value):
             problems.append(problem)
-    refuse(problems)
+    raise_problems(problems)
 
 
 def _key_problem(path: str, key: Any) -> Problem | None:

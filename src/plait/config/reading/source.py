@@ -23,7 +23,7 @@ from typing import Any
 import yaml
 
 from plait.config.reading.plain import MAX_DIGITS, TooLong, refuse_unusable
-from plait.errors import ConfigError, Problem, refuse
+from plait.errors import ConfigError, Problem, raise_problems
 
 Source = str | Path | Mapping[str, Any]
 """Source of a configuration: a path, base64 text or a mapping."""
@@ -266,7 +266,7 @@ def _parse_json(text: str, name: str) -> Any:
         raise ConfigError(
             Problem(name, None, "is nested too deeply", "write sections of keys")
         ) from None
-    refuse(duplicates)
+    raise_problems(duplicates)
     return value
 
 

@@ -11,11 +11,11 @@ from typing import NoReturn
 from plait.errors import ConfigError, Problem
 from plait.policy import Policy
 
-TRAIN = "train_batch_size"
-MICRO = "train_micro_batch_size_per_gpu"
-CALLERS = "the caller's"
+TRAIN_KEY = "train_batch_size"
+MICRO_KEY = "train_micro_batch_size_per_gpu"
+CALLER_SOURCE = "the caller's"
 """Source of a micro-batch size that the file does not contain."""
-ACCUMULATION = "gradient_accumulation_steps"
+ACCUMULATION_KEY = "gradient_accumulation_steps"
 
 
 class Batch(Policy):
@@ -46,8 +46,8 @@ def solve_batch(train: int | None, micro: int | None, accumulation: int | None, 
     """
     if train is None:
         if micro is None:
-            rule = f"neither it nor {TRAIN} is given, and no batch size follows from the rest"
-            raise ConfigError(Problem(MICRO, None, rule, f"give one of the two (dp is {dp})"))
+            rule = f"neither it nor {TRAIN_KEY} is given, and no batch size follows from the rest"
+            raise ConfigError(Problem(MICRO_KEY, None, rule, f"give one of the two (dp is {dp})"))
         accumulation = accumulation or 1
         return Batch(
             train_batch_size=micro * accumulation * dp,
@@ -74,16 +74,19 @@ def _divide(train: int, divisor: int, product: str) -> int:
     rule = f"{product} = {divisor} and {train} % {divisor} = {train % divisor}"
     below = train // divisor * divisor
     possible = f"{below} or {below + divisor}" if below else f"{divisor}"
-    raise ConfigError(Problem(TRAIN, train, rule, f"use {possible}, or change a factor"))
+    raise ConfigError(Problem(TRAIN_KEY, train, rule, f"use {possible}, or change a factor"))
 
 
 def _raise_contradiction(train: int, micro: int, accumulation: int, dp: int) -> NoReturn:
     product = micro * accumulation * dp
-    remedies = [f"{TRAIN} {product}"]
+    remedies = [f"{TRAIN_KEY} {product}"]
     if train % (micro * dp) == 0:
-        remedies.append(f"{ACCUMULATION} {train // (micro * dp)}")
+        remedies.append(f"{ACCUMULATION_KEY} {train // (micro * dp)}")
     if train % (accumulation * dp) == 0:
-        remedies.append(f"{MICRO} {train // (accumulation * dp)}")
-    rule = f"{MICRO} {micro} x {ACCUMULATION} {accumulation} x dp {dp} = {product}, not {train}"
+        remedies.append(f"{MICRO_KEY} {train // (accumulation * dp)}")
+    rule = (
+        f"{MICRO_KEY} {micro} x {ACCUMULATION_KEY} {accumulation} x dp {dp} = {product}, not"
+        f" {train}"
+    )
     remedy = f"set {', or '.join(remedies)}, or leave one of the three out"
-    raise ConfigError(Problem(TRAIN, train, rule, remedy))
+    raise ConfigError(Problem(TRAIN_KEY, train, rule, remedy))

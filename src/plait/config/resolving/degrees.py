@@ -12,7 +12,7 @@ from plait.cluster.layout import Layout
 from plait.config.schema.config import ParallelSection
 from plait.errors import ConfigError, Problem
 
-PLANNED = (
+PLANNABLE_SETTINGS = (
     "parallel.tp",
     "parallel.pp",
     "parallel.sequence_parallel",
@@ -48,7 +48,7 @@ def solve_layout(parallel: ParallelSection, *, stage: int, world_size: int) -> L
             rule = f"{product} and {world_size} % {model} = {world_size % model}"
             possible = f"{below} or {above}"
         else:
-            rule = f"{product}, more than {processes(world_size)}"
+            rule = f"{product}, more than {format_processes(world_size)}"
             possible = f"{above}"
         remedy = f"start {possible} processes, or change a degree"
         raise ConfigError(Problem("parallel", None, rule, remedy))
@@ -66,7 +66,7 @@ def solve_layout(parallel: ParallelSection, *, stage: int, world_size: int) -> L
     )
 
 
-def processes(count: int) -> str:
+def format_processes(count: int) -> str:
     """Return `1 process`, `2 processes` and so on."""
     if count == 1:
         return f"{count} process"
@@ -111,9 +111,9 @@ def _data_degrees(
 
     if replicate * shard != dp:
         product = f"dp_replicate {replicate} x dp_shard {shard} = {replicate * shard}"
-        rule = f"{product}, and {processes(world_size)} leave {dp} for data parallelism"
+        rule = f"{product}, and {format_processes(world_size)} leave {dp} for data parallelism"
         left_out = "dp_replicate" if stage == 0 else "one of the two"
-        possible = processes(world_size // dp * replicate * shard)
+        possible = format_processes(world_size // dp * replicate * shard)
         remedy = f"start {possible}, or leave {left_out} out"
         raise ConfigError(Problem("parallel", None, rule, remedy))
     if stage > 0 and shard == 1 and dp > 1:
@@ -138,7 +138,7 @@ def _remaining(name: str, degree: int, dp: int, world_size: int) -> int:
     if len(divisors) > _MAX_LISTED:
         divisors = [*divisors[:6], "...", *divisors[-3:]]
     rule = (
-        f"{processes(world_size)} leave {dp} for data parallelism and {dp} % {degree} ="
+        f"{format_processes(world_size)} leave {dp} for data parallelism and {dp} % {degree} ="
         f" {dp % degree}"
     )
     possible = world_size // dp * degree * max(1, dp // degree)

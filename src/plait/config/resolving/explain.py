@@ -16,12 +16,12 @@ from plait.cluster.nccl import Library
 from plait.config.reading.source import Source
 from plait.config.resolving.batch import Batch
 from plait.config.resolving.degrees import smallest_world
-from plait.config.resolving.resolve import Outline, Resolved, finish, look, outline
+from plait.config.resolving.resolve import Outline, Resolved, build_config, examine_source, outline
 from plait.config.resolving.resolved_parts import LOSS_SCALE
 from plait.config.resolving.techniques import has_buckets
 from plait.config.schema.config import Config
 from plait.config.schema.optimization import OptimizerSpec, SchedulerSpec
-from plait.config.schema.provenance import Row, Status
+from plait.config.schema.provenance import KeyReport, Status
 from plait.config.schema.trackers import SECTIONS
 from plait.config.values.numbers import MAX_PROCESSES
 from plait.errors import ConfigError, Problem
@@ -58,7 +58,7 @@ class Explanation:
     """Path of the file, or a phrase if there is none."""
     world_size: int | None
     """Number of processes. None if problems prevent a layout."""
-    keys: tuple[Row, ...]
+    keys: tuple[KeyReport, ...]
     """Rows of all keys, in the order of the file."""
     values: tuple[Value, ...]
     """Resolved values. If there are problems, those that could be resolved."""
@@ -80,10 +80,10 @@ def explain(
         ConfigError: There are no keys to explain (no such file, invalid JSON). Other problems are
             part of the result.
     """
-    document, examined = look(source, overrides)
+    document, examined = examine_source(source, overrides)
     rows = tuple(examined.rows)
     try:
-        config = finish(document, examined)
+        config = build_config(document, examined)
         world_size = world_size or _default_processes(config)
     except ConfigError as error:
         return Explanation(document.name, world_size, rows, (), error.problems)
@@ -107,7 +107,7 @@ def _default_processes(config: Config) -> int:
     return count
 
 
-def _mark_unused(rows: Sequence[Row], resolved: Resolved) -> tuple[Row, ...]:
+def _mark_unused(rows: Sequence[KeyReport], resolved: Resolved) -> tuple[KeyReport, ...]:
     """Mark the keys that have no effect as ignored."""
     reasons: dict[str, str] = {}
     for paths, reason in _unused_settings(resolved):

@@ -10,7 +10,7 @@ from typing import Any
 
 from plait.config.dialects.aliases import ALIASES
 from plait.config.dialects.deepspeed import TABLE, Kind
-from plait.config.resolving.degrees import PLANNED
+from plait.config.resolving.degrees import PLANNABLE_SETTINGS
 from plait.config.schema.config import Config
 
 _TYPES: dict[Kind, list[str]] = {
@@ -30,7 +30,7 @@ def json_schema() -> dict[str, Any]:
         **Config.model_json_schema(),
         "title": "Plait configuration",
     }
-    for path in PLANNED:
+    for path in PLANNABLE_SETTINGS:
         _allow_auto(schema, path)
 
     for path, key in TABLE.items():

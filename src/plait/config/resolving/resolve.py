@@ -22,7 +22,7 @@ from torch import nn
 
 from plait.cluster.layout import Layout
 from plait.cluster.nccl import Library
-from plait.config.dialects.examine import Examined, examine
+from plait.config.dialects.examine import ExaminedDocument, examine
 from plait.config.dialects.foreign import refuse_flags, refuse_foreign
 from plait.config.reading.source import Document, Source, parse_override, read
 from plait.config.resolving import resolved_parts, techniques
@@ -32,7 +32,7 @@ from plait.config.schema.config import Config
 from plait.config.schema.optimization import OptimizerSpec, SchedulerSpec
 from plait.config.schema.sections import DataSection, FaultsSection, ModelSection, RunSection
 from plait.config.schema.trackers import TrackerSpec
-from plait.errors import ConfigError, Problem, refuse
+from plait.errors import ConfigError, Problem, raise_problems
 from plait.parallel.activations.activation_offload import ActivationOffload
 from plait.parallel.activations.recompute import Recompute
 from plait.parallel.compile import Compile
@@ -46,7 +46,7 @@ from plait.parallel.offload.parameter_offload import ParameterOffload
 from plait.parallel.order import in_order
 from plait.parallel.pipeline.pipeline_parallel import Pipeline
 from plait.parallel.precision.mixed_precision import Precision
-from plait.parallel.technique import Context, Technique
+from plait.parallel.technique import Technique, TechniqueContext
 from plait.parallel.tensor.tensor_parallel import TensorParallel
 from plait.parallel.tiles.tiled_mlp import TiledMLP
 from plait.policy import Policy
@@ -163,7 +163,7 @@ class Resolved(Policy):
         device_type: str = "cpu",
         model: nn.Module | None = None,
         blocks: tuple[str, ...] = (),
-    ) -> Context:
+    ) -> TechniqueContext:
         """Return the context of the techniques' checks.
 
         Args:
@@ -171,7 +171,7 @@ class Resolved(Policy):
             model: Model, or None before it is built. Checks of the model are then skipped.
             blocks: Names of the repeated blocks.
         """
-        return Context(
+        return TechniqueContext(
             self.layout, self.techniques, self.batch.accumulation, device_type, model, blocks
         )
 
@@ -191,16 +191,16 @@ def load(source: Source | Config, overrides: Sequence[str] = ()) -> Config:
         ConfigError: All problems.
     """
     if not isinstance(source, Config):
-        return finish(*look(source, overrides))
+        return build_config(*examine_source(source, overrides))
     if overrides:
         rule = "apply to a file or a mapping, not to a Config"
         raise ConfigError(Problem("overrides", ", ".join(overrides), rule, "load them together"))
     return source
 
 
-def look(
+def examine_source(
     source: Source | Sequence[str], overrides: Sequence[str] = ()
-) -> tuple[Document, Examined]:
+) -> tuple[Document, ExaminedDocument]:
     """Read a configuration and look up its keys: the first half of `load`.
 
     Problems are collected in the result.
@@ -219,17 +219,17 @@ def look(
     return document, examine(document, [parse_override(text) for text in overrides])
 
 
-def finish(document: Document, examined: Examined) -> Config:
+def build_config(document: Document, examined: ExaminedDocument) -> Config:
     """Return the Config of a document: the second half of `load`.
 
     Raises:
         ConfigError: All problems of keys and values.
     """
-    config = checked(examined, examined.tree)
+    config = validate_tree(examined, examined.tree)
     return config.with_provenance(examined.provenance(document.name))
 
 
-def checked(examined: Examined, tree: Mapping[str, Any]) -> Config:
+def validate_tree(examined: ExaminedDocument, tree: Mapping[str, Any]) -> Config:
     """Return a tree as a Config.
 
     Args:
@@ -245,7 +245,7 @@ def checked(examined: Examined, tree: Mapping[str, Any]) -> Config:
     except ConfigError as error:
         # See Note [All problems are reported].
         problems += error.problems
-    refuse(problems)
+    raise_problems(problems)
     return config
 
 

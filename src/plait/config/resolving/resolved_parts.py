@@ -13,16 +13,23 @@ from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
 from plait.cluster.layout import AXES, Layout
-from plait.config.dialects.keys import fields
-from plait.config.resolving.batch import ACCUMULATION, CALLERS, MICRO, TRAIN, Batch, solve_batch
-from plait.config.resolving.degrees import processes, solve_layout
+from plait.config.dialects.keys import schema_fields
+from plait.config.resolving.batch import (
+    ACCUMULATION_KEY,
+    CALLER_SOURCE,
+    MICRO_KEY,
+    TRAIN_KEY,
+    Batch,
+    solve_batch,
+)
+from plait.config.resolving.degrees import format_processes, solve_layout
 from plait.config.schema import optimizers
 from plait.config.schema.config import Config, Fp16Section
 from plait.config.schema.lr_schedules import RUN_LENGTH
 from plait.config.schema.optimization import OptimizerSpec, SchedulerSpec
 from plait.config.schema.sections import RunSection
 from plait.config.schema.trackers import SECTIONS, TrackerSpec
-from plait.errors import ConfigError, Problem, refuse
+from plait.errors import ConfigError, Problem, raise_problems
 from plait.parallel.compile import Compile
 from plait.parallel.precision.loss_scale import LossScale
 from plait.parallel.precision.mixed_precision import ComputeDtype, Precision, ReduceDtype
@@ -61,7 +68,7 @@ class Findings:
     problems: list[Problem] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.sources = {path: self.config.origin(path) for path in fields()}
+        self.sources = {path: self.config.origin(path) for path in schema_fields()}
 
     def attempt(self, resolve_part: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
         """Call a function. If it raises ConfigError, record the problems and return None.
@@ -107,7 +114,7 @@ def layout(findings: Findings, *, world_size: int) -> Layout:
     for axis in AXES:
         if not isinstance(getattr(parallel, axis), int):
             findings.sources[f"parallel.{axis}"] = (
-                f"derived: {processes(world_size)} / (pp {solved.pp} x cp {solved.cp} x tp"
+                f"derived: {format_processes(world_size)} / (pp {solved.pp} x cp {solved.cp} x tp"
                 f" {solved.tp}), ZeRO stage {stage}"
             )
     _check_expectations(findings, solved, world_size)
@@ -119,8 +126,8 @@ def _check_expectations(findings: Findings, solved: Layout, world_size: int) -> 
     expected = findings.config.data_parallel_size
     if expected is not None and expected != solved.dp:
         rule = (
-            f"{processes(world_size)} ({solved}) make dp_replicate {solved.dp_replicate} x dp_shard"
-            f" {solved.dp_shard} = {solved.dp}"
+            f"{format_processes(world_size)} ({solved}) make dp_replicate {solved.dp_replicate} x"
+            f" dp_shard {solved.dp_shard} = {solved.dp}"
         )
         remedy = f"leave it out or set it to {solved.dp}"
         findings.problems.append(Problem("data_parallel_size", expected, rule, remedy))
@@ -169,7 +176,7 @@ def batch(findings: Findings, *, dp: int, micro_batch_size: int | None) -> Batch
     """
     config = findings.config
     sizes: dict[str, int | None] = {}
-    for name in (TRAIN, MICRO, ACCUMULATION):
+    for name in (TRAIN_KEY, MICRO_KEY, ACCUMULATION_KEY):
         value = getattr(config, name)
         if value == "auto":
             value = findings.auto.get(name)
@@ -177,34 +184,36 @@ def batch(findings: Findings, *, dp: int, micro_batch_size: int | None) -> Batch
         sizes[name] = value
 
     # The caller's micro-batch size must not contradict a file that determines it.
-    if sizes[TRAIN] is None and sizes[MICRO] is None:
+    if sizes[TRAIN_KEY] is None and sizes[MICRO_KEY] is None:
         if micro_batch_size is not None:
-            sizes[MICRO] = micro_batch_size
-            findings.sources[MICRO] = CALLERS
+            sizes[MICRO_KEY] = micro_batch_size
+            findings.sources[MICRO_KEY] = CALLER_SOURCE
         elif "auto" in (config.train_batch_size, config.train_micro_batch_size_per_gpu):
-            path = MICRO if config.train_micro_batch_size_per_gpu == "auto" else TRAIN
+            path = MICRO_KEY if config.train_micro_batch_size_per_gpu == "auto" else TRAIN_KEY
             rule = f"{_COMMAND_LINE}, and none are here"
-            remedy = f"write the samples, in {MICRO} or in {TRAIN} (dp is {dp})"
+            remedy = f"write the samples, in {MICRO_KEY} or in {TRAIN_KEY} (dp is {dp})"
             raise ConfigError(Problem(path, "auto", rule, remedy))
 
-    solved = solve_batch(sizes[TRAIN], sizes[MICRO], sizes[ACCUMULATION], dp)
+    solved = solve_batch(sizes[TRAIN_KEY], sizes[MICRO_KEY], sizes[ACCUMULATION_KEY], dp)
     train = solved.train_batch_size
     micro = solved.micro_batch_size
     accumulation = solved.accumulation
-    if sizes[TRAIN] is None:
-        findings.sources[TRAIN] = f"derived: micro {micro} x accumulation {accumulation} x dp {dp}"
-    if sizes[MICRO] is None:
-        findings.sources[MICRO] = (
+    if sizes[TRAIN_KEY] is None:
+        findings.sources[TRAIN_KEY] = (
+            f"derived: micro {micro} x accumulation {accumulation} x dp {dp}"
+        )
+    if sizes[MICRO_KEY] is None:
+        findings.sources[MICRO_KEY] = (
             f"derived: train {train} / (accumulation {accumulation} x dp {dp})"
         )
-    if sizes[ACCUMULATION] is None:
-        if sizes[TRAIN] is not None and sizes[MICRO] is not None:
+    if sizes[ACCUMULATION_KEY] is None:
+        if sizes[TRAIN_KEY] is not None and sizes[MICRO_KEY] is not None:
             source = f"derived: train {train} / (micro {micro} x dp {dp})"
         elif config.gradient_accumulation_steps == "auto":
             source = "auto: 1"
         else:
             source = "default: 1"
-        findings.sources[ACCUMULATION] = source
+        findings.sources[ACCUMULATION_KEY] = source
     return solved
 
 
@@ -280,7 +289,7 @@ def _enabled_dtypes(findings: Findings) -> tuple[bool, bool]:
         else:
             rule = f"{_COMMAND_LINE} (--{name}), and none are here"
             problems.append(Problem(path, "auto", rule, "write true or false"))
-    refuse(problems)
+    raise_problems(problems)
     return bool(enabled["fp16"]), bool(enabled["bf16"])
 
 

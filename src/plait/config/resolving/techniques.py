@@ -11,13 +11,13 @@ from typing import Literal
 
 from plait.cluster.layout import Layout
 from plait.comm.algorithms import Name
-from plait.config.resolving.batch import CALLERS, MICRO, Batch
+from plait.config.resolving.batch import CALLER_SOURCE, MICRO_KEY, Batch
 from plait.config.resolving.resolved_parts import Findings, described
 from plait.config.schema import optimizers
 from plait.config.schema.config import Config, ZeroSection
 from plait.config.schema.optimization import OptimizerSpec
-from plait.config.values.names import instead
-from plait.errors import ConfigError, Problem, refuse
+from plait.config.values.names import suggest_names
+from plait.errors import ConfigError, Problem, raise_problems
 from plait.parallel.accounting.compression_scheme import Scheme
 from plait.parallel.activations import selective
 from plait.parallel.activations.activation_offload import ActivationOffload
@@ -80,7 +80,7 @@ def _refuse(
         for applies, rule, remedy in rules
         if applies
     ]
-    refuse(problems)
+    raise_problems(problems)
 
 
 def refuse_overlap(tensor: TensorParallel, pipeline: Pipeline, layout: Layout) -> None:
@@ -133,7 +133,7 @@ def pipeline(findings: Findings, layout: Layout) -> Pipeline:
 
     if schedule not in SCHEDULES:
         rule = "is not a pipeline schedule that Plait runs"
-        remedy = instead(schedule, SCHEDULES)
+        remedy = suggest_names(schedule, SCHEDULES)
         findings.problems.append(Problem(f"{path}.schedule", schedule, rule, remedy))
     return Pipeline(
         schedule=schedule,
@@ -504,7 +504,7 @@ def recompute(findings: Findings) -> Recompute:
         findings.sources[f"{path}.sequence_length"] = "derived: data.sequence_length"
 
     # Raises ConfigError for an unknown operator.
-    selective.kept(section.keep)
+    selective.kept_operators(section.keep)
     problems = []
     if mode == "budget" and section.budget_gib is None:
         remedy = f"set {path}.budget_gib"
@@ -517,11 +517,11 @@ def recompute(findings: Findings) -> Recompute:
         rule = "activations grow with it, and neither it nor data.sequence_length is given"
         remedy = "write the longest sequence's tokens"
         problems.append(Problem(f"{path}.sequence_length", None, rule, remedy))
-    if mode == "budget" and findings.sources.get(MICRO) == CALLERS:
+    if mode == "budget" and findings.sources.get(MICRO_KEY) == CALLER_SOURCE:
         rule = "activations grow with the micro-batch, and the file gives no batch size"
         remedy = "set train_micro_batch_size_per_gpu"
         problems.append(Problem(f"{path}.mode", "budget", rule, remedy))
-    refuse(problems)
+    raise_problems(problems)
 
     # Without recomputation no block has a checkpointed input, in DeepSpeed as here.
     partition = findings.config.activation_checkpointing.partition_activations
@@ -566,7 +566,7 @@ def activation_offload(findings: Findings) -> ActivationOffload:
 
     if fraction and section.device == "disk" and section.path is None:
         problems.append(Problem(f"{path}.device", "disk", "no folder is given", f"set {path}.path"))
-    refuse(problems)
+    raise_problems(problems)
     return ActivationOffload(
         fraction=fraction,
         device=section.device,
@@ -589,7 +589,7 @@ def optimizer_offload(findings: Findings) -> OptimizerOffload:
         rule = "ZeRO stage 0 keeps full optimizer states on every process"
         remedy = "set zero_optimization.stage to 1, 2 or 3"
         problems.append(Problem(f"{path}.device", section.device, rule, remedy))
-    refuse(problems)
+    raise_problems(problems)
 
     if section.device == "cpu":
         return OptimizerOffload(device="cpu", pin_memory=section.pin_memory, ratio=section.ratio)
@@ -608,7 +608,7 @@ def parameter_offload(findings: Findings) -> ParameterOffload:
     zero = findings.config.zero_optimization
     section = zero.offload_param
     states = zero.offload_optimizer
-    refuse(_parameter_offload_problems(zero))
+    raise_problems(_parameter_offload_problems(zero))
 
     # The optimizer updates the master weights where its states are.
     if states.device == "cpu" and zero.stage > 0:

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from plait.config.dialects import keys
-from plait.config.resolving.degrees import PLANNED
+from plait.config.resolving.degrees import PLANNABLE_SETTINGS
 from plait.config.schema.config import Config
 from plait.config.values.rules import describe_error
 from plait.errors import ConfigError, Problem
@@ -74,7 +74,7 @@ def _field_problems(field: str, errors: list[ErrorDetails]) -> list[Problem]:
         if isinstance(value, dict):
             value = None
         return [Problem(field, value, *_split(problem)) for problem in text.split(" Also: ")]
-    if value == "auto" and field in PLANNED:
+    if value == "auto" and field in PLANNABLE_SETTINGS:
         rule = "is answered by a plan, which only `plait train` makes by itself"
         remedy = "run `plait plan FILE --out planned.json` and take planned.json"
         return [Problem(field, value, rule, remedy)]

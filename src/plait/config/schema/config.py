@@ -37,7 +37,7 @@ from plait.config.schema.trackers import (
     WandbSection,
 )
 from plait.config.values.numbers import MAX_INT, MAX_PROCESSES, Flag, LocalPath
-from plait.parallel.activations.selective import DEFAULT as DEFAULT_KEEP
+from plait.parallel.activations.selective import DEFAULT_KEEP as DEFAULT_KEEP
 from plait.policy import Policy
 from plait.units import SHORT_NAMES
 

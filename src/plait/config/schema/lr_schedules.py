@@ -19,7 +19,7 @@ from typing import Any, Literal, get_type_hints
 import torch.optim.lr_scheduler
 from pydantic import TypeAdapter
 
-from plait.config.values.names import instead
+from plait.config.values.names import suggest_names
 from plait.config.values.numbers import (
     Finite,
     Flag,
@@ -290,7 +290,7 @@ def kind_problems(kind: str) -> list[str]:
     if kind not in known:
         return [
             f"`{kind}` is not a schedule of DeepSpeed, Transformers or torch;"
-            f" {instead(kind, known)}"
+            f" {suggest_names(kind, known)}"
         ]
     return []
 
@@ -329,7 +329,7 @@ def _unknown_param(kind: str, name: str, names: Mapping[str, bool]) -> str:
             f"`{name}` is not a parameter of {kind}, which scales the optimizer's own lr; set"
             " optimizer.params.lr and the ratios"
         )
-    return f"`{name}` is not a parameter of {kind}; {instead(name, names)}"
+    return f"`{name}` is not a parameter of {kind}; {suggest_names(name, names)}"
 
 
 def convert(kind: str, name: str, value: object) -> object:

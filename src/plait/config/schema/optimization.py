@@ -38,7 +38,7 @@ class OptimizerSpec(Policy):
     @field_validator("type")
     @classmethod
     def _check_type(cls, value: str) -> str:
-        kind = optimizers.canonical(value)
+        kind = optimizers.canonical_type(value)
         _raise_problems(optimizers.kind_problems(kind))
         return kind
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch.optim
 from pydantic import TypeAdapter
 
-from plait.config.values.names import instead
+from plait.config.values.names import suggest_names
 from plait.config.values.numbers import Flag, Fraction, NotNegative
 from plait.config.values.signatures import parameters, value_problems
 
@@ -100,7 +100,7 @@ _DEEPSPEED_PARAMS: Mapping[str, frozenset[str]] = MappingProxyType(
     }
 )
 """Parameters that DeepSpeed adds to an optimizer, by type."""
-ONLY: Mapping[str, tuple[object, str, str]] = MappingProxyType(
+SINGLE_VALUED_PARAMS: Mapping[str, tuple[object, str, str]] = MappingProxyType(
     {
         "bias_correction": (
             True,
@@ -141,7 +141,7 @@ _RANGES: Mapping[str, TypeAdapter[Any]] = MappingProxyType(
 """Valid values of the common parameters. torch's signatures contain types, but no ranges."""
 
 
-def canonical(kind: str) -> str:
+def canonical_type(kind: str) -> str:
     """Return the usual spelling of a type. The case of known names is ignored, as in DeepSpeed."""
     # The usual spellings are those of torch, and of DeepSpeed for types that torch does not have.
     by_lower = {name.lower(): name for name in (*REFUSED, *_TORCH, "Lion")}
@@ -162,7 +162,7 @@ def is_path(kind: str) -> bool:
     return "." in kind and all(part.isidentifier() for part in kind.split("."))
 
 
-def settable(optimizer: Callable[..., object]) -> frozenset[str]:
+def settable_params(optimizer: Callable[..., object]) -> frozenset[str]:
     """Return the parameters of an optimizer class that a file can set."""
     # `differentiable` is for gradients through a step, which training never computes.
     return frozenset(parameters(optimizer)) - {"params", "differentiable"}
@@ -181,7 +181,7 @@ def accepted(kind: str) -> frozenset[str] | None:
     if kind == "Muon":
         return extra | MUON_PARAMS
 
-    names = settable(torch_class(kind))
+    names = settable_params(torch_class(kind))
     if kind == "Adam":
         # DeepSpeed's name for it is `adam_w_mode`.
         names -= {"decoupled_weight_decay"}
@@ -195,7 +195,7 @@ def kind_problems(kind: str) -> list[str]:
     if kind not in (*_TORCH, "Lion") and not is_path(kind):
         return [
             f"`{kind}` is neither an optimizer of DeepSpeed or torch nor a path of a class;"
-            f" {instead(kind, (*_TORCH, 'Lion'))}"
+            f" {suggest_names(kind, (*_TORCH, 'Lion'))}"
         ]
     return []
 
@@ -211,8 +211,12 @@ def param_problems(kind: str, params: Mapping[str, Any]) -> list[str]:
         if value == "auto" and name not in AUTO:
             problems.append(f"`{name}` is `auto`, and nothing determines its value; write one")
         # A class of a library may have a parameter of the same name and another meaning.
-        elif name in ONLY and value != ONLY[name][0] and names is not None:
-            supported, reason, remedy = ONLY[name]
+        elif (
+            name in SINGLE_VALUED_PARAMS
+            and value != SINGLE_VALUED_PARAMS[name][0]
+            and names is not None
+        ):
+            supported, reason, remedy = SINGLE_VALUED_PARAMS[name]
             problems.append(f"`{name}` can only be {supported!r}, because {reason}; {remedy}")
     return problems + value_problems(convert, kind, params)
 
@@ -234,7 +238,15 @@ def state_problems(kind: str, states: str | None, params: Mapping[str, Any]) -> 
         ]
 
     # Plait's own update computes with low-precision moments, and these are all of its parameters.
-    supported = {"lr", "betas", "eps", "weight_decay", "adam_w_mode", "torch_adam", *ONLY}
+    supported = {
+        "lr",
+        "betas",
+        "eps",
+        "weight_decay",
+        "adam_w_mode",
+        "torch_adam",
+        *SINGLE_VALUED_PARAMS,
+    }
     return [
         f'`{name}` is a parameter of torch\'s kernels, which do not take `states` = "{states}";'
         " leave one of them out"
@@ -249,7 +261,7 @@ def _unknown_param(kind: str, name: str, names: frozenset[str]) -> str:
             "`max_grad_norm` is not a parameter of an optimizer; set gradient_clipping at the top"
             " of the file"
         )
-    return f"`{name}` is not a parameter of {kind}; {instead(name, names)}"
+    return f"`{name}` is not a parameter of {kind}; {suggest_names(name, names)}"
 
 
 def convert(kind: str, name: str, value: object) -> object:

@@ -21,7 +21,7 @@ class Status(StrEnum):
 
 
 @dataclass(frozen=True)
-class Row:
+class KeyReport:
     """Key of a file, with its value and its meaning to Plait."""
 
     key: str
@@ -41,7 +41,7 @@ class Provenance:
     """Path of the file, or a phrase for a configuration that was not read from a file."""
     deepspeed: bool | None = None
     """True if the file has no section of Plait's. None for a Config built in Python."""
-    rows: tuple[Row, ...] = ()
+    rows: tuple[KeyReport, ...] = ()
     """All keys, in the order of the file."""
     origins: dict[str, str] = field(default_factory=dict)
     """Origin of each field that was set, by path: "file", "override", "file: OTHER_NAME"."""

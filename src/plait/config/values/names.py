@@ -19,7 +19,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return by_lower[matches[0]]
 
 
-def instead(name: str, known: Iterable[str]) -> str:
+def suggest_names(name: str, known: Iterable[str]) -> str:
     """Return the remedy for an unknown name: the nearest known name, or a list of all of them."""
     names = sorted(known)
     suggestion = nearest(name, names)

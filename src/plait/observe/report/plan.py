@@ -24,10 +24,10 @@ from plait.observe.schedule import timeline_svg
 from plait.parallel.schedules.timeline import Timeline
 from plait.planner import detail
 from plait.planner.calibrate import Calibration
-from plait.planner.choice import Choice
+from plait.planner.choice import LayoutChoice
 from plait.planner.constants import coverage_of_intervals
 from plait.planner.estimate import lower_end
-from plait.planner.explain import Change, Comparison, describe
+from plait.planner.explain import Comparison, LayoutChange, describe
 from plait.planner.memory import TERMS as MEMORY_TERMS
 from plait.planner.search import Plan
 from plait.planner.step import TERMS
@@ -53,7 +53,7 @@ class PlanReport:
     notes: Sequence[str] = ()
     reasons: Sequence[Comparison] = ()
     """Comparisons that the user requested with --why."""
-    changes: Sequence[Change] = ()
+    changes: Sequence[LayoutChange] = ()
     """Plans for other hardware, if the user passed --sensitivity."""
     fixed: Mapping[str, int] | None = None
     """Degrees that the user fixed."""
@@ -65,7 +65,7 @@ class PlanReport:
         return float(self.plan.request.cluster.device.memory_bytes)
 
     @cached_property
-    def marks(self) -> dict[str, Choice]:
+    def marks(self) -> dict[str, LayoutChoice]:
         """Choices by their mark: 1, 2, .. for the best, and a, b, .. for those of --why."""
         marks = {str(index + 1): choice for index, choice in enumerate(self.plan.best)}
         letters = iter(ascii_lowercase + ascii_uppercase)
@@ -75,7 +75,7 @@ class PlanReport:
                 marks[next(letters, "*")] = other
         return marks
 
-    def mark_of(self, choice: Choice) -> str:
+    def mark_of(self, choice: LayoutChoice) -> str:
         """Return the mark of a choice, or "" if the letters do not suffice for all choices."""
         for mark, marked in self.marks.items():
             if marked.layout == choice.layout:
@@ -296,7 +296,8 @@ def timeline_section(report: PlanReport) -> Markup:
         return page.note(f"Not drawn: {timeline}.")
 
     other_terms = ", ".join(
-        f"{meaning} {seconds:.3g} s" for meaning, seconds in detail.beyond(best, timeline).items()
+        f"{meaning} {seconds:.3g} s"
+        for meaning, seconds in detail.terms_outside_pipeline(best, timeline).items()
     )
     lines = [
         f"The {timeline.total:.4g} s of a step in which micro-batches pass through the pipeline;"
@@ -460,7 +461,7 @@ def left_out_section(report: PlanReport) -> Markup:
     return page.join(*elements)
 
 
-def _format_layout(choice: Choice) -> Markup:
+def _format_layout(choice: LayoutChoice) -> Markup:
     return Markup('<span class="layout">{}</span>').format(describe(choice.layout))
 
 
@@ -468,10 +469,10 @@ def _format_gib(size: float) -> str:
     return f"{size / GIB:.1f} GiB"
 
 
-def _format_seconds_interval(choice: Choice) -> str:
+def _format_seconds_interval(choice: LayoutChoice) -> str:
     return f"{choice.seconds_low:.3g} to {choice.seconds_high:.3g} s"
 
 
-def _format_memory_interval(choice: Choice) -> str:
+def _format_memory_interval(choice: LayoutChoice) -> str:
     low = lower_end(choice.needed, choice.needed_high)
     return f"{low / GIB:.1f} to {_format_gib(choice.needed_high)}"

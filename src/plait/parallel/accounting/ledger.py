@@ -257,7 +257,7 @@ class ParameterPart:
     """Rows of this rank's shard."""
 
 
-def part_of(shape: tuple[int, ...], tensor_dim: int | None, ledger: Ledger) -> ParameterPart:
+def parameter_part(shape: tuple[int, ...], tensor_dim: int | None, ledger: Ledger) -> ParameterPart:
     """Return this rank's part of a parameter.
 
     Args:
@@ -278,7 +278,7 @@ def gradient_bytes(facts: ModelFacts, ledger: Ledger) -> Array:
     """Return the bytes of reduced gradients on this rank, without padding."""
     total = np.zeros_like(ledger.dp_shard)
     for parameter in facts.trainable:
-        part = part_of(parameter.shape, ledger.tensor_dims.get(parameter.name), ledger)
+        part = parameter_part(parameter.shape, ledger.tensor_dims.get(parameter.name), ledger)
         total = total + parameter.itemsize * part.held * part.row
     return total
 

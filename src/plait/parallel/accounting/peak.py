@@ -25,7 +25,11 @@ from plait.parallel.accounting.timeline_points import (
     StepFacts,
 )
 from plait.parallel.accounting.unit_bytes import unit_bytes
-from plait.parallel.accounting.zero_rule import AfterBackward, of_block, of_root
+from plait.parallel.accounting.zero_rule import (
+    AfterBackward,
+    after_block_backward,
+    after_root_backward,
+)
 from plait.parallel.schedules.actions import Action, Kind, Message, Payload
 from plait.parallel.schedules.schedule import Schedule, destination, messages
 
@@ -538,8 +542,10 @@ class _StepSimulation:
 
     def _rule(self, unit: Unit, stage: int) -> AfterBackward:
         if unit == ROOT:
-            return of_root(self.zero, self.backwards_left, ran=stage, users=self.root_users)
-        return of_block(self.zero, self.backwards_left, ran=stage, own=stage)
+            return after_root_backward(
+                self.zero, self.backwards_left, ran=stage, users=self.root_users
+            )
+        return after_block_backward(self.zero, self.backwards_left, ran=stage, own=stage)
 
     def _receive(self, message: Message) -> int:
         """Receive a message as the runtime does: in the order of the sender, one ahead.

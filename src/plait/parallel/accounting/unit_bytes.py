@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from plait.model.facts import ROOT, ModelFacts
-from plait.parallel.accounting.ledger import Ledger, part_of
+from plait.parallel.accounting.ledger import Ledger, parameter_part
 
 
 @dataclass
@@ -49,7 +49,7 @@ def unit_bytes(facts: ModelFacts, ledger: Ledger) -> dict[int | str, UnitBytes]:
     n = int(ledger.dp_shard[0])
     for parameter in facts.parameters:
         unit = units.setdefault(facts.sharding_unit(parameter), UnitBytes())
-        part = part_of(parameter.shape, ledger.tensor_dims.get(parameter.name), ledger)
+        part = parameter_part(parameter.shape, ledger.tensor_dims.get(parameter.name), ledger)
         numel = int(part.rows[0]) * int(part.row[0])
         shard = int(part.padded[0]) * int(part.row[0])
         compute = parameter.itemsize

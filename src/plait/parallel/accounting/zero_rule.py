@@ -22,7 +22,9 @@ class AfterBackward(NamedTuple):
     """True if its gathered parameters are freed."""
 
 
-def of_block(zero: int, left: Mapping[int, int], *, ran: int, own: int) -> AfterBackward:
+def after_block_backward(
+    zero: int, left: Mapping[int, int], *, ran: int, own: int
+) -> AfterBackward:
     """Return the actions on a block after a backward.
 
     Args:
@@ -39,7 +41,7 @@ def of_block(zero: int, left: Mapping[int, int], *, ran: int, own: int) -> After
     return AfterBackward(zero >= 2 or last, last, zero == 3 or last)
 
 
-def of_root(
+def after_root_backward(
     zero: int, left: Mapping[int, int], *, ran: int, users: Collection[int]
 ) -> AfterBackward:
     """Return the actions on the root unit after a backward.

@@ -19,7 +19,7 @@ from plait.parallel.activations.activation_store import DiskStore, HostStore
 from plait.parallel.activations.saved_tensors import ActivationStore, OffloadedActivations
 from plait.parallel.compile import Compile
 from plait.parallel.hooks import StepHook
-from plait.parallel.technique import Context, Parts, Technique
+from plait.parallel.technique import Parts, Technique, TechniqueContext
 
 
 class ActivationOffload(Technique):
@@ -36,7 +36,7 @@ class ActivationOffload(Technique):
         """Return how many of `count` blocks are offloaded."""
         return round(self.fraction * count)
 
-    def check(self, context: Context) -> None:
+    def check(self, context: TechniqueContext) -> None:
         """Raise ConfigError or ModelError for settings that cannot work or have no effect."""
         if not self.fraction:
             return

@@ -97,7 +97,7 @@ class HostStore:
         self.chain = _GroupChain()
         self.offload_stream: Any = None
         self.prefetch_stream: Any = None
-        if accelerator.is_one(device):
+        if accelerator.is_accelerator(device):
             self.offload_stream = accelerator.new_stream(device)
             self.prefetch_stream = accelerator.new_stream(device)
         # Unused buffers by their size, each with the event after which it has been read.
@@ -142,7 +142,9 @@ class HostStore:
             return buffer
         self._free_buffers(self._total_bytes + capacity - self._peak_used_bytes)
         self._total_bytes += capacity
-        return torch.empty(capacity, dtype=torch.uint8, pin_memory=accelerator.is_one(self.device))
+        return torch.empty(
+            capacity, dtype=torch.uint8, pin_memory=accelerator.is_accelerator(self.device)
+        )
 
     def _free_buffers(self, surplus: int) -> None:
         """Free unused buffers of at least `surplus` bytes, if there are as many."""
@@ -390,7 +392,7 @@ class DiskGroup:
 
 def _to_host(flat: torch.Tensor) -> tuple[torch.Tensor, Any]:
     """Return the bytes in host memory, and the event after which they are complete."""
-    if not accelerator.is_one(flat.device):
+    if not accelerator.is_accelerator(flat.device):
         return flat, None
     host = torch.empty_like(flat, device="cpu", pin_memory=True)
     host.copy_(flat, non_blocking=True)
@@ -441,7 +443,9 @@ def _write(
 def _read(store: DiskStore, file: Any, extent: _Extent) -> torch.Tensor:
     """Read a tensor into host memory, after it has been written."""
     extent.write.result()
-    host = torch.empty(extent.size, dtype=torch.uint8, pin_memory=accelerator.is_one(store.device))
+    host = torch.empty(
+        extent.size, dtype=torch.uint8, pin_memory=accelerator.is_accelerator(store.device)
+    )
     remaining = memoryview(host.numpy())  # type: ignore[arg-type]
     offset = extent.offset
     while remaining:

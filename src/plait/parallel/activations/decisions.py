@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from plait.parallel.activations.selective import keeping_nothing
+from plait.parallel.activations.selective import recompute_everything
 
 Result = TypeVar("Result")
 
@@ -26,11 +26,11 @@ recomputations.
 
 
 @dataclass(frozen=True)
-class Deciding:
-    """Note of `Parts` which says that blocks of the model call `decided_once`."""
+class RecordsDecisions:
+    """Note of `Parts` which says that blocks of the model call `decide_once`."""
 
 
-def decided_once(decide: Callable[[], Result]) -> Result:
+def decide_once(decide: Callable[[], Result]) -> Result:
     """Return `decide()`, or in a recomputation the value that it returned in the original forward.
 
     A block must make the same calls in the same order in its forward and in its recomputation.
@@ -43,7 +43,7 @@ def decided_once(decide: Callable[[], Result]) -> Result:
         return decide()
     # Selective recomputation stores results of operators by their order, and the recomputation does
     # not call the operators of `decide`.
-    with keeping_nothing():
+    with recompute_everything():
         result = decide()
     current.decisions.append(result)
     return result

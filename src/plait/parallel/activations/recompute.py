@@ -29,7 +29,7 @@ from plait.parallel.accounting.activations import Assignment, BlockMode, RankAct
 from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.activations import decisions, selective
 from plait.parallel.activations.changed_buffers import ChangedBuffers
-from plait.parallel.activations.decisions import Deciding
+from plait.parallel.activations.decisions import RecordsDecisions
 from plait.parallel.activations.saved_tensors import (
     ActivationStore,
     OffloadedActivations,
@@ -37,7 +37,7 @@ from plait.parallel.activations.saved_tensors import (
 )
 from plait.parallel.compile import Compile
 from plait.parallel.hooks import StepHook
-from plait.parallel.technique import Context, Parts, Technique
+from plait.parallel.technique import Parts, Technique, TechniqueContext
 from plait.parallel.tensor.styles import Region
 from plait.parallel.tensor.tensor_parallel import TensorParallel
 from plait.units import GIB, format_bytes
@@ -56,7 +56,7 @@ class Recompute(Technique):
     """
     every: int = 1
     """Interval between recomputed blocks, beginning with the first; for full and selective."""
-    keep: tuple[str, ...] = selective.DEFAULT
+    keep: tuple[str, ...] = selective.DEFAULT_KEEP
     """Names of operators, or of groups, whose results are kept; for selective and budget."""
     budget_bytes: int = 0
     """Limit of the memory that activations, logits and the block being recomputed take together;
@@ -87,7 +87,7 @@ class Recompute(Technique):
             modes[index] = self.mode
         return tuple(modes)
 
-    def check(self, context: Context) -> None:
+    def check(self, context: TechniqueContext) -> None:
         """Raise ModelError or ConfigError for a model or settings that cannot be recomputed."""
         if self.mode == "none":
             return
@@ -96,7 +96,7 @@ class Recompute(Technique):
         if context.model is not None:
             _check_model(context.model, context.blocks, setting=f"{field} = {value!r}")
         # Raises ConfigError for unknown operators.
-        selective.kept(self.keep)
+        selective.kept_operators(self.keep)
         if context.chosen(Compile).enabled and self.mode != "full":
             rule = "operators cannot be kept one by one inside a compiled block, which has its own"
             raise ConfigError(Problem(field, value, rule, 'use "full", or compile.enabled = false'))
@@ -142,7 +142,7 @@ class Recompute(Technique):
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
         """Replace the forward of blocks that recompute or whose saved tensors are moved."""
         modes = self.modes(len(parts.blocks))
-        kept_operators = selective.kept(self.keep)
+        kept_operators = selective.kept_operators(self.keep)
         region = parts.noted(Region)
         offloaded = parts.noted(OffloadedActivations)
         partition = None
@@ -166,7 +166,7 @@ class Recompute(Technique):
             contexts = None
             if mode == "selective":
                 contexts = selective.contexts(kept_operators)
-            if parts.noted(Deciding) is not None:
+            if parts.noted(RecordsDecisions) is not None:
                 contexts = decisions.contexts(contexts)
             _wrap(block, mode=mode, contexts=contexts, saved=saved, region=region)
         return parts.with_notes(self)

@@ -28,7 +28,7 @@ from plait._torch.modules import own_parameters
 from plait._torch.operators import FakeTensor, tree_leaves
 from plait._torch.storage import storage_id, version_of
 from plait.comm.collectives import all_gather_dim, shard_range
-from plait.parallel.hooks import Lost, StepHook
+from plait.parallel.hooks import FailureScope, StepHook
 
 # Other subclasses give their storage a meaning of their own. They stay.
 _MOVED_TYPES = (torch.Tensor, FakeTensor)
@@ -78,7 +78,7 @@ class OffloadedActivations(StepHook):
         self.store = store
         self.blocks = blocks
 
-    def on_error(self, lost: Lost) -> None:
+    def on_error(self, lost: FailureScope) -> None:
         """Forget the groups of the step that failed."""
         self.store.begin()
 

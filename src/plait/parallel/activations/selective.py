@@ -54,14 +54,14 @@ EVERY_SECOND = "every_second_matmul"
 They are half of the arithmetic for half of the memory.
 """
 
-DEFAULT = ("attention", EVERY_SECOND)
+DEFAULT_KEEP = ("attention", EVERY_SECOND)
 """Operators whose results are kept by default."""
 
 _KEEPS_NOTHING = ContextVar("nothing is kept", default=False)
 
 
 @contextmanager
-def keeping_nothing() -> Iterator[None]:
+def recompute_everything() -> Iterator[None]:
     """Recompute a part of a block completely, although its operators may be chosen to be kept."""
     token = _KEEPS_NOTHING.set(True)
     try:
@@ -84,7 +84,7 @@ class KeptOperators:
     alternating: frozenset[Any]
 
 
-def kept(names: Sequence[str]) -> KeptOperators:
+def kept_operators(names: Sequence[str]) -> KeptOperators:
     """Return the operators of a user's list.
 
     Args:
@@ -246,6 +246,6 @@ def _written_tensors(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor
 
 
 def _generator(device: torch.device | None) -> torch.Generator:
-    if device is not None and accelerator.is_one(device):
+    if device is not None and accelerator.is_accelerator(device):
         return accelerator.generator(device)
     return torch.default_generator

@@ -20,12 +20,12 @@ from plait._torch.operators import FakeTensor
 from plait.cluster import accelerator
 from plait.cluster.fake_group import is_fake
 from plait.cluster.mesh import Mesh
-from plait.errors import InputError, Problem, refuse, warn
+from plait.errors import InputError, Problem, raise_problems, warn
 from plait.model.adapters import without_wrapper
 from plait.model.facts import ModelFacts
 from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.compile import Compile
-from plait.parallel.containers import entries, rebuilt
+from plait.parallel.containers import entries, rebuild
 from plait.parallel.context import interface, visible
 from plait.parallel.context.families import (
     WITHOUT_DOCUMENTS,
@@ -34,15 +34,15 @@ from plait.parallel.context.families import (
     why_in_tiles,
 )
 from plait.parallel.context.interface import PartialAttention
-from plait.parallel.context.kinds import Kind, Place
+from plait.parallel.context.kinds import Kind, SequencePlacement
 from plait.parallel.context.layout import SequenceLayout
 from plait.parallel.context.traffic import context_traffic
 from plait.parallel.data.data_parallel import DataParallel
 from plait.parallel.hooks import StepHook
-from plait.parallel.micro_batches import CACHES, IGNORED, LABELS, SHIFTED, explicit
+from plait.parallel.micro_batches import CACHES, IGNORED, LABELS, SHIFTED, with_explicit_entries
 from plait.parallel.offload.optimizer_offload import OptimizerOffload
 from plait.parallel.offload.parameter_offload import ParameterOffload
-from plait.parallel.technique import Context, Parts, Technique
+from plait.parallel.technique import Parts, Technique, TechniqueContext
 from plait.parallel.tokens import mark
 
 IN_TILES = (
@@ -59,7 +59,7 @@ class ContextParallel(Technique):
     context: Kind = "all-gather-kv"
     """How queries reach the keys of other ranks: all-gather-kv, ring, ulysses."""
 
-    def check(self, context: Context) -> None:
+    def check(self, context: TechniqueContext) -> None:
         """Raise ConfigError or ModelError for settings and models that are not supported.
 
         A model is supported if tests have shown that it computes the same as in one process.
@@ -85,7 +85,7 @@ class ContextParallel(Technique):
             rule = "gradients in files are not summed over cp"
             remedy = 'use device "cpu" or "none" in offload_optimizer and offload_param, or use 1'
             problems.append(Problem("parallel.cp", cp, rule, remedy))
-        refuse(problems)
+        raise_problems(problems)
         if context.model is not None:
             refuse_unknown_model(
                 context.model,
@@ -106,7 +106,7 @@ class ContextParallel(Technique):
         if group is None:
             return parts
         model: Any = without_wrapper(parts.model)
-        place = Place(self.layout(mesh.layout.cp, mesh.coordinates["cp"]), group)
+        place = SequencePlacement(self.layout(mesh.layout.cp, mesh.coordinates["cp"]), group)
         original = str(model.config._attn_implementation)
         implementation = implementation_of(model)
         interface.install(model, PartialAttention(self.context, place, implementation))
@@ -144,7 +144,7 @@ class ContextParallel(Technique):
         at the wrong end.
 
         Args:
-            batch: The micro-batch, after `explicit`.
+            batch: The micro-batch, after `with_explicit_entries`.
             layout: Tokens of the rank.
             keeps_cache: Whether the model returns a cache by default.
             family: The model's `config.model_type`.
@@ -250,7 +250,7 @@ class InstalledAttention:
         place: Layout of sequences and process group.
     """
 
-    def __init__(self, original: str, implementation: str, place: Place) -> None:
+    def __init__(self, original: str, implementation: str, place: SequencePlacement) -> None:
         self.original = original
         self.implementation = implementation
         self.place = place
@@ -311,7 +311,7 @@ class SequenceParts(StepHook):
         """Return this rank's part of a micro-batch, on the device.
 
         Args:
-            batch: The micro-batch, after `explicit`.
+            batch: The micro-batch, after `with_explicit_entries`.
         """
         self._compare_first(batch)
         config = getattr(self.model, "config", None)
@@ -367,7 +367,7 @@ class SequenceParts(StepHook):
             items = entries(value)
             if items is None:
                 return value
-            return rebuilt(value, {key: join_value(entry) for key, entry in items.items()})
+            return rebuild(value, {key: join_value(entry) for key, entry in items.items()})
 
         return join_value(output)
 
@@ -420,4 +420,4 @@ def local_batch(batch: Any, technique: ContextParallel, cp: int, rank: int) -> A
     """Return a rank's part of a micro-batch as a user passes it; all of it if cp is 1."""
     if cp == 1:
         return batch
-    return dict(technique.part(explicit(batch), technique.layout(cp, rank)))
+    return dict(technique.part(with_explicit_entries(batch), technique.layout(cp, rank)))

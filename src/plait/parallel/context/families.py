@@ -16,7 +16,7 @@ from torch import nn
 from plait.errors import ConfigError, ModelError, Problem
 from plait.model.adapters import without_wrapper
 from plait.parallel.context.flash import IMPLEMENTATIONS
-from plait.parallel.context.kernel import Kernel, Rule, kernel_for
+from plait.parallel.context.kernel import AttentionRule, Kernel, kernel_for
 from plait.parallel.context.kinds import Kind
 
 FAMILIES = (
@@ -229,7 +229,7 @@ def why_in_tiles(
     if device.type == "cpu" or implementation in IMPLEMENTATIONS:
         return ""
     softcap = getattr(config, "attn_logit_softcapping", None)
-    rule = Rule(1.0, _window(config), softcap, kernel_named(implementation))
+    rule = AttentionRule(1.0, _window(config), softcap, kernel_named(implementation))
     kernel, reason = kernel_for(device, dtype, _head_widths(config), rule, documents=documents)
     if kernel != "products":
         return ""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from plait.parallel.context.kernel import Rule
+from plait.parallel.context.kernel import AttentionRule
 from plait.parallel.micro_batches import to_device
 
 IMPLEMENTATIONS = ("flash_attention_2", "flash_attention_3")
@@ -50,7 +50,7 @@ def flash_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     documents: PackedDocuments | None,
-    rule: Rule,
+    rule: AttentionRule,
     implementation: str,
 ) -> torch.Tensor:
     """Compute causal attention of complete sequences. The result is differentiable.

@@ -16,8 +16,8 @@ from torch import nn
 from plait.errors import InputError, ModelError
 from plait.parallel.context.families import kernel_named
 from plait.parallel.context.flash import IMPLEMENTATIONS, PackedDocuments, flash_attention
-from plait.parallel.context.kernel import Rule
-from plait.parallel.context.kinds import Kind, Place, attention, exchange_heads
+from plait.parallel.context.kernel import AttentionRule
+from plait.parallel.context.kinds import Kind, SequencePlacement, attention, exchange_heads
 from plait.parallel.context.visible import is_ours, of_mask
 from plait.parallel.micro_batches import to_device
 from plait.parallel.tokens import mark, tokens_of
@@ -40,7 +40,7 @@ class PartialAttention:
     """
 
     kind: Kind
-    place: Place
+    place: SequencePlacement
     implementation: str
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
@@ -162,7 +162,9 @@ def attend(
         output = F.scaled_dot_product_attention(query, key, value, scale=scaling, enable_gqa=True)
         return output.transpose(1, 2).contiguous(), None
 
-    rule = Rule(float(scaling), sliding_window, softcap, kernel_named(settings.implementation))
+    rule = AttentionRule(
+        float(scaling), sliding_window, softcap, kernel_named(settings.implementation)
+    )
     place = settings.place
     if settings.implementation in IMPLEMENTATIONS:
         documents = _documents_of(attention_mask)

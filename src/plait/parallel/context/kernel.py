@@ -43,7 +43,7 @@ FUSED: dict[Kernel, FusedAttention] = {"cpu": CPU, "flash": FLASH, "efficient": 
 
 
 @dataclass(frozen=True)
-class Rule:
+class AttentionRule:
     """Attention settings of a layer.
 
     Attributes:
@@ -60,7 +60,7 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Piece:
+class AttentionBlock:
     """Queries and keys whose scores are computed together.
 
     Attributes:
@@ -84,7 +84,7 @@ class Piece:
     row: int = 0
     column: int = 0
 
-    def rows(self, start: int, end: int) -> Piece:
+    def rows(self, start: int, end: int) -> AttentionBlock:
         """Return the block with the queries from index `start` up to but not including `end`."""
         return replace(
             self,
@@ -94,7 +94,7 @@ class Piece:
             row=self.row + start,
         )
 
-    def keys(self, low: int, high: int) -> Piece:
+    def keys(self, low: int, high: int) -> AttentionBlock:
         """Return the block with the keys from position `low` up to but not including `high`."""
         start = low - self.key_at
         end = high - self.key_at
@@ -123,7 +123,7 @@ def kernel_for(
     device: torch.device,
     dtype: torch.dtype,
     widths: tuple[int, int],
-    rule: Rule,
+    rule: AttentionRule,
     *,
     documents: bool,
 ) -> tuple[Kernel, str]:
@@ -149,7 +149,7 @@ def kernel_for(
         if has_mask or widths[0] != widths[1]:
             return "products", ""
         return "cpu", ""
-    if not accelerator.is_one(device):
+    if not accelerator.is_accelerator(device):
         return "products", f"no fused kernel of torch is known for devices of type {device.type!r}"
 
     why_not = []
@@ -232,7 +232,7 @@ class PartialSoftmax:
 
 
 @dataclass(frozen=True)
-class Outputs:
+class BackwardInputs:
     """Inputs of the backward for some queries.
 
     Attributes:
@@ -244,9 +244,9 @@ class Outputs:
     grad: torch.Tensor
     output: torch.Tensor
     log_sum_exp: torch.Tensor
-    _rows: dict[tuple[int, int], Outputs] = field(default_factory=dict)
+    _rows: dict[tuple[int, int], BackwardInputs] = field(default_factory=dict)
 
-    def rows(self, start: int, end: int) -> Outputs:
+    def rows(self, start: int, end: int) -> BackwardInputs:
         """Return the inputs for the queries from index `start` up to but not including `end`.
 
         Their tokens follow each other in memory, which fused kernels require. The result is cached
@@ -255,7 +255,7 @@ class Outputs:
         if (start, end) == (0, self.output.shape[2]):
             return self
         if (start, end) not in self._rows:
-            self._rows[start, end] = Outputs(
+            self._rows[start, end] = BackwardInputs(
                 grad=_pack_tokens(self.grad[:, :, start:end]),
                 output=_pack_tokens(self.output[:, :, start:end]),
                 log_sum_exp=self.log_sum_exp[:, :, start:end].contiguous(),
@@ -305,7 +305,7 @@ class GradientSum:
         return self._total
 
 
-class Gradients:
+class GradientSums:
     """Sums of the gradients of queries, keys and values."""
 
     def __init__(self, query: GradientSum, key: GradientSum, value: GradientSum) -> None:
@@ -314,7 +314,7 @@ class Gradients:
         self.value = value
 
     def add(
-        self, block: Piece, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self, block: AttentionBlock, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> None:
         """Add the gradients of a block.
 
@@ -326,7 +326,7 @@ class Gradients:
         self.value.add(block.column, _sum_heads(value, block.value.shape[1]))
 
 
-def attend(block: Piece, rule: Rule, into: PartialSoftmax) -> None:
+def attend(block: AttentionBlock, rule: AttentionRule, into: PartialSoftmax) -> None:
     """Add the keys of a block to the softmax of its queries.
 
     Args:
@@ -366,7 +366,9 @@ def attend(block: Piece, rule: Rule, into: PartialSoftmax) -> None:
     into.add(block.row, torch.cat(outputs, 2), torch.cat(log_sum_exps, 2))
 
 
-def attend_backward(block: Piece, rule: Rule, outputs: Outputs, into: Gradients) -> None:
+def attend_backward(
+    block: AttentionBlock, rule: AttentionRule, outputs: BackwardInputs, into: GradientSums
+) -> None:
     """Add the gradients that flow through the keys of a block.
 
     Args:
@@ -431,14 +433,14 @@ def sink_gradient(
     return -(weights * grad_dot_output).sum((0, 2)).to(sinks.dtype)
 
 
-def _choose_kernel(block: Piece, rule: Rule) -> Kernel:
+def _choose_kernel(block: AttentionBlock, rule: AttentionRule) -> Kernel:
     widths = block.query.shape[3], block.value.shape[3]
     return kernel_for(
         block.query.device, block.query.dtype, widths, rule, documents=block.starts is not None
     )[0]
 
 
-def _drop_invisible(block: Piece, rule: Rule) -> Piece | None:
+def _drop_invisible(block: AttentionBlock, rule: AttentionRule) -> AttentionBlock | None:
     """Drop the keys that no query sees, and the queries whose window begins after the last key.
 
     Returns:
@@ -464,7 +466,7 @@ def _drop_invisible(block: Piece, rule: Rule) -> Piece | None:
     return block
 
 
-def _band(block: Piece, rule: Rule) -> Band:
+def _band(block: AttentionBlock, rule: AttentionRule) -> Band:
     """Return the band of keys that queries see according to their positions and the window."""
     queries = block.query.shape[2]
     keys = block.key.shape[2]
@@ -480,13 +482,13 @@ def _band(block: Piece, rule: Rule) -> Band:
     return Band(left, right)
 
 
-def _supports(fused: FusedAttention, block: Piece, band: Band) -> bool:
+def _supports(fused: FusedAttention, block: AttentionBlock, band: Band) -> bool:
     return block.starts is None and (
         fused.bands or band.is_square(block.query.shape[2], block.key.shape[2])
     )
 
 
-def _divide_keys(block: Piece) -> tuple[Piece, Piece] | None:
+def _divide_keys(block: AttentionBlock) -> tuple[AttentionBlock, AttentionBlock] | None:
     """Divide the keys at the position of the first query.
 
     Returns:
@@ -500,26 +502,26 @@ def _divide_keys(block: Piece) -> tuple[Piece, Piece] | None:
     return block.keys(block.query_at, high), block.keys(low, block.query_at)
 
 
-def _divide_queries(block: Piece) -> list[Piece]:
+def _divide_queries(block: AttentionBlock) -> list[AttentionBlock]:
     """Divide the queries into tiles of at most `TILE_ELEMENTS` scores, or of one query."""
     batch, heads, count, _ = block.query.shape
     step = max(1, TILE_ELEMENTS // (batch * heads * block.key.shape[2]))
     return [block.rows(start, min(start + step, count)) for start in range(0, count, step)]
 
 
-def _heads_for(fused: FusedAttention, block: Piece) -> tuple[torch.Tensor, torch.Tensor]:
+def _heads_for(fused: FusedAttention, block: AttentionBlock) -> tuple[torch.Tensor, torch.Tensor]:
     if fused.shares_heads:
         return block.key, block.value
     return _repeat_heads(block.key, block.groups), _repeat_heads(block.value, block.groups)
 
 
-def _flex_scores(block: Piece, rule: Rule) -> flex.Scores:
+def _flex_scores(block: AttentionBlock, rule: AttentionRule) -> flex.Scores:
     return flex.Scores(
         block.query_at, block.key_at, block.starts, rule.window, rule.scale, rule.softcap
     )
 
 
-def _mask(block: Piece, rule: Rule) -> torch.Tensor | None:
+def _mask(block: AttentionBlock, rule: AttentionRule) -> torch.Tensor | None:
     """Return the mask [1 or batch, 1, queries, keys] of visible keys, or None if all are."""
     if block.starts is None and _band(block, rule) == Band():
         return None
@@ -535,7 +537,7 @@ def _mask(block: Piece, rule: Rule) -> torch.Tensor | None:
     return is_visible[:, None]
 
 
-def _attend_tile(block: Piece, rule: Rule) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend_tile(block: AttentionBlock, rule: AttentionRule) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output and the log-sum-exp of a tile in the dtype of `wide`."""
     visible = _drop_invisible(block, rule)
     # Every query of the tile needs a result, also one that sees no key.
@@ -548,7 +550,7 @@ def _attend_tile(block: Piece, rule: Rule) -> tuple[torch.Tensor, torch.Tensor]:
     return output.to(scores.dtype), log_sum_exp
 
 
-def _scores(block: Piece, rule: Rule) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _scores(block: AttentionBlock, rule: AttentionRule) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the scores [batch, heads, queries, keys] and the derivative of their cap.
 
     Scores of invisible keys are -inf. The derivative is None without a cap.
@@ -567,7 +569,7 @@ def _scores(block: Piece, rule: Rule) -> tuple[torch.Tensor, torch.Tensor | None
 
 
 def _tile_gradients(
-    block: Piece, rule: Rule, outputs: Outputs
+    block: AttentionBlock, rule: AttentionRule, outputs: BackwardInputs
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rows = slice(block.row, block.row + block.query.shape[2])
     grad, output, log_sum_exp = (

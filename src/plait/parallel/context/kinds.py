@@ -26,12 +26,12 @@ from torch.distributed import ProcessGroup
 from plait._torch.flat_collectives import all_gather_single
 from plait.comm.reduce_scatter import reduce_scatter
 from plait.parallel.context.kernel import (
-    Gradients,
+    AttentionBlock,
+    AttentionRule,
+    BackwardInputs,
     GradientSum,
-    Outputs,
+    GradientSums,
     PartialSoftmax,
-    Piece,
-    Rule,
     attend,
     attend_backward,
     sink_gradient,
@@ -44,7 +44,7 @@ Kind = Literal["all-gather-kv", "ulysses", "ring"]
 
 
 @dataclass(frozen=True)
-class Place:
+class SequencePlacement:
     """Layout of a sequence over ranks, and their process group.
 
     Attributes:
@@ -62,8 +62,8 @@ def attention(
     key: torch.Tensor,
     value: torch.Tensor,
     starts: torch.Tensor | None,
-    place: Place,
-    rule: Rule,
+    place: SequencePlacement,
+    rule: AttentionRule,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute causal attention of this rank's queries to the keys of all ranks. Collective.
@@ -112,8 +112,8 @@ class _GatheredAttention(torch.autograd.Function):
         key: torch.Tensor,
         value: torch.Tensor,
         starts: torch.Tensor | None,
-        place: Place,
-        rule: Rule,
+        place: SequencePlacement,
+        rule: AttentionRule,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         gathered_key, gathered_value = _gather_kv(key, value, place)
@@ -132,7 +132,7 @@ class _GatheredAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, output, starts, sinks, *log_sum_exps = ctx.saved_tensors
-        place: Place = ctx.place
+        place: SequencePlacement = ctx.place
         gathered_key, gathered_value = _gather_kv(key, value, place)
 
         # Gradients of keys and values are parts of one tensor, so that one reduce-scatter suffices.
@@ -148,9 +148,12 @@ class _GatheredAttention(torch.autograd.Function):
             blocks, place.layout.chunks(query.shape[2]), log_sum_exps, strict=True
         ):
             rows = slice(chunk.local_start, chunk.local_start + chunk.size)
-            into = Gradients(GradientSum(block.query), key_sum, value_sum)
+            into = GradientSums(GradientSum(block.query), key_sum, value_sum)
             attend_backward(
-                block, ctx.rule, Outputs(grad[:, :, rows], output[:, :, rows], log_sum_exp), into
+                block,
+                ctx.rule,
+                BackwardInputs(grad[:, :, rows], output[:, :, rows], log_sum_exp),
+                into,
             )
             grad_queries.append(into.query.total)
 
@@ -174,7 +177,7 @@ class _GatheredAttention(torch.autograd.Function):
 
 
 def _gather_kv(
-    key: torch.Tensor, value: torch.Tensor, place: Place
+    key: torch.Tensor, value: torch.Tensor, place: SequencePlacement
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gather keys and values of the sequence, in the order of its tokens. Collective."""
     # [batch, kv_heads, tokens, head_dim + width]
@@ -192,13 +195,13 @@ def _query_chunks(
     key: torch.Tensor,
     value: torch.Tensor,
     starts: torch.Tensor | None,
-    place: Place,
-) -> Iterator[Piece]:
+    place: SequencePlacement,
+) -> Iterator[AttentionBlock]:
     """Yield each chunk of the queries with all keys."""
     for chunk in place.layout.chunks(query.shape[2]):
         rows = slice(chunk.local_start, chunk.local_start + chunk.size)
         chunk_starts = None if starts is None else starts[:, rows]
-        yield Piece(query[:, :, rows], key, value, chunk.start, 0, chunk_starts)
+        yield AttentionBlock(query[:, :, rows], key, value, chunk.start, 0, chunk_starts)
 
 
 class _RingAttention(torch.autograd.Function):
@@ -211,8 +214,8 @@ class _RingAttention(torch.autograd.Function):
         key: torch.Tensor,
         value: torch.Tensor,
         starts: torch.Tensor | None,
-        place: Place,
-        rule: Rule,
+        place: SequencePlacement,
+        rule: AttentionRule,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         ring = _RingBlocks(query, key.shape[3], starts, place, rule)
@@ -234,13 +237,15 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, output, starts, sinks, *log_sum_exps = ctx.saved_tensors
-        place: Place = ctx.place
+        place: SequencePlacement = ctx.place
         width = key.shape[3]
         ring = _RingBlocks(query, width, starts, place, ctx.rule)
         outputs = []
         grad_queries = []
         for (start, end), log_sum_exp in zip(ring.runs, log_sum_exps, strict=True):
-            outputs.append(Outputs(grad[:, :, start:end], output[:, :, start:end], log_sum_exp))
+            outputs.append(
+                BackwardInputs(grad[:, :, start:end], output[:, :, start:end], log_sum_exp)
+            )
             grad_queries.append(GradientSum(query[:, :, start:end]))
         exchange: _RingExchange | None = None
         for source, kv in _ring_steps(torch.cat([key, value], -1), place):
@@ -252,7 +257,10 @@ class _RingAttention(torch.autograd.Function):
             value_sum = _RingGradientSum(grad_kv, width, kv.shape[3])
             for run, block in ring.blocks(kv, source):
                 attend_backward(
-                    block, ctx.rule, outputs[run], Gradients(grad_queries[run], key_sum, value_sum)
+                    block,
+                    ctx.rule,
+                    outputs[run],
+                    GradientSums(grad_queries[run], key_sum, value_sum),
                 )
             exchange = _RingExchange(grad_kv.total, place)
         assert exchange is not None
@@ -273,7 +281,12 @@ class _RingBlocks:
     """
 
     def __init__(
-        self, query: torch.Tensor, width: int, starts: torch.Tensor | None, place: Place, rule: Rule
+        self,
+        query: torch.Tensor,
+        width: int,
+        starts: torch.Tensor | None,
+        place: SequencePlacement,
+        rule: AttentionRule,
     ) -> None:
         self._query = query
         self._width = width
@@ -289,7 +302,7 @@ class _RingBlocks:
                 for chunk in place.layout.chunks(tokens)
             ]
 
-    def blocks(self, kv: torch.Tensor, source: int) -> Iterator[tuple[int, Piece]]:
+    def blocks(self, kv: torch.Tensor, source: int) -> Iterator[tuple[int, AttentionBlock]]:
         """Yield (index of the run of queries, block) for the keys and values of one rank.
 
         Args:
@@ -307,7 +320,7 @@ class _RingBlocks:
         # queries see the block of another rank in full.
         query_at = 0 if source == self._layout.rank else visible.keys
         key, value = self._split(kv[:, :, : visible.keys])
-        block = Piece(
+        block = AttentionBlock(
             query=self._query[:, :, visible.first_query :],
             key=key,
             value=value,
@@ -321,14 +334,14 @@ class _RingBlocks:
         """Return views of the keys and of the values."""
         return kv[..., : self._width], kv[..., self._width :]
 
-    def _pairs(self, kv: torch.Tensor, source: int) -> Iterator[tuple[int, Piece]]:
+    def _pairs(self, kv: torch.Tensor, source: int) -> Iterator[tuple[int, AttentionBlock]]:
         """Yield a block for each pair of a chunk of queries and a chunk of keys."""
         for run, chunk in enumerate(self._layout.chunks(self._query.shape[2])):
             rows = slice(chunk.local_start, chunk.local_start + chunk.size)
             starts = None if self._starts is None else self._starts[:, rows]
             for keys in self._layout.chunks(kv.shape[2], source):
                 key, value = self._split(kv[:, :, keys.local_start : keys.local_start + keys.size])
-                block = Piece(
+                block = AttentionBlock(
                     query=self._query[:, :, rows],
                     key=key,
                     value=value,
@@ -369,7 +382,9 @@ class _RingGradientSum(GradientSum):
         total[:, :, start : start + gradient.shape[2]].add_(gradient)
 
 
-def _ring_steps(local: torch.Tensor, place: Place) -> Iterator[tuple[int, torch.Tensor]]:
+def _ring_steps(
+    local: torch.Tensor, place: SequencePlacement
+) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield (rank, its tensor) for every rank, beginning with this one.
 
     The next tensor is received while the caller works with the current one.
@@ -390,7 +405,7 @@ def _ring_steps(local: torch.Tensor, place: Place) -> Iterator[tuple[int, torch.
 class _RingExchange:
     """Exchange that sends a tensor to the next rank and receives one from the previous rank."""
 
-    def __init__(self, tensor: torch.Tensor, place: Place) -> None:
+    def __init__(self, tensor: torch.Tensor, place: SequencePlacement) -> None:
         ranks = place.layout.ranks
         rank = place.layout.rank
         following = dist.get_global_rank(place.group, (rank + 1) % ranks)
@@ -417,8 +432,8 @@ def _ulysses(
     key: torch.Tensor,
     value: torch.Tensor,
     starts: torch.Tensor | None,
-    place: Place,
-    rule: Rule,
+    place: SequencePlacement,
+    rule: AttentionRule,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     local_sinks = None
@@ -435,7 +450,7 @@ def exchange_heads(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    place: Place,
+    place: SequencePlacement,
     compute: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
     """Compute attention with all tokens of some heads on each rank. Collective.
@@ -466,7 +481,9 @@ class _HeadExchange(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, place: Place, to_tokens: bool) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, place: SequencePlacement, to_tokens: bool
+    ) -> torch.Tensor:
         ctx.place = place
         ctx.to_tokens = to_tokens
         return _all_to_all(x, place, to_tokens=to_tokens)
@@ -476,7 +493,7 @@ class _HeadExchange(torch.autograd.Function):
         return _all_to_all(grad, ctx.place, to_tokens=not ctx.to_tokens), None, None
 
 
-def _all_to_all(x: torch.Tensor, place: Place, *, to_tokens: bool) -> torch.Tensor:
+def _all_to_all(x: torch.Tensor, place: SequencePlacement, *, to_tokens: bool) -> torch.Tensor:
     ranks = place.layout.ranks
     heads_dim = 1
     tokens_dim = 2
@@ -498,11 +515,11 @@ class _SequenceAttention(torch.autograd.Function):
         key: torch.Tensor,
         value: torch.Tensor,
         starts: torch.Tensor | None,
-        rule: Rule,
+        rule: AttentionRule,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         softmax = PartialSoftmax(query, value.shape[3])
-        attend(Piece(query, key, value, 0, 0, starts), rule, softmax)
+        attend(AttentionBlock(query, key, value, 0, 0, starts), rule, softmax)
         output, log_sum_exp = softmax.finished(sinks)
         ctx.save_for_backward(query, key, value, output, log_sum_exp, starts, sinks)
         ctx.rule = rule
@@ -511,11 +528,11 @@ class _SequenceAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, output, log_sum_exp, starts, sinks = ctx.saved_tensors
-        into = Gradients(GradientSum(query), GradientSum(key), GradientSum(value))
+        into = GradientSums(GradientSum(query), GradientSum(key), GradientSum(value))
         attend_backward(
-            Piece(query, key, value, 0, 0, starts),
+            AttentionBlock(query, key, value, 0, 0, starts),
             ctx.rule,
-            Outputs(grad, output, log_sum_exp),
+            BackwardInputs(grad, output, log_sum_exp),
             into,
         )
         sums = (into.query, into.key, into.value)

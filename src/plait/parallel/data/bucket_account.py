@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait.comm.algorithms import Name, wire_bytes
-from plait.comm.compress import factor_numel, factor_rank, part_of
+from plait.comm.compress import factor_numel, factor_rank, owned_numel
 from plait.comm.quantise import packed_bytes
 from plait.model.facts import ModelFacts
 from plait.parallel.accounting.compression_scheme import copies
@@ -138,7 +138,7 @@ def _candidate_costs(
             # Residuals of the bucket and right factors, at least in float32.
             carried += (numel + right_factors) * max(itemsize, 4) * bool(right_factors)
         else:
-            part_numel = part_of(numel, ranks)
+            part_numel = owned_numel(numel, ranks)
             for collective in ("reduce_scatter", "all_gather"):
                 costs[collective] += (ranks - 1) * packed_bytes(part_numel, scheme.gradient_bits)
             # float32 residuals of both collectives: all parts, and the part of this rank.

@@ -28,7 +28,7 @@ from plait.cluster.mesh import Levels, Mesh
 from plait.comm.algorithms import Name
 from plait.comm.buckets import AlgorithmBuckets, Buckets, Flat
 from plait.comm.choose import choose_buckets
-from plait.comm.shared_memory.host import Host
+from plait.comm.shared_memory.host import SharedMemoryGroup
 from plait.comm.startup import find_links, refine
 from plait.comm.transport import Transport, TransportName, connect
 from plait.errors import ConfigError, Problem
@@ -124,7 +124,7 @@ class ShardCollectives:
     """Hook whose steps decide whether gradients are compressed, or None if that is fixed."""
     is_default: bool = False
     """True if no setting has decided the selection."""
-    parameter_host: Host | None = None
+    parameter_host: SharedMemoryGroup | None = None
     """Ranks of a machine that can store parameters once in shared memory, or None."""
 
 

@@ -50,8 +50,8 @@ from plait.model.facts import ModelFacts
 from plait.model.outer_units import OuterUnits, outer_units
 from plait.parallel.accounting.compression_scheme import error_bytes, sent_bytes
 from plait.parallel.accounting.expert_view import is_sharded, of_experts
-from plait.parallel.accounting.ledger import Array, Ledger, local_rows, part_of
-from plait.parallel.accounting.zero_rule import of_block
+from plait.parallel.accounting.ledger import Array, Ledger, local_rows, parameter_part
+from plait.parallel.accounting.zero_rule import after_block_backward
 from plait.parallel.buffers import ChangingBuffers
 from plait.parallel.data import collective_selection
 from plait.parallel.data.bucket_account import ALGORITHM_KINDS, account_buckets
@@ -61,7 +61,7 @@ from plait.parallel.data.gathered_writes import LostWrites
 from plait.parallel.data.reducer import Reducer
 from plait.parallel.data.shard_units import shard_units
 from plait.parallel.data.unused import UnusedTracker
-from plait.parallel.hooks import Lost, StepHook
+from plait.parallel.hooks import FailureScope, StepHook
 from plait.parallel.offload.optimizer_offload import OptimizerOffload
 from plait.parallel.offload.parameter_offload import ParameterOffload
 from plait.parallel.parameter_checks import (
@@ -71,7 +71,7 @@ from plait.parallel.parameter_checks import (
 )
 from plait.parallel.precision.mixed_precision import Precision
 from plait.parallel.precision.optimizer_states import state_bytes
-from plait.parallel.technique import Context, Parts
+from plait.parallel.technique import Parts, TechniqueContext
 
 Stage = Literal[0, 1, 2, 3]
 
@@ -97,7 +97,7 @@ class DataParallel(CollectiveSettings):
     The gradient is freed after the update.
     """
 
-    def check(self, context: Context) -> OuterUnits | None:
+    def check(self, context: TechniqueContext) -> OuterUnits | None:
         """Find the outer units before other techniques change the layers of the model.
 
         Returns:
@@ -127,7 +127,7 @@ class DataParallel(CollectiveSettings):
         )
         return outer_units(context.model, context.blocks)
 
-    def groups(self, context: Context) -> Groups:
+    def groups(self, context: TechniqueContext) -> Groups:
         """Return the axes whose collectives run within and between machines in turn."""
         compression = context.chosen(Compression)
         layout = context.layout
@@ -234,7 +234,7 @@ class DataParallel(CollectiveSettings):
         return _account(self, ledger, facts)
 
 
-def _all_reduces(context: Context) -> bool:
+def _all_reduces(context: TechniqueContext) -> bool:
     """Return True if a `Reducer` will reduce the gradients, because nothing is sharded or cast.
 
     `DataParallel.apply` decides the same from the settings that earlier techniques have left.
@@ -345,7 +345,7 @@ class ShardedSteps(StepHook):
         backwards_left = 2
         if last:
             backwards_left = 1
-        after_backward = of_block(self.stage, {0: backwards_left}, ran=0, own=0)
+        after_backward = after_block_backward(self.stage, {0: backwards_left}, ran=0, own=0)
         self.model.set_requires_gradient_sync(after_backward.reduce)
         self.model.set_requires_all_reduce(after_backward.last)
         self.model.set_reshard_after_backward(after_backward.free)
@@ -356,7 +356,7 @@ class ShardedSteps(StepHook):
         # values through the update.
         free_gathered(self._root)
 
-    def on_error(self, lost: Lost) -> None:
+    def on_error(self, lost: FailureScope) -> None:
         """Free all gathered parameters, and wait for the collectives in flight."""
         reset_failed_step(self._root, keep_gradients=lost == "forward")
 
@@ -447,7 +447,7 @@ def _account_of(
     total: dict[str, Array] = {kind: np.zeros_like(n) for kind in kinds}
     # Models repeat a few shapes many times, so equal parameters are priced once.
     for (shape, itemsize, trainable, in_block, tensor_dim), count in _shapes(facts, ledger).items():
-        part = part_of(shape, tensor_dim, ledger)
+        part = parameter_part(shape, tensor_dim, ledger)
         rows = part.rows
         row_numel = part.row
         padded = part.padded
@@ -558,7 +558,7 @@ def _largest_gradients(ledger: Ledger, facts: ModelFacts, sharded: NDArray[np.bo
     units: dict[int | str, Array] = {}
     largest = zero
     for parameter in facts.trainable:
-        part = part_of(parameter.shape, ledger.tensor_dims.get(parameter.name), ledger)
+        part = parameter_part(parameter.shape, ledger.tensor_dims.get(parameter.name), ledger)
         unit = facts.sharding_unit(parameter)
         units[unit] = units.get(unit, zero) + part.padded * part.row * parameter.itemsize
         largest = np.maximum(largest, part.rows * part.row * parameter.itemsize)

@@ -49,11 +49,11 @@ from plait._torch.passes import after_backward, graph_task
 from plait.cluster import accelerator
 from plait.comm.buckets import Buckets, Flat
 from plait.comm.failures import naming
-from plait.comm.pending import Pending
+from plait.comm.pending import AsyncAllReduce
 from plait.errors import ModelError
 from plait.parallel.data.bucket_account import partition
 from plait.parallel.data.unused import foreign_backward
-from plait.parallel.hooks import Lost, StepEnd, StepHook
+from plait.parallel.hooks import FailureScope, StepEnd, StepHook
 from plait.parallel.memory_layout import dims_in_memory, like_in_memory
 from plait.parallel.placed import like_parameter
 
@@ -468,7 +468,7 @@ class Reducer(StepHook):
         for index in indices:
             self._wait_for_bucket(index)
 
-    def _launch_flags(self) -> Pending | None:
+    def _launch_flags(self) -> AsyncAllReduce | None:
         """Start to exchange which slots this rank used, and which buckets are late on it."""
         for index in self._late_buckets:
             for parameter in self.buckets[index].parameters:
@@ -482,9 +482,9 @@ class Reducer(StepHook):
         flags = accelerator.tensor_of(
             [*self._used, *late], dtype=torch.uint8, device=self.buckets[0].flat.device
         )
-        return Pending(flags, self.group, dist.ReduceOp.MAX)
+        return AsyncAllReduce(flags, self.group, dist.ReduceOp.MAX)
 
-    def _read_flags(self, pending: Pending | None) -> tuple[list[bool], list[int]]:
+    def _read_flags(self, pending: AsyncAllReduce | None) -> tuple[list[bool], list[int]]:
         """Return whether any rank used each slot, and the buckets that are late on any rank."""
         if pending is None:
             return [True] * len(self._used), sorted(self._late_buckets)
@@ -511,7 +511,7 @@ class Reducer(StepHook):
         self.start_step()
         return ""
 
-    def on_error(self, lost: Lost) -> None:
+    def on_error(self, lost: FailureScope) -> None:
         """End the collectives that have been launched, on every rank."""
         if lost == "step":
             self.abandon()

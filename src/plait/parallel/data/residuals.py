@@ -9,7 +9,12 @@ from collections.abc import Mapping
 
 import torch
 
-from plait.comm.compress import Carried, PowerSGDBuckets, QuantisedBuckets, QuantisedReduceScatter
+from plait.comm.compress import (
+    PersistentTensors,
+    PowerSGDBuckets,
+    QuantisedBuckets,
+    QuantisedReduceScatter,
+)
 from plait.parallel.data.reducer import Reducer
 from plait.parallel.hooks import StepEnd, StepHook
 
@@ -88,7 +93,7 @@ class Residuals(StepHook):
         for carried in self._carriers():
             carried.end_step(skipped=skipped)
 
-    def _carriers(self) -> list[Carried]:
+    def _carriers(self) -> list[PersistentTensors]:
         carriers = [scatter.carried for scatter in self.units.values()]
         if self._reducer is not None:
             reduction = self._reducer.reduction

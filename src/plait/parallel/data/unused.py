@@ -35,7 +35,7 @@ from plait._torch.units import (
 from plait.cluster import accelerator
 from plait.cluster.host_copy import HostCopy
 from plait.errors import CommunicationError, InputError
-from plait.parallel.hooks import Lost, StepHook, backward_underway
+from plait.parallel.hooks import FailureScope, StepHook, backward_underway
 
 _DELAY_STEPS = 2
 """Steps after which a GPU's result of the comparison is read."""
@@ -137,7 +137,7 @@ class UnusedTracker(StepHook):
         self._used = [False] * len(self.parameters)
         self._had_gradient = None
 
-    def on_error(self, lost: Lost) -> None:
+    def on_error(self, lost: FailureScope) -> None:
         """Forget the collectives of a failed pass, which may differ between ranks."""
         if self._comparison is not None:
             self._comparison.forget()
@@ -244,7 +244,7 @@ class _OrderComparison:
         """
         self._pending.append((HostCopy(maxima), self._collectives))
         delay = 0
-        if accelerator.is_one(maxima.device):
+        if accelerator.is_accelerator(maxima.device):
             delay = _DELAY_STEPS
         if len(self._pending) <= delay:
             return

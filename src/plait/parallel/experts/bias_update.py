@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from plait._torch.modules import own_buffers
 from plait._torch.passes import graph_task
 from plait.errors import ModelError
-from plait.model.experts import BIAS, chosen_experts
+from plait.model.experts import SCORE_CORRECTION_BIAS, chosen_experts
 from plait.parallel.hooks import StepEnd, StepHook
 from plait.parallel.tokens import TokensOfForward
 
@@ -61,7 +61,7 @@ class BiasUpdate(StepHook):
 
     @staticmethod
     def _bias(router: nn.Module) -> torch.Tensor:
-        bias = own_buffers(router)[BIAS]
+        bias = own_buffers(router)[SCORE_CORRECTION_BIAS]
         assert bias is not None
         return bias
 

@@ -27,7 +27,7 @@ from plait.cluster.fake_group import is_fake
 from plait.cluster.host_copy import HostCopy
 from plait.comm.collectives import gather, shard_range, split
 from plait.comm.exchange import exchange_counts, exchange_rows
-from plait.parallel.activations.decisions import decided_once
+from plait.parallel.activations.decisions import decide_once
 from plait.parallel.tensor.hook_checks import is_foreign
 from plait.parallel.tensor.styles import Region, own_values
 
@@ -111,7 +111,7 @@ class Dispatch:
         self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         tokens, k = chosen.shape
-        plan = decided_once(lambda: self._plan(chosen.reshape(-1)))
+        plan = decide_once(lambda: self._plan(chosen.reshape(-1)))
         order = plan.order
         # [tokens, hidden] -> [tokens x k, hidden], in the order of the experts
         rows = hidden.index_select(0, order // k)

@@ -25,13 +25,13 @@ from plait.cluster import accelerator
 from plait.cluster.fake_group import is_fake
 from plait.cluster.layout import STAGE_AXES
 from plait.cluster.mesh import Groups, Mesh
-from plait.errors import ConfigError, ModelError, Problem, refuse
+from plait.errors import ConfigError, ModelError, Problem, raise_problems
 from plait.model.experts import SPLIT_FAMILIES, Experts, find_experts
 from plait.model.facts import ModelFacts
 from plait.model.plans import TensorPlan
 from plait.model.sequence import is_inside
 from plait.parallel.accounting.ledger import Ledger
-from plait.parallel.activations.decisions import Deciding
+from plait.parallel.activations.decisions import RecordsDecisions
 from plait.parallel.activations.recompute import Recompute
 from plait.parallel.compile import Compile
 from plait.parallel.data.compression import Compression
@@ -42,7 +42,7 @@ from plait.parallel.hooks import StepHook
 from plait.parallel.offload.optimizer_offload import OptimizerOffload
 from plait.parallel.offload.parameter_offload import ParameterOffload
 from plait.parallel.precision.mixed_precision import Precision
-from plait.parallel.technique import Context, Parts, Technique
+from plait.parallel.technique import Parts, Technique, TechniqueContext
 from plait.parallel.tensor.styles import Region
 
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
@@ -52,7 +52,7 @@ IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
 class ExpertParallel(Technique):
     """Expert parallelism. Its degree is that of the layout."""
 
-    def check(self, context: Context) -> None:
+    def check(self, context: TechniqueContext) -> None:
         """Refuse models and settings that are not computed as in one process, or not tested to be.
 
         Raises:
@@ -62,7 +62,7 @@ class ExpertParallel(Technique):
         ep = context.layout.ep
         if ep == 1:
             return
-        refuse(
+        raise_problems(
             Problem("parallel.ep", ep, rule, f"{remedy}, or use 1")
             for applies, rule, remedy in _rules(context)
             if applies
@@ -71,7 +71,7 @@ class ExpertParallel(Technique):
             _refuse_unsupported_model(context.model, ep)
             _refuse_unproven(context.model, tp=context.layout.tp)
 
-    def groups(self, context: Context) -> Groups:
+    def groups(self, context: TechniqueContext) -> Groups:
         """Return the group of all ranks that may use different experts of a layer."""
         if context.layout.ep > 1:
             return Groups(axes=(STAGE_AXES,))
@@ -103,7 +103,7 @@ class ExpertParallel(Technique):
             )
         separate_mesh = {experts.name: mesh.expert_mesh["edp"] for experts in layers}
         return parts.with_shard(separate_mesh=separate_mesh).with_notes(
-            SplitExperts(layers), Deciding()
+            SplitExperts(layers), RecordsDecisions()
         )
 
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
@@ -136,7 +136,7 @@ class ExpertParallel(Technique):
         return ledger
 
 
-def _rules(context: Context) -> tuple[tuple[bool, str, str], ...]:
+def _rules(context: TechniqueContext) -> tuple[tuple[bool, str, str], ...]:
     """Return the refused settings as (applies, rule, remedy)."""
     layout = context.layout
     data = context.chosen(DataParallel)

@@ -10,18 +10,18 @@ from torch import nn
 from plait.cluster.mesh import Mesh
 from plait.errors import ConfigError, ModelError, Problem
 from plait.model.experts import (
-    BIAS,
+    SCORE_CORRECTION_BIAS,
     biased_routers,
+    enables_balance_loss,
     find_experts,
     recorded_routers,
-    wants_balance_loss,
 )
 from plait.model.facts import ModelFacts
 from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.experts.bias_update import BiasUpdate
 from plait.parallel.experts.router_statistics import RouterStatistics
 from plait.parallel.hooks import StepHook
-from plait.parallel.technique import Context, Parts, Technique
+from plait.parallel.technique import Parts, Technique, TechniqueContext
 
 Balance = Literal["micro_batch", "global"]
 
@@ -52,7 +52,7 @@ class Routing(Technique):
         )
         return [setting for setting in settings if setting[1] != setting[2]]
 
-    def check(self, context: Context) -> None:
+    def check(self, context: TechniqueContext) -> None:
         """Refuse settings that would count a part of the tokens, or nothing.
 
         Raises:
@@ -62,7 +62,7 @@ class Routing(Technique):
         model = context.model
         if model is None:
             return
-        if wants_balance_loss(model):
+        if enables_balance_loss(model):
             # One check is enough, because both need the same of the model.
             for axis in ("pp", "cp"):
                 degree = getattr(context.layout, axis)
@@ -70,7 +70,7 @@ class Routing(Technique):
                     setting = f"parallel.{axis}"
                     _check_statistics(model, f"{setting} = {degree}", f"use {setting} = 1")
                     break
-        if self.balance == "global" and not wants_balance_loss(model):
+        if self.balance == "global" and not enables_balance_loss(model):
             rule = (
                 f"{type(model).__name__} has no balance loss, which"
                 " model.config.output_router_logits = True adds to models that know one"
@@ -89,7 +89,7 @@ class Routing(Technique):
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
         """Record the statistics of routers if the model's own loss is not enough."""
         model = parts.model
-        balances = wants_balance_loss(parts.model)
+        balances = enables_balance_loss(parts.model)
         # The model sees all of its micro-batch, so its own balance loss is right.
         is_local = mesh.layout.pp * mesh.layout.cp == 1 and self.balance == "micro_batch"
         if not self.z_loss and (is_local or not balances):
@@ -160,8 +160,8 @@ def _check_bias(model: nn.Module, rate: float) -> None:
     routers = biased_routers(model)
     if not routers:
         rule = (
-            f"no module of {type(model).__name__} has a buffer `{BIAS}` [experts], which it would"
-            " update"
+            f"no module of {type(model).__name__} has a buffer `{SCORE_CORRECTION_BIAS}` [experts],"
+            " which it would update"
         )
         raise ConfigError(
             Problem(
@@ -172,10 +172,10 @@ def _check_bias(model: nn.Module, rate: float) -> None:
             )
         )
     for name in routers:
-        bias = model.get_submodule(name).get_buffer(BIAS)
+        bias = model.get_submodule(name).get_buffer(SCORE_CORRECTION_BIAS)
         if bias.dtype not in (torch.float32, torch.float64):
             raise ModelError(
-                f"experts.bias_update_rate = {rate:g}: `{name}.{BIAS}` is"
+                f"experts.bias_update_rate = {rate:g}: `{name}.{SCORE_CORRECTION_BIAS}` is"
                 f" {str(bias.dtype).removeprefix('torch.')}, in which steps of that size are lost;"
                 " keep this buffer in float32, or use 0"
             )

@@ -20,7 +20,7 @@ from plait.errors import ConfigError, Problem
 from plait.model.facts import ModelFacts, model_facts
 from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.offload.units import offloaded_bytes_of, offloaded_units
-from plait.parallel.technique import Context, Parts, Technique
+from plait.parallel.technique import Parts, Technique, TechniqueContext
 
 FIELD = "zero_optimization.offload_optimizer"
 
@@ -44,7 +44,7 @@ class OptimizerOffload(Technique):
     Units are offloaded as a whole.
     """
 
-    def check(self, context: Context) -> None:
+    def check(self, context: TechniqueContext) -> None:
         """Refuse combinations that are not supported.
 
         ZeRO stage 0 is refused where the configuration is resolved.
@@ -74,7 +74,7 @@ class OptimizerOffload(Technique):
         if self.device == "none":
             return parts
         on_host = self.device == "cpu"
-        pinned = on_host and self.pin_memory and accelerator.is_one(mesh.device)
+        pinned = on_host and self.pin_memory and accelerator.is_accelerator(mesh.device)
         names = set()
         for unit in offloaded_units(model_facts(parts.model, parts.blocks), self.ratio):
             if unit >= 0:

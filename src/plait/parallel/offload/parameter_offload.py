@@ -17,7 +17,7 @@ from plait.errors import ConfigError, Problem
 from plait.model.facts import ModelFacts
 from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.offload.units import offloaded_bytes_of
-from plait.parallel.technique import Context, Parts, Technique
+from plait.parallel.technique import Parts, Technique, TechniqueContext
 
 FIELD = "zero_optimization.offload_param"
 
@@ -50,7 +50,7 @@ class ParameterOffload(Technique):
         """Bytes of all buffers."""
         return self.buffer_bytes * self.buffer_count
 
-    def check(self, context: Context) -> None:
+    def check(self, context: TechniqueContext) -> None:
         """Refuse combinations that are not supported.
 
         Raises:

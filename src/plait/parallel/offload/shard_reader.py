@@ -22,7 +22,7 @@ _Gather = tuple[Moment, int | None, int]
 """(moment, the unit gathered before or None, this unit)."""
 
 
-class ShardReader:
+class ShardPrefetcher:
     """Prefetches the shards of a sharded model from an arena.
 
     Shards take at most `pool_bytes` of memory at once, or as much as the one unit that is gathered,

@@ -8,7 +8,7 @@ from math import prod
 
 from plait.model.facts import ModelFacts, ParameterFacts
 from plait.parallel.accounting.expert_view import view_of
-from plait.parallel.accounting.ledger import Array, Ledger, part_of
+from plait.parallel.accounting.ledger import Array, Ledger, parameter_part
 
 
 def offloaded_units(facts: ModelFacts, ratio: float) -> frozenset[int]:
@@ -47,7 +47,7 @@ def offloaded_bytes_of(
         if parameter.unit not in units:
             continue
         view = ledger_of(parameter.name)
-        part = part_of(parameter.shape, view.tensor_dims.get(parameter.name), view)
+        part = parameter_part(parameter.shape, view.tensor_dims.get(parameter.name), view)
         yield (
             parameter,
             part.padded * part.row * parameter.itemsize,

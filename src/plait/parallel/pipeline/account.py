@@ -18,8 +18,8 @@ from plait.model.facts import ModelFacts, ParameterFacts
 from plait.model.outer_units import OuterUnits
 from plait.model.plans import TensorPlan
 from plait.model.stages import StageCut
-from plait.parallel.accounting.ledger import Ledger, StageCounts, part_of
-from plait.parallel.accounting.zero_rule import of_block, of_root
+from plait.parallel.accounting.ledger import Ledger, StageCounts, parameter_part
+from plait.parallel.accounting.zero_rule import after_block_backward, after_root_backward
 from plait.parallel.pipeline.balance import forward_costs, imbalance, stage_costs
 from plait.parallel.schedules.actions import Action, Kind
 from plait.parallel.schedules.schedule import Schedule, messages
@@ -168,7 +168,7 @@ def _local_bytes(parameter: ParameterFacts, dim: int | None, ledger: Ledger) -> 
 
     tp splits it along `dim`, and dp_shard along the first dimension.
     """
-    part = part_of(parameter.shape, dim, ledger)
+    part = parameter_part(parameter.shape, dim, ledger)
     return int(part.held[0] * part.row[0]) * parameter.itemsize
 
 
@@ -211,8 +211,8 @@ def unsharded_after(
             has_gradient.update(blocks[stage])
             has_gradient.update(name for name, users in root.items() if stage in users)
             for names, after in (
-                (blocks[stage], of_block(zero, remaining, ran=stage, own=stage)),
-                (root, of_root(zero, remaining, ran=stage, users=ends)),
+                (blocks[stage], after_block_backward(zero, remaining, ran=stage, own=stage)),
+                (root, after_root_backward(zero, remaining, ran=stage, users=ends)),
             ):
                 if after.reduce:
                     has_gradient -= set(names)
@@ -282,7 +282,7 @@ def stage_rows(schedule: Schedule, cut: StageCut, facts: ModelFacts) -> list[Sta
     return rows
 
 
-def balance(rows: Sequence[StageRow]) -> float:
+def rank_imbalance(rows: Sequence[StageRow]) -> float:
     """Return the largest cost of a rank divided by the mean; 1.0 is even."""
     loads: dict[int, float] = {}
     for row in rows:

@@ -16,7 +16,7 @@ from torch import nn
 
 from plait._torch.storage import storage_key
 from plait.errors import ModelError, PlaitError
-from plait.model.dataflow import Dataflow, Origin, Skeleton, Trace, Untraceable
+from plait.model.dataflow import Dataflow, ForwardTrace, Skeleton, Untraceable, ValueOrigin
 from plait.model.outer_state import (
     SettingName,
     changed_settings,
@@ -26,8 +26,8 @@ from plait.model.outer_state import (
     setting_text,
 )
 from plait.model.stages import StageCut, check_order, stages_needed
-from plait.model.unavailable import output_fields, without
-from plait.parallel.containers import entries, rebuilt
+from plait.model.unavailable import output_fields, with_unavailable_entries
+from plait.parallel.containers import entries, rebuild
 from plait.parallel.pipeline.stage_cache import with_empty_cache
 
 LossFunction = Callable[[Any, Any], tuple[torch.Tensor, Any]]
@@ -152,7 +152,7 @@ class CutCheck:
         named = self.model.named_parameters(remove_duplicate=False)
         parameters = {storage_key(p): parameter for parameter, p in named}
 
-        def run(model: nn.Module, trace: Trace) -> None:
+        def run(model: nn.Module, trace: ForwardTrace) -> None:
             missing.clear()
             uncached_batch = with_empty_cache(cpu_batch)
             output = forward(model, uncached_batch)
@@ -164,7 +164,7 @@ class CutCheck:
                 if reason:
                     missing[entry] = reason
             if loss is not None:
-                available = without(output, missing)
+                available = with_unavailable_entries(output, missing)
                 value = _loss_of_copy(loss, available, uncached_batch, trace, parameters)
                 trace.need([value], "the loss")
 
@@ -205,7 +205,7 @@ class CutCheck:
                     )
 
     def _shapes_differ(
-        self, run: Callable[[nn.Module, Trace], Any], trace: Trace, training: bool
+        self, run: Callable[[nn.Module, ForwardTrace], Any], trace: ForwardTrace, training: bool
     ) -> bool:
         """Return True if inverting every branch on a batch's values changes shapes of blocks."""
         try:
@@ -215,7 +215,7 @@ class CutCheck:
         return inverted.flow.shapes != trace.flow.shapes
 
     def _why_missing(
-        self, entry: str | int, leaves: list[torch.Tensor], trace: Trace
+        self, entry: str | int, leaves: list[torch.Tensor], trace: ForwardTrace
     ) -> str | None:
         """Return the error message for an entry that the last stage lacks, else None."""
         last = self.cut.stages - 1
@@ -242,7 +242,7 @@ class CutCheck:
             )
         return None
 
-    def _lacking_parameter(self, origin: Origin, stage: int) -> str | None:
+    def _lacking_parameter(self, origin: ValueOrigin, stage: int) -> str | None:
         """Return a parameter that a value depends on and that a stage does not have."""
         begin = self.cut.bounds[stage]
         for name, used_at in sorted(origin.parameters):
@@ -253,7 +253,7 @@ class CutCheck:
 
 
 def _loss_of_copy(
-    loss: LossFunction, output: Any, batch: Any, trace: Trace, parameters: dict[int, str]
+    loss: LossFunction, output: Any, batch: Any, trace: ForwardTrace, parameters: dict[int, str]
 ) -> torch.Tensor:
     """Compute the loss of a traced output.
 
@@ -298,4 +298,4 @@ def _on_cpu(batch: Any) -> Any:
     items = entries(batch)
     if items is None:
         return batch
-    return rebuilt(batch, {key: _on_cpu(entry) for key, entry in items.items()})
+    return rebuild(batch, {key: _on_cpu(entry) for key, entry in items.items()})

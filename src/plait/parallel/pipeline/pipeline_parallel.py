@@ -29,7 +29,7 @@ from plait.parallel.activations.saved_tensors import ActivationStore, OffloadedA
 from plait.parallel.data.data_parallel import DataParallel
 from plait.parallel.data.reducer import Reducer
 from plait.parallel.experts.router_statistics import RouterStatistics
-from plait.parallel.hooks import Lost, StepHook
+from plait.parallel.hooks import FailureScope, StepHook
 from plait.parallel.pipeline.balance import cut, forward_costs
 from plait.parallel.pipeline.cut_check import CutCheck
 from plait.parallel.pipeline.pipeline_zero import StagedZero
@@ -38,7 +38,7 @@ from plait.parallel.pipeline.stage import Stage, StagedModel, stage_model
 from plait.parallel.reduction import Reduction
 from plait.parallel.schedules.actions import Action, Kind
 from plait.parallel.schedules.schedule import SCHEDULES, Schedule, make_schedule
-from plait.parallel.technique import Context, Parts, Technique
+from plait.parallel.technique import Parts, Technique, TechniqueContext
 from plait.parallel.tensor.styles import Region
 
 _UNSPLIT_SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs")
@@ -58,7 +58,7 @@ class Pipeline(Technique):
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
         """Remove from the model, in place, what other stages own."""
-        plan = parts.noted(PipelineParts)
+        plan = parts.noted(PipelinePlan)
         if plan is None:
             return parts
         rank = mesh.coordinates["pp"]
@@ -75,7 +75,7 @@ class Pipeline(Technique):
         blocks = tuple(name for stage in staged.stages.values() for name in stage.blocks)
         return parts.with_(blocks=blocks).with_notes(replace(plan, staged=staged))
 
-    def check(self, context: Context) -> PipelineParts | None:
+    def check(self, context: TechniqueContext) -> PipelinePlan | None:
         """Return the schedule's table and the cut of the model, or None for one rank.
 
         Raises:
@@ -99,9 +99,9 @@ class Pipeline(Technique):
         bounds = self._bounds(model, blocks, schedule.stages)
         skeleton = Skeleton.of(model, blocks)
         stage_cut = cut_model(model, blocks, bounds, skeleton=skeleton)
-        return PipelineParts(schedule, stage_cut, skeleton)
+        return PipelinePlan(schedule, stage_cut, skeleton)
 
-    def _refuse_split_backward(self, context: Context) -> None:
+    def _refuse_split_backward(self, context: TechniqueContext) -> None:
         """Raise ConfigError if a technique does not allow a backward in two halves."""
         if context.chosen(DataParallel).stage == 3:
             alternatives = ", ".join(name for name in SCHEDULES if name in _UNSPLIT_SCHEDULES)
@@ -169,16 +169,16 @@ class Pipeline(Technique):
             bounds.append(bounds[-1] + count)
         return tuple(bounds)
 
-    def groups(self, context: Context) -> Groups:
+    def groups(self, context: TechniqueContext) -> Groups:
         """Return the process groups that sum the gradients of tied parameters."""
-        plan = context.notes.get(PipelineParts)
-        if not isinstance(plan, PipelineParts):
+        plan = context.notes.get(PipelinePlan)
+        if not isinstance(plan, PipelinePlan):
             return Groups()
         return Groups(stages=tuple(plan.tied().values()))
 
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
         """Return the hook with the runtime of this rank."""
-        plan = parts.noted(PipelineParts)
+        plan = parts.noted(PipelinePlan)
         if plan is None:
             return []
         return [_make_hook(plan, parts, mesh)]
@@ -198,7 +198,7 @@ class Pipeline(Technique):
 
 
 @dataclass(frozen=True)
-class PipelineParts:
+class PipelinePlan:
     """Pipeline of a model, and this rank's stages of it.
 
     Attributes:
@@ -252,7 +252,7 @@ class PipelineRank(StepHook):
         """True if this rank holds the last stage."""
         return self.runtime.messenger.rank == self.output_rank
 
-    def on_error(self, lost: Lost) -> None:
+    def on_error(self, lost: FailureScope) -> None:
         """Clear the state of a step that failed on all ranks."""
         self.zero.forget()
         self.runtime.messenger.forget()
@@ -311,7 +311,7 @@ class StagePrefetcher:
             start_prefetch()
 
 
-def _make_hook(plan: PipelineParts, parts: Parts, mesh: Mesh) -> PipelineRank:
+def _make_hook(plan: PipelinePlan, parts: Parts, mesh: Mesh) -> PipelineRank:
     staged = plan.staged
     schedule = plan.schedule
     data = parts.noted(DataParallel)

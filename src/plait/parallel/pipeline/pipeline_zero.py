@@ -15,7 +15,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from plait._torch.passes import begin_sharded, reduce_now
 from plait._torch.units import sharded_modules
-from plait.parallel.accounting.zero_rule import AfterBackward, of_block, of_root
+from plait.parallel.accounting.zero_rule import (
+    AfterBackward,
+    after_block_backward,
+    after_root_backward,
+)
 from plait.parallel.data.reducer import Reducer
 from plait.parallel.pipeline.stage import StagedModel
 from plait.parallel.schedules.actions import Action, Kind
@@ -125,7 +129,9 @@ class StagedZero:
         after = _NOTHING_AFTER_BACKWARD
         for unit in self._units:
             if reduce:
-                after = of_block(self.zero, self._remaining, ran=stage, own=self._stage_of[unit])
+                after = after_block_backward(
+                    self.zero, self._remaining, ran=stage, own=self._stage_of[unit]
+                )
             _set_unit_flags(unit, after)
         if self._root is None:
             return
@@ -134,7 +140,9 @@ class StagedZero:
         blocks = [unit for unit in self._units_of(stage) if unit in self._blocks]
         self._root.set_modules_to_backward_prefetch(blocks[-1:])
         if reduce:
-            after = of_root(self.zero, self._remaining, ran=stage, users=self._root_stages)
+            after = after_root_backward(
+                self.zero, self._remaining, ran=stage, users=self._root_stages
+            )
         _set_unit_flags(self._root, after)
 
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from plait._torch.dtensor import local_tensor
 from plait._torch.modules import own_children, state_without_tensors
-from plait.model.unavailable import Unavailable
+from plait.model.unavailable import UnavailableTensor
 
 
 class StageEnd(Exception):
@@ -157,7 +157,7 @@ def _without_tensors(
     for name, tensor in tensors.items():
         attributes[name] = None
         if isinstance(tensor, torch.Tensor):
-            attributes[name] = Unavailable(
+            attributes[name] = UnavailableTensor(
                 message(f"{prefix}{name}"), local_tensor(tensor.detach())
             )
     for name, child in own_children(module).items():

@@ -29,7 +29,7 @@ from plait._torch.operators import tree_leaves
 from plait._torch.passes import expect_backward
 from plait.comm.messages import Arriving, Messenger
 from plait.errors import InputError, ModelError
-from plait.model.unavailable import without
+from plait.model.unavailable import with_unavailable_entries
 from plait.parallel.experts.router_statistics import RouterStatistics
 from plait.parallel.pipeline.boundary import (
     Boundary,
@@ -319,7 +319,7 @@ class _ScheduleRun:
             stage, lambda model: self.forward(model, batch), stage_input, length=length
         )
         if stage.last:
-            output = without(output, self.cut_results[action.microbatch].missing)
+            output = with_unavailable_entries(output, self.cut_results[action.microbatch].missing)
             loss = self.loss(output, batch)
             if _has_opaque_leaf(output):
                 # torch makes the sharded root ready for the backward of the tensors that it finds

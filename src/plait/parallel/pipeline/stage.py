@@ -29,8 +29,8 @@ from plait._torch.modules import own_children, own_parameters
 from plait._torch.operators import tree_leaves, tree_map
 from plait._torch.passes import leave_forward
 from plait.errors import ModelError
-from plait.model.stages import StageCut, stage_at
-from plait.model.unavailable import Unavailable
+from plait.model.stages import StageCut, stage_of_block
+from plait.model.unavailable import UnavailableTensor
 from plait.parallel.pipeline.placeholders import (
     PlaceholderBlock,
     StageEnd,
@@ -211,7 +211,7 @@ def stage_model(
 
     placeholders: dict[str, PlaceholderBlock] = {}
     for position, name in enumerate(cut.blocks):
-        stage = stage_at(cut.bounds, position)
+        stage = stage_of_block(cut.bounds, position)
         if stage in indices:
             placeholders[name] = placeholder_block(blocks[name])
         else:
@@ -290,7 +290,7 @@ def _drop_parameters(
         else:
             owners = ", ".join(map(str, sorted(stages)))
             own_stages = ", ".join(map(str, sorted(indices)))
-            module.__dict__[leaf] = Unavailable(
+            module.__dict__[leaf] = UnavailableTensor(
                 f"parallel.pp: the model uses {name} on stage {own_stages}, and it belongs to stage"
                 f" {owners}: the forward of this batch takes another path through the model than"
                 " the one it was cut by; use parallel.pp = 1",

@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 
 from plait._torch.passes import allow_two_runs
 from plait.comm.collectives import unshared
-from plait.comm.pending import Pending
+from plait.comm.pending import AsyncAllReduce
 
 
 class DeferredGradient:
@@ -83,12 +83,12 @@ class _GradientSum:
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
-        self._sum: Pending | None = None
+        self._sum: AsyncAllReduce | None = None
 
     def start(self, grad: torch.Tensor) -> torch.Tensor:
         """Start the all-reduce of a gradient, and return the tensor that will hold the sum."""
         total = unshared(grad)
-        self._sum = Pending(total, self._group)
+        self._sum = AsyncAllReduce(total, self._group)
         return total
 
     def wait(self) -> None:

@@ -110,7 +110,7 @@ def _generator(like: torch.Tensor) -> torch.Generator | None:
     """Return the generator of dropout on the device of `like`, or None if nothing is computed."""
     if isinstance(like, FakeTensor) or like.is_meta:
         return None
-    if accelerator.is_one(like.device):
+    if accelerator.is_accelerator(like.device):
         return accelerator.generator(like.device)
     if like.device.type == "cpu":
         return torch.default_generator

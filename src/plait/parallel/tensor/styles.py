@@ -34,7 +34,7 @@ from plait.comm.collectives import (
     split,
 )
 from plait.model.layers import is_conv1d
-from plait.parallel.containers import rebuilt
+from plait.parallel.containers import rebuild
 from plait.parallel.tensor.hook_checks import is_foreign
 from plait.parallel.tensor.overlap import Weight, enter_overlapped, product, summed_product
 from plait.parallel.tensor.random_streams import SplitStream
@@ -351,7 +351,7 @@ def compute_whole(module: nn.Module, region: Region) -> None:
         if isinstance(output, tuple | list):
             entries = dict(enumerate(output))
             entries[0] = split(output[0], region.group, dim=SEQUENCE)
-            return rebuilt(output, entries)
+            return rebuild(output, entries)
         return split(output, region.group, dim=SEQUENCE)
 
     module.register_forward_pre_hook(gather_input, with_kwargs=True, prepend=True)

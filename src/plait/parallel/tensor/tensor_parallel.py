@@ -23,12 +23,12 @@ from plait.cluster.mesh import Mesh
 from plait.comm.collectives import gather, shard_range, split
 from plait.errors import ModelError
 from plait.model.facts import ModelFacts
-from plait.model.plans import Sharded, TensorPlan, make_plan
+from plait.model.plans import StyledModule, TensorPlan, make_plan
 from plait.model.sequence import is_inside
 from plait.model.tied import tied_names
 from plait.parallel.accounting.ledger import Ledger
-from plait.parallel.containers import rebuilt
-from plait.parallel.technique import Context, Parts, Technique
+from plait.parallel.containers import rebuild
+from plait.parallel.technique import Parts, Technique, TechniqueContext
 from plait.parallel.tensor import outputs, styles
 from plait.parallel.tensor.hook_checks import refuse_hooks, watch
 from plait.parallel.tensor.styles import SEQUENCE, Region, RegionInput
@@ -86,7 +86,7 @@ class TensorParallel(Technique):
         watch(parts.model, plan, blocks=parts.blocks, sequence_parallel=self.sequence_parallel)
         return parts.with_notes(region, plan)
 
-    def check(self, context: Context) -> TensorPlan | None:
+    def check(self, context: TechniqueContext) -> TensorPlan | None:
         """Make the plan.
 
         Returns:
@@ -223,7 +223,7 @@ def _gathers_inside(plan: TensorPlan, blocks: tuple[str, ...]) -> bool:
 
 def _forward(
     module: nn.Module,
-    entry: Sharded,
+    entry: StyledModule,
     plan: TensorPlan,
     region: Region,
     region_input: RegionInput,
@@ -281,7 +281,7 @@ def _shard_sequence(
         if isinstance(output, tuple | list):
             entries = dict(enumerate(output))
             entries[0] = leave_last(_module, _args, output[0])
-            return rebuilt(output, entries)
+            return rebuild(output, entries)
         if not isinstance(output, torch.Tensor):
             raise ModelError(
                 f"{plan.final_norm or blocks[-1]} returns a {type(output).__name__}; with"

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from plait.model.facts import ModelFacts, ParameterFacts
-from plait.model.plans import Sharded, TensorPlan
+from plait.model.plans import StyledModule, TensorPlan
 from plait.model.sequence import is_inside
 from plait.parallel.accounting.ledger import Array, Ledger
 from plait.shards import shard_size
@@ -163,11 +163,11 @@ def _parameters_by_name(facts: ModelFacts) -> dict[str, ParameterFacts]:
     return {name: p for p in facts.parameters for name in (p.name, *p.also)}
 
 
-def _is_sequence_sharded(entry: Sharded, facts: ModelFacts, plan: TensorPlan) -> bool:
+def _is_sequence_sharded(entry: StyledModule, facts: ModelFacts, plan: TensorPlan) -> bool:
     return is_inside(entry.name, facts.blocks) and not is_inside(entry.name, plan.whole)
 
 
-def _region_input_name(entry: Sharded, plan: TensorPlan, *, sequence: bool) -> str:
+def _region_input_name(entry: StyledModule, plan: TensorPlan, *, sequence: bool) -> str:
     """Return the name of the input that a column-parallel layer shares with its siblings."""
     if entry.style == "vocab_head":
         return entry.name

@@ -21,7 +21,7 @@ from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.compile import Compile
 from plait.parallel.experts.dispatch import Dispatch
 from plait.parallel.hooks import StepHook
-from plait.parallel.technique import Context, Parts, Technique
+from plait.parallel.technique import Parts, Technique, TechniqueContext
 from plait.parallel.tensor.styles import Region
 from plait.parallel.tiles.tiles import Tiles
 
@@ -34,7 +34,7 @@ class TiledMLP(Technique):
     tokens: int = 0
     """Tokens of a tile on a rank, in all rows of a micro-batch together. 0: all."""
 
-    def check(self, context: Context) -> TokenModules | None:
+    def check(self, context: TechniqueContext) -> TokenModules | None:
         """Find the modules that are computed in tiles.
 
         Returns:

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from plait._torch.dtensor import local_tensor
 from plait._torch.modules import own_parameters
 from plait.comm.collectives import shard_range
-from plait.parallel.activations.selective import keeping_nothing
+from plait.parallel.activations.selective import recompute_everything
 from plait.parallel.tensor.styles import SEQUENCE
 from plait.shards import shard_size
 
@@ -63,7 +63,7 @@ class Tiles:
                 else:
                     named[name] = value
             # A surrounding recompute must not keep results of operators inside of a tile.
-            with keeping_nothing(), _replace_weights(weights):
+            with recompute_everything(), _replace_weights(weights):
                 return self.original(*positional, **named)
 
         # The tiles hold the weights of the forward, because the module may have others when a tile

@@ -15,11 +15,11 @@ from plait.cli.launching.remote import (
     node_environment,
     ssh_command,
 )
-from plait.cluster.hostfile import Host
+from plait.cluster.hostfile import HostfileEntry
 from plait.errors import ConfigError
 
 TWO = RemoteLaunch(
-    hosts=(Host("a", (0, 1)), Host("b", (1, 3))),
+    hosts=(HostfileEntry("a", (0, 1)), HostfileEntry("b", (1, 3))),
     command=("train.py", "--text", "it's here"),
     master_addr="a",
     master_port=1234,
@@ -84,14 +84,21 @@ class TestThisMachine:
     def test_by_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(socket, "gethostname", lambda: "b.cluster")
         monkeypatch.setattr(remote, "_is_own_address", lambda name: False)
-        assert local_index((Host("a", (0,)), Host("b", (0,)))) == 1
+        assert local_index((HostfileEntry("a", (0,)), HostfileEntry("b", (0,)))) == 1
 
     def test_by_address(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
-        assert local_index((Host("192.0.2.1", (0,)), Host("127.0.0.1", (0,)))) == 1
+        assert (
+            local_index((HostfileEntry("192.0.2.1", (0,)), HostfileEntry("127.0.0.1", (0,)))) == 1
+        )
 
     def test_none(self) -> None:
-        assert local_index((Host("192.0.2.1", (0,)), Host("no-such-host.invalid", (0,)))) is None
+        assert (
+            local_index(
+                (HostfileEntry("192.0.2.1", (0,)), HostfileEntry("no-such-host.invalid", (0,)))
+            )
+            is None
+        )
 
 
 class TestMaster:
@@ -102,7 +109,7 @@ class TestMaster:
     @pytest.mark.parametrize("name", ["localhost", "127.0.0.1"])
     def test_a_name_that_only_this_machine_understands(self, name: str) -> None:
         with pytest.raises(ConfigError, match="cannot reach it"):
-            master_address((Host(name, (0,)), Host("b", (0,))), None)
+            master_address((HostfileEntry(name, (0,)), HostfileEntry("b", (0,))), None)
         with pytest.raises(ConfigError, match="--master-addr"):
             master_address(TWO.hosts, name)
-        assert master_address((Host(name, (0,)),), None) == name
+        assert master_address((HostfileEntry(name, (0,)),), None) == name

@@ -7,7 +7,7 @@ import pytest
 from plait.config.convert.conversion import load_foreign
 from plait.config.convert.megatron_flags import DISTRIBUTED, FLAGS, LAYERS_PER_STAGE
 from plait.config.dialects.deepspeed import TABLE
-from plait.config.dialects.keys import fields
+from plait.config.dialects.keys import schema_fields
 from plait.config.resolving.resolve import load, resolve
 from plait.config.schema.provenance import Status
 from plait.errors import ConfigError
@@ -301,8 +301,8 @@ def test_every_flag_leads_somewhere_or_says_why_not() -> None:
     for name, flag in FLAGS.items():
         assert "-" not in name
         if flag.status is Status.SUPPORTED:
-            known = {*fields(), *TABLE, *TARGETS}
-            assert flag.target in known or flag.target.rpartition(".")[0] in fields(), name
+            known = {*schema_fields(), *TABLE, *TARGETS}
+            assert flag.target in known or flag.target.rpartition(".")[0] in schema_fields(), name
         else:
             assert flag.why, name
             assert (flag.status is Status.REFUSED) == bool(flag.remedy), name

@@ -80,14 +80,14 @@ def test_every_key_of_deepspeed_is_known(section: str) -> None:
 
 
 def test_the_table_and_the_schema_cover_each_other() -> None:
-    assert not set(TABLE) & set(keys.fields())
-    assert not set(ALIASES) & (set(TABLE) | set(keys.fields()))
+    assert not set(TABLE) & set(keys.schema_fields())
+    assert not set(ALIASES) & (set(TABLE) | set(keys.schema_fields()))
 
 
 def test_other_names_lead_to_a_setting_or_to_the_table() -> None:
     for name, alias in ALIASES.items():
         assert (
-            alias.target in keys.fields()
+            alias.target in keys.schema_fields()
             or alias.target in TABLE
             or alias.target in keys.sections()
         ), name
@@ -103,7 +103,9 @@ def test_every_row_of_the_table_says_why_and_every_refusal_what_instead() -> Non
 
 
 def test_every_setting_is_documented() -> None:
-    assert [path for path, field in keys.fields().items() if not field.description.strip()] == []
+    assert [
+        path for path, field in keys.schema_fields().items() if not field.description.strip()
+    ] == []
 
 
 def typos(name: str, chance: random.Random) -> set[str]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from plait.config.dialects.keys import fields
+from plait.config.dialects.keys import schema_fields
 from plait.config.resolving.explain import Explanation, explain, values_of
 from plait.errors import ConfigError
 from tests.unit.config.cases import BATCH, load, resolved
@@ -306,7 +306,7 @@ def test_all_of_a_resolved_configuration_is_shown() -> None:
         }
     )
     shown = {value.name for value in values_of(made)}
-    assert {path for path in fields() if path.split(".")[0] in sections} <= shown
+    assert {path for path in schema_fields() if path.split(".")[0] in sections} <= shown
     assert {
         f"fp16.{name}"
         for name in (

@@ -7,8 +7,8 @@ from typing import Any
 
 from plait.config.dialects.aliases import ALIASES
 from plait.config.dialects.deepspeed import TABLE
-from plait.config.dialects.keys import fields
-from plait.config.resolving.degrees import PLANNED
+from plait.config.dialects.keys import schema_fields
+from plait.config.resolving.degrees import PLANNABLE_SETTINGS
 from plait.config.resolving.json_schema import json_schema
 
 
@@ -25,7 +25,7 @@ def find(schema: dict[str, Any], path: str) -> dict[str, Any]:
 
 def test_every_key_is_described() -> None:
     schema = json_schema()
-    for path, field in fields().items():
+    for path, field in schema_fields().items():
         assert " ".join(find(schema, path)["description"].split()) == " ".join(
             field.description.split()
         ), path
@@ -49,7 +49,7 @@ def test_types_bounds_and_auto_are_in_it() -> None:
 def test_auto_is_allowed_where_train_plans_it() -> None:
     """D7."""
     schema = json_schema()
-    for path in PLANNED:
+    for path in PLANNABLE_SETTINGS:
         assert {"const": "auto", "type": "string"} in find(schema, path)["anyOf"], path
 
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from plait.parallel.accounting.zero_rule import AfterBackward, of_block, of_root
+from plait.parallel.accounting.zero_rule import (
+    AfterBackward,
+    after_block_backward,
+    after_root_backward,
+)
 
 YES, NO = True, False
 
@@ -23,8 +27,8 @@ def test_without_a_pipeline(zero: int, earlier: tuple[bool, ...], last: tuple[bo
     """One reduction a step at stages 0 and 1, one a micro-batch at 2 and 3; parameters freed in between at 3. The root unit likewise."""
     for left, expected in ((3, earlier), (2, earlier), (1, last)):
         assert (
-            of_block(zero, {0: left}, ran=0, own=0)
-            == of_root(zero, {0: left}, ran=0, users={0})
+            after_block_backward(zero, {0: left}, ran=0, own=0)
+            == after_root_backward(zero, {0: left}, ran=0, users={0})
             == expected
         )
 
@@ -32,20 +36,26 @@ def test_without_a_pipeline(zero: int, earlier: tuple[bool, ...], last: tuple[bo
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_stages_of_a_rank_end_at_different_times(zero: int) -> None:
     """Stage 0 ends its step before stage 3, which has the head: the root's gradients are complete with the last backward of both."""
-    assert of_block(zero, {0: 1, 3: 2}, ran=0, own=0) == (YES, YES, YES)
-    assert of_block(zero, {0: 1, 3: 2}, ran=0, own=3) == (NO, NO, NO), "another stage has run"
-    assert of_block(zero, {0: 1, 3: 2}, ran=3, own=3) == AfterBackward(zero >= 2, NO, zero == 3)
-    assert of_root(zero, {0: 1, 3: 2}, ran=0, users={0, 3}) == AfterBackward(
+    assert after_block_backward(zero, {0: 1, 3: 2}, ran=0, own=0) == (YES, YES, YES)
+    assert after_block_backward(zero, {0: 1, 3: 2}, ran=0, own=3) == (NO, NO, NO), (
+        "another stage has run"
+    )
+    assert after_block_backward(zero, {0: 1, 3: 2}, ran=3, own=3) == AfterBackward(
         zero >= 2, NO, zero == 3
     )
-    assert of_root(zero, {0: 0, 3: 1}, ran=3, users={0, 3}) == (YES, YES, YES)
+    assert after_root_backward(zero, {0: 1, 3: 2}, ran=0, users={0, 3}) == AfterBackward(
+        zero >= 2, NO, zero == 3
+    )
+    assert after_root_backward(zero, {0: 0, 3: 1}, ran=3, users={0, 3}) == (YES, YES, YES)
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_a_root_that_only_some_stages_use(zero: int) -> None:
     """On a rank with the embedding and stages in the middle: only the first stage's backward reduces it, and every stage holds it."""
-    assert of_root(zero, {0: 2, 2: 1}, ran=2, users={0}) == AfterBackward(NO, NO, zero == 3)
-    assert of_root(zero, {0: 1, 2: 1}, ran=0, users={0}) == AfterBackward(YES, YES, zero == 3), (
-        "another stage goes on with it"
+    assert after_root_backward(zero, {0: 2, 2: 1}, ran=2, users={0}) == AfterBackward(
+        NO, NO, zero == 3
     )
-    assert of_root(zero, {0: 0, 2: 1}, ran=2, users={0}) == AfterBackward(NO, NO, YES)
+    assert after_root_backward(zero, {0: 1, 2: 1}, ran=0, users={0}) == AfterBackward(
+        YES, YES, zero == 3
+    ), "another stage goes on with it"
+    assert after_root_backward(zero, {0: 0, 2: 1}, ran=2, users={0}) == AfterBackward(NO, NO, YES)

@@ -25,7 +25,7 @@ from plait.parallel.activations.saved_tensors import SavedTensors
 from plait.parallel.compile import Compile
 from plait.parallel.pipeline.pipeline_parallel import StagePrefetcher
 from plait.parallel.schedules.actions import Action, Kind
-from plait.parallel.technique import Context
+from plait.parallel.technique import TechniqueContext
 
 CPU = torch.device("cpu")
 
@@ -277,7 +277,7 @@ def test_what_is_saved_again_after_a_write_is_another(store: Any) -> None:
     ],
 )
 def test_refusals(technique: ActivationOffload, compiled: bool, device: str, said: str) -> None:
-    context = Context(
+    context = TechniqueContext(
         Layout(),
         (Compile(enabled=compiled),),
         device_type=device,

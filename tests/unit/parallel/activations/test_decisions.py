@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from plait._torch.passes import graph_task
 from plait.parallel.activations import decisions, selective
-from plait.parallel.activations.decisions import decided_once
+from plait.parallel.activations.decisions import decide_once
 
 
 class Block:
@@ -24,7 +24,7 @@ class Block:
 
     def sorted(self, x: torch.Tensor) -> torch.Tensor:
         """In the order that is decided, and then by value."""
-        order = decided_once(lambda: self.decide(x))
+        order = decide_once(lambda: self.decide(x))
         return (
             x.index_select(0, order).sort().values
             * torch.arange(1.0, 1 + len(x), dtype=x.dtype) ** 2
@@ -40,7 +40,7 @@ def test_calls_in_flight(keep: tuple[str, ...] | None) -> None:
     """Three calls are recomputed in another order, one of them twice; kept operators that only the decision calls are not missed."""
     block = Block()
     context_fn = decisions.contexts(
-        None if keep is None else selective.contexts(selective.kept(keep))
+        None if keep is None else selective.contexts(selective.kept_operators(keep))
     )
     generator = torch.Generator().manual_seed(0)
     inputs = [
@@ -57,7 +57,7 @@ def test_calls_in_flight(keep: tuple[str, ...] | None) -> None:
         (found,) = torch.autograd.grad(outputs[index], inputs[index], retain_graph=retain)
         torch.testing.assert_close(found, expected[index], rtol=0, atol=0)
     assert block.decided == 6, "no recomputation decides again"
-    assert decided_once(lambda: "outside of a block") == "outside of a block"
+    assert decide_once(lambda: "outside of a block") == "outside of a block"
 
 
 def test_an_error_leaves_nothing_behind() -> None:
@@ -65,7 +65,7 @@ def test_an_error_leaves_nothing_behind() -> None:
     failures = [ValueError("in the block")]
 
     def run(x: torch.Tensor) -> torch.Tensor:
-        order = decided_once(lambda: x.detach().sort().indices)
+        order = decide_once(lambda: x.detach().sort().indices)
         if failures and graph_task() is not None:
             raise failures.pop()
         return x[order].sin().cos().sum()
@@ -74,6 +74,6 @@ def test_an_error_leaves_nothing_behind() -> None:
     output: Any = checkpoint(run, x, use_reentrant=False, context_fn=decisions.contexts(None))
     with pytest.raises(ValueError, match="in the block"):
         output.backward(retain_graph=True)
-    assert decided_once(lambda: "outside of a block") == "outside of a block"
+    assert decide_once(lambda: "outside of a block") == "outside of a block"
     output.backward()
     torch.testing.assert_close(x.grad, torch.autograd.grad(x.sin().cos().sum(), x)[0])

@@ -22,7 +22,7 @@ from plait.parallel.accounting.activations import (
 )
 from plait.parallel.activations.recompute import Recompute
 from plait.parallel.compile import Compile
-from plait.parallel.technique import Context, Parts
+from plait.parallel.technique import Parts, TechniqueContext
 from plait.parallel.tensor.tensor_parallel import TensorParallel
 from plait.units import GIB
 
@@ -106,8 +106,8 @@ class Block(nn.Module):
 
 def context(
     model: nn.Module, blocks: tuple[str, ...], *, compiled: bool, sequence: bool
-) -> Context:
-    return Context(
+) -> TechniqueContext:
+    return TechniqueContext(
         Layout(),
         (TensorParallel(sequence_parallel=sequence), Compile(enabled=compiled)),
         model=model,

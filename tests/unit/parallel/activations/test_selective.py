@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from plait._torch.operators import TorchDispatchMode
 from plait.errors import ConfigError
-from plait.parallel.activations.selective import contexts, kept
+from plait.parallel.activations.selective import contexts, kept_operators
 
 
 class Calls(TorchDispatchMode):
@@ -40,7 +40,7 @@ def gradients(
             out = function(*leaves)
         else:
             out = checkpoint(
-                function, *leaves, use_reentrant=False, context_fn=contexts(kept(keep))
+                function, *leaves, use_reentrant=False, context_fn=contexts(kept_operators(keep))
             )
     with Calls() as backward:
         out.sum().backward()
@@ -110,7 +110,7 @@ def test_backward_twice() -> None:
         lambda v: torch.sin(layer(v)),
         x,
         use_reentrant=False,
-        context_fn=contexts(kept(("matmul",))),
+        context_fn=contexts(kept_operators(("matmul",))),
     )
     first = torch.autograd.grad(out.sum(), x, retain_graph=True)
     assert torch.equal(first[0], torch.autograd.grad(out.sum(), x)[0])
@@ -120,4 +120,4 @@ def test_backward_twice() -> None:
 def test_unknown_operators_are_refused(name: str) -> None:
     """By name."""
     with pytest.raises(ConfigError, match=r"parallel\.recompute\.keep"):
-        kept((name,))
+        kept_operators((name,))

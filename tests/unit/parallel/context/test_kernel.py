@@ -13,13 +13,13 @@ from torch.nn.attention import flex_attention
 
 from plait.parallel.context import flex, kernel
 from plait.parallel.context.kernel import (
-    Gradients,
+    AttentionBlock,
+    AttentionRule,
+    BackwardInputs,
     GradientSum,
+    GradientSums,
     Kernel,
-    Outputs,
     PartialSoftmax,
-    Piece,
-    Rule,
     attend,
     attend_backward,
     sink_gradient,
@@ -42,7 +42,7 @@ def at_once(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    rule: Rule,
+    rule: AttentionRule,
     starts: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -66,7 +66,7 @@ def at_once(
 
 
 def softmax_of(
-    pieces: list[Piece], rule: Rule, sinks: torch.Tensor | None = None
+    pieces: list[AttentionBlock], rule: AttentionRule, sinks: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and log-sum-exp of queries over the keys of all pieces."""
     found = PartialSoftmax(pieces[0].query, pieces[0].value.shape[3])
@@ -77,7 +77,7 @@ def softmax_of(
 
 def check(
     tensors: Tensors,
-    rule: Rule,
+    rule: AttentionRule,
     starts: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     *,
@@ -102,7 +102,7 @@ def check(
             rows = slice(chunk.start, chunk.start + chunk.size)
             own = None if starts is None else starts[:, rows]
             halves = [
-                Piece(
+                AttentionBlock(
                     query[:, :, rows],
                     key[:, :, a:b],
                     value[:, :, a:b],
@@ -113,14 +113,14 @@ def check(
                 )
                 for a, b in ((half, length), (0, half))
             ]
-            whole = Piece(query[:, :, rows], key, value, chunk.start, 0, own)
+            whole = AttentionBlock(query[:, :, rows], key, value, chunk.start, 0, own)
             for pieces in (halves, halves[::-1], [whole]):
                 output, log_sum_exp = softmax_of(pieces, rule, sinks)
                 torch.testing.assert_close(
                     output, expected[:, :, rows], rtol=tolerance, atol=tolerance
                 )
-            outputs = Outputs(grad[:, :, rows], output, log_sum_exp)
-            into = Gradients(GradientSum(query[:, :, rows]), keys, values)
+            outputs = BackwardInputs(grad[:, :, rows], output, log_sum_exp)
+            into = GradientSums(GradientSum(query[:, :, rows]), keys, values)
             for piece in halves if chunk.start else [whole]:
                 attend_backward(piece, rule, outputs, into)
             queries.add(rows.start, into.query.total)
@@ -157,7 +157,9 @@ def documents() -> torch.Tensor:
 def test_a_sink_counts_once(name: Kernel, size: float) -> None:
     """A softmax over all keys and one more, whose value is 0, from halves of the keys."""
     tensors = random()
-    check(tensors, Rule(0.3, kernel=name), sinks=torch.randn(4, dtype=torch.float64) * size)
+    check(
+        tensors, AttentionRule(0.3, kernel=name), sinks=torch.randn(4, dtype=torch.float64) * size
+    )
 
 
 @pytest.mark.parametrize("scale", [0.3, 1000.0], ids=["", "large scores"])
@@ -179,7 +181,7 @@ def test_parts_are_the_whole(
         monkeypatch.setattr(kernel, "TILE_ELEMENTS", tile)
         check(
             random(),
-            Rule(scale, window, softcap, name),
+            AttentionRule(scale, window, softcap, name),
             documents() if packed else None,
             zigzag=zigzag,
         )
@@ -198,19 +200,19 @@ def test_kernels_of_cuda(kv_heads: int, width: int, value_width: int, window: in
     for name, length, zigzag in product(names, (16, 36), (True, False)):
         check(
             random(kv_heads=kv_heads, width=width, value_width=value_width, length=length),
-            Rule(0.3, window, kernel=name),
+            AttentionRule(0.3, window, kernel=name),
             zigzag=zigzag,
         )
 
 
 def test_block_masks_of_documents_are_shared_by_layers() -> None:
     """FlexAttention's mask is made once for a micro-batch, and dropped with it."""
-    starts, rule = documents(), Rule(0.3, kernel="flex")
+    starts, rule = documents(), AttentionRule(0.3, kernel="flex")
     query, key, value = random()
     before = len(flex._document_masks)
     with torch.no_grad():
         for _layer in range(3):
-            softmax_of([Piece(query[:, :, 8:], key, value, 8, 0, starts[:, 8:])], rule)
+            softmax_of([AttentionBlock(query[:, :, 8:], key, value, 8, 0, starts[:, 8:])], rule)
     assert len(flex._document_masks) == before + 1 and len(flex._document_masks[starts]) == 1
     del starts
     gc.collect()
@@ -221,14 +223,18 @@ def test_block_masks_of_documents_are_shared_by_layers() -> None:
 @pytest.mark.parametrize("name", ["flash", "efficient"])
 def test_sums_of_16_bits_are_in_float32(name: Kernel) -> None:
     """Parts in bf16 are as near to float64 as bf16 is, outputs stay in bf16, and sums over parts are in float32."""
-    tensors, rule, rows = random(width=8, value_width=8), Rule(0.3, kernel=name), slice(8, 16)
+    tensors, rule, rows = (
+        random(width=8, value_width=8),
+        AttentionRule(0.3, kernel=name),
+        slice(8, 16),
+    )
     query, key, value = (x.bfloat16() for x in tensors)
     exact = [x.bfloat16().double().requires_grad_() for x in tensors]
     expected = at_once(*exact, rule)[:, :, rows]  # type: ignore[arg-type]
     gradients = torch.autograd.grad(expected, exact, torch.ones_like(expected))
-    into = Gradients(GradientSum(query), GradientSum(key), GradientSum(value))
+    into = GradientSums(GradientSum(query), GradientSum(key), GradientSum(value))
     pieces = [
-        Piece(
+        AttentionBlock(
             query[:, :, rows], key[:, :, low:high], value[:, :, low:high], 8, low, row=8, column=low
         )
         for low, high in ((8, 16), (0, 8))
@@ -248,7 +254,7 @@ def test_sums_of_16_bits_are_in_float32(name: Kernel) -> None:
         ):
             target[:, :, rows] = source
         for piece in pieces:
-            attend_backward(piece, rule, Outputs(*whole), into)
+            attend_backward(piece, rule, BackwardInputs(*whole), into)
     assert output.dtype == torch.bfloat16 and log_sum_exp.dtype == torch.float32
     torch.testing.assert_close(output.double(), expected, rtol=1e-2, atol=1e-2)
     for total, right in zip(

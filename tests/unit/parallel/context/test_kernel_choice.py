@@ -11,7 +11,7 @@ from transformers import AutoConfig
 from plait._torch import attention
 from plait.parallel.context import kernel
 from plait.parallel.context.families import why_in_tiles
-from plait.parallel.context.kernel import Rule, kernel_for
+from plait.parallel.context.kernel import AttentionRule, kernel_for
 from tests.fused_attention import registered
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -21,23 +21,23 @@ BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 def test_the_kernel_of_each_case(monkeypatch: pytest.MonkeyPatch) -> None:
     """With all kernels of CUDA and with Triton, which this machine may lack."""
     monkeypatch.setattr(attention, "find_spec", lambda name: object())
-    rows: list[tuple[torch.device, torch.dtype, tuple[int, int], Rule, bool, str]] = [
-        (CUDA, BF16, (128, 128), Rule(1.0), False, "flash"),
-        (CUDA, BF16, (192, 128), Rule(1.0), False, "flash"),
-        (CUDA, BF16, (128, 128), Rule(1.0, window=64), False, "flash"),
-        (CUDA, BF16, (288, 288), Rule(1.0), False, "efficient"),
-        (CUDA, BF16, (288, 288), Rule(1.0, window=64), False, "flex"),
-        (CUDA, FP32, (128, 128), Rule(1.0), False, "efficient"),
-        (CUDA, FP32, (128, 128), Rule(1.0, window=64), False, "flex"),
-        (CUDA, BF16, (128, 128), Rule(1.0), True, "flex"),
-        (CUDA, BF16, (128, 128), Rule(1.0, softcap=30.0), False, "flex"),
-        (CUDA, BF16, (8, 8), Rule(1.0), True, "products"),
-        (CUDA, FP64, (128, 128), Rule(1.0), False, "products"),
-        (CUDA, BF16, (128, 128), Rule(1.0, kernel="products"), False, "products"),
-        (CPU, FP64, (5, 5), Rule(1.0), False, "cpu"),
-        (CPU, FP64, (5, 4), Rule(1.0), False, "products"),
-        (CPU, FP64, (5, 5), Rule(1.0), True, "products"),
-        (torch.device("xpu", 0), BF16, (128, 128), Rule(1.0), False, "products"),
+    rows: list[tuple[torch.device, torch.dtype, tuple[int, int], AttentionRule, bool, str]] = [
+        (CUDA, BF16, (128, 128), AttentionRule(1.0), False, "flash"),
+        (CUDA, BF16, (192, 128), AttentionRule(1.0), False, "flash"),
+        (CUDA, BF16, (128, 128), AttentionRule(1.0, window=64), False, "flash"),
+        (CUDA, BF16, (288, 288), AttentionRule(1.0), False, "efficient"),
+        (CUDA, BF16, (288, 288), AttentionRule(1.0, window=64), False, "flex"),
+        (CUDA, FP32, (128, 128), AttentionRule(1.0), False, "efficient"),
+        (CUDA, FP32, (128, 128), AttentionRule(1.0, window=64), False, "flex"),
+        (CUDA, BF16, (128, 128), AttentionRule(1.0), True, "flex"),
+        (CUDA, BF16, (128, 128), AttentionRule(1.0, softcap=30.0), False, "flex"),
+        (CUDA, BF16, (8, 8), AttentionRule(1.0), True, "products"),
+        (CUDA, FP64, (128, 128), AttentionRule(1.0), False, "products"),
+        (CUDA, BF16, (128, 128), AttentionRule(1.0, kernel="products"), False, "products"),
+        (CPU, FP64, (5, 5), AttentionRule(1.0), False, "cpu"),
+        (CPU, FP64, (5, 4), AttentionRule(1.0), False, "products"),
+        (CPU, FP64, (5, 5), AttentionRule(1.0), True, "products"),
+        (torch.device("xpu", 0), BF16, (128, 128), AttentionRule(1.0), False, "products"),
     ]
     with registered("CUDA"):
         found = [
@@ -85,6 +85,8 @@ def test_windows_on_rocm(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(attention, "find_spec", lambda name: None)
     with registered("CUDA"):
-        assert kernel_for(CUDA, BF16, (128, 128), Rule(1.0), documents=False)[0] == "flash"
-        name, reason = kernel_for(CUDA, BF16, (128, 128), Rule(1.0, window=64), documents=False)
+        assert kernel_for(CUDA, BF16, (128, 128), AttentionRule(1.0), documents=False)[0] == "flash"
+        name, reason = kernel_for(
+            CUDA, BF16, (128, 128), AttentionRule(1.0, window=64), documents=False
+        )
     assert name == "products" and "ROCm" in reason and "Triton" in reason

@@ -13,7 +13,7 @@ from plait.parallel.data.data_parallel import DataParallel
 from plait.parallel.offload.optimizer_offload import OptimizerOffload
 from plait.parallel.offload.parameter_offload import ParameterOffload
 from plait.parallel.precision.mixed_precision import Precision
-from plait.parallel.technique import Context, Technique
+from plait.parallel.technique import Technique, TechniqueContext
 
 REPLICAS, SHARDS = Layout(dp_replicate=4), Layout(dp_replicate=2, dp_shard=2)
 INT8 = Compression(scheme=Scheme(gradient_bits=8))
@@ -45,5 +45,5 @@ INT8 = Compression(scheme=Scheme(gradient_bits=8))
 )
 def test_levels(layout: Layout, techniques: tuple[Any, ...], expected: tuple[str, ...]) -> None:
     given: tuple[Technique, ...] = techniques
-    context = Context(layout, given)
+    context = TechniqueContext(layout, given)
     assert context.chosen(DataParallel).groups(context).levels == expected

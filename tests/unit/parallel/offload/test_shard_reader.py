@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from plait._torch.units import replace_shard_buffers, sharded_modules
 from plait.parallel.offload.arena import Arena
-from plait.parallel.offload.shard_reader import ShardReader
+from plait.parallel.offload.shard_reader import ShardPrefetcher
 
 BLOCKS, WIDTH = 5, 64
 UNIT_BYTES = WIDTH * WIDTH * 4
@@ -83,7 +83,7 @@ class Block(nn.Module):
 
 def build(
     folder: Path, world: int, *, units: int, reader: ThreadPoolExecutor
-) -> tuple[nn.Sequential, Watched, ShardReader]:
+) -> tuple[nn.Sequential, Watched, ShardPrefetcher]:
     """Blocks in files, with a pool for the shards of so many."""
     arena = Watched(folder)
     model = nn.Sequential(
@@ -102,12 +102,12 @@ def build(
             return mapped
 
         replace_shard_buffers(block, copied)
-    made = ShardReader(arena, blocks, pool_bytes=units * UNIT_BYTES // world, reader=reader)
+    made = ShardPrefetcher(arena, blocks, pool_bytes=units * UNIT_BYTES // world, reader=reader)
     arena.events.clear()
     return model, arena, made
 
 
-def step(model: nn.Module, made: ShardReader) -> None:
+def step(model: nn.Module, made: ShardPrefetcher) -> None:
     model(torch.ones(2, WIDTH)).sum().backward()
     made.end_step()
 
