@@ -452,7 +452,8 @@ def main() -> None:
 `plait layout FILE --peak` predicts the memory that a rank needs for a training step, without a device. It prints the
 peak by kind of tensor, and the point of the step at which it occurs. This page compares predictions with measurements.
 
-Compiled blocks, offload and compressed communication are not modelled yet, and are refused.
+These are not modelled yet, and are refused: compiled blocks, offload, compressed communication, expert parallelism, a
+secondary partition (hpZ), and an all-reduce algorithm that the file selects.
 
 Written by `python tools/memory_tables.py`; do not edit. torch {torch.__version__}, CPU operators.
 
