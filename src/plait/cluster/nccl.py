@@ -138,7 +138,7 @@ def report(environment: Mapping[str, str], *, version: tuple[int, ...] | None) -
         "",
         (
             "Which algorithm NCCL selects for a call cannot be predicted (see"
-            " docs/communication.md). NCCL logs it with:"
+            " docs/explanation/communication.md). NCCL logs it with:"
         ),
         "  NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=TUNING plait train FILE",
     ]

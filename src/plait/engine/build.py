@@ -84,7 +84,7 @@ def initialize(
         weights: Folder of safetensors for a model on meta.
         total_steps: Length of the run in optimizer steps, if the LR schedule needs it.
         techniques: Techniques of your own classes, besides those of the configuration. See
-            docs/add-a-technique.md.
+            docs/how-to/add-a-technique.md.
 
     Raises:
         ConfigError: The configuration does not fit the model or the processes.

@@ -1,6 +1,6 @@
 """Effect of every field of `TrainingArguments` under Plait: honoured, noted or refused.
 
-A table of docs/trainer.md is generated from it.
+A table of docs/how-to/trainer.md is generated from it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The most important numbers of a row in one line, for the screen and for docs/devices.md."""
+"""The most important numbers of a row in one line, for the screen and for
+docs/reference/devices.md.
+"""
 
 from __future__ import annotations
 

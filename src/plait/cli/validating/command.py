@@ -159,7 +159,7 @@ def _why_no_devices(facts: dict[str, Any]) -> str:
     if facts["driver"] is not None:
         return (
             f"the driver {facts['driver']} answers, but torch {torch} (built for {built}) sees no"
-            " GPU; docs/gpus.md has the line to install"
+            " GPU; docs/how-to/gpus.md has the line to install"
         )
     return (
         f"torch {torch} (built for {built}) sees no GPU on this machine; there is nothing to"

@@ -88,7 +88,7 @@ class Screen:
             f"\n{number['passed']} passed, {number['failed']} failed, {number['not run']} not run"
             f" in {seconds:.0f} s"
         )
-        self._print(f"{out} has the numbers; docs/gpus.md says where to send it")
+        self._print(f"{out} has the numbers; docs/how-to/gpus.md says where to send it")
 
     def _print(self, line: str) -> None:
         print(line, file=self._stream, flush=True)

@@ -40,7 +40,7 @@ _REMEDIES = {
         " plait.generate on one device"
     ),
     "injection_policy": (
-        "parallel.tp splits the models that docs/model_types.md lists; others are not split"
+        "parallel.tp splits the models that docs/reference/model_types.md lists; others are not split"
     ),
     "moe": "use plait.initialize with parallel.ep, and engine.plait.generate",
 }
@@ -210,5 +210,5 @@ def _parse_dtype(value: Any) -> torch.dtype | None:
         return dtype
     raise InputError(
         f"init_inference(dtype={value!r}): use one of {', '.join(_DTYPES)}, or quantise with"
-        " Transformers, see docs/generation.md"
+        " Transformers, see docs/how-to/generation.md"
     )
