@@ -410,7 +410,7 @@ def test_a_disk_that_is_full_at_the_end(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "fsync", full)
     (tmp_path / "in").mkdir()
     lines = lines_of(tmp_path / "in")
-    monkeypatch.setattr("plait.inference.answer_file.write_whole", lambda *_: None)
+    monkeypatch.setattr("plait.inference.answer_file.write_atomically", lambda *_: None)
     with pytest.raises(InputError, match="out: No space left on device"):
         write_one(tmp_path / "out", lines)
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["out.partial"]

@@ -77,7 +77,7 @@ def trained(
 ) -> dict[str, Any]:
     """Runs in a worker."""
     clock = Clock()
-    with patch.object(startup, "measure_ways", lambda *args, **options: LINKS):
+    with patch.object(startup, "measure_algorithms", lambda *args, **options: LINKS):
         model = cases.build("plain", tied=False)
         model.register_forward_pre_hook(lambda *_: clock.sleep(slow.get(COMPUTATION, 0)))
         engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
@@ -330,7 +330,7 @@ def resumed(
     """(losses of an uninterrupted run after its checkpoint, those of the one that goes on there, whether that compresses at once). Runs in
     a worker."""
     batch = cases.steps_for("plain", world)[0][rank]
-    with patch.object(startup, "measure_ways", lambda *args, **options: LINKS):
+    with patch.object(startup, "measure_algorithms", lambda *args, **options: LINKS):
         one = plait.initialize(
             cases.build("plain", tied=False), config_of(), loss_fn=plait.causal_lm_loss
         )
@@ -363,7 +363,7 @@ def test_a_restart_goes_on_with_what_was_decided(
 def in_a_loop(rank: int, world: int) -> int:
     """What the steps of your own training loop decide. Runs in a worker."""
     clock = Clock()
-    with patch.object(startup, "measure_ways", lambda *args, **options: LINKS):
+    with patch.object(startup, "measure_algorithms", lambda *args, **options: LINKS):
         model = cases.build("plain", tied=False)
         sharded = plait.parallelize(model, config_of())
     optimizer, batch = (

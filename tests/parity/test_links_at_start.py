@@ -51,7 +51,7 @@ def instead_of_measuring(links: GroupLinks | None, agreement: float | None) -> I
         if links is None:
             yield
             return
-        with patch.object(startup, "measure_ways", lambda *args, **options: links):
+        with patch.object(startup, "measure_algorithms", lambda *args, **options: links):
             yield
 
 
@@ -161,7 +161,7 @@ def settled(rank: int, world: int, config: dict[str, Any], fast: str) -> str:
         perf_counter=lambda: began + (honest_seconds() - began) * (1 + 50 * rank)
     )  # rank 1's clock runs ahead
     with (
-        patch.object(measure, "ways_of", ways_of),
+        patch.object(measure, "all_reduce_operations", ways_of),
         patch.object(measure, "time", clock),
         patch.object(startup, "time", slow),
     ):

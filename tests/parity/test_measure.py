@@ -71,7 +71,7 @@ def trained(
     rank: int, world: int, config: dict[str, Any], measured: GroupLinks
 ) -> tuple[str, float]:
     """(what is said of the communication, loss of a step). Runs in a worker."""
-    with patch.object(startup, "measure_ways", lambda *args, **options: measured):
+    with patch.object(startup, "measure_algorithms", lambda *args, **options: measured):
         engine = plait.initialize(
             cases.build("plain", tied=False), config, loss_fn=plait.causal_lm_loss
         )

@@ -293,8 +293,9 @@ def in_float32(resolved: Resolved) -> tuple[Resolved, list[str]]:
 
 
 def _counted(count: int, what: str) -> str:
-    plural = "" if count == 1 else "es" if what.endswith(("s", "h")) else "s"
-    return f"{count} {what}{plural}"
+    if count == 1:
+        return f"1 {what}"
+    return f"{count} {what}{'es' if what.endswith(('s', 'h')) else 's'}"
 
 
 def small_degrees(

@@ -131,7 +131,7 @@ def test_scores_are_those_of_a_sequence_alone(case: Case) -> None:
 
 
 def test_without_a_cache_that_transformers_has(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generate_module, "takes_cache", lambda model: False)
+    monkeypatch.setattr(generate_module, "supports_cache", lambda model: False)
     if case.kind == "longrope":  # computed anew or kept, the numbers are the same
         assert [
             one.token_ids

@@ -19,7 +19,7 @@ def test_a_run_has_the_settings_of_the_model_that_it_began_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside its tokenizer. Without them they are those that its configuration has."""
-    monkeypatch.setattr(source, "described_model", lambda *_, **__: model_of("llama", "meta"))
+    monkeypatch.setattr(source, "build_described_model", lambda *_, **__: model_of("llama", "meta"))
     run = Source(
         tmp_path, mock.Mock(path=tmp_path / "checkpoints" / "step-1"), tmp_path / "tokenizer"
     )

@@ -39,7 +39,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(export_module, "require_transformers", mock.Mock())
     monkeypatch.setattr(export_module, "Reader", lambda found: reader)
-    monkeypatch.setattr(export_module, "described_model", lambda found, **_: model)
+    monkeypatch.setattr(export_module, "build_described_model", lambda found, **_: model)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_another_dtype_is_not_all_tensors(
         under=lambda start: records, read=lambda name: kept[name.removeprefix(export_module.START)]
     )
     monkeypatch.setattr(export_module, "Reader", lambda found: reader)
-    monkeypatch.setattr(export_module, "described_model", lambda found, dtype: Router())
+    monkeypatch.setattr(export_module, "build_described_model", lambda found, dtype: Router())
     found = mock.Mock()
     found.manifest.metadata = {"global_steps": 3}
     done = export_module.export(found, tmp_path / "out", dtype=torch.bfloat16)

@@ -99,7 +99,7 @@ def test_a_full_disk(
         raise OSError(28, "No space left on device")
 
     machine += [launches.row("planned/tp")]
-    monkeypatch.setattr(command, "write_whole", full)
+    monkeypatch.setattr(command, "write_atomically", full)
     assert run() == 2
     shown = capsys.readouterr()
     assert "passed   planned/tp" in shown.out
