@@ -148,7 +148,7 @@ def test_a_decision_is_reported_after_its_step(tmp_path: Path) -> None:
     assert _told(events)[1:5] == [
         ("StepDone", 1),
         ("StepDone", 2),
-        ("CommunicationDecided", 2),
+        ("CommunicationSelected", 2),
         ("StepDone", 3),
     ]
 
