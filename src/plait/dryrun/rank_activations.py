@@ -77,7 +77,7 @@ def solved_recompute(
     return recompute.solved(ranks, rank=mesh.coordinates["pp"])
 
 
-def rank_activations(
+def rank_activations(  # noqa: PLR0913 - all are keywords
     model: nn.Module,
     *,
     blocks: tuple[str, ...],
