@@ -228,7 +228,7 @@ class Reader:
             }
 
     def under(self, start: str) -> Iterator[tuple[str, TensorRecord]]:
-        """Return (name without the prefix `start`, record) of the tensors with this prefix."""
+        """Return (name without prefix, record) for tensors whose name begins with `start`."""
         return (
             (name.removeprefix(start), record)
             for name, record in self.tensors.items()
@@ -256,7 +256,7 @@ def load_trained(
     """
     checkpoints = candidates(place_of(folder), tag)
     if not checkpoints:
-        raise CheckpointError(f"{folder}: no checkpoint is there")
+        raise CheckpointError(f"{folder}: contains no checkpoint")
     for checkpoint in checkpoints:
         try:
             reader = Reader(checkpoint)

@@ -352,8 +352,8 @@ def _refuse_tensor_subclass(optimizer: Optimizer, value: torch.Tensor, state_nam
     kind = type(local_tensor(value.detach()))
     if kind is not torch.Tensor:
         raise CheckpointError(
-            f"{type(optimizer).__name__} keeps {state_name} as a {kind.__name__}, whose parts no"
-            " other layout can cut; use optimizer.states for states of 8 or 4 bits"
+            f"{type(optimizer).__name__} stores {state_name} as a {kind.__name__}, which cannot be"
+            " resharded for another layout; use optimizer.states for states of 8 or 4 bits"
         )
 
 

@@ -194,7 +194,8 @@ class _Save:
             if not missing:
                 raise
             raise CommunicationError(
-                f"{error}; not written yet: {', '.join(missing[:4])}; is a disk slow or full?"
+                f"{error}; not written yet: {', '.join(missing[:4])}; check whether a disk is slow"
+                " or full"
             ) from error
 
     def _unwritten_files(self) -> list[str]:
@@ -316,7 +317,11 @@ class _Save:
 
 
 def _wait_and_join(folder: Place, tag: str, token: str) -> Commit:
-    """Return this rank's commit as soon as it sees the folder that rank 0 made."""
+    """Wait until the folder that rank 0 made is visible, and return this rank's `Commit`.
+
+    Raises:
+        CheckpointError: The folder has not become visible in time.
+    """
     deadline = time.monotonic() + SEEN_WITHIN
     while True:
         commit = join(folder, tag, token)

@@ -301,7 +301,7 @@ def _read_from_store(
     if entry.size:
         raw = bytearray(path.read_bytes(entry.offset, entry.offset + entry.size))
     if len(raw) != entry.size:
-        raise CheckpointError(f"{path} ends within a tensor; it was cut while it was read")
+        raise CheckpointError(f"{path} ends within a tensor: it was truncated while it was read")
     # torch.frombuffer refuses empty buffers.
     tensor = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
     return tensor.reshape(shape)

@@ -80,12 +80,12 @@ class Groups:
 
 @dataclass(frozen=True)
 class Levels:
-    """Group with equally many ranks on each of several machines, and its parts by machine.
+    """Two-level view of a group that has equally many ranks on each of several machines.
 
     Attributes:
-        whole: The group.
-        inside: Its ranks on this machine.
-        across: One rank per machine, which are those with this rank's position on their machine.
+        whole: The complete group.
+        inside: Ranks of the group on this machine.
+        across: One rank per machine: the ranks with the same position on their machine as this one.
     """
 
     whole: dist.ProcessGroup
@@ -496,7 +496,8 @@ def _check_world_size(layout: Layout, *, is_new: bool) -> None:
         # The caller may try another layout.
         dist.destroy_process_group()
     rule = f"the layout needs {layout.world_size} processes and {world_size} exist"
-    raise ConfigError(Problem("parallel", str(layout), rule, f"start {layout.world_size}"))
+    remedy = f"start {layout.world_size} processes, or change the layout"
+    raise ConfigError(Problem("parallel", str(layout), rule, remedy))
 
 
 _mesh_count = 0

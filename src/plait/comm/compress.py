@@ -86,7 +86,7 @@ class PersistentTensors:
 
     @property
     def aside(self) -> list[torch.Tensor]:
-        """All tensors in memory that are not in `state`."""
+        """Tensors that are kept in memory besides `state`: new values and spare buffers."""
         return [*self._changed.values(), *self._spare.values()]
 
     def end_step(self, *, skipped: bool) -> None:

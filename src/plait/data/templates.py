@@ -161,8 +161,8 @@ def _encode_with_template(
     )
     if template.reads_clock():
         raise InputError(
-            "the chat template reads the clock, so a row would be other text each time; use one"
-            " with a fixed date"
+            "the chat template reads the clock, so the text of a row would depend on the time; use"
+            " a template with a fixed date"
         )
     messages = []
     weights = []

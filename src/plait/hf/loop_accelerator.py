@@ -169,9 +169,9 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
             return None
         if len(optimizers) > 1 or self.engine is not None:
             raise InputError(
-                "plait.hf.Accelerator trains one model with one optimizer, of several parameter"
-                " groups where they differ; for several models call plait.parallelize(model,"
-                " config) for each"
+                "plait.hf.Accelerator trains one model with one optimizer; use parameter groups for"
+                " different settings, and for several models call plait.parallelize(model, config)"
+                " for each"
             )
         groups = optimizers[0].param_groups
         updated = {id(parameter) for group in groups for parameter in group["params"]}
@@ -510,9 +510,9 @@ class LoopOptimizer(EngineOptimizerProxy):
             self._accelerator._announce_micro_batch()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the step so far if it is at its end, as Accelerate does.
+        """Drop gradients that no step has used, at the end of the accumulation, as Accelerate does.
 
-        `step` has dropped the gradients that it used.
+        Between the micro-batches of a step this does nothing. `step` drops the gradients it uses.
         """
         dropped = self.engine.sharded.guard.backwards
         if not dropped or not self._accelerator.sync_gradients:

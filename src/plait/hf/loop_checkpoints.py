@@ -84,7 +84,8 @@ class LoopCheckpoints:
         engine = self._require_engine("load_state")
         if input_dir is None or load_kwargs or kwargs:
             raise InputError(
-                "accelerator.load_state takes the folder of save_state, and no other argument"
+                "accelerator.load_state takes only the folder of a save_state; pass no other"
+                " arguments"
             )
         loaded = None
         if (Path(input_dir) / TAG).is_dir():

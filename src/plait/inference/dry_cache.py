@@ -292,9 +292,9 @@ _SELECTIONS = (torch.nonzero, torch.Tensor.nonzero)
 class _AnswersWithoutValues(TorchFunctionMode):
     """Function mode that answers reads of values on the meta device.
 
-    Booleans are True, as in a mask over tokens without padding. No token is a padding token,
-    because nothing is contained in a tensor. Selections are empty; they occur in experts, which add
-    nothing to the cache.
+    `bool` of a tensor is True, as for a mask over tokens without padding. `in` is False, so no
+    token is a padding token. `nonzero` returns nothing: only experts call it, and they add nothing
+    to the cache.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

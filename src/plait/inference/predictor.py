@@ -165,7 +165,7 @@ class Predictor:
         """Call a function on every rank. Collective over the model's parts.
 
         Raises:
-            Exception: It has failed on one of them, see Note [Errors of a forward].
+            Exception: The function has failed on a rank. See Note [Errors of a forward].
         """
         results: list[T] = []
         try:

@@ -348,13 +348,13 @@ class _OpenFile:
     def refuse_other_bytes(self, path: Path) -> None:
         """Raise CheckpointError if the file has been written to since it was opened.
 
-        Layers of two models would compute together. If the file was replaced, the one that was
-        opened is still read.
+        Otherwise a forward could mix layers of two models. If the path was replaced by a new file,
+        the file that was opened is still read.
         """
         if self._last_write() != self._written:
             raise CheckpointError(
-                f"{path} was written to while its layers were read from it for every token; wait"
-                " until it is complete, and begin again"
+                f"{path} was written to while layers were streamed from it; wait until it is"
+                " complete, and start again"
             )
 
     def _last_write(self) -> tuple[int, int]:

@@ -192,7 +192,10 @@ class Hooks:
         return batch
 
     def joined(self, output: Any, batch: Any) -> Any:
-        """Return the output for a micro-batch as it was before `prepared`. Collective."""
+        """Return the output for the full micro-batch from that for a prepared one. Collective.
+
+        It undoes what `prepared` does to a batch, for example by gathering the sequence.
+        """
         for join in self.join:
             output = join(output, batch)
         return output

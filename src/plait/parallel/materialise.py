@@ -171,8 +171,8 @@ def initialise(
     missing = [name for target, name in name_of_target.items() if target not in filled_targets]
     if missing:
         raise ModelError(
-            f"{missing[0]} received no values: after sharding it is tied to other parameters than"
-            " in the model that was built"
+            f"{missing[0]} received no values, because sharding has changed which parameters it is"
+            " tied to; build the model with real weights instead of on meta"
         )
 
 

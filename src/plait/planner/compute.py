@@ -122,10 +122,11 @@ def layer_cost(job: Job, rates: Rates) -> LayerCost:
 
 
 def _projections(job: Job, rates: Rates, block_products: Products) -> tuple[Numbers, Numbers]:
-    """Return the seconds of the projections of attention, and of those that are recomputed.
+    """Return the seconds of attention's projections, and of the projections that are recomputed.
 
-    The second value applies if every second product is saved. Latents are shared by all heads, so
-    every rank of tp computes them, with sequence parallelism only for its part of the sequence.
+    The second value assumes that every second product is saved. Latents are shared by all heads, so
+    every tp rank computes all of them. With sequence parallelism it computes them for its sequence
+    shard only.
     """
     model = job.model
     tokens = job.tokens
@@ -422,7 +423,7 @@ def _attention_in_parts(job: Job, rates: Rates, flops: Numbers) -> tuple[Numbers
 def _elementwise(job: Job, rates: Rates) -> Numbers:
     """Return the seconds of norms, residuals, rotary positions and activation functions.
 
-    The bytes through memory are counted per operation.
+    They are the bytes that each operation reads and writes, divided by the memory bandwidth.
     """
     model = job.model
     layouts = job.layouts
@@ -459,8 +460,8 @@ def _elementwise(job: Job, rates: Rates) -> Numbers:
     rotary = rotary + norm * model.qk_norm * (model.heads + model.kv_heads) * model.head_dim
     ffn = (1 - share) * model.ffn + share * (model.active * model.expert_ffn + model.shared_ffn)
 
-    # GPT-2's GELU is eight operations on what is 4 bytes an element of two kernels: where attention
-    # is written out, so is it.
+    # GPT-2's GELU is either fused or written as eight operations. Frameworks that write attention
+    # as separate operations write the GELU so as well.
     written_out = framework.activation_apart * (
         np.asarray(framework.attention) == ATTENTION.index("plain")
     )

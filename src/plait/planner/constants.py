@@ -235,7 +235,10 @@ def interval_coverage() -> Mapping[str, IntervalCoverage]:
 
 
 def with_learned(base: Knowledge, learned: Mapping[str, tuple[float, float]]) -> Knowledge:
-    """Return priors with the learned (median, width) of constants. Unknown names are ignored."""
+    """Return priors in which constants have the (median, width) of `learned`.
+
+    Names that `base` does not have are ignored.
+    """
     updated = {
         name: replace(constant, median=learned[name][0], width=learned[name][1])
         for name, constant in base.constants.items()

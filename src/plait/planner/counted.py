@@ -311,7 +311,7 @@ class _Run:
 
     @property
     def working(self) -> float:
-        """Bytes per token at the peak of a block's backward, without what earlier blocks saved."""
+        """Bytes per token at the peak of a block's backward, except those of earlier blocks."""
         saved = self.trace.figures.kept
         peak = max(
             moment.peak.activations + moment.peak.temporaries - sum(saved[: moment.unit])

@@ -60,7 +60,7 @@ class Memory:
 
     @property
     def total(self) -> Numbers:
-        """Bytes that the device must have."""
+        """Device memory that the rank needs: reserved memory and the context."""
         return self.reserved + self.context
 
 

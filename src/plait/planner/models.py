@@ -370,7 +370,7 @@ def _describe(config: Mapping[str, Any], *, source: str, vocab: int | None) -> A
             Problem(
                 f"{source}: model_type",
                 model_type,
-                "names no architecture",
+                "must be the name of an architecture",
                 "set it, for example to llama",
             )
         )

@@ -156,7 +156,10 @@ def load_weights(
 
 
 def _in_batches(names: list[str], targets: dict[str, torch.Tensor]) -> Iterator[list[str]]:
-    """Yield names in lists of about `_MAPPED_BYTES`, or of one larger tensor."""
+    """Yield lists of names whose tensors map about `_MAPPED_BYTES` together.
+
+    A list may end with one larger tensor.
+    """
     batch = []
     size = 0
     for name in names:

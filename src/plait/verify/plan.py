@@ -97,7 +97,7 @@ class VerificationPlan:
 
     @staticmethod
     def lifting(name: Pass, model: nn.Module) -> AbstractContextManager[None]:
-        """Return the context of a pass. In float64 it skips casts to narrower dtypes."""
+        """Return the context in which a pass runs. The float64 pass skips casts to other dtypes."""
         return keeping_float64(model, torch.optim.Muon) if name == "float64" else nullcontext()
 
     def settings(self, name: Pass) -> tuple[Resolved, torch.dtype]:

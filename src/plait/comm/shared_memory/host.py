@@ -262,13 +262,13 @@ class SharedMemory:
         dtype: torch.dtype,
         on_release: Callable[[], None] | None = None,
     ) -> torch.Tensor:
-        """Return a range of the bytes as a tensor [numel].
+        """Return a tensor [numel] on a range of the shared data bytes.
 
         Args:
-            offset: First byte.
+            offset: First byte of the range.
             numel: Number of elements.
-            dtype: Their dtype.
-            on_release: Called when no tensor of this rank points to the range any more.
+            dtype: Dtype of the elements.
+            on_release: Called when no tensor of this rank references the range any more.
         """
         start = self._data_start + offset
         # `frombuffer` refuses to make an empty tensor.

@@ -45,7 +45,7 @@ def refused(name: str, kind: Kind, why: str, remedy: str, *off: Any) -> ForeignK
 def renamed(
     name: str, kind: Kind, sets: Callable[[Any], Mapping[str, Any]], note: str = ""
 ) -> ForeignKey:
-    """Return a key with an equivalent."""
+    """Return a key that has an equivalent in Plait."""
     return ForeignKey(name, Status.SUPPORTED, kind, note, sets=sets)
 
 

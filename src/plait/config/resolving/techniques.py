@@ -291,12 +291,12 @@ def refuse_in_backward(
     clipping: float,
     non_finite: str,
 ) -> None:
-    """Refuse settings that an update in backward cannot be combined with.
+    """Refuse settings that do not work with an optimizer update during the backward pass.
 
-    They need all gradients before the update, or the combination is not tested.
+    They need all gradients before the first update, or the combination is not tested.
 
     Raises:
-        ConfigError: All of these settings.
+        ConfigError: At least one of these settings is used. The error lists all that are.
     """
     if not data.update_in_backward:
         return

@@ -485,7 +485,12 @@ class Reducer(StepHook):
         return AsyncAllReduce(flags, self.group, dist.ReduceOp.MAX)
 
     def _read_flags(self, pending: AsyncAllReduce | None) -> tuple[list[bool], list[int]]:
-        """Return whether any rank used each slot, and the buckets that are late on any rank."""
+        """Read the reduced flags of slots and buckets.
+
+        Returns:
+            For each slot, whether any rank used it; and the indices of the buckets that are late on
+            any rank.
+        """
         if pending is None:
             return [True] * len(self._used), sorted(self._late_buckets)
         with naming("all-reduce over dp_replicate"):
@@ -503,16 +508,16 @@ class Reducer(StepHook):
 
     @property
     def unfinished(self) -> bool:
-        """Return True if gradients exist that no `finish_reduction` has summed."""
+        """True if gradients exist that no `finish_reduction` has summed."""
         return not self._finished and any(parameter.grad is not None for parameter in self._slots)
 
     def after_step(self, end: StepEnd) -> str:
-        """Forget the step."""
+        """Clear the state of the step that has ended."""
         self.start_step()
         return ""
 
     def on_error(self, lost: FailureScope) -> None:
-        """End the collectives that have been launched, on every rank."""
+        """Complete the collectives of a failed step, so that all ranks make the same calls."""
         if lost == "step":
             self.abandon()
 
@@ -537,10 +542,10 @@ class Reducer(StepHook):
         self.start_step()
 
     def start_step(self) -> None:
-        """Forget the previous step.
+        """Clear the state of the previous step.
 
-        It is needed before a step in which this rank may receive no gradient. Otherwise the first
-        gradient of the step has the same effect.
+        The first gradient of a step does this as well. Call it before a step in which this rank may
+        receive no gradient at all.
         """
         for bucket in self.buckets:
             bucket.reduced = None

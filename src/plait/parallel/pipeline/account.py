@@ -265,7 +265,7 @@ class StageRow:
 
 
 def stage_rows(schedule: Schedule, cut: StageCut, facts: ModelFacts) -> list[StageRow]:
-    """Return a summary of every stage. `facts` are those of the complete model."""
+    """Return a summary of every stage. `facts` describe the complete model."""
     costs = forward_costs(facts)
     sizes = [end - start for start, end in pairwise(cut.bounds)]
     loads = stage_costs(costs.blocks, sizes, first=costs.first, last=costs.last)

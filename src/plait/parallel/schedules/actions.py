@@ -77,9 +77,10 @@ class Numbered:
         return 2 * self.gradients
 
     def needed_by(self, action: Action) -> tuple[int, ...]:
-        """Return the messages that must exist before a computation can start.
+        """Return the numbers of the messages that must exist before a computation can start.
 
-        The stage's earlier result comes first, and that of its neighbour second.
+        If a backward needs two, the activation of its own stage comes before the gradient of the
+        next stage.
         """
         index = action.stage * self._microbatches + action.microbatch
         kind = action.kind
