@@ -545,7 +545,7 @@ def piped(rank: int, world: int) -> list[float]:
     found.append(float(engine.eval_batch(batches)))
     with pytest.raises(InputError, match="0 micro-batches left"):
         engine.train_batch(batches)
-    with pytest.raises(InputError, match="begin anew"):
+    with pytest.raises(InputError, match="start from its beginning"):
         engine.train_batch(pieces())  # type: ignore[arg-type]
     outputs = engine.eval_batch(
         iter(pieces()), compute_loss=False, reduce_output=None, num_micro_batches=1

@@ -108,7 +108,8 @@ class Reader:
             world: Number of ranks that verify the checkpoint together.
 
         Raises:
-            CheckpointError: A file is not what was written. The error names file and tensor.
+            CheckpointError: A file was changed after it was written. The error names the file and
+                the tensor.
         """
         for file_rank in range(rank, len(self.manifest.ranks), world):
             file = self._file(file_rank)
@@ -218,7 +219,7 @@ class Reader:
                         copy.local[copy.target].copy_(shard)
 
     def own(self, rank: int) -> dict[str, torch.Tensor]:
-        """Return the tensors that belong to one rank alone, such as states of generators."""
+        """Return the tensors that only one rank has, such as states of random generators."""
         shards = self._rank_manifest(rank).shards
         with ShardReader(self._file(rank), shards) as file:
             return {

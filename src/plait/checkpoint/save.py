@@ -98,7 +98,7 @@ def snapshot(
         tag: Name of the checkpoint's folder in it.
         mesh: Mesh of the engine.
         tensors: Sharded or replicated tensors, by names that all ranks of a pipeline stage share.
-        own: Tensors of this rank alone.
+        own: Tensors that only this rank has.
         values: JSON values of the pipeline stage.
         metadata: JSON values of the checkpoint. Those of rank 0 are written.
 

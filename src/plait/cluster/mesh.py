@@ -522,7 +522,7 @@ def join(*, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
     Nothing happens if there is one already.
 
     Raises:
-        ConfigError: No meeting point is configured.
+        ConfigError: No rendezvous address is configured.
     """
     if not dist.is_initialized():
         rank_info = place()

@@ -377,8 +377,8 @@ def _training_changes(
     notes = []
     if added:
         notes.append(
-            f"{len(added)} parameters, first {added[0]}, are trained now and were not then: their"
-            " optimizer states begin anew"
+            f"{len(added)} parameters, first {added[0]}, are trained now and were not when the"
+            " checkpoint was written: their optimizer states start empty"
         )
     if removed:
         notes.append(

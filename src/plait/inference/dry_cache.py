@@ -39,7 +39,7 @@ _COMPUTE_DTYPE = torch.bfloat16
 _LENGTHS = (2, 1)
 """Tokens of the two forwards. States have their full size after the first token."""
 _LONG_LENGTHS = (1023, 1024)
-"""Tokens of the two forwards of a model with layers of its own in its cache.
+"""Tokens of the two forwards of a model whose cache has layers of custom classes.
 
 Such a layer may grow only once in many tokens.
 """

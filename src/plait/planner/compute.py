@@ -1,9 +1,9 @@
 """Seconds of a layer and of the head on one device.
 
-The parts are matrix products, attention, element-wise kernels, and the host that launches them, in
-closed forms over arrays of candidates. A product takes its FLOPs over the reached share of the
-peak, longer if its tiles do not fill the last wave of multiprocessors, plus a ramp, but at least
-its bytes over the memory bandwidth. Values are of the forward unless a name says otherwise.
+The parts are matrix products, attention, element-wise kernels, and the launches by the host. They
+are closed formulas over arrays of candidates. The time of a product is its FLOPs divided by the
+reached share of the peak FLOP/s, rounded up to full waves of tiles, plus a ramp. It is at least the
+bytes divided by the memory bandwidth. Values are for the forward unless a name says otherwise.
 """
 
 from __future__ import annotations
@@ -453,7 +453,7 @@ def _elementwise(job: Job, rates: Rates) -> Numbers:
     )
     rotary = (4 + np.where(gated, 16 * framework.rotary_apart, 0)) * width_factor * places
 
-    # Queries and keys with latents are put together of two parts, which are read and written.
+    # With latents, queries and keys are concatenated from two parts, which are read and written.
     rotary = rotary + np.where(model.is_latent, 8 * width_factor * model.heads * model.head_dim, 0)
     share = model.expert_layers / model.layers
     # Queries and keys are normalised by head, each as a norm of the hidden states is.

@@ -263,7 +263,7 @@ def _read_processes(file: _AccelerateFile) -> int | None:
             translation.ignore("num_processes", value, meaning)
         return None
     if file.distributed_type == "NO":
-        meaning = "distributed_type NO runs one process, whatever this says"
+        meaning = "distributed_type NO runs one process and ignores this value"
         translation.ignore("num_processes", value, meaning)
         file.defaults["run.processes"] = 1
         return None

@@ -135,7 +135,7 @@ class CutCheck:
         if unavailable:
             raise ModelError(
                 f"parallel.pp: the loss reads parameters of the model ({min(unavailable)}), and"
-                " each stage has only those of its own blocks; replace an L2 penalty by the"
+                " every stage has only the parameters of its blocks; replace an L2 penalty by the"
                 " optimizer's weight_decay, or use parallel.pp = 1"
             )
 
@@ -269,9 +269,9 @@ def _loss_of_copy(
         if isinstance(error, PlaitError) or trace.failed:
             raise
         raise ModelError(
-            "parallel.pp: the loss cannot be computed from the model's output and the batch alone"
-            f" ({type(error).__name__}: {error}), and each stage has the attributes of its own"
-            " blocks only; return what the loss reads in the model's output, or use"
+            "parallel.pp: the loss cannot be computed from only the model's output and the batch"
+            f" ({type(error).__name__}: {error}), and every stage has only the attributes of its"
+            " blocks; add the values that the loss reads to the model's output, or use"
             " parallel.pp = 1"
         ) from error
     finally:

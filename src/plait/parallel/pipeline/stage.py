@@ -187,7 +187,7 @@ def stage_model(
     region: Region | None,
     device: torch.device,
 ) -> StagedModel:
-    """Remove from a model, in place, what does not belong to the stages of this rank.
+    """Remove the blocks and parameters of other ranks from a model, in place.
 
     Args:
         model: The model.
@@ -259,7 +259,7 @@ def stage_model(
 def _absent_message(block: str, stage: int, name: str) -> str:
     return (
         f"parallel.pp: the model reads {block}.{name} outside of that block, which belongs to stage"
-        f" {stage} and another rank; a pipeline stage has the tensors of its own blocks only; use"
+        f" {stage} on another rank, and a pipeline stage has only the tensors of its blocks; use"
         " parallel.pp = 1"
     )
 

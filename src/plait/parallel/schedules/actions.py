@@ -18,9 +18,9 @@ class Kind(StrEnum):
     BACKWARD = "B"
     """Gradients of the stage's input and of its weights."""
     INPUT = "I"
-    """Gradient of the stage's input alone, which the previous stage waits for."""
+    """Gradient of the stage's input only, which the previous stage waits for."""
     WEIGHT = "W"
-    """Gradients of the stage's weights, some time after I."""
+    """Gradients of the stage's weights. It runs after I of the same micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)
