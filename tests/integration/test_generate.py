@@ -266,7 +266,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
             .rename(path / "model.safetensors.index.json")
             .write_text('{"weight_map": {"lm_head.weight": "model-9.safetensors"}}')
         ),
-        "names files that are not there: model-9.safetensors",
+        "lists files that do not exist: model-9.safetensors",
     ),
     "a tokenizer": (
         lambda path: (path / "tokenizer.json").write_text("{}"),

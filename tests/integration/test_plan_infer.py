@@ -167,7 +167,7 @@ def test_a_damaged_file_among_several(
         assert second.name in said and words in said
     second.unlink()
     run("--model", str(tmp_path / "model"), "--prompt-tokens", "8", *budget, code=4)
-    assert f"names files that are not there: {second.name}" in capsys.readouterr().err
+    assert f"lists files that do not exist: {second.name}" in capsys.readouterr().err
 
 
 def test_a_configuration_alone(

@@ -142,8 +142,8 @@ class Reader:
                         )
                     elif record is None:
                         raise CheckpointError(
-                            f"{self._file(rank)} holds {name}, which the list of the checkpoint's"
-                            " tensors does not have"
+                            f"{self._file(rank)} contains {name}, which the checkpoint's list of"
+                            " tensors lacks"
                         )
                     elif record.stages[0] != coordinates["pp"]:
                         # Tied weights are counted on their first stage only.

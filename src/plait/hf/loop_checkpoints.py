@@ -168,14 +168,14 @@ class DrawnOrder:
         yield from self.sampler
 
     def state(self, *, reading: bool) -> torch.Tensor:
-        """Return the state from which a resumed run draws its first order.
+        """Return the generator state from which a resumed run draws the order of its first epoch.
 
         Args:
-            reading: Whether an epoch is being read. If so, it is the state at the start of that
-                epoch, and otherwise that of the next one.
+            reading: Whether an epoch is being read. Then the result is the state at the start of
+                that epoch. Otherwise it is the state at the start of the next one.
         """
         return self._epoch_start if reading else self.sampler.generator.get_state()
 
     def restore(self, state: torch.Tensor) -> None:
-        """Draw the order of the next epoch from a state."""
+        """Set the generator to a state, from which it draws the order of the next epoch."""
         self.sampler.generator.set_state(state)

@@ -186,7 +186,9 @@ class FileReader:
         self._threads = DaemonThreads(CONCURRENT_READS, "plait-reads")
 
     def read(self, parts: Sequence[TensorPart], image: FileImage | None = None) -> None:
-        """Read parts of tensors. At the end nothing writes to their memory, also after an error.
+        """Read parts of tensors, and wait until all reads have ended.
+
+        No thread writes to the tensors after this call, even if it raises an error.
 
         Args:
             parts: The parts.

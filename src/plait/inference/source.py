@@ -366,8 +366,8 @@ def open_source(folder: Path, adapter: Path | None = None) -> Source:
     if is_adapter_folder(folder) and not is_of_transformers(folder):
         if adapter is not None:
             raise InputError(
-                f"--model {folder}: is an adapter itself, so --adapter {adapter} would be a second"
-                " one; give the base as --model"
+                f"--model {folder}: is an adapter itself, so it cannot be combined with --adapter"
+                f" {adapter}; pass the base model as --model"
             )
         adapter = folder
         folder = base_folder(folder)

@@ -235,8 +235,8 @@ def fill_buffers(model: nn.Module, template: nn.Module) -> None:
             value = module.get_buffer(leaf)
             if _is_poisoned(value):
                 raise ModelError(
-                    f"{_join(name, leaf)} is a buffer that no file holds and"
-                    f" {type(module).__name__} cannot rebuild; make it persistent"
+                    f"{_join(name, leaf)} is a non-persistent buffer, and"
+                    f" {type(module).__name__} cannot rebuild it; make it persistent"
                 )
             targets[_join(name, leaf)].copy_(value)
         module.to_empty(device="meta", recurse=False)

@@ -184,9 +184,9 @@ class Guard(StepHook):
             for parameter in group["params"]:
                 if parameter.grad is not None and id(parameter) not in self.known:
                     raise InputError(
-                        f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that"
-                        " was not the model's when plait.initialize was called, so its gradient is"
-                        " this rank's alone; put all parts into the model before, and freeze"
+                        f"the optimizer has a parameter of shape {tuple(parameter.shape)} that was"
+                        " not part of the model when plait.initialize was called, so its gradient"
+                        " is not reduced; add all modules before that call, and freeze"
                         " (requires_grad_(False)) the parameters whose training starts later"
                     )
 
@@ -195,16 +195,16 @@ class Guard(StepHook):
             remedy = (
                 "call engine.step() after every backward, or"
                 " engine.set_gradient_accumulation_boundary(True) before the forward and backward"
-                " of the micro-batch that is the last"
+                " of the last micro-batch"
             )
         else:
             remedy = (
-                "the forward and backward of a step's last micro-batch go outside of"
+                "run the forward and backward of a step's last micro-batch outside of"
                 f" {self._handle}.accumulate()"
             )
         raise InputError(
-            f"{self._handle}.step() ends a step whose last backward was taken for one before"
-            f" the last, so the gradients are this rank's alone; {remedy}"
+            f"{self._handle}.step() was called after a backward that was not marked as the last of"
+            f" the step, so the gradients are not reduced; {remedy}"
         )
 
     def _is_reduced(self, parameter: nn.Parameter) -> bool:

@@ -127,8 +127,8 @@ def refuse_resized(shapes: Sequence[tuple[str, nn.Parameter, torch.Size]]) -> No
         if parameter.shape != shape:
             raise InputError(
                 f"`{name}` has shape {tuple(parameter.shape)}, and had {tuple(shape)} when the "
-                "model was given to Plait: gradients and optimizer states are those of the "
-                "former; load the model, resize it (resize_token_embeddings), and then train it "
+                "model was passed to Plait: gradients and optimizer states still have the old "
+                "shape; load the model, resize it (resize_token_embeddings), and then train it "
                 "or pass it to plait.initialize"
             )
 
@@ -174,9 +174,9 @@ def refuse_own_batches(parts: Parts, call: str) -> None:
             if type(hook).transform is not StepHook.transform
         )
         raise InputError(
-            f"{call} gives the model a batch as it is, and {techniques} changes every micro-batch"
-            " (its part of the sequence); call engine.train_batch, engine.eval_batch or"
-            " engine.predict(batch)"
+            f"{call} passes a batch to the model unchanged, and {techniques} must transform every"
+            " micro-batch (for example to this rank's part of the sequence); call"
+            " engine.train_batch, engine.eval_batch or engine.predict(batch)"
         )
 
 

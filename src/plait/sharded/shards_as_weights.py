@@ -121,8 +121,8 @@ def refuse_given_shards(call: str, weights: Any, *, remedy: str) -> None:
     ]
     if shards:
         raise InputError(
-            f"{call} was given {len(shards)} weights of which this process holds a part, first "
-            f"{shards[0]}: the parts of other processes would be missing; {remedy}"
+            f"{call} was given {len(shards)} sharded weights, first {shards[0]}: the shards of "
+            f"other processes would be missing; {remedy}"
         )
 
 

@@ -246,10 +246,10 @@ class Reporter:
                     self._report_certain_cause()
 
     def _report_certain_cause(self) -> None:
-        """Report the first failure, if its record shows that it is a cause.
+        """Report the first failure that is known to be a cause and not a consequence.
 
-        A lost peer may be the effect of a rank that died without a record. It is reported only when
-        all ranks have ended.
+        A rank that lost a peer is not: the peer may have died without writing a record. Such a
+        failure is reported only when all ranks have ended.
         """
         failures = []
         for rank in self._files:

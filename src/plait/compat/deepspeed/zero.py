@@ -181,14 +181,14 @@ class GatheredParameters:
             dist.all_reduce(counts)
         if counts[0]:
             raise InputError(
-                "zero.GatheredParameters: a parameter was replaced inside of the context, which no"
-                " rank would keep; write in place (with torch.no_grad():"
+                "zero.GatheredParameters: a parameter was replaced inside of the context, and the"
+                " replacement would be lost; write in place (with torch.no_grad():"
                 " engine.module.head.weight.copy_(...))"
             )
         if counts[1]:
             raise InputError(
-                "zero.GatheredParameters: a parameter was changed inside of the context, and no"
-                " rank says that its change is the one to keep; give modifier_rank=0"
+                "zero.GatheredParameters: a parameter was changed inside of the context, and"
+                " modifier_rank is not set, so the change would be lost; pass modifier_rank=0"
             )
 
         if self._rank is None:

@@ -364,7 +364,8 @@ class Reducer(StepHook):
                 raise ModelError(
                     f"`{self._name_of(parameter)}` has a"
                     f" {str(gradient.layout).removeprefix('torch.')}"
-                    " gradient, and ranks sum dense ones; build the embedding with sparse=False"
+                    " gradient, and only dense gradients can be reduced; build the embedding with"
+                    " sparse=False"
                 )
             with torch.no_grad():
                 slot.view.copy_(local_tensor(gradient))

@@ -89,7 +89,7 @@ class OptimizerOffload(Technique):
         )
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
-        """Move the accounted states to the host or to files, and add the chunks of a step."""
+        """Count the offloaded states as host memory or files, and add the buffers of a step."""
         if self.device == "none":
             return ledger
         zero = np.zeros_like(ledger.dp_shard)

@@ -190,7 +190,7 @@ class CutCheck:
         needed = stages_needed(flow, self.cut.bounds, name=name)
         for owners, available, verb in (
             (needed.owners, self.cut.owners, "uses"),
-            (needed.recomputed, self.cut.recomputed, "needs what follows from"),
+            (needed.recomputed, self.cut.recomputed, "needs a value computed from"),
         ):
             for parameter, stages in owners.items():
                 lacking = stages - available.get(parameter, frozenset())
@@ -200,8 +200,8 @@ class CutCheck:
                     raise ModelError(
                         f"parallel.pp: on this batch stage {min(lacking)} of {name} {verb}"
                         f" {parameter}, which belongs to stage {owner_list}:"
-                        " the model was cut by a forward of token ids alone, and this batch takes"
-                        " another path through it; use parallel.pp = 1"
+                        " the cut was determined by a forward with token ids only, and this batch"
+                        " takes another path through the model; use parallel.pp = 1"
                     )
 
     def _shapes_differ(
