@@ -273,7 +273,10 @@ class _Save:
     def _observers(
         self, counted: set[str], content: ContentHash, own_content: ContentHash
     ) -> dict[str, Observer]:
-        """Return what adds each tensor to a hash. Every element of the checkpoint is added once."""
+        """Return an observer per tensor that adds it to a hash.
+
+        Over all ranks, every element of the checkpoint is added once.
+        """
         coordinates = self._mesh.coordinates
         degrees = self._mesh.layout.all_degrees
         observers: dict[str, Observer] = {}

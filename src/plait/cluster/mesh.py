@@ -284,10 +284,10 @@ class Mesh:
         )
 
     def host_group(self) -> dist.ProcessGroup | None:
-        """Create a gloo group of all ranks for a thread of its own. Collective.
+        """Create a gloo group of all ranks that only one thread uses. Collective.
 
         Returns:
-            None for a single process.
+            The group, or None for a single process.
         """
         if self.layout.world_size == 1:
             return None
@@ -353,7 +353,7 @@ class Mesh:
         return levels, len(ranks_per_node)
 
     def _adopt(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """Let this mesh destroy a group that was created for it."""
+        """Register a group that was created for this mesh, which destroys it later."""
         # torch uses the default group for a dimension with all ranks.
         if group is not dist.group.WORLD:
             self.made.append(group)

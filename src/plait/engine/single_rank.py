@@ -450,7 +450,7 @@ def predict_messages(
     pipeline: PipelineRank,
     micro_batch: dict[str, torch.Tensor],
 ) -> None:
-    """Announce the boundary activations of all pipeline stages to a rank that runs alone.
+    """Announce the shapes of all boundary activations to a rank that runs without other ranks.
 
     Args:
         model: The model.

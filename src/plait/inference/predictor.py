@@ -71,10 +71,10 @@ class Predictor:
         """Error of this rank since the last `compute_on_first`. See Note [Errors of a forward]."""
 
     def logits(self, inputs: dict[str, Any], cache: Any = None) -> LogitsReader:
-        """Run the model.
+        """Run the model and return its logits.
 
         Args:
-            inputs: Arguments of the model. Those that it does not take are dropped.
+            inputs: Arguments of the model. Arguments that it does not accept are dropped.
             cache: KV cache, or None.
 
         Returns:

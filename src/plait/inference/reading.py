@@ -272,7 +272,7 @@ class FileReader:
         return True
 
     def end(self) -> None:
-        """Let current reads end where they are."""
+        """Request that current reads stop early."""
         self._ended.set()
 
     def close(self) -> None:

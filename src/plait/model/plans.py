@@ -367,7 +367,7 @@ def _check_tied(model: nn.Module, dims: dict[str, int | None], source: str) -> N
 
 @dataclass(frozen=True)
 class _SplitSize:
-    """Size that is split over tp, and what it counts."""
+    """Size that tensor parallelism splits, with its unit."""
 
     name: str
     """Name of the module."""

@@ -189,7 +189,7 @@ class Knowledge:
 
 
 def unlearned() -> Knowledge:
-    """Return the priors from datasheets and the literature alone."""
+    """Return the priors from datasheets and the literature, without fitted constants."""
     return Knowledge(
         {
             **CONSTANTS,
@@ -202,7 +202,7 @@ def unlearned() -> Knowledge:
 
 @cache
 def knowledge() -> Knowledge:
-    """Return the priors with what was learned from published runs (`data/constants.json`)."""
+    """Return the priors with the constants fitted to published runs (`data/constants.json`)."""
     base = unlearned()
     file = files("plait.planner") / "data" / "constants.json"
     if not file.is_file():

@@ -363,7 +363,7 @@ def from_config(
 
 
 def _describe(config: Mapping[str, Any], *, source: str, vocab: int | None) -> Architecture:
-    """Return the architecture from the configuration alone, without building the model."""
+    """Return the architecture from the configuration, without building the model."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or not model_type:
         raise ConfigError(

@@ -1,9 +1,9 @@
 """Guards of a training loop: failed steps leave nothing behind, and wrong calls are refused.
 
 Note [Clearing a failed step]
-    A failure is cleared when the handle is used again (`Guard.recover`), not where it happens. At
-    that point other ranks may be in another place, and the exception must reach the user at once.
-    Clearing is collective, so only a failure of all ranks can be cleared.
+    A failure is cleared when the handle is used again (`Guard.recover`) and not when it happens.
+    When it happens, other ranks may be at another point of the step, and the exception must reach
+    the user at once. Clearing is collective, so only a failure of all ranks can be cleared.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class Guard(StepHook):
         self.reduced = False
 
     def check_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise InputError for an update that would not do what it seems to do.
+        """Raise InputError if an optimizer step would use missing or unreduced gradients.
 
         Args:
             optimizer: The optimizer whose step would follow.

@@ -77,10 +77,10 @@ class VerificationPlan:
         return self.resolved.layout.dp * self.resolved.batch.accumulation
 
     def build(self, dtype: torch.dtype, *, rank: int = 0) -> Built:
-        """Build the model.
+        """Build the model with random numbers that depend on the rank.
 
-        A model that comes with weights has others on every rank, because an engine must replace
-        them by those of rank 0.
+        If the model is built with weights, every rank therefore has different ones, which tests
+        that the engine replaces them by the weights of rank 0.
         """
         seed_everything(self.resolved.seed + rank)
         return build(self.tested, dtype=dtype)
@@ -142,7 +142,7 @@ def prepare(
     gpus: int = 0,
     deepspeed: dict[str, Any] | None = None,
 ) -> VerificationPlan:
-    """Plan a verification.
+    """Check the arguments of a verification, and return its plan.
 
     Args:
         config: The configuration.

@@ -124,7 +124,7 @@ class References:
 
 
 def references(plan: VerificationPlan, name: Pass, trace: Trace) -> References:
-    """Compute the references of a pass in this process alone.
+    """Compute the references of a pass in this process.
 
     Args:
         plan: The plan.

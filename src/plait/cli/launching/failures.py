@@ -163,7 +163,7 @@ class Reporter:
         self._thread.join()
 
     def watch(self, files: Mapping[int, str]) -> None:
-        """Begin a new attempt, whose ranks have these error files."""
+        """Begin a new attempt. `files` are the error files of its ranks."""
         with self._lock:
             self._files = dict(files)
             self._reported_rank = None

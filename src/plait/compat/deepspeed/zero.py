@@ -227,7 +227,7 @@ class _GatheredParameter:
     """Parameter whose full value replaces its shard in the modules of a model."""
 
     def __init__(self, engine: DeepSpeedEngine, shard: nn.Parameter) -> None:
-        """Gather the value and put it in the shard's place. Collective."""
+        """Gather the full value, and replace the shard by it in all modules. Collective."""
         self.engine = engine
         self.shard = shard
         self.full = shard
@@ -257,7 +257,7 @@ class _GatheredParameter:
         return not torch.equal(window, local_tensor(self.shard.detach()))
 
     def restore(self) -> bool:
-        """Put the shard in its place again, and return whether the full value was still there."""
+        """Put the shard back into the modules. Return False if the full value was replaced."""
         is_present = all(registry.get(name) is self.full for registry, name in self._registrations)
         for registry, name in self._registrations:
             registry[name] = self.shard

@@ -146,7 +146,7 @@ class Translation:
     def _apply(
         self, shown: str, sets: Callable[[Any], Mapping[str, Any]], value: Any, why: str
     ) -> None:
-        """Set what a key with an equivalent stands for."""
+        """Set the settings that are equivalent to a key, or refuse the key's value."""
         try:
             settings = sets(value)
         except ValueError as error:

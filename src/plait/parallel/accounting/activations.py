@@ -204,7 +204,7 @@ class _RankMoment:
 
 
 def _moments(schedule: Schedule, rank: int) -> Iterator[tuple[Action, _RankMoment, _RankMoment]]:
-    """Yield every action of a row, with what is in flight while it runs and after it.
+    """Yield every action of a row, with the activations in flight while it runs and after it.
 
     A micro-batch in its backward is still in flight.
     """
@@ -302,7 +302,10 @@ class RankActivations:
         return _peak_bytes(self._moments(), self._stage_bytes(assignment))
 
     def most_in_flight(self) -> float:
-        """Return the most micro-batches that are held at once, through all stages of the rank."""
+        """Return the largest number of micro-batches in flight at once.
+
+        A micro-batch counts fully if the rank holds its activations in all of its stages.
+        """
         counts = [sum(moment.waiting) + sum(moment.deferred) for moment in self._moments()]
         return max(counts) / len(self.stages)
 

@@ -51,7 +51,7 @@ class ActivationStore(Protocol):
     """Store for saved tensors."""
 
     def begin(self) -> None:
-        """Begin another forward. Required if the backward of the last one may not have begun."""
+        """Begin another forward. Call it if the backward of the last forward may not have begun."""
 
     def open(self, index: int) -> SavedGroup:
         """Open a group for block `index`. Groups are opened in the order of the blocks."""

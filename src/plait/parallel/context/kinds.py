@@ -197,7 +197,7 @@ def _query_chunks(
     starts: torch.Tensor | None,
     place: SequencePlacement,
 ) -> Iterator[AttentionBlock]:
-    """Yield each chunk of the queries with all keys."""
+    """Yield an attention block for each chunk of the local queries, with all keys."""
     for chunk in place.layout.chunks(query.shape[2]):
         rows = slice(chunk.local_start, chunk.local_start + chunk.size)
         chunk_starts = None if starts is None else starts[:, rows]

@@ -96,7 +96,7 @@ class RouterStatistics:
             handle.remove()
 
     def begin(self, first: bool, received: Any) -> Any:
-        """Begin the forward of a stage.
+        """Begin the forward of a pipeline stage, and unpack the sums of earlier stages.
 
         Args:
             first: Whether it is the first stage.

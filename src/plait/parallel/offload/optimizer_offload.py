@@ -67,7 +67,7 @@ class OptimizerOffload(Technique):
             raise ConfigError(Problem(f"{FIELD}.device", self.device, rule, 'use "cpu" or "none"'))
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
-        """Leave the placement for the technique that shards.
+        """Store the placement in the settings of the technique that shards.
 
         Files come later: the engine moves the shards once they exist.
         """

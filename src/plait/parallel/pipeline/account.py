@@ -182,7 +182,7 @@ def unsharded_after(
     gathered: dict[str, int],
     gradients: dict[str, int],
 ) -> list[UnshardedBytes]:
-    """Return what is unsharded after every computation of a rank, in the order of its row.
+    """Return the unsharded bytes after every computation of a rank, in the order of its row.
 
     Everything is zero if parameters are neither sharded nor cast.
 

@@ -353,7 +353,10 @@ class _ScheduleRun:
         return received, boundary
 
     def _forward_or_pass_on(self, action: Action) -> None:
-        """Run a forward; after an error on this rank, send what lets the next stage continue."""
+        """Run a forward. After an error on this rank, send a placeholder to the next stage.
+
+        Otherwise the next stage would wait forever for its input.
+        """
         if self.failed is None:
             try:
                 self._forward(action)

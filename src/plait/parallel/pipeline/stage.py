@@ -146,7 +146,10 @@ class StagedModel:
 
     @contextmanager
     def _blocks_of(self, stage: Stage, received: Any) -> Iterator[None]:
-        """Replace the blocks outside of a stage, and what it does not know, for the context."""
+        """Return a context in which blocks of other stages are replaced by placeholders.
+
+        Values that only other stages can compute are NaN in it.
+        """
         modules = own_children(self.model.get_submodule(self.cut.container))
         resident = dict(modules)
         forwards: dict[nn.Embedding, Callable[..., Any] | None] = {}
