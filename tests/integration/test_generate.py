@@ -274,7 +274,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "generation settings": (
         lambda path: (path / "generation_config.json").write_text("{"),
-        "generation settings of generation_config.json, or of config.json where there is none, cannot be read",
+        "generation settings of generation_config.json, or of config.json if it is missing, cannot be read",
     ),
     "a configuration": (
         _miscounted,

@@ -39,8 +39,8 @@ def encoder(
     if form == "chat" and not has_template:
         name = getattr(tokenizer, "name_or_path", "") or "the tokenizer"
         raise InputError(
-            f'data.format = "chat": {name} has no chat template; set data.tokenizer to one that'
-            ' has, or use "instruct"'
+            f'data.format = "chat": {name} has no chat template; set data.tokenizer to a tokenizer'
+            ' with a chat template, or use "instruct"'
         )
     if not getattr(tokenizer, "is_fast", False):
         raise InputError(

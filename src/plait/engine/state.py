@@ -1,7 +1,8 @@
 """Contents of a training state, saved to and loaded from a checkpoint.
 
-Note [Errors of one rank] Work that may fail on a single rank runs in `run_on_all_ranks`. All ranks
-    then raise the error, instead of waiting for the failed rank in the next collective.
+Note [Errors of one rank]
+    Work that may fail on a single rank runs in `run_on_all_ranks`. All ranks then raise the error,
+    instead of waiting for the failed rank in the next collective.
 """
 
 from __future__ import annotations

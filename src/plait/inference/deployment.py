@@ -191,8 +191,8 @@ def deploy_streamed(
     _check_offloaded_cache(work, on)
     if gpu_budget is not None and not on.on_gpu:
         raise InputError(
-            "--gpu-budget: no GPU is visible here; give --cpu-budget, to compute on the CPU"
-            " within it"
+            "--gpu-budget: this machine has no visible GPU; use --cpu-budget instead, to compute on"
+            " the CPU"
         )
     budget = gpu_budget if on.on_gpu else cpu_budget
     if budget is None:

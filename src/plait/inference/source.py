@@ -107,7 +107,7 @@ class Source:
         except Exception as error:  # invalid JSON and invalid values raise different errors
             raise InputError(
                 f"--model {self.name}: the generation settings of generation_config.json, or of"
-                f" config.json where there is none, cannot be read ({first_line(error)}); correct"
+                f" config.json if it is missing, cannot be read ({first_line(error)}); correct"
                 " or remove them"
             ) from error
         return model
@@ -191,7 +191,7 @@ class Source:
         except Exception as error:  # tokenizers raises it for a file that it cannot read
             raise InputError(
                 f"--model {self.name}: its tokenizer cannot be loaded ({first_line(error)}); save"
-                " it anew with save_pretrained"
+                " it again with save_pretrained"
             ) from error
 
 

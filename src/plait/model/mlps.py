@@ -143,8 +143,8 @@ def _refuse_other_wide_layers(
 
     if not any(is_inside(name, (block,)) for name in tiled):
         raise ModelError(
-            f"{setting}: {block} ({type(model.get_submodule(block)).__name__}) has no MLP that is"
-            " known; use 0"
+            f"{setting}: no MLP was found in {block} ({type(model.get_submodule(block)).__name__});"
+            " use 0"
         )
 
 

@@ -360,8 +360,8 @@ def _check_tied(model: nn.Module, dims: dict[str, int | None], source: str) -> N
             dim = "no dimension" if dims[name] is None else f"dimension {dims[name]}"
             splits.append(f"{name} along {dim}")
         raise ModelError(
-            f"{source}: one tied parameter would be split {', '.join(splits)}; give its modules"
-            " 'embedding_rowwise' and 'vocab_head', or none a style"
+            f"{source}: one tied parameter would be split {', '.join(splits)}; use the styles"
+            " 'embedding_rowwise' and 'vocab_head' for its modules, or no style for any of them"
         )
 
 

@@ -226,9 +226,9 @@ def refuse_trained_loss(loss: Any, model: nn.Module) -> None:
             if parameter.requires_grad and id(parameter) not in known:
                 raise InputError(
                     f"the loss {type(module).__name__} has a trainable parameter, `{name}`, that is"
-                    " not the model's, so ranks would not sum its gradient and no checkpoint would"
-                    " hold it; make the loss a part of the model (model.loss = loss, before"
-                    " plait.initialize), or freeze it (requires_grad_(False))"
+                    " not part of the model, so its gradient would not be reduced and checkpoints"
+                    " would not contain it; make the loss a part of the model (model.loss = loss,"
+                    " before plait.initialize), or freeze it (requires_grad_(False))"
                 )
 
 
@@ -262,9 +262,9 @@ def checked_optimizer(optimizer: Any, model: nn.Module) -> torch.optim.Optimizer
             if id(parameter) not in known:
                 raise InputError(
                     f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not"
-                    " the model's (any more), so ranks would not sum its gradient; build it over"
-                    " the parameters that the function is given, or over model.parameters() inside"
-                    " of it"
+                    " (or no longer) part of the model, so its gradient would not be reduced; build"
+                    " the optimizer over the parameters that the function receives, or over"
+                    " model.parameters() inside of it"
                 )
     if needs_closure(type(optimizer)):
         raise InputError(

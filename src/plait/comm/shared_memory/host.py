@@ -170,14 +170,14 @@ class SharedMemoryGroup:
                 f"{self.name(rank)} (process {self._processes[rank][0]})" for rank in missing_ended
             )
             raise CommunicationError(
-                f"{operation} over {self.label}: {names} ended while {this_rank} waited for it; the"
-                " first failure is there"
+                f"{operation} over {self.label}: {names} ended while {this_rank} waited for it;"
+                " look for the first failure there"
             )
         if missing and waited > self.timeout_seconds:
             names = ", ".join(self.name(rank) for rank in missing)
             raise CommunicationError(
                 f"{operation} over {self.label}: {this_rank} waited {waited:.0f} s for {names},"
-                " which runs and did not take part; it is stuck or issues other collectives"
+                " which is running and did not take part; it hangs or issues other collectives"
             )
         return missing
 

@@ -90,9 +90,9 @@ class Init:
         self._stack.close()
         if self._enabled and _META_CONTEXT in str(error or ""):
             raise InputError(
-                "from_pretrained inside of zero.Init(): Transformers reads no weights for a model "
-                "without memory; call plait.from_pretrained(name), without zero.Init(), which "
-                "reads them in deepspeed.initialize, each process its parts"
+                "from_pretrained inside of zero.Init(): Transformers loads no weights for a model "
+                "on the meta device; call plait.from_pretrained(name) without zero.Init(): every "
+                "process then loads its shards in deepspeed.initialize"
             ) from error
 
 

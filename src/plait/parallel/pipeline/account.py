@@ -70,7 +70,7 @@ def facts_of_rank(facts: ModelFacts, cut: StageCut, stages: Sequence[int]) -> Mo
         blocks=blocks,
         tensor_plan=tensor_plan,
         experts=experts,
-        # In a pipeline everything outside of the blocks is one unit (`data.shard_units`).
+        # In a pipeline everything outside of the blocks is one unit (`parallel.data.shard_units`).
         outer=OuterUnits(),
     )
 
