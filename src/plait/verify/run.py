@@ -114,7 +114,7 @@ def _engine_trace(plan: VerificationPlan, name: Pass, engines: list[Engine]) -> 
 
 @dataclass(frozen=True)
 class References:
-    """Traces of one process, from the weights of a pass.
+    """Traces of training in a single process, with the initial weights of a pass.
 
     `exact` is computed in float64, `single` in the precision of the pass.
     """

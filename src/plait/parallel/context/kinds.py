@@ -362,7 +362,7 @@ class _RingGradients:
 
     @cached_property
     def total(self) -> torch.Tensor:
-        """Sum to which this rank adds its share. The first access waits for its arrival."""
+        """Sum of earlier ranks, to which this rank adds. The first access waits for its arrival."""
         if self._exchange is None:
             return torch.zeros_like(self.kv, dtype=wide(self.kv.dtype))
         return self._exchange.wait()

@@ -294,7 +294,7 @@ class Reducer(StepHook):
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Expect gradients in this context, which wraps every backward of a step."""
+        """Return a context for a backward of a step. Gradients outside of it are refused."""
         if self._finished:
             self._save_sums()
         self.expects_gradients = True
