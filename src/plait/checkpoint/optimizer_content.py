@@ -362,7 +362,7 @@ def _refuse_rank_local_state(
 ) -> None:
     """Refuse a plain tensor of the shape of a sharded parameter's local shard.
 
-    It belongs to this rank alone. A checkpoint would contain only one of the ranks' tensors.
+    Its values differ between ranks, and a checkpoint would contain only one of the ranks' tensors.
     """
     if not isinstance(parameter, DTensor) or isinstance(value, DTensor) or not value.ndim:
         return

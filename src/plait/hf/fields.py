@@ -161,7 +161,7 @@ FIELDS: dict[str, ArgumentField] = {
     ),
     "tf32": _honoured(),
     "activation_checkpointing": _honoured(
-        "as parallel.recompute of Plait: every block keeps its input alone"
+        "as parallel.recompute of Plait: every block keeps only its input"
     ),
     "activation_checkpointing_kwargs": ArgumentField(
         "refused",

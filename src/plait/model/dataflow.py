@@ -2,7 +2,7 @@
 
 Note [Tracing without weights]
     A copy of the model runs once. Its parameters, and every value that follows from them, are on
-    the meta device: they have a shape and no value. Values that follow from the batch alone (token
+    the meta device: they have a shape and no value. Values that follow only from the batch (token
     ids, masks, positions) are computed, so code that branches on such values takes its real branch.
 
     For every value, the trace records an `ValueOrigin`: the block from which on it can be computed,

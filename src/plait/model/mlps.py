@@ -180,7 +180,7 @@ def _reason_against(module: nn.Module) -> str | None:
                 if reason != _WRONG_INPUT:
                     return reason
         except Exception as error:  # unknown code that cannot run alone proves nothing
-            return f"it cannot be tried alone ({type(error).__name__}: {error})"
+            return f"it cannot be tested separately ({type(error).__name__}: {error})"
     return "it does not return a tensor of its input's shape"
 
 

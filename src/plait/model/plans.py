@@ -1,7 +1,7 @@
 """Tensor-parallel plan of one model for one degree.
 
 The plan has the style of every module and the split dimension of every parameter. It is made and
-checked from shapes alone, before any process group exists. `parallel.tensor` applies it.
+checked from shapes only, before any process group exists. `parallel.tensor` applies it.
 
 Splits follow the rule of `torch.chunk`, so widths and vocabularies need not be divisible by the
 degree; numbers of heads must be. Invariant: `TensorPlan.dims` has an entry for every parameter of

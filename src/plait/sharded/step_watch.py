@@ -122,7 +122,7 @@ class StepWatch(StepHook):
         if unfrozen:
             raise InputError(
                 f"{unfrozen[0]} ({len(unfrozen)} parameters in all) was frozen when"
-                " plait.parallelize was called and has a gradient now, which is this rank's alone;"
+                " plait.parallelize was called and has a gradient now, which is not reduced;"
                 " call requires_grad_(True) before plait.parallelize, and requires_grad_(False)"
                 " after it for as long as the parameter is not trained"
             )

@@ -175,7 +175,7 @@ def _check_amount_of_text(resolved: Resolved, data: DataSection, prepared: Prepa
             f"one step takes {batch} sequences and the text has {available} of"
             f" {data.sequence_length} tokens"
         )
-        remedy = "name more text in data.paths, or lower the batch or data.sequence_length"
+        remedy = "add more text to data.paths, or lower the batch or data.sequence_length"
         raise ConfigError(Problem("train_batch_size", batch, rule, remedy))
 
 

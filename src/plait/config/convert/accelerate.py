@@ -201,7 +201,7 @@ def _skip_section(file: _AccelerateFile, name: str, value: Any) -> None:
     if not value:
         file.translation.rows.append(KeyReport(name, value, Status.COMMENT, "empty: not given"))
     elif name == "fp8_config":
-        file.translation.ignore(name, value, "mixed_precision fp8 alone reads it")
+        file.translation.ignore(name, value, "only mixed_precision fp8 reads it")
     else:
         file.translation.ignore(name, value, f"{file.not_read()}; {_FLAGS}")
 

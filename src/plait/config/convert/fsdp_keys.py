@@ -66,7 +66,7 @@ SHARED: tuple[ForeignKey, ...] = (
     ignored(
         "cpu_ram_efficient_loading",
         "flag",
-        "plait.from_pretrained reads the slices of each rank alone",
+        "with plait.from_pretrained every rank reads only its slices of the weights",
     ),
     ignored("state_dict_type", "text", _FILES),
     renamed("activation_checkpointing", "flag", on({"parallel.recompute.mode": "full"})),

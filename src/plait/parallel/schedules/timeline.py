@@ -22,9 +22,9 @@ class Durations:
 
     forward: tuple[float, ...]
     input: tuple[float, ...]
-    """Durations of the gradient of the input alone."""
+    """Durations of computing the gradient of the input only."""
     weight: tuple[float, ...]
-    """Durations of the gradients of the weights alone. An unsplit backward takes input + weight."""
+    """Durations of computing the weight gradients only. An unsplit backward takes both."""
     send: tuple[float, ...]
     """Durations of a message between stages s and s + 1, in either direction.
 
