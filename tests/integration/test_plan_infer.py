@@ -120,7 +120,7 @@ def test_a_catalogue_gpu(capsys: pytest.CaptureFixture[str]) -> None:
             "a budget of 2.0 GiB is too small: .* give at least",
         ),
         (["--model", "gpt2", "--tp", "2"], "--tp = 2: is for GPUs"),
-        (["--model", "gpt2", "--gpu-budget", "1GiB"], "no GPU is visible here"),
+        (["--model", "gpt2", "--gpu-budget", "1GiB"], "this machine has no visible GPU"),
         (
             ["--model", "gpt2", "--cpu-budget", "1GiB", "--gpu", "h100", "--pp", "2"],
             "and a budget streams weights to one",
