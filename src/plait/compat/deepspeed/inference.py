@@ -40,7 +40,7 @@ _REMEDIES = {
         " plait.generate on one device"
     ),
     "injection_policy": (
-        "parallel.tp splits the models in docs/reference/model_types.md; others are not split"
+        "parallel.tp splits the models that docs/reference/model_types.md lists; others are not split"
     ),
     "moe": "use plait.initialize with parallel.ep, and engine.plait.generate",
 }
