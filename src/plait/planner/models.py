@@ -363,14 +363,14 @@ def from_config(
 
 
 def _describe(config: Mapping[str, Any], *, source: str, vocab: int | None) -> Architecture:
-    """Return the architecture from the configuration alone, without building the model."""
+    """Return the architecture from the configuration, without building the model."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or not model_type:
         raise ConfigError(
             Problem(
                 f"{source}: model_type",
                 model_type,
-                "names no architecture",
+                "must be the name of an architecture",
                 "set it, for example to llama",
             )
         )

@@ -366,7 +366,7 @@ def _schedules(
 
 
 def _shards(dp: int, fixed: Mapping[str, int], *, alone: bool) -> list[tuple[int, int, int]]:
-    """Return (stage, dp_replicate, dp_shard) triples. `alone` is True for a single device."""
+    """Return (ZeRO stage, dp_replicate, dp_shard) triples. `alone` is True for a single device."""
     entries = [(0, dp, 1)]
     if alone or (dp == 1 and fixed.get("stage")):
         # One rank has all of the shards: the only device, because stage 0 has no optimizer on the

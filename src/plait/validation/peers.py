@@ -163,7 +163,7 @@ def fsdp2(
 
 
 def torch_step(model: nn.Module) -> Callable[[Batch], torch.Tensor]:
-    """Return a step of a model whose forward gives the loss or an output that has it."""
+    """Return a training step for a model that returns the loss, or an output with `loss`."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
 
     def step(batch: Batch) -> torch.Tensor:

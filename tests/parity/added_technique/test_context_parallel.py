@@ -80,7 +80,7 @@ def train(
             )
         with pytest.raises(
             InputError,
-            match=r"engine\(...\) gives the model a batch as it is, and SequenceParts changes",
+            match=r"engine\(...\) passes a batch to the model unchanged, and SequenceParts must transform",
         ):
             engine(torch.zeros(2, LENGTH, dtype=torch.int64))
     layout = engine.mesh.layout
