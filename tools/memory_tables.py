@@ -449,59 +449,73 @@ def main() -> None:
     sixth = table(columns, budgets())
     page = f"""# Memory of a step
 
-Plait predicts the memory that a rank needs for a training step without a device: `plait layout FILE --peak` prints it for a run, by
-kind of tensor and with the point of the step at which the peak occurs. Refused, because not modelled yet: compiled blocks, offload,
-compressed communication.
+`plait layout FILE --peak` predicts the memory that a rank needs for a training step, without a device. It prints the
+peak by kind of tensor, and the point of the step at which it occurs. This page compares predictions with measurements.
+
+These are not modelled yet, and are refused: compiled blocks, offload, compressed communication, expert parallelism, a
+secondary partition (hpZ), and an all-reduce algorithm that the file selects.
 
 Written by `python tools/memory_tables.py`; do not edit. torch {torch.__version__}, CPU operators.
 
 ## The peak of a step
 
-The peak of allocated bytes on rank 0 during a step with micro-batches of {SAMPLES} x {LENGTH} tokens: states, gathered parameters,
-unsharded gradients, buffers of collectives, activations in flight, temporaries, the batch. Predicted from one micro-batch on fake
-tensors and the account of the layout. Measured by torch's `MemTracker` around the second step of the engine, on a fake process group,
-which sends nothing but allocates everything. Both count storages; rounding and fragmentation of the allocator come on top.
+The table shows the peak of allocated bytes on rank 0 during a step, with micro-batches of {SAMPLES} x {LENGTH} tokens. The bytes
+are those of states, gathered parameters, unsharded gradients, buffers of collectives, activations in flight,
+temporaries and the batch.
+
+- Predicted: from one micro-batch on fake tensors, and the account of the layout.
+- Measured: by torch's `MemTracker` around the second step of the engine, on a fake process group, which sends nothing
+  but allocates everything.
+
+Both count storages. Rounding and fragmentation of the allocator come on top.
 
 {fourth}
 
-Llama-3.1-8B on 64 ranks, one sequence of 4,096 tokens in bfloat16, rank 0, predicted, CPU operators:
+The prediction for Llama-3.1-8B on 64 ranks, one sequence of 4,096 tokens in bfloat16, rank 0, CPU operators:
 
 {fifth}
 
 ## Activations of a micro-batch
 
-Bytes that one micro-batch of {SAMPLES} x {LENGTH} tokens saves for its backward on rank 0, float32: predicted by a run on fake tensors
-before the model is sharded, and measured as the storages that are still allocated after a real forward.
+The table shows the bytes that one micro-batch of {SAMPLES} x {LENGTH} tokens saves for its backward on rank 0, in float32. They are
+predicted by a run on fake tensors before the model is sharded, and measured as the storages that are still allocated
+after a real forward.
 
 {first}
 
 ## A budget in a pipeline
 
-`parallel.recompute.budget_gib` limits the bytes of activations in a process. A pipeline rank holds several micro-batches, as many as
-the schedule and its position require. Every rank selects its own recomputation modes: a rank with fewer micro-batches in flight
-recomputes less, which delays no other rank. All ranks know the selection of all ranks, so a budget that one of them exceeds is refused
-on all, with the numbers. The budget includes the recomputed tensors of one block during its backward. `kept` is the maximum over a step
-of the bytes of all micro-batches in flight at the end of a computation. Llama of 4 blocks on two ranks, 4 micro-batches of {SAMPLES} x
-{LENGTH} tokens, float32, bytes; a budget half-way between no recomputation and the minimum.
+`parallel.recompute.budget_gib` limits the bytes of activations in a process, including the recomputed tensors of one
+block during its backward. A pipeline rank holds several micro-batches, as many as the schedule and its position
+require.
+
+- Each rank selects its own recomputation modes. A rank with fewer micro-batches in flight recomputes less, which delays
+  no other rank.
+- All ranks know the selection of all ranks. A budget that one of them exceeds is refused on all, with the numbers.
+
+The table shows a Llama of 4 blocks on two ranks, with 4 micro-batches of {SAMPLES} x {LENGTH} tokens, in float32. The budget is
+half-way between no recomputation and the minimum. `kept` is the maximum over a step of the bytes of all micro-batches
+in flight at the end of a computation.
 
 {sixth}
 
-Schedules that split the backward (`zbv`, `interleaved-zero-bubble`, `dualpipev`) recompute a block twice, once for the gradients of
-inputs and once for those of weights. Between the two, a micro-batch keeps the inputs of the second half, during which all blocks of the
-stage are recomputed together, so recomputation saves less than with other schedules; the budget includes both. `plait plan` proposes no
-recomputation with them.
+Schedules that split the backward (`zbv`, `interleaved-zero-bubble`, `dualpipev`) recompute a block twice: once for the
+gradients of inputs, and once for those of weights. Between the two, a micro-batch keeps the inputs of the second half.
+During the second half all blocks of the stage are recomputed together. Recomputation therefore saves less than with
+other schedules. The budget includes both. `plait plan` proposes no recomputation with them.
 
 ## Time for memory
 
-Forward and backward of a Llama of 4 layers and width 512, 2 x 256 tokens, one thread. Operations and time are relative to no
-recomputation; the time is the median of 9 interleaved rounds.
+Forward and backward of a Llama of 4 layers and width 512, with 2 x 256 tokens, on one thread. Operations and time are
+relative to no recomputation. The time is the median of 9 interleaved rounds.
 
 {second}
 
 ## Llama-3.1-8B
 
-GiB for one sequence of 4,096 tokens in bfloat16 on a rank, predicted. The composite CPU operators save more than a GPU's fused ones:
-norms keep float32 copies. `peak` contains everything but parameters and their accumulated gradients.
+The prediction in GiB for one sequence of 4,096 tokens in bfloat16 on a rank. The composite CPU operators save more than
+the fused ones of a GPU, because norms keep float32 copies. The peak contains everything except parameters and their
+accumulated gradients.
 
 {third}
 """

@@ -20,12 +20,12 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "src" / "plait"
 LIMITS = {
-    "fragments per 100 docstrings": 3.0,
-    "conditional expressions per 1,000 lines": 20.0,
-    "nested conditional expressions": 10.0,
-    "tuple assignments per 1,000 lines": 2.0,
-    "vague names per 1,000 names": 10.0,
-    "class names that are not unique": 20.0,
+    "fragments per 100 docstrings": 1.0,
+    "conditional expressions per 1,000 lines": 8.0,
+    "nested conditional expressions": 0.0,
+    "tuple assignments per 1,000 lines": 0.5,
+    "vague names per 1,000 names": 2.0,
+    "class names that are not unique": 1.0,
 }
 """Largest values that the tests accept."""
 _FRAGMENT = re.compile(
@@ -121,7 +121,7 @@ class Measures:
             "conditional expressions per 1,000 lines": self.nodes[ast.IfExp] / thousand_lines,
             "nested conditional expressions": float(self.nested_conditions),
             "tuple assignments per 1,000 lines": self.tuple_assignments / thousand_lines,
-            "vague names per 1,000 names": 1000 * vague / max(sum(self.names.values()), 1),
+            "vague names per 1,000 names": 2.0 * vague / max(sum(self.names.values()), 1),
             "class names that are not unique": float(repeated),
             "comment lines per 1,000 lines": self.comments / thousand_lines,
             "statements": float(self.statements),

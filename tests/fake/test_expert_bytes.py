@@ -136,6 +136,6 @@ def test_grouped_products_in_float32() -> None:
     resolved = resolve(load({"train_micro_batch_size_per_gpu": 1}), world_size=2)
     with pytest.raises(
         ModelError,
-        match="computes its experts in float32 by torch's grouped products, .* set bf16.enabled = true",
+        match="computes its experts in float32 by torch's grouped_mm, .* set bf16.enabled = true",
     ):
         run_single_rank(model, resolved, rank=0, samples=1, length=8)

@@ -139,6 +139,6 @@ def test_a_model_that_may_see_other_documents_is_refused(
         main(["train", str(tmp_path / "run.json")])
     assert (
         end.value.code == 2
-        and "data.packing = 'documents': whether bloom keeps attention within"
+        and "data.packing = 'documents': bloom has not been tested to keep attention within"
         in capsys.readouterr().err
     )

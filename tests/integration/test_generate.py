@@ -266,7 +266,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
             .rename(path / "model.safetensors.index.json")
             .write_text('{"weight_map": {"lm_head.weight": "model-9.safetensors"}}')
         ),
-        "names files that are not there: model-9.safetensors",
+        "lists files that do not exist: model-9.safetensors",
     ),
     "a tokenizer": (
         lambda path: (path / "tokenizer.json").write_text("{}"),
@@ -274,7 +274,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "generation settings": (
         lambda path: (path / "generation_config.json").write_text("{"),
-        "generation settings of generation_config.json, or of config.json where there is none, cannot be read",
+        "generation settings of generation_config.json, or of config.json if it is missing, cannot be read",
     ),
     "a configuration": (
         _miscounted,

@@ -120,7 +120,7 @@ def test_a_catalogue_gpu(capsys: pytest.CaptureFixture[str]) -> None:
             "a budget of 2.0 GiB is too small: .* give at least",
         ),
         (["--model", "gpt2", "--tp", "2"], "--tp = 2: is for GPUs"),
-        (["--model", "gpt2", "--gpu-budget", "1GiB"], "no GPU is visible here"),
+        (["--model", "gpt2", "--gpu-budget", "1GiB"], "this machine has no visible GPU"),
         (
             ["--model", "gpt2", "--cpu-budget", "1GiB", "--gpu", "h100", "--pp", "2"],
             "and a budget streams weights to one",
@@ -167,7 +167,7 @@ def test_a_damaged_file_among_several(
         assert second.name in said and words in said
     second.unlink()
     run("--model", str(tmp_path / "model"), "--prompt-tokens", "8", *budget, code=4)
-    assert f"names files that are not there: {second.name}" in capsys.readouterr().err
+    assert f"lists files that do not exist: {second.name}" in capsys.readouterr().err
 
 
 def test_a_configuration_alone(

@@ -212,7 +212,7 @@ def test_a_disk_that_blocks_one_rank_is_named(pool: Pool, tmp_path: Path) -> Non
     assert first.startswith(
         f"checkpoint {tmp_path}/one: rank 0 waited for ranks that did not take part"
     ), first
-    assert f"not written yet: {tmp_path}/.one.tmp/00001.safetensors; is a disk slow" in first
+    assert f"not written yet: {tmp_path}/.one.tmp/00001.safetensors; check whether a disk" in first
 
 
 def without_room(rank: int, world: int, folder: str) -> set[str]:

@@ -212,10 +212,10 @@ def test_everything_else_of_an_engine(pool: Pool, case: Case, tmp_path: Path) ->
         output = model.eval()(**{name: entry for name, entry in piece.items() if name != "labels"})
         total, count = plait.causal_lm_loss(output, piece)
     words = (
-        "a batch as it is",
-        "batch that is not cut",
+        "passes a batch to the model unchanged",
+        "batch that is not split over cp ranks",
         "use a layout without it",
-        "has to be [2, 16]",
+        "must be [2, 16]",
         "zeros before ones",
         "`weights` is [2, 3]",
         "cache",

@@ -543,9 +543,9 @@ def piped(rank: int, world: int) -> list[float]:
     batches = iter(pieces())
     found = [float(engine.train_batch(batches)) for _ in range(2)]
     found.append(float(engine.eval_batch(batches)))
-    with pytest.raises(InputError, match="0 micro-batches left"):
+    with pytest.raises(InputError, match="the iterator had 0 left"):
         engine.train_batch(batches)
-    with pytest.raises(InputError, match="begin anew"):
+    with pytest.raises(InputError, match="start from its beginning"):
         engine.train_batch(pieces())  # type: ignore[arg-type]
     outputs = engine.eval_batch(
         iter(pieces()), compute_loss=False, reduce_output=None, num_micro_batches=1

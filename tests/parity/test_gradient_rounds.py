@@ -520,9 +520,7 @@ def refused(rank: int, world: int) -> None:
     engine.set_gradient_accumulation_boundary(
         True
     )  # too late: the backward left its gradients for the next one to reduce
-    with pytest.raises(
-        InputError, match="before the forward and backward of the micro-batch that is the last"
-    ):
+    with pytest.raises(InputError, match="before the forward and backward of the last micro-batch"):
         engine.step()
     for stage in (1, 3):
         engine = engine_of(deep(), stage)

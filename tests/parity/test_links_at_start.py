@@ -123,7 +123,7 @@ def test_a_file_of_other_machines_is_not_believed(pool: Pool, tmp_path: Path, ch
     content["facts"]["hosts"] = ["elsewhere", "elsewhere"]
     kept.write_text(json.dumps(content) if change == "hosts" else "{")
     results = pool.run(2, started, config_of(), kept, (links_with("recursive-doubling"),) * 2, 1e9)
-    why = "ranks or machines differ" if change == "hosts" else "cannot be read"
+    why = "machines differ" if change == "hosts" else "cannot be read"
     assert all("reduced by recursive-doubling" in said and why in said for said, *_ in results)
 
 

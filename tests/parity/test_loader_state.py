@@ -146,7 +146,8 @@ def test_on_another_layout_it_is_refused(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, in_one_go, "duck", str(tmp_path))
     ((other, stateless),) = pool.run(1, refused, str(tmp_path))
     assert (
-        "this layout is another (dp_shard 2 -> 1): samples would be left out or repeated" in other
+        "the layout has changed (dp_shard 2 -> 1), so samples would be left out or repeated"
+        in other
     )
     assert (
         "has no state_dict, so its position cannot be saved; use torchdata's StatefulDataLoader"

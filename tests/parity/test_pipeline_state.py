@@ -113,7 +113,7 @@ def error_of(rank: int, world: int, case: str) -> str:
         ("behind", "sets model.steps_seen after blocks.3"),
         ("buffer", "changes the buffer temperature after blocks.3"),
         ("penalty", "the loss reads parameters of the model"),
-        ("auxiliary", "the loss cannot be computed from the model's output and the batch alone"),
+        ("auxiliary", "the loss cannot be computed from only the model's output and the batch"),
         ("around", "not only through the chain of blocks"),
     ],
 )

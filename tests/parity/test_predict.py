@@ -81,7 +81,8 @@ def test_where_there_is_no_place_for_a_cache() -> None:
     ):
         refuse_cache(*at(Layout(pp=2)), object())
     with pytest.raises(
-        InputError, match="gives the model a batch as it is, and Cuts changes every micro-batch"
+        InputError,
+        match="passes a batch to the model unchanged, and Cuts must transform every micro-batch",
     ):
         refuse_cache(*at(Layout(), Cuts()), object())
     with pytest.raises(InputError, match=r"engine\(...\) gives the model"):

@@ -336,13 +336,15 @@ def test_what_the_configuration_says_now_wins(pool: Pool, tmp_path: Path) -> Non
         said[name] = notes
     assert said["nothing"] == []
     assert said["lr"] == ["lr is 0.005 in the configuration, 0.01 when the checkpoint was written"]
-    assert len(said["lr under a schedule"]) == 2 and "goes on at" in said["lr under a schedule"][1]
+    assert (
+        len(said["lr under a schedule"]) == 2 and "continues at" in said["lr under a schedule"][1]
+    )
     assert said["lr that a schedule replaces"] == [
         "lr is 0.005 in the configuration, 0.01 when the checkpoint was written, which changes nothing: the schedule sets it"
     ]
     assert len(said["lr under a passed schedule"]) == 2
     for name in ("a longer schedule", "another schedule", "no schedule", "a new schedule"):
-        assert len(said[name]) == 1 and "the learning rate goes on at" in said[name][0], name
+        assert len(said[name]) == 1 and "the learning rate continues at" in said[name][0], name
 
 
 def other_depth(rank: int, world: int, folder: str) -> list[str]:

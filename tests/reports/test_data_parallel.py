@@ -200,7 +200,7 @@ CASES = [
         "accelerate-3256-loop",
         steps.optimizer_built_before_sharding,
         refused={
-            layout: "build it over the parameters"
+            layout: "build the optimizer over the parameters"
             if layout.startswith("engine")
             else "build the optimizer afterwards"
             for layout in SHARDED

@@ -73,7 +73,7 @@ def _watch_reads(group: Any, before: Callable[[Moment], None], after: Callable[[
 
 
 def _free_nothing() -> None:
-    """Replace `free_unsharded_param` of parameters that are read in shared memory."""
+    """Do nothing: replacement for `free_unsharded_param` of parameters in shared memory."""
 
 
 def gather_in_place(

@@ -1,6 +1,6 @@
 """Operators and the modes that intercept them.
 
-The module has fake tensors, dispatch and function modes, pytrees of arguments, and foreach kernels.
+The module provides torch's fake tensors, dispatch and function modes, pytrees, and foreach kernels.
 """
 
 from __future__ import annotations

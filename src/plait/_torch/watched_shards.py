@@ -139,8 +139,8 @@ class _WatchedGroup:
                     raise InputError(
                         f"{_name(p)} was written to while its shards were gathered (in the forward,"
                         " between forward and backward, or between micro-batches), and its shards"
-                        " would not change: write to parameters between steps, store what a forward"
-                        " changes in buffers, or use ZeRO stage 0"
+                        " would not change; write to parameters between steps, keep values that a"
+                        " forward changes in buffers, or use ZeRO stage 0"
                     )
         self._reshard()
 
@@ -176,11 +176,11 @@ def _check_shard(
     expected = p._unsharded_param if gathered else shard
     if info.module._parameters.get(info.param_name) is not expected or p.sharded_param is not shard:
         raise InputError(
-            f"{_name(p)} is not the parameter that was sharded: something was put in its place"
-            " after plait.initialize or plait.parallelize (a new nn.Parameter,"
-            " load_state_dict(assign=True), torch.func.functional_call, pruning), which the"
-            " forward would not see; change the values in place (with torch.no_grad():"
-            " parameter.copy_(...)), change the model before, or use ZeRO stage 0"
+            f"{_name(p)} was replaced after plait.initialize or plait.parallelize (by a new"
+            " nn.Parameter, load_state_dict(assign=True), torch.func.functional_call or pruning),"
+            " and the forward would not see the new parameter; change the values in place (with"
+            " torch.no_grad(): parameter.copy_(...)), replace it before that call, or use ZeRO"
+            " stage 0"
         )
 
     if shard._local_tensor is not local:

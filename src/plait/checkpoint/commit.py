@@ -258,7 +258,7 @@ def delete_checkpoint(path: Place) -> None:
 
 
 def has_its_own_name(name: str, tag: str) -> bool:
-    """Return True if a save may give the folder name `name` to a checkpoint of the tag."""
+    """Return True if `name` is a folder name that a save uses for checkpoints of the tag."""
     return name == tag or re.fullmatch(rf"{re.escape(tag)}\.\d+", name) is not None
 
 

@@ -4,15 +4,16 @@ Each rank hashes the shards it has, and the sum of the ranks' hashes (128 bits) 
 checkpoint.
 
 Note [Content hash]
-    A tensor is seen as rows along its last dimension, made of words of at most 4 bytes (signed,
-    little-endian). To the sum modulo 2^64 of each of two lanes a word adds
+    A tensor is treated as rows along its last dimension. A row consists of signed, little-endian
+    words of at most 4 bytes. The hash has two lanes, each a sum modulo 2^64. Every word adds
 
         value * key(column of the word) * row_key(lane, index of its row in the full tensor)
 
-    and each tensor adds a number of its own, so that a tensor of zeros counts. The keys are odd
-    and depend on name, dtype and shape of the tensor. An element that changes, moves, is missing or
-    is counted twice therefore changes the sum. Padding has no index and is not hashed. The hash
-    detects mistakes; it does not withstand an attacker, who can choose the sum.
+    to each lane. Every tensor also adds a number that depends on its identity, so that a tensor of
+    zeros counts. The keys are odd and depend on name, dtype and shape of the tensor. An element
+    that changes, moves, is missing or is counted twice therefore changes the sum. Padding has no
+    index and is not hashed. The hash detects mistakes. It does not withstand an attacker, who can
+    construct tensors with any sum.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def tensor_blocks(name: str, tensor: torch.Tensor) -> Iterator[TensorBlock]:
 
 
 class ContentHash:
-    """Running sum of Note [Content hash], to which parts of tensors are added."""
+    """Hash of the tensor blocks added so far. See Note [Content hash]."""
 
     def __init__(self) -> None:
         self._lanes = np.zeros(2, dtype="<u8")
@@ -96,7 +97,7 @@ class ContentHash:
             name: Name of the tensor in the checkpoint.
             record: Record of the full tensor.
             window: Part of the full tensor that the blocks are taken from.
-            begins: Whether this part is the tensor's first one. It adds the tensor's own number.
+            begins: Whether this is the tensor's first part, which also adds the tensor's number.
         """
         tensor_numbers, row_seeds, column_seed = _seeds(name, record)
         if begins:
@@ -128,7 +129,7 @@ class ContentHash:
 
 
 def _seeds(name: str, record: TensorRecord) -> tuple[Keys, Keys, np.uint64]:
-    """Return a tensor's own number per lane, the seed of row keys per lane, and that of columns."""
+    """Return a tensor's number and row seed per lane, and the seed of its column keys."""
     identity = f"{name}\0{record.dtype}\0{','.join(map(str, record.shape))}".encode()
     seeds = np.frombuffer(hashlib.blake2b(identity, digest_size=40).digest(), dtype="<u8")
     return seeds[:2], seeds[2:4], seeds[4]

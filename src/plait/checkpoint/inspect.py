@@ -125,7 +125,7 @@ def open_checkpoint(place: Place) -> CheckpointFolder:
         folder = checkpoints_of(place)
         checkpoint = find_checkpoint(folder)
     if checkpoint is None:
-        raise CheckpointError(f"{folder}: no complete checkpoint is there")
+        raise CheckpointError(f"{folder}: contains no complete checkpoint")
     return checkpoint
 
 
@@ -143,7 +143,8 @@ def verify(checkpoint: CheckpointFolder, progress: Progress) -> None:
         progress: Called after each file.
 
     Raises:
-        CheckpointError: Names the first file and tensor that is not what was written.
+        CheckpointError: A tensor was changed after it was written. The error names the first such
+            file and tensor.
     """
     reader = Reader(checkpoint)
     count = len(checkpoint.manifest.ranks)
@@ -159,8 +160,8 @@ def verify(checkpoint: CheckpointFolder, progress: Progress) -> None:
     ):
         if expected != actual:
             raise CheckpointError(
-                f"{checkpoint.path}: its tensors of {kind} have the content hash {actual}, and its"
-                f" manifest says {expected}"
+                f"{checkpoint.path}: its tensors of {kind} have the content hash {actual} instead"
+                f" of {expected}, which its manifest lists"
             )
 
 

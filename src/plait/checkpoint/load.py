@@ -108,7 +108,8 @@ class Reader:
             world: Number of ranks that verify the checkpoint together.
 
         Raises:
-            CheckpointError: A file is not what was written. The error names file and tensor.
+            CheckpointError: A file was changed after it was written. The error names the file and
+                the tensor.
         """
         for file_rank in range(rank, len(self.manifest.ranks), world):
             file = self._file(file_rank)
@@ -141,8 +142,8 @@ class Reader:
                         )
                     elif record is None:
                         raise CheckpointError(
-                            f"{self._file(rank)} holds {name}, which the list of the checkpoint's"
-                            " tensors does not have"
+                            f"{self._file(rank)} contains {name}, which the checkpoint's list of"
+                            " tensors lacks"
                         )
                     elif record.stages[0] != coordinates["pp"]:
                         # Tied weights are counted on their first stage only.
@@ -218,7 +219,7 @@ class Reader:
                         copy.local[copy.target].copy_(shard)
 
     def own(self, rank: int) -> dict[str, torch.Tensor]:
-        """Return the tensors that belong to one rank alone, such as states of generators."""
+        """Return the tensors that only one rank has, such as states of random generators."""
         shards = self._rank_manifest(rank).shards
         with ShardReader(self._file(rank), shards) as file:
             return {
@@ -228,7 +229,7 @@ class Reader:
             }
 
     def under(self, start: str) -> Iterator[tuple[str, TensorRecord]]:
-        """Return (name without the prefix `start`, record) of the tensors with this prefix."""
+        """Return (name without prefix, record) for tensors whose name begins with `start`."""
         return (
             (name.removeprefix(start), record)
             for name, record in self.tensors.items()
@@ -256,7 +257,7 @@ def load_trained(
     """
     checkpoints = candidates(place_of(folder), tag)
     if not checkpoints:
-        raise CheckpointError(f"{folder}: no checkpoint is there")
+        raise CheckpointError(f"{folder}: contains no checkpoint")
     for checkpoint in checkpoints:
         try:
             reader = Reader(checkpoint)

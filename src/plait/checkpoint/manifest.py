@@ -130,7 +130,7 @@ def read_json(kind: type[M], path: Place, *, sha256: str | None = None) -> M:
 
     if sha256 is not None and digest(text) != sha256:
         raise CheckpointError(
-            f"{path} is not what was written: its sha256 is {digest(text)[:12]}... and not"
+            f"{path} was changed after it was written: its sha256 is {digest(text)[:12]}... and not"
             f" {sha256[:12]}..."
         )
     try:

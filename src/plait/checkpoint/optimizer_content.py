@@ -352,8 +352,8 @@ def _refuse_tensor_subclass(optimizer: Optimizer, value: torch.Tensor, state_nam
     kind = type(local_tensor(value.detach()))
     if kind is not torch.Tensor:
         raise CheckpointError(
-            f"{type(optimizer).__name__} keeps {state_name} as a {kind.__name__}, whose parts no"
-            " other layout can cut; use optimizer.states for states of 8 or 4 bits"
+            f"{type(optimizer).__name__} stores {state_name} as a {kind.__name__}, which cannot be"
+            " resharded for another layout; use optimizer.states for states of 8 or 4 bits"
         )
 
 
@@ -362,7 +362,7 @@ def _refuse_rank_local_state(
 ) -> None:
     """Refuse a plain tensor of the shape of a sharded parameter's local shard.
 
-    It belongs to this rank alone. A checkpoint would contain only one of the ranks' tensors.
+    Its values differ between ranks, and a checkpoint would contain only one of the ranks' tensors.
     """
     if not isinstance(parameter, DTensor) or isinstance(value, DTensor) or not value.ndim:
         return

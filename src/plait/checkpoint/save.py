@@ -98,7 +98,7 @@ def snapshot(
         tag: Name of the checkpoint's folder in it.
         mesh: Mesh of the engine.
         tensors: Sharded or replicated tensors, by names that all ranks of a pipeline stage share.
-        own: Tensors of this rank alone.
+        own: Tensors that only this rank has.
         values: JSON values of the pipeline stage.
         metadata: JSON values of the checkpoint. Those of rank 0 are written.
 
@@ -194,7 +194,8 @@ class _Save:
             if not missing:
                 raise
             raise CommunicationError(
-                f"{error}; not written yet: {', '.join(missing[:4])}; is a disk slow or full?"
+                f"{error}; not written yet: {', '.join(missing[:4])}; check whether a disk is slow"
+                " or full"
             ) from error
 
     def _unwritten_files(self) -> list[str]:
@@ -272,7 +273,10 @@ class _Save:
     def _observers(
         self, counted: set[str], content: ContentHash, own_content: ContentHash
     ) -> dict[str, Observer]:
-        """Return what adds each tensor to a hash. Every element of the checkpoint is added once."""
+        """Return an observer per tensor that adds it to a hash.
+
+        Over all ranks, every element of the checkpoint is added once.
+        """
         coordinates = self._mesh.coordinates
         degrees = self._mesh.layout.all_degrees
         observers: dict[str, Observer] = {}
@@ -316,7 +320,11 @@ class _Save:
 
 
 def _wait_and_join(folder: Place, tag: str, token: str) -> Commit:
-    """Return this rank's commit as soon as it sees the folder that rank 0 made."""
+    """Wait until the folder that rank 0 made is visible, and return this rank's `Commit`.
+
+    Raises:
+        CheckpointError: The folder has not become visible in time.
+    """
     deadline = time.monotonic() + SEEN_WITHIN
     while True:
         commit = join(folder, tag, token)

@@ -301,7 +301,7 @@ def _read_from_store(
     if entry.size:
         raw = bytearray(path.read_bytes(entry.offset, entry.offset + entry.size))
     if len(raw) != entry.size:
-        raise CheckpointError(f"{path} ends within a tensor; it was cut while it was read")
+        raise CheckpointError(f"{path} ends within a tensor: it was truncated while it was read")
     # torch.frombuffer refuses empty buffers.
     tensor = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
     return tensor.reshape(shape)
@@ -373,7 +373,8 @@ def verify_shards(
         entries: Selects the tensors to compare by name.
 
     Raises:
-        CheckpointError: Names the file and the first tensor that is not what was written.
+        CheckpointError: A tensor or the header was changed after it was written. The error names
+            the file and the first such tensor.
     """
     check_size(path, manifest)
     try:
@@ -381,10 +382,10 @@ def verify_shards(
             offsets = (entry.offset for entry in manifest.entries.values())
             header_size = min(offsets, default=manifest.size)
             if _digest(stream, 0, header_size) != manifest.header_sha256:
-                raise CheckpointError(f"{path}: its header is not what was written")
+                raise CheckpointError(f"{path}: its header was changed after it was written")
             for name, entry in manifest.entries.items():
                 if entries(name) and _digest(stream, entry.offset, entry.size) != entry.sha256:
-                    raise CheckpointError(f"{path}: the bytes of {name} are not what was written")
+                    raise CheckpointError(f"{path}: {name} was changed after it was written")
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
 

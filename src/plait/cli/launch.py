@@ -67,7 +67,7 @@ def launch(
         _machine_option(*PROCESSES, metavar="N", help="Processes: a number, gpu, cpu or auto."),
     ] = None,
     standalone: Annotated[
-        bool, _machine_option("--standalone", help="Use this machine alone, as without --nnodes.")
+        bool, _machine_option("--standalone", help="Use only this machine, as without --nnodes.")
     ] = False,
     log_dir: Annotated[
         Path | None,
@@ -208,7 +208,7 @@ def launch(
     rule = "given together with --hostfile, which defines the machines and their ranks"
     if on_this_machine:
         rule = (
-            "given together with --include or --exclude of localhost, which is this machine alone"
+            "given together with --include or --exclude of localhost, which uses only this machine"
         )
     refuse_options(
         {
@@ -261,7 +261,7 @@ def _warn_of_nested_launchers(settings: LaunchSettings) -> None:
         warn(
             f"plait launch is itself process {outer.rank} of {outer.world_size} of {outer.launcher}"
             f" ({outer.names[0]}, {outer.names[1]}), and each of them starts {settings.processes}"
-            " processes of its own: start it once per machine, with --nnodes and --rdzv-endpoint,"
+            " processes: start it once per machine, with --nnodes and --rdzv-endpoint,"
             f" or let {outer.launcher} start the script without plait launch"
         )
 
@@ -384,7 +384,7 @@ def _refuse_contradictions(
         Problem(
             name,
             value,
-            "given together with --standalone, which is this machine alone",
+            "given together with --standalone, which uses only this machine",
             "leave one of them out",
         )
         for name, value in with_standalone.items()

@@ -88,11 +88,11 @@ MasterPort = Annotated[
 ]
 RdzvEndpoint = Annotated[
     str | None,
-    machines_option(metavar="HOST:PORT", help="Meeting point, the same on all machines."),
+    machines_option(metavar="HOST:PORT", help="Rendezvous endpoint, the same on all machines."),
 ]
 RdzvId = Annotated[
     str | None,
-    machines_option(metavar="NAME", help="Name of the job at the meeting point."),
+    machines_option(metavar="NAME", help="Name of the job at the rendezvous endpoint."),
 ]
 
 MaxRestarts = Annotated[

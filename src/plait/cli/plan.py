@@ -266,6 +266,6 @@ def _check_files(
         if file is not None and file.exists() and out.samefile(file):
             is_input = ", is the file to plan for"
         raise InputError(
-            f"--out {out}: exists{is_input}, and is not as `plait plan` wrote it; give another"
-            " name, or add --force to replace it"
+            f"--out {out}: exists{is_input}, and is not an unchanged output of `plait plan`; use"
+            " another name, or add --force to replace it"
         )

@@ -174,14 +174,14 @@ def tensor_of(numbers: Any, *, dtype: torch.dtype, device: torch.device) -> torc
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the peak memory of tensors since `reset_peak`, or since the start."""
+    """Return the peak allocated memory since `reset_peak`, or since the start of the process."""
     import torch
 
     return int(torch.accelerator.max_memory_allocated(device))
 
 
 def reset_peak(device: torch.device) -> None:
-    """Start to measure the peak memory of tensors anew. Nothing on a CPU."""
+    """Reset the statistics of peak memory. This does nothing on a CPU."""
     import torch
 
     if is_accelerator(device):

@@ -38,7 +38,7 @@ def process_bytes(process: int) -> int:
 
 
 def _field(path: Path, name: str) -> int:
-    """Return the number behind a name at the beginning of a line.
+    """Return the number after a name at the beginning of a line.
 
     Raises:
         StopIteration: No line begins with the name.
@@ -48,9 +48,9 @@ def _field(path: Path, name: str) -> int:
 
 
 def trim_heap() -> None:
-    """Return memory that was freed to the system, which the C library would keep for reuse.
+    """Give freed heap memory, which the C library keeps for reuse, back to the system.
 
-    Nothing happens with a C library that does not support it.
+    This does nothing if the C library has no `malloc_trim`.
     """
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

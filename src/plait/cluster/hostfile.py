@@ -143,7 +143,7 @@ def select(
         if slots:
             selected.append(HostfileEntry(host.name, slots))
     if not selected:
-        raise ConfigError(Problem(option, text, "leaves no machine", "leave some slots in"))
+        raise ConfigError(Problem(option, text, "leaves no machine", "select at least one slot"))
     return tuple(selected)
 
 

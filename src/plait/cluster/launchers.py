@@ -15,7 +15,7 @@ from plait.errors import ConfigError, Problem
 
 @dataclass(frozen=True)
 class Claim:
-    """Place of this process according to a launcher's variables. None means that it is not set.
+    """Rank and sizes of this process according to a launcher's variables. None stands for unset.
 
     Attributes:
         launcher: Name of the launcher for messages.
@@ -23,7 +23,7 @@ class Claim:
         world_size: Number of processes.
         local_rank: Rank among the processes of this machine.
         local_world_size: Number of processes of this machine.
-        node_rank: Number of this machine.
+        node_rank: Rank of this machine among the machines.
         names: Variables for rank, size, local rank and local size, for messages.
         meeting_point: `host:port` at which the processes meet, if the launcher implies one.
     """

@@ -143,7 +143,7 @@ class Layout:
         return coordinates
 
     def rank(self, **coordinates: int) -> int:
-        """Return the rank at coordinates of either view, see Note [Two views of a stage].
+        """Return the rank at coordinates of one of the views in Note [Two views of a stage].
 
         Dimensions that are not passed are 0.
         """

@@ -41,7 +41,7 @@ def store_of_next_group(rank_info: RankInfo, timeout: timedelta) -> dist.Store:
         timeout: Longest time to wait for the other processes.
 
     Raises:
-        ConfigError: No meeting point is configured.
+        ConfigError: No rendezvous address is configured.
     """
     if rank_info.world_size == 1:
         return dist.HashStore()

@@ -80,12 +80,12 @@ class Groups:
 
 @dataclass(frozen=True)
 class Levels:
-    """Group with equally many ranks on each of several machines, and its parts by machine.
+    """Two-level view of a group that has equally many ranks on each of several machines.
 
     Attributes:
-        whole: The group.
-        inside: Its ranks on this machine.
-        across: One rank per machine, which are those with this rank's position on their machine.
+        whole: The complete group.
+        inside: Ranks of the group on this machine.
+        across: One rank per machine: the ranks with the same position on their machine as this one.
     """
 
     whole: dist.ProcessGroup
@@ -284,10 +284,10 @@ class Mesh:
         )
 
     def host_group(self) -> dist.ProcessGroup | None:
-        """Create a gloo group of all ranks for a thread of its own. Collective.
+        """Create a gloo group of all ranks that only one thread uses. Collective.
 
         Returns:
-            None for a single process.
+            The group, or None for a single process.
         """
         if self.layout.world_size == 1:
             return None
@@ -353,7 +353,7 @@ class Mesh:
         return levels, len(ranks_per_node)
 
     def _adopt(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """Let this mesh destroy a group that was created for it."""
+        """Register a group that was created for this mesh, which destroys it later."""
         # torch uses the default group for a dimension with all ranks.
         if group is not dist.group.WORLD:
             self.made.append(group)
@@ -496,7 +496,8 @@ def _check_world_size(layout: Layout, *, is_new: bool) -> None:
         # The caller may try another layout.
         dist.destroy_process_group()
     rule = f"the layout needs {layout.world_size} processes and {world_size} exist"
-    raise ConfigError(Problem("parallel", str(layout), rule, f"start {layout.world_size}"))
+    remedy = f"start {layout.world_size} processes, or change the layout"
+    raise ConfigError(Problem("parallel", str(layout), rule, remedy))
 
 
 _mesh_count = 0
@@ -521,7 +522,7 @@ def join(*, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
     Nothing happens if there is one already.
 
     Raises:
-        ConfigError: No meeting point is configured.
+        ConfigError: No rendezvous address is configured.
     """
     if not dist.is_initialized():
         rank_info = place()

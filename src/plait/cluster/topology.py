@@ -241,13 +241,13 @@ def default_processes() -> int:
 
 
 def init_method() -> str:
-    """Return the meeting point of this launch as torch's `init_process_group(init_method=...)`.
+    """Return the `init_method` for torch's `init_process_group` in this launch.
 
-    It is `env://` if MASTER_ADDR and MASTER_PORT are set. Under srun without them it is the first
-    host of the step, with a port that is derived from the job.
+    It is `env://` if MASTER_ADDR and MASTER_PORT are set. Under srun without either of them it is a
+    TCP address of the first host of the job step, with a port that is derived from the job.
 
     Raises:
-        ConfigError: Neither is known.
+        ConfigError: A variable is missing, and the launcher does not imply an address.
     """
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if not missing:
@@ -284,10 +284,16 @@ def _existing_group() -> tuple[int, int, str] | None:
 
 
 def _check_against_group(claimed: Claim | None, rank: int, world_size: int, backend: str) -> Claim:
-    """Return the launcher's claim, or else that of the existing process group.
+    """Return rank and world size as the launcher set them, or as the process group has them.
+
+    Args:
+        claimed: Values of the launcher, or None if no launcher is recognized.
+        rank: Rank in the existing process group.
+        world_size: Size of the group.
+        backend: Backend of the group.
 
     Raises:
-        ConfigError: They contradict each other.
+        ConfigError: The launcher and the process group contradict each other.
     """
     if claimed is None:
         return Claim(launcher="the process group", rank=rank, world_size=world_size)

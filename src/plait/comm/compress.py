@@ -86,7 +86,7 @@ class PersistentTensors:
 
     @property
     def aside(self) -> list[torch.Tensor]:
-        """All tensors in memory that are not in `state`."""
+        """Tensors that are kept in memory besides `state`: new values and spare buffers."""
         return [*self._changed.values(), *self._spare.values()]
 
     def end_step(self, *, skipped: bool) -> None:
@@ -156,7 +156,7 @@ class QuantisedBuckets(_TwoMessageBuckets):
         self._group = group
         self._bits = bits
         self._rows: list[torch.Tensor | None] = []
-        """Each bucket as slices of their owners [ranks, slice], with zeros behind the bucket's end.
+        """Each bucket as one slice per rank [ranks, slice], padded with zeros at the end.
 
         None for a bucket that is summed uncompressed.
         """

@@ -62,7 +62,7 @@ class Cost:
 
 
 def measured_cost(samples: Sequence[tuple[int, float]]) -> Cost:
-    """Fit a cost to measurements of (bytes, seconds) and store them in it.
+    """Return a cost that is fitted to measurements of (bytes, seconds) and contains them.
 
     Disturbances only add time. If a larger tensor took less time than a smaller one, the smaller
     measurement was disturbed and is lowered to the larger one's time.
@@ -78,7 +78,7 @@ def measured_cost(samples: Sequence[tuple[int, float]]) -> Cost:
 
 
 def fit(samples: Sequence[tuple[int, float]]) -> Cost:
-    """Return the cost with the least squared relative errors. Neither part is negative.
+    """Fit a cost by least squares of the relative errors, with both terms at least 0.
 
     Args:
         samples: (bytes, seconds) of at least two sizes.
@@ -98,7 +98,7 @@ def fit(samples: Sequence[tuple[int, float]]) -> Cost:
     fixed = (t1 * s22 - t2 * s12) / determinant
     per_byte = (t2 * s11 - t1 * s12) / determinant
 
-    # If one part is negative, the best nonnegative solution has 0 there.
+    # If one term is negative, it is 0 in the best nonnegative solution.
     if fixed < 0:
         return Cost(0.0, t2 / s22)
     if per_byte < 0:

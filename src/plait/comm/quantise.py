@@ -148,7 +148,7 @@ class Packing:
             raise ModelError(
                 f"compressed gradients: {numel} elements of a unit are to be reduced, but its"
                 f" trainable parameters have {total} on this rank: a step left some of them unused;"
-                " set parallel.unused_parameters = true, or compress nothing"
+                " set parallel.unused_parameters = true, or do not compress"
             )
         factor = numel // total
         return cls(tuple(Segment(s.numel * factor, s.matrix) for s in segments), bits)
@@ -196,12 +196,12 @@ class Packing:
         *,
         into: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return rows [rows, n] as uint8 [rows, row_bytes].
+        """Quantize rows [rows, n], and return them as uint8 [rows, row_bytes].
 
         Args:
             rows: Rows of floating-point numbers.
-            error: Residual [rows, padded] that is added to the matrices first.
-            into: Receives the new residual, that is what the packing loses. Without it `error` is
+            error: Residual [rows, padded] of earlier steps, which is added before quantization.
+            into: Receives the new residual: the quantization error. Without it `error` is
                 overwritten.
         """
         value = self.matrices(rows)

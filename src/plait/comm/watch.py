@@ -79,8 +79,8 @@ class Watch:
     """Watch of one process. `WATCH` is the only instance outside of tests.
 
     Attributes:
-        board: Board of the process. None while nothing is watched; a single process waits for
-            nobody.
+        board: Board of the process. None while nothing is watched. A single process is not
+            watched, because it has no other ranks to wait for.
         hang_cause: Cause of the last hang, for the error of the collective that gives up.
     """
 

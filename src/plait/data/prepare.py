@@ -146,7 +146,7 @@ def prepare(
         train, validation = train.split(max(train_tokens, 0))
         note = f"the last {100 * share:.3g} % of the text, as no whole document was chosen"
     if len(train) < 2:
-        raise InputError(f"{corpus.place}: holds {len(train)} training tokens; name more text")
+        raise InputError(f"{corpus.place}: holds {len(train)} training tokens; add more text")
 
     padding = int(tokenizer.eos_token_id)
     cut = _sequence_class(section)
@@ -194,7 +194,7 @@ def _prepare_streamed(
     block = sequences.first_block()
     if block.ends and not len(block.train):
         raise InputError(
-            f"{text.place}: holds {len(block.train.stream)} training tokens; name more text"
+            f"{text.place}: holds {len(block.train.stream)} training tokens; add more text"
         )
     note = "none held out"
     if share:

@@ -220,9 +220,9 @@ class StreamedLoader:
         )
         if block.first != state["first"] or self._used > len(block.train):
             raise CheckpointError(
-                f"{text.place}: the text has changed: another document is where the checkpoint goes"
-                f" on, after {self._position:,} sequences; bring the text of that run back, or name"
-                " another run.folder"
+                f"{text.place}: the text has changed: the checkpoint continues after"
+                f" {self._position:,} sequences, and another document is at that position; restore"
+                " the text of that run, or use another run.folder"
             )
         self._block = block
         self._epoch_is_empty = False

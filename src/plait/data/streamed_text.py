@@ -54,7 +54,7 @@ class StreamedText:
         """
         documents = list(islice(self.read(), _FINGERPRINT_DOCUMENTS))
         if not documents:
-            raise InputError(f"{self.place}: holds no rows; name more text")
+            raise InputError(f"{self.place}: holds no rows; add more text")
         return digest([self.section.format, self.section.field, self.section.split, *documents])
 
 

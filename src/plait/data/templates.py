@@ -39,8 +39,8 @@ def encoder(
     if form == "chat" and not has_template:
         name = getattr(tokenizer, "name_or_path", "") or "the tokenizer"
         raise InputError(
-            f'data.format = "chat": {name} has no chat template; set data.tokenizer to one that'
-            ' has, or use "instruct"'
+            f'data.format = "chat": {name} has no chat template; set data.tokenizer to a tokenizer'
+            ' with a chat template, or use "instruct"'
         )
     if not getattr(tokenizer, "is_fast", False):
         raise InputError(
@@ -161,8 +161,8 @@ def _encode_with_template(
     )
     if template.reads_clock():
         raise InputError(
-            "the chat template reads the clock, so a row would be other text each time; use one"
-            " with a fixed date"
+            "the chat template reads the clock, so the text of a row would depend on the time; use"
+            " a template with a fixed date"
         )
     messages = []
     weights = []

@@ -1,6 +1,6 @@
 """Sources of text: documents in a fixed order, and a fingerprint of their content.
 
-The order depends on the names of files alone, never on the order of the file system. A document
+The order depends only on the names of files, never on the order of the file system. A document
 that cannot be read is an error that names it; none is skipped silently.
 """
 

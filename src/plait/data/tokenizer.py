@@ -80,7 +80,7 @@ def _training_text(corpus: Corpus, fraction: float) -> Iterator[str]:
             yield document
     if is_empty:
         raise InputError(
-            f"{corpus.place}: there is no text to train on; name more, or lower"
+            f"{corpus.place}: there is no text to train on; add files with text, or lower"
             " data.validation_fraction"
         )
 

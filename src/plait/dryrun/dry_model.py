@@ -244,8 +244,8 @@ def handed_on(model: nn.Module, parts: Parts, batch: dict[str, torch.Tensor]) ->
     name = type(model).__name__
     if width is None:
         raise ModelError(
-            f"{name} has no config.hidden_size, so what passes between its stages is not known"
-            " beforehand"
+            f"{name} has no config.hidden_size, so the shapes of the activations between its stages"
+            " are not known before a run"
         )
 
     samples, length = batch["input_ids"].shape
@@ -263,8 +263,8 @@ def handed_on(model: nn.Module, parts: Parts, batch: dict[str, torch.Tensor]) ->
         if leaf.dim() != 3 or leaf.shape[-1] != width or not leaf.is_floating_point():
             description = f"a tensor of shape {tuple(leaf.shape)} beside hidden states {width} wide"
             raise ModelError(
-                f"{name}: its blocks return {description}, so what passes between its stages is not"
-                " known beforehand"
+                f"{name}: its blocks return {description}, so the shapes of the activations between"
+                " its stages are not known before a run"
             )
 
         return torch.empty(
@@ -286,7 +286,7 @@ class CountingStore:
         """Do nothing."""
 
     def open(self, index: int) -> _CountingGroup:
-        """Return a group that counts for block `index`."""
+        """Return a group that adds the bytes of its tensors to block `index`."""
         return _CountingGroup(self, index)
 
     def prefetcher(self) -> Callable[[], None]:

@@ -77,7 +77,7 @@ def solved_recompute(
     return recompute.solved(ranks, rank=mesh.coordinates["pp"])
 
 
-def rank_activations(
+def rank_activations(  # noqa: PLR0913 - all are keywords
     model: nn.Module,
     *,
     blocks: tuple[str, ...],
@@ -217,9 +217,9 @@ def _facts(
     """Combine the traces of a stage.
 
     Args:
-        plain: Trace without recomputation and store: what the backward of a block needs on the
-            device.
-        modes: Trace and stored bytes per mode.
+        plain: Trace without recomputation and without offload. Its saved bytes are what the
+            backward of a block needs on the device.
+        modes: Trace, and offloaded bytes per block, by recomputation mode.
     """
     by_mode: dict[BlockMode, StageMode] = {}
     for mode, (trace, stored) in modes.items():

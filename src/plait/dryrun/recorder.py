@@ -60,11 +60,11 @@ class Recorder(LiveStorages):
         self.unit = BACKWARD - 1 - block
 
     def of_block(self, index: int) -> int:
-        """Return the bytes of a block from forward and backward."""
+        """Return the bytes that the forward and the backward of a block have created."""
         return self.bytes[index] + self.bytes[BACKWARD - 1 - index]
 
     def mark(self, direction: Direction, unit: int) -> None:
-        """Begin another moment."""
+        """Begin a moment, unless the same direction and unit are recorded already."""
         if self._now == (direction, unit):
             return
         self._close()
@@ -72,7 +72,7 @@ class Recorder(LiveStorages):
         self._peak, self._peak_with = self._alive(with_gradients=False), self._alive()
 
     def take(self) -> tuple[Moment, ...]:
-        """Return and forget the moments so far."""
+        """Return the moments recorded so far, and start a new list."""
         self._close()
         done = tuple(self._done)
         self._done = []

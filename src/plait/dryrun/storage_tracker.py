@@ -66,14 +66,14 @@ class LiveStorages(TorchDispatchMode):
             self._paused = before
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Do not count these tensors from now on."""
+        """Stop counting tensors."""
         for tensor in tensors:
             storage = local_tensor(tensor.detach()).untyped_storage()
             self._gone(storage_id(storage))
             self._known[storage_id(storage)] = storage
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count these tensors, which existed before."""
+        """Count tensors that existed before the tracker was active."""
         for tensor in tensors:
             self._appeared(local_tensor(tensor.detach()).untyped_storage())
 

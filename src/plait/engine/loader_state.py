@@ -89,9 +89,9 @@ def refuse_misfit(
             if then.get(axis, 1) != degree
         )
         raise CheckpointError(
-            "load_checkpoint(loader=...): each rank of the layout then had a loader of its own,"
-            f" and this layout is another ({different}): samples would be left out or repeated; go"
-            " on with the same layout, or leave `loader` out and begin the epoch again"
+            "load_checkpoint(loader=...): the checkpoint has the position of one loader per rank,"
+            f" and the layout has changed ({different}), so samples would be left out or repeated;"
+            " use the same layout, or leave `loader` out and start the epoch again"
         )
 
 

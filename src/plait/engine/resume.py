@@ -313,11 +313,11 @@ class Resume:
         for group, rate in zip(groups, saved_rates, strict=True):
             if rate is None or _are_equal(group.get("lr"), rate):
                 continue
-            reason = "without the schedule that it had"
+            reason = "without the schedule of the checkpoint"
             if scheduled:
-                reason = "with the schedule as it is now"
+                reason = "with the current schedule"
             self.notes.append(
-                f"the learning rate goes on at {_shown(group.get('lr'))}, {reason}; it was"
+                f"the learning rate continues at {_shown(group.get('lr'))}, {reason}; it was"
                 f" {_shown(rate)}"
             )
             return  # One group is enough to report.

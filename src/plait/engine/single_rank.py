@@ -218,7 +218,7 @@ def _refuse_grouped_products(model: nn.Module, resolved: Resolved) -> None:
     if implementation == "grouped_mm" and dtype != "bfloat16" and find_experts(model):
         raise ModelError(
             f"a dry run on fake tensors: {type(model).__name__} computes its experts in {dtype} by"
-            " torch's grouped products, whose shapes torch infers for bfloat16 alone; set"
+            " torch's grouped_mm, which supports only bfloat16 on fake tensors; set"
             " bf16.enabled = true, or build it with experts_implementation='batched_mm'"
         )
 
@@ -450,7 +450,7 @@ def predict_messages(
     pipeline: PipelineRank,
     micro_batch: dict[str, torch.Tensor],
 ) -> None:
-    """Announce the boundary activations of all pipeline stages to a rank that runs alone.
+    """Announce the shapes of all boundary activations to a rank that runs without other ranks.
 
     Args:
         model: The model.

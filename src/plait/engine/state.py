@@ -1,7 +1,8 @@
 """Contents of a training state, saved to and loaded from a checkpoint.
 
-Note [Errors of one rank] Work that may fail on a single rank runs in `run_on_all_ranks`. All ranks
-    then raise the error, instead of waiting for the failed rank in the next collective.
+Note [Errors of one rank]
+    Work that may fail on a single rank runs in `run_on_all_ranks`. All ranks then raise the error,
+    instead of waiting for the failed rank in the next collective.
 """
 
 from __future__ import annotations
@@ -377,8 +378,8 @@ def _training_changes(
     notes = []
     if added:
         notes.append(
-            f"{len(added)} parameters, first {added[0]}, are trained now and were not then: their"
-            " optimizer states begin anew"
+            f"{len(added)} parameters, first {added[0]}, are trained now and were not when the"
+            " checkpoint was written: their optimizer states start empty"
         )
     if removed:
         notes.append(

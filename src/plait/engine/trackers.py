@@ -198,7 +198,7 @@ class EngineTrackers:
         atexit.register(self.close)
 
     def add_loss(self, loss: torch.Tensor) -> None:
-        """Take the mean loss of one micro-batch of this rank."""
+        """Record the mean loss of one micro-batch of this rank."""
         self._losses.append(loss.detach())
 
     def end_step(
@@ -233,11 +233,11 @@ class EngineTrackers:
             self._record(self._queued.popleft())
 
     def drop_losses(self) -> None:
-        """Forget the micro-batches of a step that is not taken."""
+        """Drop the losses of a step that does not take place."""
         self._losses = []
 
     def close(self) -> None:
-        """Record what is queued, and end the run in every tracker."""
+        """Record the queued steps, and end the run in every tracker."""
         atexit.unregister(self.close)
         while self._queued:
             self._record(self._queued.popleft())

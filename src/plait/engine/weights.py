@@ -1,4 +1,4 @@
-"""Weights of an engine: all of them in one process, and those of a checkpoint alone."""
+"""Full weights of an engine in one process, and loading of only the weights of a checkpoint."""
 
 from __future__ import annotations
 

@@ -116,12 +116,12 @@ class RanksAccelerator(accelerate.Accelerator):
 
     @property
     def evaluates_alone(self) -> bool:
-        """True inside of `alone`."""
+        """True inside of the context `alone`, where each rank evaluates its own batch only."""
         return self._alone
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Make each rank compute about its own batch only, inside of the context."""
+        """Return a context in which each rank computes results for its own batch only."""
         self._alone = True
         try:
             yield
@@ -130,10 +130,10 @@ class RanksAccelerator(accelerate.Accelerator):
 
     @contextmanager
     def counting(self, *, present: int | None) -> Iterator[None]:
-        """Gather from the first ranks only, inside of the context.
+        """Return a context in which `gather` reads from the first data-parallel ranks only.
 
         Args:
-            present: Number of data-parallel ranks with a batch of their own. None: all ranks.
+            present: Number of data-parallel ranks that have a batch. None stands for all.
         """
         before = self.present
         self.present = present
@@ -144,7 +144,7 @@ class RanksAccelerator(accelerate.Accelerator):
 
     @contextmanager
     def own_counts(self) -> Iterator[None]:
-        """Make `gather` return this rank's tensor alone, inside of the context."""
+        """Return a context in which `gather` returns only this rank's tensor."""
         before = self._own_counts
         self._own_counts = True
         try:

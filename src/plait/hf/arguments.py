@@ -106,8 +106,8 @@ def _refuse_other_trainer(original: Any) -> Any:
             argument = "fsdp"
         if argument is not None and not getattr(self, "trains_with_plait", False):
             raise InputError(
-                f"{type(self).__name__} got TrainingArguments({argument}=...), which Plait takes"
-                " since `plait.hf` was imported, and it is not Plait's; use plait.hf.Trainer, or"
+                f"{type(self).__name__} got TrainingArguments({argument}=...), which only Plait's"
+                " Trainers handle once `plait.hf` is imported; use plait.hf.Trainer, or"
                 f" plait.hf.wrap({type(self).__name__})"
             )
         original(self)

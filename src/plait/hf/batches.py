@@ -165,7 +165,7 @@ class OwnRounds(Rounds):
             yield batch
 
     def present(self, position: int) -> int:
-        """Return the number of ranks: each has a batch of its own in every round."""
+        """Return the number of ranks, because every rank has a batch in every round."""
         return self.ranks
 
 

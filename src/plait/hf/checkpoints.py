@@ -172,8 +172,8 @@ class CheckpointMixin:
             )
         if place().rank == 0:
             warn(
-                f"{resume_from_checkpoint} has no state of Plait's optimizer: its weights are"
-                " loaded, and the optimizer begins anew"
+                f"{resume_from_checkpoint} has no optimizer state of Plait: its weights are loaded,"
+                " and the optimizer starts without state"
             )
         super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
 

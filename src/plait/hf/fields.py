@@ -161,7 +161,7 @@ FIELDS: dict[str, ArgumentField] = {
     ),
     "tf32": _honoured(),
     "activation_checkpointing": _honoured(
-        "as parallel.recompute of Plait: every block keeps its input alone"
+        "as parallel.recompute of Plait: every block keeps only its input"
     ),
     "activation_checkpointing_kwargs": ArgumentField(
         "refused",
@@ -203,8 +203,8 @@ FIELDS: dict[str, ArgumentField] = {
     "torch_empty_cache_steps": _honoured("but in a pipeline"),
     "auto_find_batch_size": ArgumentField(
         "refused",
-        "it trains again with a smaller batch after memory ran out, and a sharded model cannot"
-        " begin anew",
+        "it restarts training with a smaller batch when memory runs out, and a sharded model cannot"
+        " be restarted",
         "leave it out; `plait plan` says what fits",
     ),
     "logging_strategy": _honoured(),

@@ -157,10 +157,10 @@ def generated(
 
 @contextmanager
 def answering(model: Any, tokens: torch.Tensor) -> Iterator[None]:
-    """Make `model.generate(...)` return the given tokens inside of the context.
+    """Return a context in which `model.generate(...)` returns the given tokens.
 
-    The Trainer's own code then pads them, and computes the loss of the batch. Its changes of the
-    model's generation_config are undone.
+    The Trainer's own code then pads them, and computes the loss of the batch. Changes that it makes
+    to the model's `generation_config` are undone at the end.
     """
     config = model.generation_config
     model.generation_config = deepcopy(config)

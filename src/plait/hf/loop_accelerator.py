@@ -169,9 +169,9 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
             return None
         if len(optimizers) > 1 or self.engine is not None:
             raise InputError(
-                "plait.hf.Accelerator trains one model with one optimizer, of several parameter"
-                " groups where they differ; for several models call plait.parallelize(model,"
-                " config) for each"
+                "plait.hf.Accelerator trains one model with one optimizer; use parameter groups for"
+                " different settings, and for several models call plait.parallelize(model, config)"
+                " for each"
             )
         groups = optimizers[0].param_groups
         updated = {id(parameter) for group in groups for parameter in group["params"]}
@@ -332,7 +332,7 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
             self._announce_micro_batch()
 
     def _announce_micro_batch(self) -> None:
-        """Tell the engine, before a forward, whether the gradients of it will be reduced."""
+        """Tell the engine before a forward whether the gradients of it will be reduced."""
         if self.engine is not None:
             self.engine.set_gradient_accumulation_boundary(not self._holding)
             self.engine.sharded.before_microbatch(last=not self._holding)
@@ -340,8 +340,8 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run the backward of a micro-batch from its mean loss. Collective.
 
-        The loss is divided by `gradient_accumulation_steps`. Gradients are means over the ranks
-        that have a batch of their own.
+        The loss is divided by `gradient_accumulation_steps`. Gradients are averaged over the ranks
+        that have a batch.
         """
         engine = self._require_engine("backward")
         if kwargs:
@@ -365,7 +365,7 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
         engine.backward(loss * (factor * self._steps / self.gradient_accumulation_steps))
 
     def _ranks_with_batch(self) -> int:
-        """Return how many data-parallel ranks, the first ones, have a batch of their own now."""
+        """Return how many data-parallel ranks have a batch now. They are the first ones."""
         loader = self.gradient_state.active_dataloader
         if loader is None or not loader.end_of_dataloader:
             return self.num_processes
@@ -510,9 +510,9 @@ class LoopOptimizer(EngineOptimizerProxy):
             self._accelerator._announce_micro_batch()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the step so far if it is at its end, as Accelerate does.
+        """Drop gradients that no step has used, at the end of the accumulation, as Accelerate does.
 
-        `step` has dropped the gradients that it used.
+        Between the micro-batches of a step this does nothing. `step` drops the gradients it uses.
         """
         dropped = self.engine.sharded.guard.backwards
         if not dropped or not self._accelerator.sync_gradients:

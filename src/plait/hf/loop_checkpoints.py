@@ -84,7 +84,8 @@ class LoopCheckpoints:
         engine = self._require_engine("load_state")
         if input_dir is None or load_kwargs or kwargs:
             raise InputError(
-                "accelerator.load_state takes the folder of save_state, and no other argument"
+                "accelerator.load_state takes only the folder of a save_state; pass no other"
+                " arguments"
             )
         loaded = None
         if (Path(input_dir) / TAG).is_dir():
@@ -167,14 +168,14 @@ class DrawnOrder:
         yield from self.sampler
 
     def state(self, *, reading: bool) -> torch.Tensor:
-        """Return the state from which a resumed run draws its first order.
+        """Return the generator state from which a resumed run draws the order of its first epoch.
 
         Args:
-            reading: Whether an epoch is being read. If so, it is the state at the start of that
-                epoch, and otherwise that of the next one.
+            reading: Whether an epoch is being read. Then the result is the state at the start of
+                that epoch. Otherwise it is the state at the start of the next one.
         """
         return self._epoch_start if reading else self.sampler.generator.get_state()
 
     def restore(self, state: torch.Tensor) -> None:
-        """Draw the order of the next epoch from a state."""
+        """Set the generator to a state, from which it draws the order of the next epoch."""
         self.sampler.generator.set_state(state)

@@ -72,8 +72,8 @@ def refuse_arguments(arguments: dict[str, Any]) -> None:
     for name, default in _DATA.items():
         if data is not None and getattr(data, name, default) != default:
             raise InputError(
-                f"DataLoaderConfiguration({name}={getattr(data, name)}) cannot be honoured: Plait"
-                " shares the batches between ranks itself, each sample once; leave it out"
+                f"DataLoaderConfiguration({name}={getattr(data, name)}) is not supported: Plait"
+                " splits the batches over ranks itself, each sample once; leave it out"
             )
     project = arguments.get("project_config")
     if getattr(project, "automatic_checkpoint_naming", False):

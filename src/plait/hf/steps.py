@@ -72,12 +72,12 @@ def step_of(
     """Return the step of the next micro-batches of a loader.
 
     Args:
-        plan: The object that knows which batches are this rank's own, or None if all are.
-        position: Number of micro-batches that were read of the epoch.
+        plan: Tells how many ranks have a batch of their own. None if every rank has one.
+        position: Number of micro-batches that have been read from the epoch.
         count: Number of micro-batches of the step.
         ranks: Number of data-parallel ranks.
-        index: This rank's index among them.
-        filled: Number of additional micro-batches that no rank has.
+        index: Index of this rank among the data-parallel ranks.
+        filled: Number of repeated micro-batches that complete the step and do not count.
     """
     present = [ranks] * count
     if plan is not None:

@@ -105,7 +105,7 @@ class Adapter:
             )
         except (ValueError, TypeError) as error:
             raise InputError(
-                f"--adapter {self.folder}: PEFT cannot put it on the model:"
+                f"--adapter {self.folder}: PEFT cannot add it to the model:"
                 f" {str(error).splitlines()[0]}"
             ) from error
 

@@ -71,7 +71,7 @@ class Devices:
 
 @dataclass(frozen=True)
 class DeploymentBytes:
-    """Bytes on one device, and bytes that are kept elsewhere for it."""
+    """Bytes that inference uses on one device, and in host memory and files for that device."""
 
     memory: int
     """Memory that may be used: a share of the free memory, or the budget."""
@@ -123,7 +123,7 @@ class Deployment:
 
 
 def devices_here() -> Devices:
-    """Return the devices of this machine and their memory that is free now."""
+    """Return the devices of this machine and the memory that is currently free."""
     on_gpu = bool(device_count())
     free = free_bytes(torch.device(accelerator.NAME if on_gpu else "cpu"), 1)
     free_on_host = free_host_bytes()
@@ -191,8 +191,8 @@ def deploy_streamed(
     _check_offloaded_cache(work, on)
     if gpu_budget is not None and not on.on_gpu:
         raise InputError(
-            "--gpu-budget: no GPU is visible here; give --cpu-budget, to compute on the CPU"
-            " within it"
+            "--gpu-budget: this machine has no visible GPU; use --cpu-budget instead, to compute on"
+            " the CPU"
         )
     budget = gpu_budget if on.on_gpu else cpu_budget
     if budget is None:
@@ -339,10 +339,10 @@ def _check_offloaded_cache(work: InferenceWork, on: Devices) -> None:
 
 
 def _remaining_host_bytes(host_bytes: int, cache: int) -> int:
-    """Return the host memory that keys and values leave.
+    """Return the host memory that is left beside an offloaded KV cache.
 
     Raises:
-        InputError: They do not fit.
+        InputError: The KV cache does not fit.
     """
     if cache > host_bytes:
         raise InputError(

@@ -39,7 +39,7 @@ _COMPUTE_DTYPE = torch.bfloat16
 _LENGTHS = (2, 1)
 """Tokens of the two forwards. States have their full size after the first token."""
 _LONG_LENGTHS = (1023, 1024)
-"""Tokens of the two forwards of a model with layers of its own in its cache.
+"""Tokens of the two forwards of a model whose cache has layers of custom classes.
 
 Such a layer may grow only once in many tokens.
 """
@@ -292,9 +292,9 @@ _SELECTIONS = (torch.nonzero, torch.Tensor.nonzero)
 class _AnswersWithoutValues(TorchFunctionMode):
     """Function mode that answers reads of values on the meta device.
 
-    Booleans are True, as in a mask over tokens without padding. No token is a padding token,
-    because nothing is contained in a tensor. Selections are empty; they occur in experts, which add
-    nothing to the cache.
+    `bool` of a tensor is True, as for a mask over tokens without padding. `in` is False, so no
+    token is a padding token. `nonzero` returns nothing: only experts call it, and they add nothing
+    to the cache.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

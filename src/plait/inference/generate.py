@@ -136,7 +136,7 @@ def generate(
     gathers_once = gathers and all(rank_flags[0] for rank_flags in flags)
     requests = of_first_rank(sharded, prepared.requests)
     predictor = Predictor(sharded)
-    # A recurrent state would begin anew with each forward over a part of a prompt.
+    # Each forward over a part of a prompt would reset a recurrent state.
     prefill_limit = None if requires_single_prefill(model) else prefill_tokens
     decoder = Decoder(
         sharded,
@@ -300,8 +300,8 @@ def _check_offloaded_cache(sharded: ShardedModel, *, use_cache: bool) -> None:
         )
     if sharded.pipeline is not None:
         raise InputError(
-            "offload_cache: stages of a pipeline keep the layers of their own alone, and cannot"
-            " bring the next; use tp, or pp = 1"
+            "offload_cache: a pipeline stage cannot prefetch the keys and values of the layers of"
+            " other stages; use tp, or pp = 1"
         )
     if not use_cache or not supports_cache(sharded.model):
         raise InputError(

@@ -37,7 +37,7 @@ class Weights(Protocol):
 
 
 def needs_of(model: nn.Module, *, requests: int, tokens: int) -> Needs:
-    """Return what a model of Transformers needs for requests.
+    """Return the memory that a model of Transformers needs for a number of requests.
 
     Args:
         model: The model, on the meta device.

@@ -71,10 +71,10 @@ class Predictor:
         """Error of this rank since the last `compute_on_first`. See Note [Errors of a forward]."""
 
     def logits(self, inputs: dict[str, Any], cache: Any = None) -> LogitsReader:
-        """Run the model.
+        """Run the model and return its logits.
 
         Args:
-            inputs: Arguments of the model. Those that it does not take are dropped.
+            inputs: Arguments of the model. Arguments that it does not accept are dropped.
             cache: KV cache, or None.
 
         Returns:
@@ -165,7 +165,7 @@ class Predictor:
         """Call a function on every rank. Collective over the model's parts.
 
         Raises:
-            Exception: It has failed on one of them, see Note [Errors of a forward].
+            Exception: The function has failed on a rank. See Note [Errors of a forward].
         """
         results: list[T] = []
         try:

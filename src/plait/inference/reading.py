@@ -186,7 +186,9 @@ class FileReader:
         self._threads = DaemonThreads(CONCURRENT_READS, "plait-reads")
 
     def read(self, parts: Sequence[TensorPart], image: FileImage | None = None) -> None:
-        """Read parts of tensors. At the end nothing writes to their memory, also after an error.
+        """Read parts of tensors, and wait until all reads have ended.
+
+        No thread writes to the tensors after this call, even if it raises an error.
 
         Args:
             parts: The parts.
@@ -270,7 +272,7 @@ class FileReader:
         return True
 
     def end(self) -> None:
-        """Let current reads end where they are."""
+        """Request that current reads stop early."""
         self._ended.set()
 
     def close(self) -> None:
@@ -348,13 +350,13 @@ class _OpenFile:
     def refuse_other_bytes(self, path: Path) -> None:
         """Raise CheckpointError if the file has been written to since it was opened.
 
-        Layers of two models would compute together. If the file was replaced, the one that was
-        opened is still read.
+        Otherwise a forward could mix layers of two models. If the path was replaced by a new file,
+        the file that was opened is still read.
         """
         if self._last_write() != self._written:
             raise CheckpointError(
-                f"{path} was written to while its layers were read from it for every token; wait"
-                " until it is complete, and begin again"
+                f"{path} was written to while layers were streamed from it; wait until it is"
+                " complete, and start again"
             )
 
     def _last_write(self) -> tuple[int, int]:

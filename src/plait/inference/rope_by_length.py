@@ -96,7 +96,7 @@ def rope_of_config(config: Any) -> RopeByLength | None:
 def group_requests(
     rope: RopeByLength | None, lengths: Iterable[tuple[int, int]]
 ) -> list[list[int]]:
-    """Group requests whose rotary frequencies are the same in a common batch as alone.
+    """Group requests whose rotary frequencies do not change if they are in one batch.
 
     Args:
         rope: Rotary embedding of the model.

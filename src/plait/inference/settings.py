@@ -249,7 +249,7 @@ def _check_tokens(
             last = "" if vocabulary is None else f" to {vocabulary - 1}"
             raise InputError(
                 f"{name} has token {token}, and the model's tokens are 0{last}; leave it out, or"
-                " give one of these"
+                " use tokens of the model"
             )
 
 

@@ -107,7 +107,7 @@ class Source:
         except Exception as error:  # invalid JSON and invalid values raise different errors
             raise InputError(
                 f"--model {self.name}: the generation settings of generation_config.json, or of"
-                f" config.json where there is none, cannot be read ({first_line(error)}); correct"
+                f" config.json if it is missing, cannot be read ({first_line(error)}); correct"
                 " or remove them"
             ) from error
         return model
@@ -191,7 +191,7 @@ class Source:
         except Exception as error:  # tokenizers raises it for a file that it cannot read
             raise InputError(
                 f"--model {self.name}: its tokenizer cannot be loaded ({first_line(error)}); save"
-                " it anew with save_pretrained"
+                " it again with save_pretrained"
             ) from error
 
 
@@ -366,8 +366,8 @@ def open_source(folder: Path, adapter: Path | None = None) -> Source:
     if is_adapter_folder(folder) and not is_of_transformers(folder):
         if adapter is not None:
             raise InputError(
-                f"--model {folder}: is an adapter itself, so --adapter {adapter} would be a second"
-                " one; give the base as --model"
+                f"--model {folder}: is an adapter itself, so it cannot be combined with --adapter"
+                f" {adapter}; pass the base model as --model"
             )
         adapter = folder
         folder = base_folder(folder)

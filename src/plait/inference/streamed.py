@@ -167,8 +167,8 @@ def tensors_to_stream(
                 )
             if tensor.shape != tuple(parameter.shape):
                 raise InputError(
-                    f"{tensor.path}: {name} is {list(tensor.shape)}, and the model's is"
-                    f" {list(parameter.shape)}; is it another model's?"
+                    f"{tensor.path}: {name} has the shape {list(tensor.shape)}, and the model needs"
+                    f" {list(parameter.shape)}; check that the files belong to this model"
                 )
             if tensor.dtype != parameter.dtype:
                 computed = str(parameter.dtype).removeprefix("torch.")
@@ -237,7 +237,7 @@ def _spread_evenly(names: Sequence[str], count: int) -> tuple[str, ...]:
 
 
 def least_budget(model: nn.Module, stored: dict[str, StoredTensor], *, other_bytes: int) -> int:
-    """Return the budget in bytes with which all blocks are streamed that can be, on the CPU."""
+    """Return the smallest budget in bytes on the CPU: that for streaming every movable block."""
     sizes = _movable_blocks(model)
     total = sum(p.numel() * p.element_size() for p in model.parameters())
     slots = _slot_bytes(model, stored, list(sizes), on_cpu=True)

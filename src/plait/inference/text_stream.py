@@ -122,7 +122,10 @@ class TextStream:
 
 
 def _text_behind(before: str, text: str) -> str:
-    """Return what `text` adds to `before`, which may differ from its beginning."""
+    """Return the end of `text` that follows `before`.
+
+    If `text` does not begin with `before`, the prefix of `text` that is most similar is left out.
+    """
     if text.startswith(before):
         return text[len(before) :]
     return text[_closest_prefix(before, text) :]
@@ -131,7 +134,7 @@ def _text_behind(before: str, text: str) -> str:
 def _closest_prefix(before: str, text: str) -> int:
     """Return the length of the prefix of `text` with the smallest edit distance to `before`.
 
-    The text behind it then leaves the fewest wrong characters after `before`.
+    With the text after this prefix appended to `before`, the fewest characters are wrong.
     """
     shorter = min(len(before), len(text))
     same = next((index for index in range(shorter) if before[index] != text[index]), shorter)

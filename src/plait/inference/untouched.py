@@ -1,4 +1,4 @@
-"""Protection of a model in training from changes by a generation."""
+"""Context that undoes the changes that generation makes to a model in training."""
 
 from __future__ import annotations
 

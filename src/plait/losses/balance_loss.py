@@ -104,9 +104,9 @@ def _refuse_statistics(loss: Loss | None, statistics: RouterStatistics) -> None:
 
 
 def without_balance_loss(loss: Any) -> Any:
-    """Return the loss of the tokens alone.
+    """Return the loss of the tokens, without the losses of the routers.
 
-    A pipeline checks this one, because the statistics are sent along with the activations.
+    A pipeline checks only this part, because router statistics are sent with the activations.
     """
     if isinstance(loss, BalancedLoss):
         return loss.inner

@@ -150,9 +150,10 @@ def _sum_of_chunks(head: Head, chunks: Sequence[tuple[torch.Tensor, torch.Tensor
 
 
 def _computes_in_float16(logits: DeferredLogits) -> bool:
-    """Return True if gradients need the loss scale, which only the backward knows.
+    """Return True if the head computes in float16.
 
-    Without it float16 gradients overflow or vanish.
+    Its gradients then overflow or vanish without the loss scale, which is known in the backward
+    only, so they cannot be computed in the forward.
     """
     device = logits.hidden.device.type
     autocast = (

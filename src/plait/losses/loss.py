@@ -3,7 +3,7 @@
 Note [Weight of a loss]
     The engine divides every sum by the global weight of the step, so that a micro-batch with few
     targets counts less than one with many. The division happens before the first backward, so
-    `weight` must follow from the batch alone.
+    `weight` must depend on the batch only.
 """
 
 from __future__ import annotations
@@ -147,12 +147,12 @@ class Weighted:
         return self.total(output, batch)
 
     def weight(self, batch: Any) -> Any:
-        """Return the weight, from the batch alone."""
+        """Return the weight, which depends on the batch only."""
         return self.weigh(batch)
 
 
 def checked_total(result: Any) -> tuple[torch.Tensor, Any]:
-    """Return what a loss returned, if it is (sum, weight).
+    """Check that the result of a loss function is (sum, weight), and return it.
 
     Raises:
         InputError: It is something else, such as a mean.

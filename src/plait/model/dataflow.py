@@ -2,7 +2,7 @@
 
 Note [Tracing without weights]
     A copy of the model runs once. Its parameters, and every value that follows from them, are on
-    the meta device: they have a shape and no value. Values that follow from the batch alone (token
+    the meta device: they have a shape and no value. Values that follow only from the batch (token
     ids, masks, positions) are computed, so code that branches on such values takes its real branch.
 
     For every value, the trace records an `ValueOrigin`: the block from which on it can be computed,
@@ -353,7 +353,7 @@ class ForwardTrace(TorchDispatchMode):
     def block(
         self, index: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        """Run a block. Its output is an origin of its own."""
+        """Run a block. Values that depend on its output originate in this block."""
         self.flow.order.append(index)
         outer = self._inside
         self._inside = index
@@ -552,7 +552,7 @@ class _OuterState:
             self._read.add(self._storages[storage])
 
     def end(self, flow: Dataflow) -> None:
-        """Write to `flow` what the forward has changed."""
+        """Record in `flow` the settings and buffers that the forward has changed."""
         flow.settings = changed_settings(self._settings, self._settings_after_block)
         flow.late_settings = changed_settings(
             self._settings_after_block, outer_settings(self._modules)

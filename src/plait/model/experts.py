@@ -30,7 +30,7 @@ _MARKS = ("num_experts", "is_transposed", "has_gate")
 
 @dataclass(frozen=True)
 class Experts:
-    """Experts of one layer: a module whose parameters count experts in their first dimension."""
+    """Experts of one layer: a module whose parameters have one entry per expert in dimension 0."""
 
     name: str
     """Full name of the module.

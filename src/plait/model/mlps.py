@@ -1,9 +1,10 @@
 """Search for the MLPs of a model's blocks, whose tokens may be computed in tiles.
 
-An MLP takes one tensor of tokens and computes every token from itself alone. This is not concluded
-from names: a copy of the module runs on the CPU with random weights, first on all tokens at once
-and then on each token alone. Experts of Transformers' models count as well. Their router has chosen
-before, and they drop no tokens. The search runs on the model of one process, before it is split.
+An MLP takes one tensor of tokens, and the output for a token depends on that token only. This is
+tested and not concluded from names: a copy of the module runs on the CPU with random weights, first
+on all tokens at once and then on each token separately. Experts of Transformers' models count as
+MLPs as well, because the router runs before them and they drop no tokens. The search runs on the
+model of one process, before it is split.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ def _refuse_other_wide_layers(
             reason = reasons[owner]
         else:
             owner = block
-            reason = "the block computes it itself, and has no MLP as a module of its own"
+            reason = "the block computes it in its own forward instead of in a separate MLP module"
         class_name = type(model.get_submodule(owner)).__name__
         raise ModelError(
             f"{setting}: {name} is not computed in tiles, because of {owner} ({class_name}):"
@@ -142,8 +143,8 @@ def _refuse_other_wide_layers(
 
     if not any(is_inside(name, (block,)) for name in tiled):
         raise ModelError(
-            f"{setting}: {block} ({type(model.get_submodule(block)).__name__}) has no MLP that is"
-            " known; use 0"
+            f"{setting}: no MLP was found in {block} ({type(model.get_submodule(block)).__name__});"
+            " use 0"
         )
 
 
@@ -166,8 +167,8 @@ def _reason_against(module: nn.Module) -> str | None:
     """Return why a module may not compute tokens in tiles, or None if it may."""
     if not takes_one_tensor(module):
         return (
-            "it takes more than one tensor, or has parameters of its own, so it cannot be tried"
-            " alone"
+            "it takes more than one tensor, or has parameters outside of its children, so it cannot"
+            " be tested separately"
         )
     generator = torch.Generator().manual_seed(1)
     with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -179,7 +180,7 @@ def _reason_against(module: nn.Module) -> str | None:
                 if reason != _WRONG_INPUT:
                     return reason
         except Exception as error:  # unknown code that cannot run alone proves nothing
-            return f"it cannot be tried alone ({type(error).__name__}: {error})"
+            return f"it cannot be tested separately ({type(error).__name__}: {error})"
     return "it does not return a tensor of its input's shape"
 
 

@@ -1,4 +1,4 @@
-"""Choice of the outer units: layers outside of the blocks that are sharding units of their own.
+"""Choice of the outer units: layers outside of the blocks that are separate sharding units.
 
 Embeddings and the head can be outer units. The backward of an embedding does not read its weight,
 so its parameters can be freed after the forward. The parameters of a head are needed only from its

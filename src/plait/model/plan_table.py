@@ -64,9 +64,9 @@ def _by_head(
     *counts: str,
     **further: Any,
 ) -> Variant:
-    """Return a variant that divides the heads over the ranks.
+    """Return a variant that splits the heads over the ranks.
 
-    `counts` are the attributes of the attention that count heads.
+    `counts` names the attributes of the attention module that hold a number of heads.
     """
     return Variant({**_split(*attention), **mlp}, counts={attention[0]: counts}, **further)
 
@@ -163,9 +163,9 @@ for _kind in _BERT_FAMILIES:
 
 
 def table_rules(model: nn.Module) -> RuleSet | None:
-    """Return the rules for all base models of the table inside of a model, or None.
+    """Return the rules for all parts of a model that the table lists, or None if it lists none.
 
-    A wrapper may contain several base models.
+    The table lists base models such as `GPT2Model`. A model may contain several of them.
     """
     rules: list[StyleRule] = []
     counts: list[Counts] = []

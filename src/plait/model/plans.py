@@ -1,7 +1,7 @@
 """Tensor-parallel plan of one model for one degree.
 
 The plan has the style of every module and the split dimension of every parameter. It is made and
-checked from shapes alone, before any process group exists. `parallel.tensor` applies it.
+checked from shapes only, before any process group exists. `parallel.tensor` applies it.
 
 Splits follow the rule of `torch.chunk`, so widths and vocabularies need not be divisible by the
 degree; numbers of heads must be. Invariant: `TensorPlan.dims` has an entry for every parameter of
@@ -360,14 +360,14 @@ def _check_tied(model: nn.Module, dims: dict[str, int | None], source: str) -> N
             dim = "no dimension" if dims[name] is None else f"dimension {dims[name]}"
             splits.append(f"{name} along {dim}")
         raise ModelError(
-            f"{source}: one tied parameter would be split {', '.join(splits)}; give its modules"
-            " 'embedding_rowwise' and 'vocab_head', or none a style"
+            f"{source}: one tied parameter would be split {', '.join(splits)}; use the styles"
+            " 'embedding_rowwise' and 'vocab_head' for its modules, or no style for any of them"
         )
 
 
 @dataclass(frozen=True)
 class _SplitSize:
-    """Size that is split over tp, and what it counts."""
+    """Size that tensor parallelism splits, with its unit."""
 
     name: str
     """Name of the module."""

@@ -80,9 +80,10 @@ def can_be_run(module: nn.Module) -> bool:
 
 
 def takes_one_tensor(module: nn.Module) -> bool:
-    """Return True if a module can be called with one argument and nothing else unknown.
+    """Return True if a module can run alone, with random weights, on one tensor.
 
-    It has no parameters outside of its children, and the values of its buffers are available.
+    Its forward requires one argument, it has no parameters outside of its children, and the values
+    of its buffers are available.
     """
     try:
         parameters = inspect.signature(module.forward).parameters.values()

@@ -250,16 +250,16 @@ def _check_need(flow: Dataflow, need: Need, stage: int, begin: int, name: str) -
             where = f"inside {flow.blocks[since]} or before it"
         raise ModelError(
             f"parallel.pp: on stage {stage}, which begins with {flow.blocks[begin]}, {need.what} of"
-            f" {name} uses a value computed {where} and does not pass through the chain of blocks"
+            f" {name} uses a value computed {where} that does not pass through the chain of blocks"
             " (a skip connection, a recorded value, or a decision about hidden states), so the"
             " model cannot be cut there; use parallel.pp = 1"
         )
     if need.origin.random < begin and need.origin.parameters:
         raise ModelError(
             f"parallel.pp: on stage {stage}, {need.what} of {name} follows from random numbers"
-            f" (dropout) that were drawn before {flow.blocks[begin]}, other than through the chain"
-            " of blocks, and each stage would draw its own; set that dropout to 0, or use"
-            " parallel.pp = 1"
+            f" (dropout) that were drawn before {flow.blocks[begin]} and do not pass through the"
+            " chain of blocks, and each stage would draw different ones; set that dropout to 0, or"
+            " use parallel.pp = 1"
         )
 
 

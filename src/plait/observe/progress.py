@@ -51,7 +51,7 @@ class RateWindow:
         return self._count == 0
 
     def add(self, event: StepDone) -> None:
-        """Add a step."""
+        """Add a step, and drop steps that are older than the window."""
         self._count += 1
         if self._count == 2:
             self._steps.clear()
@@ -81,7 +81,7 @@ class ProgressLines:
     """
 
     def __init__(self, console: Console, *, every: int) -> None:
-        """Show a run.
+        """Set up the display of a run.
 
         Args:
             console: The console. A live line is shown if it is a terminal.

@@ -163,7 +163,7 @@ def _require_duration(timeline: Timeline) -> None:
 
 
 def _row_labels(timeline: Timeline) -> tuple[str, list[str]]:
-    """Return the heading and the rows of the columns left of the drawing, all of one width."""
+    """Return the heading and one label per rank, left of the drawing. All have one width."""
     schedule = timeline.schedule
     peaks = peak_in_flight(schedule)
     table = [("rank", "stages", "idle", "in flight")]
@@ -221,7 +221,7 @@ def _legend(schedule: Schedule) -> str:
 def _draw_names(
     timeline: Timeline, row: Sequence[Span], scale: float, cell_width: int, coloured: bool
 ) -> Text:
-    """Draw the row of a rank with the name of every action. `scale` is columns per time."""
+    """Draw the row of a rank with the name of every action. `scale` is columns per unit of time."""
     text = Text()
 
     def draw_idle(end: int) -> None:

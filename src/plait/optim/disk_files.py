@@ -102,10 +102,10 @@ def _refuse_small_pool(offload: ParameterOffload, model: nn.Module) -> None:
 
 
 def large_states(make: Callable[[list[tuple[str, nn.Parameter]]], Optimizer]) -> int:
-    """Return how many states shaped like a parameter an optimizer has per parameter, at most.
+    """Return the largest number of states with the shape of a parameter that one parameter has.
 
-    It is determined by a step of a small optimizer, because matrices and vectors differ in some
-    (Adafactor, Muon).
+    It is counted after a step on a small matrix and a small vector, because some optimizers keep
+    different states for them (Adafactor, Muon).
 
     Args:
         make: Builds the optimizer from (name, parameter) pairs.

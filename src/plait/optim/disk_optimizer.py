@@ -137,7 +137,8 @@ class DiskTier(StepHook):
     ) -> None:
         """Map the gradients and shards of a model, and reserve room for optimizer states.
 
-        Parameters of a model that is not sharded are computed with as they are, and stay in memory.
+        If the model is not sharded, its forward reads the parameters directly, so they stay in
+        memory.
 
         Args:
             model: The model.

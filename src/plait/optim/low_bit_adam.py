@@ -206,13 +206,13 @@ class _StoredMoment:
         self.codec = codec
 
     def read(self, part: slice, dtype: torch.dtype) -> torch.Tensor:
-        """Return the numbers of a part: a view of the stored ones if they have this dtype."""
+        """Return a part as numbers. It is a view of the stored numbers if they have this dtype."""
         if self.codec is None or self.scales is None:
             return self.stored[part].to(dtype)
         return self.codec.decode(self.stored[part], self.scales[self._blocks(part)]).to(dtype)
 
     def write(self, part: slice, numbers: torch.Tensor) -> None:
-        """Store the result of a computation with `read`."""
+        """Store new numbers for a part that was read with `read`."""
         if self.codec is not None and self.scales is not None:
             codes, scales = self.codec.encode(numbers, self.block)
             self.stored[part] = codes

@@ -7,7 +7,7 @@ compiled.
 
 Note [Second moments are not 0]
     The smallest code of a second moment is 1, not 0. Otherwise a small moment in a block with a
-    large one would become 0, and its update would be divided by epsilon alone.
+    large one would become 0, and its update would be divided by epsilon only.
 """
 
 from __future__ import annotations

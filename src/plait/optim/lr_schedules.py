@@ -68,7 +68,7 @@ class ScheduleSource:
 class DeepSpeedScheduler(LRScheduler):
     """LR schedule of DeepSpeed on an optimizer.
 
-    Its state is the position alone, so a changed schedule takes effect on resume.
+    Its state is only the position, so a changed schedule takes effect on resume.
 
     Args:
         optimizer: The optimizer.

@@ -66,7 +66,7 @@ class StepHook:
         return output
 
     def before_microbatch(self, last: bool) -> None:
-        """Prepare the forward of a micro-batch. `last`: it is the last one of its step."""
+        """Run before the forward of a micro-batch. `last` is True for the last one of a step."""
 
     def backward(self) -> AbstractContextManager[Any]:
         """Return a context that wraps every backward of the engine."""
@@ -82,7 +82,7 @@ class StepHook:
         """
 
     def before_update(self) -> None:
-        """Prepare the update. Gradients are unscaled and clipped, and the optimizer is next.
+        """Run just before the optimizer, when gradients are unscaled and clipped.
 
         It is not called in a step that is skipped.
         """
@@ -96,16 +96,16 @@ class StepHook:
         return ""
 
     def drop_gradients(self) -> None:
-        """Drop all state of the gradients of the step so far."""
+        """Drop the state that belongs to the gradients accumulated so far in this step."""
 
     def on_error(self, lost: FailureScope) -> None:
-        """Clear a failure of all ranks before the model is used again. Collective.
+        """Clean up after a failure that all ranks know, before the model is used again. Collective.
 
         If the step was lost, `drop_gradients` follows.
         """
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return this rank's tensors between steps for a checkpoint, by name, not copies."""
+        """Return the tensors of this rank that a checkpoint stores, by name, without copies."""
         return {}
 
     def load_state(self, saved: Mapping[str, torch.Tensor]) -> None:
@@ -192,7 +192,10 @@ class Hooks:
         return batch
 
     def joined(self, output: Any, batch: Any) -> Any:
-        """Return the output for a micro-batch as it was before `prepared`. Collective."""
+        """Return the output for the full micro-batch from that for a prepared one. Collective.
+
+        It undoes what `prepared` does to a batch, for example by gathering the sequence.
+        """
         for join in self.join:
             output = join(output, batch)
         return output

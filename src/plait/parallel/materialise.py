@@ -171,8 +171,8 @@ def initialise(
     missing = [name for target, name in name_of_target.items() if target not in filled_targets]
     if missing:
         raise ModelError(
-            f"{missing[0]} received no values: after sharding it is tied to other parameters than"
-            " in the model that was built"
+            f"{missing[0]} received no values, because sharding has changed which parameters it is"
+            " tied to; build the model with real weights instead of on meta"
         )
 
 
@@ -235,8 +235,8 @@ def fill_buffers(model: nn.Module, template: nn.Module) -> None:
             value = module.get_buffer(leaf)
             if _is_poisoned(value):
                 raise ModelError(
-                    f"{_join(name, leaf)} is a buffer that no file holds and"
-                    f" {type(module).__name__} cannot rebuild; make it persistent"
+                    f"{_join(name, leaf)} is a non-persistent buffer, and"
+                    f" {type(module).__name__} cannot rebuild it; make it persistent"
                 )
             targets[_join(name, leaf)].copy_(value)
         module.to_empty(device="meta", recurse=False)

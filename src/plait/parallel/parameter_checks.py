@@ -70,7 +70,8 @@ def _refuse_sparse_gradients(model: nn.Module) -> None:
         ):
             raise ModelError(
                 f"{name or 'the model'} makes sparse gradients ({type(module).__name__},"
-                " sparse=True), and ranks sum dense ones; build it with sparse=False"
+                " sparse=True), and only dense gradients can be reduced; build it with"
+                " sparse=False"
             )
 
 

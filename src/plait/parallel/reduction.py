@@ -38,9 +38,9 @@ class Reduction:
         return not self.stages or at["pp"] == min(self.stages)
 
     def counts_at(self, at: Mapping[str, int]) -> bool:
-        """Return True if the part of a rank belongs to a sum over `Mesh.norm_axes`.
+        """Return True if a rank adds its shard to a sum over `Mesh.norm_axes`.
 
-        It does for the first replica only.
+        Only the first replica does, so that every element is counted once.
 
         Args:
             at: Coordinates of the rank by axis.
@@ -50,7 +50,7 @@ class Reduction:
         return self._is_first_replica(at, SPLIT_AXES)
 
     def is_written_at(self, at: Mapping[str, int]) -> bool:
-        """Return True if a rank writes its part to a checkpoint, which the first replica does.
+        """Return True if a rank writes its shard to a checkpoint. Only the first replica does.
 
         Args:
             at: Coordinates of the rank by axis.

@@ -1,7 +1,7 @@
 """Token masks of a forward: which positions of a micro-batch are tokens, and which are padding.
 
-Whatever counts tokens in a forward cannot read `attention_mask` if sequences are cut over cp. The
-mask of a part has another form, and cutting adds positions.
+If sequences are split over cp, code that counts tokens cannot read `attention_mask`: the mask of a
+sequence shard has another form, and splitting may add padding. The token mask is attached to it.
 """
 
 from __future__ import annotations

@@ -77,7 +77,10 @@ class Architecture:
 
     @property
     def is_counted(self) -> bool:
-        """True if the saved tensors of the blocks are known to the byte (`own`). For one model."""
+        """True if `own` has exact formulas for the tensors that the blocks save.
+
+        It may only be read of an Architecture with one model.
+        """
         return not self.experts and not self.latent_rank
 
     @property

@@ -234,11 +234,11 @@ def time_of(job: Job) -> Callable[[Rates], Array]:
 
 
 def memory_of(job: Job, kinds: Sequence[str]) -> Callable[[Rates], Array]:
-    """Return a function that predicts the logarithms of bytes, of the kind that each row measured.
+    """Return a function that predicts the logarithm of each run's peak memory.
 
     Args:
-        job: Rows.
-        kinds: allocated, reserved or total, per row.
+        job: The measured runs, one per row.
+        kinds: Kind of memory that each run measured: "allocated", "reserved" or "total".
     """
     chosen = np.array([("allocated", "reserved", "total").index(kind) for kind in kinds])
     memory_at = memory_by_rates(job, account_rows(job) if job.own else None)
@@ -298,8 +298,8 @@ def calibrate(
 
     Args:
         runs: At least one run.
-        known: Priors. By default the constants that ship.
-        within: Assumed noise of repeated runs, as a logarithm.
+        known: Priors. By default the shipped constants.
+        within: Assumed noise of repeated runs: the standard deviation of the logarithm.
     """
     known = known or knowledge()
     base = uncalibrated(known)

@@ -90,7 +90,7 @@ def price(
     Args:
         request: Model, cluster and batch.
         layouts: Fields of `Layouts` as plain numbers.
-        calibration: Constants of this machine. None uses those that ship.
+        calibration: Constants of this machine. None uses the shipped constants.
     """
     check(request)
     return choices_of(request, Layouts.of(layouts), calibration or uncalibrated())

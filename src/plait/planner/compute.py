@@ -1,9 +1,9 @@
 """Seconds of a layer and of the head on one device.
 
-The parts are matrix products, attention, element-wise kernels, and the host that launches them, in
-closed forms over arrays of candidates. A product takes its FLOPs over the reached share of the
-peak, longer if its tiles do not fill the last wave of multiprocessors, plus a ramp, but at least
-its bytes over the memory bandwidth. Values are of the forward unless a name says otherwise.
+The parts are matrix products, attention, element-wise kernels, and the launches by the host. They
+are closed formulas over arrays of candidates. The time of a product is its FLOPs divided by the
+reached share of the peak FLOP/s, rounded up to full waves of tiles, plus a ramp. It is at least the
+bytes divided by the memory bandwidth. Values are for the forward unless a name says otherwise.
 """
 
 from __future__ import annotations
@@ -122,10 +122,11 @@ def layer_cost(job: Job, rates: Rates) -> LayerCost:
 
 
 def _projections(job: Job, rates: Rates, block_products: Products) -> tuple[Numbers, Numbers]:
-    """Return the seconds of the projections of attention, and of those that are recomputed.
+    """Return the seconds of attention's projections, and of the projections that are recomputed.
 
-    The second value applies if every second product is saved. Latents are shared by all heads, so
-    every rank of tp computes them, with sequence parallelism only for its part of the sequence.
+    The second value assumes that every second product is saved. Latents are shared by all heads, so
+    every tp rank computes all of them. With sequence parallelism it computes them for its sequence
+    shard only.
     """
     model = job.model
     tokens = job.tokens
@@ -422,7 +423,7 @@ def _attention_in_parts(job: Job, rates: Rates, flops: Numbers) -> tuple[Numbers
 def _elementwise(job: Job, rates: Rates) -> Numbers:
     """Return the seconds of norms, residuals, rotary positions and activation functions.
 
-    The bytes through memory are counted per operation.
+    They are the bytes that each operation reads and writes, divided by the memory bandwidth.
     """
     model = job.model
     layouts = job.layouts
@@ -452,15 +453,15 @@ def _elementwise(job: Job, rates: Rates) -> Numbers:
     )
     rotary = (4 + np.where(gated, 16 * framework.rotary_apart, 0)) * width_factor * places
 
-    # Queries and keys with latents are put together of two parts, which are read and written.
+    # With latents, queries and keys are concatenated from two parts, which are read and written.
     rotary = rotary + np.where(model.is_latent, 8 * width_factor * model.heads * model.head_dim, 0)
     share = model.expert_layers / model.layers
     # Queries and keys are normalised by head, each as a norm of the hidden states is.
     rotary = rotary + norm * model.qk_norm * (model.heads + model.kv_heads) * model.head_dim
     ffn = (1 - share) * model.ffn + share * (model.active * model.expert_ffn + model.shared_ffn)
 
-    # GPT-2's GELU is eight operations on what is 4 bytes an element of two kernels: where attention
-    # is written out, so is it.
+    # GPT-2's GELU is either fused or written as eight operations. Frameworks that write attention
+    # as separate operations write the GELU so as well.
     written_out = framework.activation_apart * (
         np.asarray(framework.attention) == ATTENTION.index("plain")
     )

@@ -189,7 +189,7 @@ class Knowledge:
 
 
 def unlearned() -> Knowledge:
-    """Return the priors from datasheets and the literature alone."""
+    """Return the priors from datasheets and the literature, without fitted constants."""
     return Knowledge(
         {
             **CONSTANTS,
@@ -202,7 +202,7 @@ def unlearned() -> Knowledge:
 
 @cache
 def knowledge() -> Knowledge:
-    """Return the priors with what was learned from published runs (`data/constants.json`)."""
+    """Return the priors with the constants fitted to published runs (`data/constants.json`)."""
     base = unlearned()
     file = files("plait.planner") / "data" / "constants.json"
     if not file.is_file():
@@ -235,7 +235,10 @@ def interval_coverage() -> Mapping[str, IntervalCoverage]:
 
 
 def with_learned(base: Knowledge, learned: Mapping[str, tuple[float, float]]) -> Knowledge:
-    """Return priors with the learned (median, width) of constants. Unknown names are ignored."""
+    """Return priors in which constants have the (median, width) of `learned`.
+
+    Names that `base` does not have are ignored.
+    """
     updated = {
         name: replace(constant, median=learned[name][0], width=learned[name][1])
         for name, constant in base.constants.items()

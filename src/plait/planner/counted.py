@@ -219,7 +219,7 @@ def _saved_bytes(model: nn.Module, sequence: int, precision: str) -> SavedBytes:
 def _lengths(
     model: nn.Module, blocks: tuple[str, ...], sequence: int, precision: str
 ) -> tuple[int, int]:
-    """Return two sequence lengths whose bytes show what grows with the sequence.
+    """Return two sequence lengths, from whose bytes the growth with the length is derived.
 
     Some recurrences of Transformers call operators per token. A count of a full sequence would take
     minutes to hours, so they are run with few tokens.
@@ -275,7 +275,9 @@ def _keep_one_block_per_kind(model: nn.Module) -> tuple[tuple[str, ...], list[fl
 
 
 def _kind(block: nn.Module) -> tuple[Any, ...]:
-    """Return what determines the saved bytes of a block: modules, shapes, and attention windows."""
+    """Return a key that is equal for blocks that save the same bytes.
+
+    It consists of modules, shapes of parameters, and attention windows."""
     shapes = tuple((name, tuple(parameter.shape)) for name, parameter in block.named_parameters())
     windows = tuple(bool(getattr(module, "is_sliding", False)) for module in block.modules())
     return tuple(type(module).__name__ for module in block.modules()), shapes, windows
@@ -311,7 +313,7 @@ class _Run:
 
     @property
     def working(self) -> float:
-        """Bytes per token at the peak of a block's backward, without what earlier blocks saved."""
+        """Bytes per token at the peak of a block's backward, except those of earlier blocks."""
         saved = self.trace.figures.kept
         peak = max(
             moment.peak.activations + moment.peak.temporaries - sum(saved[: moment.unit])

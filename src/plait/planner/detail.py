@@ -99,9 +99,9 @@ def timeline(
 
 
 def terms_outside_pipeline(choice: LayoutChoice, walked: Timeline) -> dict[str, float]:
-    """Return the seconds of a step outside of the simulated pipeline, by meaning.
+    """Return the seconds of a step outside of the simulated pipeline, keyed by description.
 
-    Together with the timeline they sum to the step.
+    Together with the total of the timeline they sum to the seconds of the step.
     """
     others = {
         TERM_MEANINGS[name]: size
@@ -119,7 +119,7 @@ def terms_outside_pipeline(choice: LayoutChoice, walked: Timeline) -> dict[str, 
 
 @dataclass(frozen=True)
 class Point:
-    """Candidate of a sample."""
+    """Candidate layout in a `Sample`, with its predicted time and memory."""
 
     layout: Mapping[str, Any]
     seconds: float

@@ -29,7 +29,7 @@ def estimate(job: Job, rates: Rates | None = None, states: States | None = None)
 
     Args:
         job: The candidates.
-        rates: Constants. None uses those that ship.
+        rates: Constants. None uses the shipped constants.
         states: Bytes of model states. None computes them from the framework's bytes per parameter.
     """
     rates = rates or knowledge().rates

@@ -67,8 +67,8 @@ def ties_of(result: Plan) -> str:
         return ""
     furthest = result.best[result.ties - 1].seconds / result.best[0].seconds - 1
     return (
-        f"1 to {result.ties} are ties: {furthest:.1%} between them is less than what the times of"
-        " two layouts are known to"
+        f"1 to {result.ties} are ties: their times differ by at most {furthest:.1%}, which is less"
+        " than the accuracy of comparing two layouts"
     )
 
 
@@ -150,7 +150,7 @@ def why(
 
 
 def neighbours(result: Plan) -> list[str]:
-    """Return queries that differ from the winner in one field, as a user writes them."""
+    """Return queries such as `tp=4`, each of which changes one field of the best layout."""
     at = result.best[0].layout
     queries = []
     for name in ("tp", "pp", "micro_batch"):
@@ -174,7 +174,7 @@ def neighbours(result: Plan) -> list[str]:
 
 @dataclass(frozen=True)
 class LayoutChange:
-    """Best plan under other conditions."""
+    """Best layout after a change of the conditions, such as half the memory."""
 
     what: str
     seconds: float | None

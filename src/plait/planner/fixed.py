@@ -55,10 +55,11 @@ def parse_fixed(texts: list[str] | tuple[str, ...]) -> dict[str, int]:
     """Parse texts such as `tp=4`, `stage=3`, `recompute=full`, or several separated by commas.
 
     Returns:
-        Numbers by field. Named values are indices; `offload` is in percent.
+        Numbers by field. A named value becomes its index (`recompute`, `schedule`, `context`), or
+        a percentage (`offload`).
 
     Raises:
-        ConfigError: An unknown field or value, or two values for one field.
+        ConfigError: A field or value is unknown, or a field has two values.
     """
     fixed: dict[str, int] = {}
     for text in (part.strip() for argument in texts for part in argument.split(",")):

@@ -107,7 +107,7 @@ def device(name: str) -> DeviceSpec:
     if key is None:
         near = difflib.get_close_matches(query, table, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise InputError(f"GPU {name!r}: not in the catalogue; {hint}it has {', '.join(table)}")
+        raise InputError(f"GPU {name!r}: not in the catalogue; {hint}known are {', '.join(table)}")
     entry = table[key]
     link = _catalogue()["links"][entry["link"]]
 

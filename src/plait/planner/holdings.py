@@ -6,10 +6,9 @@ split backwards are therefore exact. GPipe and 1F1B have one stage per rank and 
 Schedules without a table are treated as 1F1B.
 
 Note [Peaks of a rank]
-    Which moment has the peak depends on sizes that are known later. For each of several assumptions
-    about the relative sizes (`_WEIGHTS`), the moment with the largest sum is stored. `peak`
-    computes
-    the bytes of these COUNT moments and takes the largest.
+    The moment of the peak depends on sizes that are not known here. The moment with the largest sum
+    is therefore stored for each of several assumptions about relative sizes (`_WEIGHTS`). `peak`
+    later computes the bytes of these COUNT moments and takes the largest.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ finished, and what a loss saves. See Note [Peaks of a rank].
 
 @dataclass(frozen=True)
 class Holding:
-    """Contents of a rank at the start of a backward.
+    """Counts of the tensors that a rank holds at the start of a backward.
 
     Arrays have one entry per candidate, or are [COUNT, candidates] for several moments. Counts of
     blocks are sums over micro-batches of stages, which may have different numbers of blocks.

@@ -60,7 +60,7 @@ class Memory:
 
     @property
     def total(self) -> Numbers:
-        """Bytes that the device must have."""
+        """Device memory that the rank needs: reserved memory and the context."""
         return self.reserved + self.context
 
 
@@ -348,7 +348,7 @@ def layer_activations(job: Job) -> tuple[Numbers, Numbers]:
 
 
 def _by_formula(job: Job) -> tuple[Numbers, Numbers]:
-    """Return the result of `layer_activations` from the sizes of the model alone."""
+    """Compute `layer_activations` from the sizes of the model, without counted bytes."""
     if job.own:
         none, operators, full = saved_bytes(job)
         # The core of attention saves little with one kernel, so recomputing it frees nothing.

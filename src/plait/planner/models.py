@@ -363,14 +363,14 @@ def from_config(
 
 
 def _describe(config: Mapping[str, Any], *, source: str, vocab: int | None) -> Architecture:
-    """Return the architecture from the configuration alone, without building the model."""
+    """Return the architecture from the configuration, without building the model."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or not model_type:
         raise ConfigError(
             Problem(
                 f"{source}: model_type",
                 model_type,
-                "names no architecture",
+                "must be the name of an architecture",
                 "set it, for example to llama",
             )
         )
@@ -383,33 +383,7 @@ def _describe(config: Mapping[str, Any], *, source: str, vocab: int | None) -> A
         raise InputError(
             f"{source}: {model_type!r} is no decoder-only transformer, which is what can be planned"
         )
-    sizes: dict[str, int] = {}
-    problems = []
-    defaults: Mapping[str, int] = {}
-    if model_type == "gpt2":
-        defaults = {"layers": 12, "hidden": 768, "heads": 12, "vocab": 50257}
-
-    for field, keys in NAMES.items():
-        value = next(
-            (config[key] for key in keys if config.get(key) is not None), defaults.get(field)
-        )
-        if value is None and field == "vocab":
-            value = vocab or None
-        if value is None:
-            # Training builds it with the default of Transformers.
-            value = _first_default(model_type, keys)
-        if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
-            sizes[field] = value
-            continue
-        rule = "not a whole number of at least 1"
-        if value is None:
-            rule = (
-                "is neither here, nor in a text_config, nor has Transformers a"
-                f" {model_type} with one"
-            )
-        problems.append(Problem(f"{source}: {keys[0]}", value, rule, f"set {' or '.join(keys)}"))
-
-    raise_problems(problems)
+    sizes = _required_sizes(config, model_type, source=source, vocab=vocab)
     check_sizes(config, f"{source}: ")
     _check_optional(config, source)
     config = _with_defaults(config, model_type)
@@ -427,16 +401,7 @@ def _describe(config: Mapping[str, Any], *, source: str, vocab: int | None) -> A
 
     gated = int(model_type not in _TWO_MATRICES)
     bias = int(model_type in _LAYER_NORM)
-    mla = None
-    if config.get("kv_lora_rank"):
-        mla = {
-            "kv_rank": config["kv_lora_rank"],
-            "rope": config["qk_rope_head_dim"],
-            "nope": config["qk_nope_head_dim"],
-            "value": config["v_head_dim"],
-            "q_rank": config.get("q_lora_rank"),
-        }
-
+    mla = _latent_attention(config)
     kv_heads = optional["kv_heads"] or heads
     activation = next(
         (config[name] for name in _ACTIVATIONS if isinstance(config.get(name), str)), ""
@@ -490,6 +455,53 @@ def _describe(config: Mapping[str, Any], *, source: str, vocab: int | None) -> A
     )
     _check_counts(model, source)
     return model
+
+
+def _required_sizes(
+    config: Mapping[str, Any], model_type: str, *, source: str, vocab: int | None
+) -> dict[str, int]:
+    """Return the sizes that every model needs, by field."""
+    sizes: dict[str, int] = {}
+    problems = []
+    defaults: Mapping[str, int] = {}
+    if model_type == "gpt2":
+        defaults = {"layers": 12, "hidden": 768, "heads": 12, "vocab": 50257}
+
+    for field, keys in NAMES.items():
+        value = next(
+            (config[key] for key in keys if config.get(key) is not None), defaults.get(field)
+        )
+        if value is None and field == "vocab":
+            value = vocab or None
+        if value is None:
+            # Training builds it with the default of Transformers.
+            value = _first_default(model_type, keys)
+        if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+            sizes[field] = value
+            continue
+        rule = "not a whole number of at least 1"
+        if value is None:
+            rule = (
+                "is neither here, nor in a text_config, nor has Transformers a"
+                f" {model_type} with one"
+            )
+        problems.append(Problem(f"{source}: {keys[0]}", value, rule, f"set {' or '.join(keys)}"))
+
+    raise_problems(problems)
+    return sizes
+
+
+def _latent_attention(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the ranks and widths of multi-head latent attention, or None for other attention."""
+    if not config.get("kv_lora_rank"):
+        return None
+    return {
+        "kv_rank": config["kv_lora_rank"],
+        "rope": config["qk_rope_head_dim"],
+        "nope": config["qk_nope_head_dim"],
+        "value": config["v_head_dim"],
+        "q_rank": config.get("q_lora_rank"),
+    }
 
 
 def _first_default(model_type: str, keys: tuple[str, ...]) -> int | None:

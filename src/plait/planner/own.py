@@ -1,10 +1,11 @@
-"""Bytes that Plait's uncompiled blocks of Transformers save, and that their backward needs.
+"""Formulas for the bytes that uncompiled Transformers blocks save, and that their backward needs.
 
 The formulas depend on recomputation, tp, sp and cp. They are derived from `dryrun.dry_model` and
-the single-rank dry run, which execute the model on fake tensors; tests compare them. Eager RMS
-norms save their input in float32 and the normalized values in 16 bits (6 bytes), layer norms are a
-kernel of torch (2 bytes), and sequence parallelism saves the gathered inputs of products (4 bytes
-per hidden element). All token bytes are those of one rank.
+the single-rank dry run, which execute the model on fake tensors, and tests compare the two. In
+bytes per element of 16-bit hidden states: an eager RMS norm saves its input in float32 and the
+normalized values in 16 bits (6), torch's layer norm kernel saves its input (2), and sequence
+parallelism saves the gathered inputs of matrix multiplications (4). All bytes per token are for one
+rank.
 """
 
 from __future__ import annotations
@@ -111,18 +112,18 @@ def _saved_besides_formula(job: Job) -> tuple[Numbers, Numbers]:
 
 
 def _dropout_of_scores(job: Job) -> Numbers:
-    """Return the bytes per token of masks and results of a dropout of scores."""
+    """Return the bytes per token of the masks and outputs of dropout on attention scores."""
     if job.counted is None:
         return 0.0
     return job.counted.dropped_scores / np.asarray(job.attention_tp)
 
 
 def _difference(job: Job, counted: SavedBytes, formula: Callable[[Job], Numbers]) -> Numbers:
-    """Return the counted bytes beyond a formula, on a rank of the layout.
+    """Return counted bytes minus the bytes of a formula, on one rank of the layout.
 
-    The formula has dropout only if the counted model has. Additional bytes are assumed to be of
-    norms, which only sequence parallelism shards. Fewer bytes scale like the formula. Scores are
-    split like heads.
+    The formula includes dropout only if the counted model does. A positive difference is attributed
+    to norms, which only sequence parallelism shards. A negative difference scales like the formula.
+    Attention scores are split like the heads.
     """
     assert job.counted is not None
     comparable = job
@@ -143,7 +144,7 @@ def _difference(job: Job, counted: SavedBytes, formula: Callable[[Job], Numbers]
 
 
 def _by_formula(job: Job) -> tuple[Numbers, Numbers, Numbers]:
-    """Return the bytes of `saved_bytes` from the sizes of the model alone."""
+    """Compute `saved_bytes` from the sizes of the model, without counted bytes."""
     layouts = job.layouts
     widths = _widths(job)
     hidden = job.model.hidden
@@ -319,7 +320,7 @@ def _most(job: Job) -> Numbers:
 
 
 def _points(job: Job) -> tuple[Working, ...]:
-    """Return the moments of `block_backward` from the sizes of the model alone."""
+    """Compute `block_backward` from the sizes of the model, without counted bytes."""
     model = job.model
     widths = _widths(job)
     hidden = model.hidden
@@ -428,7 +429,7 @@ def saved_by_ends(job: Job) -> Numbers:
 
 
 def last_norm_backward(job: Job) -> Numbers:
-    """Return the bytes per token while the gradient passes the norm before the head."""
+    """Return the bytes per token that the backward of the last norm, before the head, needs."""
     return np.where(_has_layer_norms(job), 6, 24) * job.element_bytes / 2 * _widths(job).hidden
 
 

@@ -43,7 +43,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Products:
-    """Weight products of a block."""
+    """Matrix multiplications of a block with its weights."""
 
     attention: tuple[Product, ...]
     dense: tuple[Product, ...]
@@ -82,9 +82,9 @@ def products_of(model: Architecture) -> Products:
 
 
 def turns_fused(model: Architecture) -> Numbers:
-    """Return True if queries and keys are computed from a fused product by rotary positions.
+    """Return True if rotary positions read queries and keys from the output of a fused product.
 
-    The fused product is saved in addition to them.
+    Autograd then saves the fused output in addition to the rotated queries and keys.
     """
     return np.isin(np.asarray(model.model_type), _ROTARY)
 

@@ -6,11 +6,11 @@ writes.
 Note [Stages of a search]
     1. `space_of` creates all candidates that the rules allow, at both ends of Note [Relief] in
        `plait.planner.relief`.
-    2. `price_space` prices them by the closed forms, at few moments of a step, and adds candidates
-       between the ends where they matter.
-    3. `_fastest` prices the fastest ones that fit again, at all moments and with intervals, and
-       keeps a few per family of layouts.
-    4. Their pipelines are simulated (`walked`), and they are sorted by the result.
+    2. `price_space` prices them with closed formulas, at a few moments of a step, and adds
+       candidates between the ends where they matter.
+    3. `_fastest` takes the fastest candidates that fit, prices them again at all moments and with
+       intervals, and keeps a few per family of layouts.
+    4. `simulate_pipelines` simulates the pipelines of these, and they are sorted by the result.
 """
 
 from __future__ import annotations

@@ -69,16 +69,17 @@ def timeline_of(job: Job, rates: Rates) -> Timeline:
     stages = pp * chunks
     if name is None:
         raise InputError(
-            f"the schedule {kind} is priced by its published formula and has no table to walk"
+            f"the schedule {kind} is priced by its published formula and cannot be simulated"
         )
     if 2 * stages * micro_batches > MOST_ACTIONS:
         raise InputError(
-            f"{stages} stages and {micro_batches} micro-batches are more than {MOST_ACTIONS:,}"
-            " actions to walk"
+            f"{stages} stages and {micro_batches} micro-batches need more than {MOST_ACTIONS:,}"
+            " actions, the most that are simulated"
         )
 
-    if stages > int(job.model.layers):
-        raise InputError(f"{stages} stages and {int(job.model.layers)} layers")
+    layers = int(job.model.layers)
+    if stages > layers:
+        raise InputError(f"{stages} stages need at least {stages} layers, not {layers}")
     try:
         table = make_schedule(name, pp=pp, microbatches=micro_batches, stages_per_rank=chunks)
     except ConfigError as error:  # layouts that are only priced may have no table

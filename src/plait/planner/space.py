@@ -366,7 +366,7 @@ def _schedules(
 
 
 def _shards(dp: int, fixed: Mapping[str, int], *, alone: bool) -> list[tuple[int, int, int]]:
-    """Return (stage, dp_replicate, dp_shard) triples. `alone` is True for a single device."""
+    """Return (ZeRO stage, dp_replicate, dp_shard) triples. `alone` is True for a single device."""
     entries = [(0, dp, 1)]
     if alone or (dp == 1 and fixed.get("stage")):
         # One rank has all of the shards: the only device, because stage 0 has no optimizer on the
@@ -466,14 +466,14 @@ def _expert_degrees(builder: _SpaceBuilder, tp: int, ranks: int) -> list[int]:
     return builder.allowed("ep", degrees)
 
 
-def _add(builder: _SpaceBuilder, tp: int, pp: int, cp: int) -> None:
-    """Add all candidates with these degrees."""
-    model = builder.model
-    cluster = builder.cluster
+def _micro_batches(builder: _SpaceBuilder, tp: int, pp: int, cp: int) -> list[int]:
+    """Return the micro-batch sizes that these degrees allow.
+
+    The list is empty if there are none. The reason is then among the exclusions.
+    """
     fixed = builder.fixed
     excluded = builder.excluded
-    offers = builder.offers
-    dp = cluster.devices // (tp * pp * cp)
+    dp = builder.cluster.devices // (tp * pp * cp)
     batch = builder.global_batch
     if batch % dp:
         below = batch // dp * dp
@@ -488,7 +488,7 @@ def _add(builder: _SpaceBuilder, tp: int, pp: int, cp: int) -> None:
             f"a batch of {batch} over {dp} data-parallel ranks: {batch} % {dp} = {batch % dp}; use"
             f" {working}",
         )
-        return
+        return []
 
     per_rank = batch // dp
     micro_batches = [b for b in divisors(per_rank) if b <= _MAX_MICRO_BATCH]
@@ -508,7 +508,7 @@ def _add(builder: _SpaceBuilder, tp: int, pp: int, cp: int) -> None:
             f"{fixed_sizes} with dp = {dp}",
             f"a rank's {per_rank} samples do not divide so",
         )
-        return
+        return []
 
     enough = [b for b in micro_batches if per_rank // b >= pp]
     if not enough:
@@ -517,6 +517,20 @@ def _add(builder: _SpaceBuilder, tp: int, pp: int, cp: int) -> None:
             f"pp = {pp} with dp = {dp}",
             f"a rank has {per_rank} samples, fewer micro-batches than the {pp} stages",
         )
+        return []
+    return enough
+
+
+def _add(builder: _SpaceBuilder, tp: int, pp: int, cp: int) -> None:
+    """Add all candidates with these degrees."""
+    model = builder.model
+    cluster = builder.cluster
+    fixed = builder.fixed
+    excluded = builder.excluded
+    offers = builder.offers
+    dp = cluster.devices // (tp * pp * cp)
+    micro_batches = _micro_batches(builder, tp, pp, cp)
+    if not micro_batches:
         return
 
     if tp > 1 and builder.split.sequence:
@@ -530,7 +544,7 @@ def _add(builder: _SpaceBuilder, tp: int, pp: int, cp: int) -> None:
         ("sp",): [(value,) for value in sequence],
         ("context",): [(kind,) for kind in _contexts(builder, tp, cp)],
         ("ep",): [(degree,) for degree in _expert_degrees(builder, tp, dp * cp * tp)],
-        ("micro_batch",): [(size,) for size in enough],
+        ("micro_batch",): [(size,) for size in micro_batches],
         tuple(f.name for f in fields(Relief)): [tuple(vars(relief).values()) for relief in ends],
     }
     for names in (names for names, entries in lists.items() if not entries):
@@ -549,7 +563,7 @@ def _add(builder: _SpaceBuilder, tp: int, pp: int, cp: int) -> None:
             values[name] = np.array(column)[index.ravel()]
     values |= {
         "offload_activations": np.zeros(count),
-        "accumulation": per_rank // values["micro_batch"],
+        "accumulation": builder.global_batch // dp // values["micro_batch"],
     }
     keep = _runnable(builder, values, pp)
     if not keep.any():

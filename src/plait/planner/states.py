@@ -51,28 +51,20 @@ def block_parameters(
         whole_keys: Whether keys and values are replicated, because there are fewer heads than
             ranks.
     """
-    hidden = model.hidden
-    width = model.heads * model.head_dim
-    kv = model.kv_heads * model.head_dim
-    entries: list[Entry] = []
     if model.model_type == "gpt2":
-        entries += [
-            ("attn.c_attn.weight", (hidden, 3 * hidden), 1),
-            ("attn.c_attn.bias", (3 * hidden,), 0),
-        ]
-        entries += [
-            ("attn.c_proj.weight", (hidden, hidden), 0),
-            ("attn.c_proj.bias", (hidden,), None),
-        ]
-        entries += [("mlp.c_fc.weight", (hidden, model.ffn), 1), ("mlp.c_fc.bias", (model.ffn,), 0)]
-        entries += [
-            ("mlp.c_proj.weight", (model.ffn, hidden), 0),
-            ("mlp.c_proj.bias", (hidden,), None),
-        ]
-        return entries + [
-            (f"ln_{i}.{leaf}", (hidden,), None) for i in (1, 2) for leaf in ("weight", "bias")
-        ]
+        return _gpt2_block(model)
 
+    entries = _attention_entries(model, whole_keys)
+    if model.qk_norm:
+        entries += [("q_norm", (model.head_dim,), None), ("k_norm", (model.head_dim,), None)]
+    entries += _expert_entries(model) if experts else _mlp_entries(model)
+    leaves = ("weight", "bias") if model.bias else ("weight",)
+    return entries + [(f"norm{i}.{leaf}", (model.hidden,), None) for i in (1, 2) for leaf in leaves]
+
+
+def _attention_entries(model: Architecture, whole_keys: bool) -> list[Entry]:
+    """Return the parameters of the products of attention."""
+    entries: list[Entry] = []
     if model.latent_rank:
         names = ("q_a", "q_b" if model.query_rank else "q", "kv_a", "kv_b", "o")
         # Latents are shared by all heads, so their products are not split.
@@ -87,40 +79,70 @@ def block_parameters(
             for name, rank in (("q_a", model.query_rank), ("kv_a", model.latent_rank))
             if rank
         ]
-    else:
-        for name, rows in (("q", width), ("k", kv), ("v", kv)):
-            dim = None if whole_keys and name != "q" else 0
-            entries.append((f"{name}.weight", (rows, hidden), dim))
-            if model.qkv_bias or model.bias:
-                entries.append((f"{name}.bias", (rows,), dim))
-        entries.append(("o.weight", (hidden, width), 1))
-        if model.bias:
-            entries.append(("o.bias", (hidden,), None))
+        return entries
 
-    if model.qk_norm:
-        entries += [("q_norm", (model.head_dim,), None), ("k_norm", (model.head_dim,), None)]
-    if experts:
+    hidden = model.hidden
+    width = model.heads * model.head_dim
+    kv = model.kv_heads * model.head_dim
+    for name, rows in (("q", width), ("k", kv), ("v", kv)):
+        dim = None if whole_keys and name != "q" else 0
+        entries.append((f"{name}.weight", (rows, hidden), dim))
+        if model.qkv_bias or model.bias:
+            entries.append((f"{name}.bias", (rows,), dim))
+    entries.append(("o.weight", (hidden, width), 1))
+    if model.bias:
+        entries.append(("o.bias", (hidden,), None))
+    return entries
+
+
+def _expert_entries(model: Architecture) -> list[Entry]:
+    """Return the parameters of experts, their router and the shared expert."""
+    hidden = model.hidden
+    entries: list[Entry] = []
+    entries += [
+        (f"{_EXPERTS}gate_up", (model.experts, 2 * model.expert_ffn, hidden), None),
+        (f"{_EXPERTS}down", (model.experts, hidden, model.expert_ffn), None),
+    ]
+    entries.append(("router", (model.experts, hidden), None))
+    if model.shared_ffn:
         entries += [
-            (f"{_EXPERTS}gate_up", (model.experts, 2 * model.expert_ffn, hidden), None),
-            (f"{_EXPERTS}down", (model.experts, hidden, model.expert_ffn), None),
+            ("shared.up", (2 * model.shared_ffn, hidden), None),
+            ("shared.down", (hidden, model.shared_ffn), None),
         ]
-        entries.append(("router", (model.experts, hidden), None))
-        if model.shared_ffn:
-            entries += [
-                ("shared.up", (2 * model.shared_ffn, hidden), None),
-                ("shared.down", (hidden, model.shared_ffn), None),
-            ]
-    else:
-        for name in ("gate", "up") if model.gated else ("up",):
-            entries.append((f"{name}.weight", (model.ffn, hidden), 0))
-            if model.bias:
-                entries.append((f"{name}.bias", (model.ffn,), 0))
-        entries.append(("down.weight", (hidden, model.ffn), 1))
-        if model.bias:
-            entries.append(("down.bias", (hidden,), None))
+    return entries
 
-    leaves = ("weight", "bias") if model.bias else ("weight",)
-    return entries + [(f"norm{i}.{leaf}", (hidden,), None) for i in (1, 2) for leaf in leaves]
+
+def _mlp_entries(model: Architecture) -> list[Entry]:
+    """Return the parameters of a dense MLP."""
+    hidden = model.hidden
+    entries: list[Entry] = []
+    for name in ("gate", "up") if model.gated else ("up",):
+        entries.append((f"{name}.weight", (model.ffn, hidden), 0))
+        if model.bias:
+            entries.append((f"{name}.bias", (model.ffn,), 0))
+    entries.append(("down.weight", (hidden, model.ffn), 1))
+    if model.bias:
+        entries.append(("down.bias", (hidden,), None))
+    return entries
+
+
+def _gpt2_block(model: Architecture) -> list[Entry]:
+    """Return the parameters of a block of GPT-2, whose `Conv1D` weights are [in, out]."""
+    hidden = model.hidden
+    entries: list[Entry] = [
+        ("attn.c_attn.weight", (hidden, 3 * hidden), 1),
+        ("attn.c_attn.bias", (3 * hidden,), 0),
+        ("attn.c_proj.weight", (hidden, hidden), 0),
+        ("attn.c_proj.bias", (hidden,), None),
+        ("mlp.c_fc.weight", (hidden, model.ffn), 1),
+        ("mlp.c_fc.bias", (model.ffn,), 0),
+        ("mlp.c_proj.weight", (model.ffn, hidden), 0),
+        ("mlp.c_proj.bias", (hidden,), None),
+    ]
+    for index in (1, 2):
+        entries.append((f"ln_{index}.weight", (hidden,), None))
+        entries.append((f"ln_{index}.bias", (hidden,), None))
+    return entries
 
 
 def _adjust_to_count(

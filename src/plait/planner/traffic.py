@@ -24,7 +24,7 @@ BASE = 8.4e-6
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate: number, and number of neighbors within a domain."""
+    """Ranks that communicate: their number, and how many of them share a domain of fast links."""
 
     size: Numbers
     inside: Numbers

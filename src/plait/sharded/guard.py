@@ -1,9 +1,9 @@
 """Guards of a training loop: failed steps leave nothing behind, and wrong calls are refused.
 
 Note [Clearing a failed step]
-    A failure is cleared when the handle is used again (`Guard.recover`), not where it happens. At
-    that point other ranks may be in another place, and the exception must reach the user at once.
-    Clearing is collective, so only a failure of all ranks can be cleared.
+    A failure is cleared when the handle is used again (`Guard.recover`) and not when it happens.
+    When it happens, other ranks may be at another point of the step, and the exception must reach
+    the user at once. Clearing is collective, so only a failure of all ranks can be cleared.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class Guard(StepHook):
         self.reduced = False
 
     def check_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise InputError for an update that would not do what it seems to do.
+        """Raise InputError if an optimizer step would use missing or unreduced gradients.
 
         Args:
             optimizer: The optimizer whose step would follow.
@@ -184,9 +184,9 @@ class Guard(StepHook):
             for parameter in group["params"]:
                 if parameter.grad is not None and id(parameter) not in self.known:
                     raise InputError(
-                        f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that"
-                        " was not the model's when plait.initialize was called, so its gradient is"
-                        " this rank's alone; put all parts into the model before, and freeze"
+                        f"the optimizer has a parameter of shape {tuple(parameter.shape)} that was"
+                        " not part of the model when plait.initialize was called, so its gradient"
+                        " is not reduced; add all modules before that call, and freeze"
                         " (requires_grad_(False)) the parameters whose training starts later"
                     )
 
@@ -195,16 +195,16 @@ class Guard(StepHook):
             remedy = (
                 "call engine.step() after every backward, or"
                 " engine.set_gradient_accumulation_boundary(True) before the forward and backward"
-                " of the micro-batch that is the last"
+                " of the last micro-batch"
             )
         else:
             remedy = (
-                "the forward and backward of a step's last micro-batch go outside of"
+                "run the forward and backward of a step's last micro-batch outside of"
                 f" {self._handle}.accumulate()"
             )
         raise InputError(
-            f"{self._handle}.step() ends a step whose last backward was taken for one before"
-            f" the last, so the gradients are this rank's alone; {remedy}"
+            f"{self._handle}.step() was called after a backward that was not marked as the last of"
+            f" the step, so the gradients are not reduced; {remedy}"
         )
 
     def _is_reduced(self, parameter: nn.Parameter) -> bool:

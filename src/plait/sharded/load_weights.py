@@ -61,15 +61,15 @@ def weight_files(folder: Path) -> dict[str, Path]:
     if table and not missing and single.is_file() and set(table.values()) != {SINGLE_FILE}:
         raise CheckpointError(
             f"{folder} holds two models: {SINGLE_FILE}, and {len(set(table.values()))} files that"
-            f" {INDEX_FILE} names, and nothing says which one is meant; remove {SINGLE_FILE}, or"
-            f" {INDEX_FILE} and its files"
+            f" {INDEX_FILE} lists, and it is not known which one is current; remove {SINGLE_FILE},"
+            f" or {INDEX_FILE} and its files"
         )
     if single.is_file():
         with open_safetensors(single) as file:
             return dict.fromkeys(file.keys(), single)
     if missing:
         raise CheckpointError(
-            f"{index}: names files that are not there: {', '.join(missing[:4])}; {_DOWNLOAD_AGAIN}"
+            f"{index}: lists files that do not exist: {', '.join(missing[:4])}; {_DOWNLOAD_AGAIN}"
         )
     return {tensor: folder / name for tensor, name in table.items()}
 
@@ -156,7 +156,10 @@ def load_weights(
 
 
 def _in_batches(names: list[str], targets: dict[str, torch.Tensor]) -> Iterator[list[str]]:
-    """Yield names in lists of about `_MAPPED_BYTES`, or of one larger tensor."""
+    """Yield lists of names whose tensors map about `_MAPPED_BYTES` together.
+
+    A list may end with one larger tensor.
+    """
     batch = []
     size = 0
     for name in names:

@@ -127,8 +127,8 @@ def refuse_resized(shapes: Sequence[tuple[str, nn.Parameter, torch.Size]]) -> No
         if parameter.shape != shape:
             raise InputError(
                 f"`{name}` has shape {tuple(parameter.shape)}, and had {tuple(shape)} when the "
-                "model was given to Plait: gradients and optimizer states are those of the "
-                "former; load the model, resize it (resize_token_embeddings), and then train it "
+                "model was passed to Plait: gradients and optimizer states still have the old "
+                "shape; load the model, resize it (resize_token_embeddings), and then train it "
                 "or pass it to plait.initialize"
             )
 
@@ -174,9 +174,9 @@ def refuse_own_batches(parts: Parts, call: str) -> None:
             if type(hook).transform is not StepHook.transform
         )
         raise InputError(
-            f"{call} gives the model a batch as it is, and {techniques} changes every micro-batch"
-            " (its part of the sequence); call engine.train_batch, engine.eval_batch or"
-            " engine.predict(batch)"
+            f"{call} passes a batch to the model unchanged, and {techniques} must transform every"
+            " micro-batch (for example to this rank's part of the sequence); call"
+            " engine.train_batch, engine.eval_batch or engine.predict(batch)"
         )
 
 
@@ -226,9 +226,9 @@ def refuse_trained_loss(loss: Any, model: nn.Module) -> None:
             if parameter.requires_grad and id(parameter) not in known:
                 raise InputError(
                     f"the loss {type(module).__name__} has a trainable parameter, `{name}`, that is"
-                    " not the model's, so ranks would not sum its gradient and no checkpoint would"
-                    " hold it; make the loss a part of the model (model.loss = loss, before"
-                    " plait.initialize), or freeze it (requires_grad_(False))"
+                    " not part of the model, so its gradient would not be reduced and checkpoints"
+                    " would not contain it; make the loss a part of the model (model.loss = loss,"
+                    " before plait.initialize), or freeze it (requires_grad_(False))"
                 )
 
 
@@ -262,9 +262,9 @@ def checked_optimizer(optimizer: Any, model: nn.Module) -> torch.optim.Optimizer
             if id(parameter) not in known:
                 raise InputError(
                     f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not"
-                    " the model's (any more), so ranks would not sum its gradient; build it over"
-                    " the parameters that the function is given, or over model.parameters() inside"
-                    " of it"
+                    " (or no longer) part of the model, so its gradient would not be reduced; build"
+                    " the optimizer over the parameters that the function receives, or over"
+                    " model.parameters() inside of it"
                 )
     if needs_closure(type(optimizer)):
         raise InputError(

@@ -158,7 +158,7 @@ class ParallelModel(ShardedModel):
     def forward_backward(self, batch: Any, loss_fn: MeanLoss) -> torch.Tensor:
         """Run the forward and backward of all micro-batches of a step. Collective.
 
-        It supports pipelines. After an exception on all ranks the step begins anew.
+        Pipelines are supported. After an exception on all ranks the step starts again.
 
         Args:
             batch: Samples of this data-parallel rank. See `parallel.micro_batches.micro_batches`.

@@ -121,8 +121,8 @@ def refuse_given_shards(call: str, weights: Any, *, remedy: str) -> None:
     ]
     if shards:
         raise InputError(
-            f"{call} was given {len(shards)} weights of which this process holds a part, first "
-            f"{shards[0]}: the parts of other processes would be missing; {remedy}"
+            f"{call} was given {len(shards)} sharded weights, first {shards[0]}: the shards of "
+            f"other processes would be missing; {remedy}"
         )
 
 
@@ -133,8 +133,8 @@ def _reduce_shard(tensor: DTensor) -> Any:
     if is_full_here(tensor):
         return local_tensor(tensor).__reduce_ex__(2)
     raise InputError(
-        f"a tensor of shape {tuple(tensor.shape)}, of which this process holds a part, cannot be "
-        "saved or sent: the parts of other processes would be missing; call "
+        f"a sharded tensor of shape {tuple(tensor.shape)} cannot be pickled: this process has only "
+        "its own shard, so the shards of other processes would be missing; call "
         f"{_REMEDIES[tensor.device_mesh]}"
     )
 

@@ -95,9 +95,9 @@ class StepWatch(StepHook):
         self._refuse_unfrozen_parameters(updated)
         if (self._reducer is not None and self._reducer.unfinished) or has_unreduced(model):
             raise InputError(
-                "optimizer.step() after backwards inside accumulate() only, whose gradients are"
-                " this rank's alone; the forward and backward of a step's last micro-batch go"
-                " outside"
+                "optimizer.step() was called after backwards inside accumulate() only, which does"
+                " not reduce gradients; run the forward and backward of a step's last micro-batch"
+                " outside of it"
             )
 
         # A forward between the last backward and this step would otherwise keep the old values, or
@@ -110,9 +110,9 @@ class StepWatch(StepHook):
         added = {id(p) for p in updated if not self._is_current(p)}
         if added and any(id(parameter) in added for parameter in model.parameters()):
             raise InputError(
-                f"this {type(optimizer).__name__} holds {len(added)} parameters that were put"
-                " into the model after plait.parallelize, so their gradients are this rank's"
-                " alone; change the model before"
+                f"this {type(optimizer).__name__} has {len(added)} parameters that were put"
+                " into the model after plait.parallelize, so their gradients are not reduced;"
+                " change the model before that call"
             )
 
     def _refuse_unfrozen_parameters(self, updated: list[torch.Tensor]) -> None:
@@ -122,7 +122,7 @@ class StepWatch(StepHook):
         if unfrozen:
             raise InputError(
                 f"{unfrozen[0]} ({len(unfrozen)} parameters in all) was frozen when"
-                " plait.parallelize was called and has a gradient now, which is this rank's alone;"
+                " plait.parallelize was called and has a gradient now, which is not reduced;"
                 " call requires_grad_(True) before plait.parallelize, and requires_grad_(False)"
                 " after it for as long as the parameter is not trained"
             )

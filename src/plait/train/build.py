@@ -69,7 +69,7 @@ def weights_folder(section: ModelSection) -> Path | None:
 
 
 def check_model(section: ModelSection) -> None:
-    """Check what can be known of a model without its tokenizer.
+    """Check the `model` section as far as possible without a tokenizer.
 
     Raises:
         ConfigError: Transformers does not have the architecture or a field.

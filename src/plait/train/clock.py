@@ -30,7 +30,7 @@ class StepClock:
             self._last = time.perf_counter()
 
     def mark(self) -> Any:
-        """Return an event behind the work queued so far, or None on a CPU."""
+        """Record an event after the work queued so far, and return it. None on a CPU."""
         if self._device is None:
             return None
         event = torch.Event(self._device, enable_timing=True)

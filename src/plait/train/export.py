@@ -233,7 +233,8 @@ def _verify(verify: Callable[[Path], None], temporary: Path, out: Path) -> None:
         verify(temporary)
     except CheckpointError as error:
         raise CheckpointError(
-            f"--out {out}: {error}; the folder was removed: without --verify it is kept"
+            f"--out {out}: {error}; the exported folder was removed; export without --verify to"
+            " keep it"
         ) from error
 
 

@@ -175,7 +175,7 @@ def _check_amount_of_text(resolved: Resolved, data: DataSection, prepared: Prepa
             f"one step takes {batch} sequences and the text has {available} of"
             f" {data.sequence_length} tokens"
         )
-        remedy = "name more text in data.paths, or lower the batch or data.sequence_length"
+        remedy = "add more text to data.paths, or lower the batch or data.sequence_length"
         raise ConfigError(Problem("train_batch_size", batch, rule, remedy))
 
 
@@ -237,7 +237,11 @@ def check_schedule(resolved: Resolved) -> None:
 
 
 def _require_sections(config: Config) -> tuple[ModelSection, DataSection]:
-    """Return the sections `model` and `data`, or raise ConfigError for what is missing of them."""
+    """Return the sections `model` and `data`.
+
+    Raises:
+        ConfigError: One of them, or `data.source`, is missing.
+    """
     problems = []
     rule = "the file does not have it, and plait train needs it"
     if config.model is None:
@@ -250,7 +254,7 @@ def _require_sections(config: Config) -> tuple[ModelSection, DataSection]:
         raise ConfigError(*problems)
 
     if config.data.source is None:
-        rule = "the file does not say where the text comes from, and plait train needs it"
+        rule = "the file does not set the source of the text, and plait train needs it"
         remedy = (
             'set it to "files", "jsonl" or "datasets" with data.paths, or to "python-stdlib" to try'
             " the configuration"

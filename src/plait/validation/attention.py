@@ -105,7 +105,7 @@ def kernels(context: Context, settings: Mapping[str, Any]) -> Verdict:
 
 
 def problems_of(case: Case, kernel: str, errors: Mapping[str, float]) -> list[str]:
-    """Return what is wrong with a case."""
+    """Return a line for each error of a case that is larger than allowed."""
     allowed = ALLOWED[case.dtype]
     return [
         f"{case.title} ({kernel}): error of the {name} {error:.1e}, allowed {allowed:.0e}"

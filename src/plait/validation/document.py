@@ -22,7 +22,7 @@ def document(
     seconds: float,
     only: Sequence[str],
 ) -> dict[str, Any]:
-    """Return the document.
+    """Return the results of a validation as a JSON document.
 
     Args:
         facts: Facts of the machine, from `cli.validating.machine`.

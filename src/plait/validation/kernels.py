@@ -197,9 +197,10 @@ def addition(context: Context) -> float:
 
 
 def small_kernel(context: Context) -> float:
-    """Return seconds per kernel of many kernels that compute almost nothing.
+    """Return the seconds per kernel of a long series of kernels that compute almost nothing.
 
-    The host launches them one after another, so this is the slower of the host and the device.
+    It is the longer one of the time in which the host launches a kernel and the time in which the
+    device runs it.
     """
     x = torch.zeros(1, device=context.device)
 

@@ -24,7 +24,7 @@ from plait.validation.peers import (
     LEARNING_RATE,
     Batch,
     Llama,
-    Trainer,
+    TimedTrainer,
     TrainerFactory,
     device_mesh,
     hand_written,
@@ -36,7 +36,7 @@ SPLIT = 2
 """Number of ranks that a model is split over."""
 
 
-def torch_tensor_parallel(context: Context, workload: Workload) -> Trainer:
+def torch_tensor_parallel(context: Context, workload: Workload) -> TimedTrainer:
     """Return the hand-written Llama with DTensor's tensor parallelism and FSDP2 over replicas."""
     mesh = device_mesh(context, (context.world // SPLIT, SPLIT), ("dp", "tp"))
     model = hand_written(context, workload)
@@ -62,14 +62,14 @@ def torch_tensor_parallel(context: Context, workload: Workload) -> Trainer:
         optimizer.zero_grad()
         return loss.detach()
 
-    return Trainer(step)
+    return TimedTrainer(step)
 
 
-def torch_pipeline(context: Context, workload: Workload) -> Trainer:
+def torch_pipeline(context: Context, workload: Workload) -> TimedTrainer:
     """Return the hand-written Llama in a 1F1B pipeline of torch, with FSDP2 over replicas."""
     mesh = device_mesh(context, (context.world // SPLIT, SPLIT), ("dp", "pp"))
     rank = mesh["pp"].get_local_rank()
-    module = Stage(hand_written(context, workload), rank, SPLIT)
+    module = HandWrittenStage(hand_written(context, workload), rank, SPLIT)
     _shard(module, module.layers, mesh["dp"])
     stage = PipelineStage(module, rank, SPLIT, context.device, group=mesh["pp"].get_group())
     schedule = Schedule1F1B(stage, workload.accumulation, loss_fn=next_token_loss)
@@ -88,10 +88,10 @@ def torch_pipeline(context: Context, workload: Workload) -> Trainer:
             return torch.zeros((), device=context.device)
         return torch.stack([loss.detach() for loss in losses]).mean()
 
-    return Trainer(step)
+    return TimedTrainer(step)
 
 
-class Stage(nn.Module):
+class HandWrittenStage(nn.Module):
     """An equal part of the layers of a hand-written Llama, with the embedding or the head."""
 
     def __init__(self, model: Llama, index: int, stages: int) -> None:
@@ -147,7 +147,7 @@ def _clip(parameters: list[nn.Parameter], stages: DeviceMesh | None = None) -> N
 def _plait(degrees: Callable[[int], Mapping[str, int]]) -> TrainerFactory:
     """Return Plait's factory for the degrees of parallelism of a number of ranks."""
 
-    def build(context: Context, workload: Workload) -> Trainer:
+    def build(context: Context, workload: Workload) -> TimedTrainer:
         return plait_trainer(context, workload, {"parallel": dict(degrees(context.world))})
 
     return build

@@ -144,7 +144,7 @@ def shared_references(
 
 
 def numbers_of(section: Section) -> dict[str, Any]:
-    """Return the largest error of a comparison, and the largest share of what is allowed."""
+    """Return the largest error of a comparison, and the largest ratio of error to allowed error."""
     shares = [row.error / row.allowed for row in section.rows if row.allowed]
     return {
         "compared": len(section.rows),

@@ -32,7 +32,7 @@ Batch = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Trainer:
+class TimedTrainer:
     """A model with its optimizer."""
 
     step: Callable[[Batch], torch.Tensor]
@@ -41,7 +41,7 @@ class Trainer:
     """Ends what the trainer has started."""
 
 
-TrainerFactory = Callable[[Context, Workload], Trainer]
+TrainerFactory = Callable[[Context, Workload], TimedTrainer]
 
 
 class Rotary(nn.Module):
@@ -137,15 +137,17 @@ def next_token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     )
 
 
-def plait_trainer(context: Context, workload: Workload, config: Mapping[str, Any]) -> Trainer:
+def plait_trainer(context: Context, workload: Workload, config: Mapping[str, Any]) -> TimedTrainer:
     """Return Plait's engine for a Transformers Llama."""
     resolved = step_settings({**REDUCED_IN_FP32, **config}, workload, world=context.world)
     model = on_device(workload, context.device)
     engine = initialize(model, resolved, loss_fn=causal_lm_loss, total_steps=1_000_000)
-    return Trainer(lambda batch: engine.train_batch(batch).loss, engine.close)
+    return TimedTrainer(lambda batch: engine.train_batch(batch).loss, engine.close)
 
 
-def fsdp2(context: Context, model: nn.Module, blocks: nn.ModuleList, *, compiled: bool) -> Trainer:
+def fsdp2(
+    context: Context, model: nn.Module, blocks: nn.ModuleList, *, compiled: bool
+) -> TimedTrainer:
     """Return a trainer of a model whose blocks `fully_shard` shards and whose forward gives the
     loss.
     """
@@ -157,11 +159,11 @@ def fsdp2(context: Context, model: nn.Module, blocks: nn.ModuleList, *, compiled
         fully_shard(block, mesh=mesh, mp_policy=policy)
     # The root's parameters are used at both ends of a pass, so torch keeps them by default.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    return Trainer(torch_step(model))
+    return TimedTrainer(torch_step(model))
 
 
 def torch_step(model: nn.Module) -> Callable[[Batch], torch.Tensor]:
-    """Return a step of a model whose forward gives the loss or an output that has it."""
+    """Return a training step for a model that returns the loss, or an output with `loss`."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
 
     def step(batch: Batch) -> torch.Tensor:
@@ -182,7 +184,9 @@ def device_mesh(context: Context, shape: tuple[int, ...], names: tuple[str, ...]
     return init_device_mesh(context.device.type, shape, mesh_dim_names=names)
 
 
-def transformers_fsdp2(context: Context, workload: Workload, *, compiled: bool = False) -> Trainer:
+def transformers_fsdp2(
+    context: Context, workload: Workload, *, compiled: bool = False
+) -> TimedTrainer:
     """Return FSDP2 with a Transformers Llama."""
     model = on_device(workload, context.device)
     return fsdp2(context, model, layers_of(model), compiled=compiled)
@@ -193,7 +197,7 @@ def layers_of(model: nn.Module) -> nn.ModuleList:
     return cast(nn.ModuleList, model.get_submodule("model.layers"))
 
 
-def liger_fsdp2(context: Context, workload: Workload) -> Trainer:
+def liger_fsdp2(context: Context, workload: Workload) -> TimedTrainer:
     """Return FSDP2 with a Transformers Llama and all of Liger's kernels."""
     model = on_device(workload, context.device)
     restore = give_liger_kernels(model, fused_linear_cross_entropy=True)
@@ -201,7 +205,7 @@ def liger_fsdp2(context: Context, workload: Workload) -> Trainer:
     return replace(trainer, close=restore)
 
 
-def liger_plait(context: Context, workload: Workload) -> Trainer:
+def liger_plait(context: Context, workload: Workload) -> TimedTrainer:
     """Return Plait with Liger's kernels and its own loss in chunks in place of Liger's."""
     sharding = {"dp_shard": context.world, "loss_chunk_tokens": LOSS_CHUNK_TOKENS}
     resolved = step_settings(
@@ -215,7 +219,7 @@ def liger_plait(context: Context, workload: Workload) -> Trainer:
         engine.close()
         restore()
 
-    return Trainer(lambda batch: engine.train_batch(batch).loss, close)
+    return TimedTrainer(lambda batch: engine.train_batch(batch).loss, close)
 
 
 def give_liger_kernels(model: nn.Module, *, fused_linear_cross_entropy: bool) -> Callable[[], None]:
@@ -232,7 +236,7 @@ def give_liger_kernels(model: nn.Module, *, fused_linear_cross_entropy: bool) ->
     return lambda: vars(modeling_llama).update(originals)
 
 
-def ceiling(context: Context, workload: Workload, *, compiled: bool = False) -> Trainer:
+def ceiling(context: Context, workload: Workload, *, compiled: bool = False) -> TimedTrainer:
     """Return FSDP2 with the hand-written Llama."""
     model = hand_written(context, workload)
     return fsdp2(context, model, model.layers, compiled=compiled)
@@ -245,7 +249,7 @@ def hand_written(context: Context, workload: Workload) -> Llama:
         return Llama(workload)
 
 
-def deepspeed_zero_3(context: Context, workload: Workload) -> Trainer:
+def deepspeed_zero_3(context: Context, workload: Workload) -> TimedTrainer:
     """Return DeepSpeed's engine at stage 3 with a Transformers Llama."""
     import deepspeed
 
@@ -271,7 +275,7 @@ def deepspeed_zero_3(context: Context, workload: Workload) -> Trainer:
         detached: torch.Tensor = loss.detach()
         return detached
 
-    return Trainer(step, engine.destroy)
+    return TimedTrainer(step, engine.destroy)
 
 
 TRAINERS: Mapping[str, TrainerFactory] = {

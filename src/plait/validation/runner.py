@@ -55,7 +55,7 @@ LaunchCommand = Callable[[int, Path], Sequence[str]]
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C was pressed. Every row has its result nevertheless."""
+    """Interruption of a validation by Ctrl-C, raised after every row has received a result."""
 
 
 class Runner:

@@ -239,7 +239,7 @@ def visit(context: Context, name: str, workload: Workload) -> Visit:
 
 
 def timed_steps(
-    context: Context, trainer: peers.Trainer, batch: Mapping[str, torch.Tensor]
+    context: Context, trainer: peers.TimedTrainer, batch: Mapping[str, torch.Tensor]
 ) -> tuple[float, float]:
     """Return (seconds per step, last loss). The host waits before the first step and after the
     last.

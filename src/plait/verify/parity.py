@@ -88,7 +88,7 @@ def reference_trace(
     scales: Sequence[float] = (),
     skipped: Collection[int] = (),
 ) -> Trace:
-    """Train a model in this process alone, in plain torch.
+    """Train a model in this process with plain torch, and record a trace.
 
     Args:
         model: The model with weights.

@@ -77,10 +77,10 @@ class VerificationPlan:
         return self.resolved.layout.dp * self.resolved.batch.accumulation
 
     def build(self, dtype: torch.dtype, *, rank: int = 0) -> Built:
-        """Build the model.
+        """Build the model with random numbers that depend on the rank.
 
-        A model that comes with weights has others on every rank, because an engine must replace
-        them by those of rank 0.
+        If the model is built with weights, every rank therefore has different ones, which tests
+        that the engine replaces them by the weights of rank 0.
         """
         seed_everything(self.resolved.seed + rank)
         return build(self.tested, dtype=dtype)
@@ -97,7 +97,7 @@ class VerificationPlan:
 
     @staticmethod
     def lifting(name: Pass, model: nn.Module) -> AbstractContextManager[None]:
-        """Return the context of a pass. In float64 it skips casts to narrower dtypes."""
+        """Return the context in which a pass runs. The float64 pass skips casts to other dtypes."""
         return keeping_float64(model, torch.optim.Muon) if name == "float64" else nullcontext()
 
     def settings(self, name: Pass) -> tuple[Resolved, torch.dtype]:
@@ -142,7 +142,7 @@ def prepare(
     gpus: int = 0,
     deepspeed: dict[str, Any] | None = None,
 ) -> VerificationPlan:
-    """Plan a verification.
+    """Check the arguments of a verification, and return its plan.
 
     Args:
         config: The configuration.
@@ -293,8 +293,9 @@ def in_float32(resolved: Resolved) -> tuple[Resolved, list[str]]:
 
 
 def _counted(count: int, what: str) -> str:
-    plural = "" if count == 1 else "es" if what.endswith(("s", "h")) else "s"
-    return f"{count} {what}{plural}"
+    if count == 1:
+        return f"1 {what}"
+    return f"{count} {what}{'es' if what.endswith(('s', 'h')) else 's'}"
 
 
 def small_degrees(

@@ -443,7 +443,7 @@ def lines(report: Report, *, everything: bool = False) -> list[str]:
 def _groups(
     rows: Iterable[ComparedRow], blocks: Sequence[str], everything: bool
 ) -> list[tuple[str, ComparedRow, int]]:
-    """(title, worst row, number of rows) of one printed line."""
+    """Return (title, worst row, number of rows) of every printed line."""
     groups: dict[str, list[ComparedRow]] = {}
     for row in rows:
         block = next((block for block in blocks if row.name.startswith(f"{block}.")), None)

@@ -114,7 +114,7 @@ def _engine_trace(plan: VerificationPlan, name: Pass, engines: list[Engine]) -> 
 
 @dataclass(frozen=True)
 class References:
-    """Traces of one process, from the weights of a pass.
+    """Traces of training in a single process, with the initial weights of a pass.
 
     `exact` is computed in float64, `single` in the precision of the pass.
     """
@@ -124,7 +124,7 @@ class References:
 
 
 def references(plan: VerificationPlan, name: Pass, trace: Trace) -> References:
-    """Compute the references of a pass in this process alone.
+    """Compute the references of a pass in this process.
 
     Args:
         plan: The plan.

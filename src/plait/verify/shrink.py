@@ -202,7 +202,7 @@ def _hashable(value: Any) -> Any:
 def with_depth(fields: Mapping[str, Any], depth: int) -> Fields:
     """Return the configuration with `depth` layers, or more if there are more kinds of layers.
 
-    The first layer of each kind is kept_layers.
+    The first layer of each kind is kept.
     """
     name = _present(fields, _DEPTH)
     before = depth_of(fields)

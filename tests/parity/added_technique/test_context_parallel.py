@@ -80,7 +80,7 @@ def train(
             )
         with pytest.raises(
             InputError,
-            match=r"engine\(...\) gives the model a batch as it is, and SequenceParts changes",
+            match=r"engine\(...\) passes a batch to the model unchanged, and SequenceParts must transform",
         ):
             engine(torch.zeros(2, LENGTH, dtype=torch.int64))
     layout = engine.mesh.layout
@@ -163,8 +163,7 @@ def test_the_page_shows_this_code() -> None:
     code = Path(context_parallel.__file__).read_text(encoding="utf-8") + Path(__file__).read_text(
         encoding="utf-8"
     )
-    plain = [line.strip() for line in code.splitlines() if line.strip()]
     assert len(blocks) >= 4
     for block in blocks:
-        lines = [line.strip() for line in block.splitlines() if line.strip()]
-        assert any(plain[at : at + len(lines)] == lines for at in range(len(plain))), block
+        # Without white space, because the formatter wraps the lines of a page elsewhere.
+        assert "".join(block.split()) in "".join(code.split()), block

@@ -73,7 +73,7 @@ def test_a_bad_newest(three: Path) -> None:
     manifest = three / "c" / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"sequence":3', '"sequence":9'))
     assert tags(three) == ["b", "a"] and "damaged" in candidates(three)[0].notes[0]
-    with pytest.raises(CheckpointError, match="not what was written: its sha256 is"):
+    with pytest.raises(CheckpointError, match="was changed after it was written: its sha256 is"):
         candidates(three, "c")
     manifest.unlink()
     assert tags(three) == ["b", "a"] and "incomplete" in candidates(three)[0].notes[0]

@@ -171,7 +171,7 @@ def test_a_layout_without_a_table_has_no_trace(
     )
     assert run(*arguments) == 2
     assert (
-        "zb-h1 is priced by its published formula and has no table to walk"
+        "zb-h1 is priced by its published formula and cannot be simulated"
         in capsys.readouterr().err
     )
 

@@ -133,7 +133,7 @@ def test_references_of_yaml_do_not_multiply(tmp_path: Path) -> None:
         for p, n in zip("abcdefgh", "bcdefghi", strict=True)
     )
     file.write_text("a: &a [1,1,1,1,1,1,1,1,1]\n" + nines)
-    with pytest.raises(ConfigError, match="holds more than 200,000 values"):
+    with pytest.raises(ConfigError, match="contains more than 200,000 values"):
         load(file)
     file.write_text("a: &a {b: *a}\n")
     with pytest.raises(PlaitError):

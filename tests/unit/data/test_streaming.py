@@ -186,7 +186,7 @@ def test_a_text_that_has_changed_is_refused(opened: Any, tmp_path: Path) -> None
         file.write_text(file.read_text().replace('"text": "', '"text": "another '))
     with pytest.raises(
         CheckpointError,
-        match="the text has changed: another document is where the checkpoint goes on, after 120 seq",
+        match="the text has changed: the checkpoint continues after 120 seq",
     ):
         loader_of(data).restore(state)
 

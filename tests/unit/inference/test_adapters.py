@@ -177,7 +177,7 @@ def plain(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             {"init_lora_weights": "pissa"},
             "init_lora_weights = 'pissa' has also changed the base model's weights",
         ),
-        ({"target_modules": ["no_such"]}, "PEFT cannot put it on the model"),
+        ({"target_modules": ["no_such"]}, "PEFT cannot add it to the model"),
         ({"target_modules": ["q_proj"]}, "which the model does not have; is it another model's"),
         ({"r": 5}, r"the model's is \[5, 64\]"),
         ({"lora_bias": True}, "lacks .* of its tensors, first model.layers.0"),

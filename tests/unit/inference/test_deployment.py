@@ -91,7 +91,7 @@ def test_a_cache_that_is_guessed_is_told(
 
 
 def test_budgets(work: InferenceWork, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InputError, match="--gpu-budget: no GPU is visible here"):
+    with pytest.raises(InputError, match="--gpu-budget: this machine has no visible GPU"):
         deploy_streamed(work, gpu_budget=4 * MIB)
     assert deploy_streamed(work, cpu_budget=1 << 30).why.startswith(
         "5.7 MiB of weights stay in memory, all of them fit; "

@@ -176,6 +176,6 @@ def test_a_file_that_is_written_to(make: Callable[[bool], Made], keeps: bool) ->
     )  # the kernel's clock may not have gone on since it was made
     with pytest.raises(
         CheckpointError,
-        match=f"^{path} was written to while its layers were read .*; wait until it is complete",
+        match=f"^{path} was written to while layers were streamed .*; wait until it is complete",
     ):
         reader.read(parts[:1])

@@ -38,7 +38,7 @@ def test_listed_model_types_count_positions_from_zero(searches: list[Any]) -> No
     for kind in sorted(COUNTING_MODEL_TYPES):
         model = family(kind)
         model.config._experts_implementation = (
-            "batched_mm"  # torch's grouped products take no float64
+            "batched_mm"  # torch's grouped_mm does not support float64
         )
         searches.clear()
         expected = model(input_ids=tokens, use_cache=False).logits

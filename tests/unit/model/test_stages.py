@@ -260,7 +260,7 @@ def test_a_model_reads_more_of_its_blocks_than_their_output() -> None:
     absent = one.model.blocks[1]
     with pytest.raises(
         ModelError,
-        match=r"reads blocks\.1\.inner\.weight outside of that block, which belongs to stage 1 and another rank",
+        match=r"reads blocks\.1\.inner\.weight outside of that block, which belongs to stage 1 on another rank",
     ):
         absent.inner(arrived)
     with pytest.raises(ModelError, match=r"blocks\.1\.inner\.table"):

@@ -138,7 +138,7 @@ def test_the_walk_and_the_other_terms_are_the_step(gpus):
 
 def test_too_many_actions_are_not_walked():
     request, choice = one("1f1b", pp=8, m=8192)
-    with pytest.raises(InputError, match="8 stages and 8192 micro-batches are more than 60,000"):
+    with pytest.raises(InputError, match="8 stages and 8192 micro-batches need more than 60,000"):
         timeline(request, choice)
 
 

@@ -109,7 +109,7 @@ def test_more_tokens_than_a_saved_model_has(tmp_path: Path) -> None:
 def test_pretrained_inside_of_zero_init(tmp_path: Path) -> None:
     model().save_pretrained(tmp_path)
     with (
-        pytest.raises(InputError, match=r"call plait.from_pretrained\(name\), without zero.Init"),
+        pytest.raises(InputError, match=r"call plait.from_pretrained\(name\) without zero.Init"),
         deepspeed.zero.Init(),
     ):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path)

@@ -247,7 +247,7 @@ def test_what_was_not_verified_has_no_name(tmp_path: Path, small: None) -> None:
     found.manifest.metadata = {"global_steps": 3}
     with pytest.raises(
         CheckpointError,
-        match=r"^--out .*out: its weights differ; the folder was removed: without --verify it is kept$",
+        match=r"^--out .*out: its weights differ; the exported folder was removed; export without --verify to keep it$",
     ):
         export_module.export(
             found, tmp_path / "out", generation=tmp_path / "settings.json", verify=verify

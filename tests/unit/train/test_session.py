@@ -35,7 +35,7 @@ def test_a_resumed_run_has_the_schedule_of_the_whole(
         built=SimpleNamespace(weights=None),
         position=Position(done, 4 * done),
     )
-    monkeypatch.setattr(session, "begin", begin)
+    monkeypatch.setattr(session, "build_engine", begin)
     with pytest.raises(Handed, match="^100$"):
         session.run(checked, stop=None, listeners=())  # type: ignore[arg-type]
 

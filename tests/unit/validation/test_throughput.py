@@ -12,7 +12,7 @@ from plait.units import GIB
 from plait.validation import throughput
 from plait.validation.context import Context
 from plait.validation.models import TINY, WIDE, Workload, on_device, random_batch
-from plait.validation.peers import Llama, Trainer, transformers_fsdp2
+from plait.validation.peers import Llama, TimedTrainer, transformers_fsdp2
 from plait.validation.rows import NotRun
 from plait.validation.summary import summary_of
 from plait.validation.throughput import TRAINERS, Visit
@@ -109,7 +109,7 @@ def test_fewer_layers_after_memory_ran_out(
     """A contender that runs out of memory lowers the depth of all, and nothing of it stays alive."""
     built: list[int] = []
 
-    def runs_out(context: Context, workload: Workload) -> Trainer:
+    def runs_out(context: Context, workload: Workload) -> TimedTrainer:
         built.append(workload.layers)
         if workload.layers > 5:
             raise torch.OutOfMemoryError("CUDA out of memory")
@@ -141,7 +141,7 @@ def test_fewer_layers_after_the_allocator_had_to_retry(
 def test_a_contender_that_does_not_run(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others are compared, and the row fails with the error."""
 
-    def breaks(context: Context, workload: Workload) -> Trainer:
+    def breaks(context: Context, workload: Workload) -> TimedTrainer:
         raise RuntimeError("no such kernel\nmore lines")
 
     monkeypatch.setitem(throughput.TRAINERS, "ceiling", breaks)
@@ -150,7 +150,7 @@ def test_a_contender_that_does_not_run(context: Context, monkeypatch: pytest.Mon
     assert set(result.numbers["seconds"]) == {"plait", "fsdp2"}
 
 
-def never_fits(context: Context, workload: Workload) -> Trainer:
+def never_fits(context: Context, workload: Workload) -> TimedTrainer:
     raise torch.OutOfMemoryError("CUDA out of memory")
 
 

@@ -52,7 +52,7 @@ def convert(source: Path, out: str, *, tag: str | None = None) -> Imported:
         )
     if not deepspeed.is_deepspeed(source) and not dcp.is_dcp(source):
         raise InputError(
-            f"{source}: holds neither *_optim_states.pt (DeepSpeed, ZeRO 1 to 3) nor .metadata"
+            f"{source}: contains neither *_optim_states.pt (DeepSpeed, ZeRO 1 to 3) nor .metadata"
             " (torch.distributed.checkpoint)"
         )
     if list_complete(place_of(out, "--out")):

@@ -46,7 +46,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def is_deepspeed(folder: Path) -> bool:
-    """Return True for a folder of one of DeepSpeed's checkpoints, or of several."""
+    """Return True if a folder is a DeepSpeed checkpoint, or contains DeepSpeed checkpoints."""
     return any(folder.glob("*_optim_states.pt")) or (folder / "latest").is_file()
 
 
@@ -62,8 +62,8 @@ def read(folder: Path) -> ForeignCheckpoint:
     files = {_rank(path): path for path in folder.glob("*zero_pp_rank_*_mp_rank_*_optim_states.pt")}
     if sorted(files) != list(range(len(files))) or not files:
         raise CheckpointError(
-            f"{folder} has the optimizer states of the ranks {sorted(files)}: ZeRO 1 to 3 without"
-            " gaps is read"
+            f"{folder} has the optimizer states of the ranks {sorted(files)}: every rank of ZeRO 1,"
+            " 2 or 3 is needed, and only data parallelism is supported"
         )
     ranks = [read_torch(files[rank])["optimizer_state_dict"] for rank in range(len(files))]
     stage = ranks[0]["zero_stage"]
@@ -85,7 +85,7 @@ def read(folder: Path) -> ForeignCheckpoint:
     ):
         raise CheckpointError(
             f"{folder} was written with tensor or pipeline parallelism, which is not supported;"
-            " convert it to data parallelism alone first"
+            " convert it to data parallelism only first"
         )
 
     kind = f"DeepSpeed {model.get('ds_version', '')}, ZeRO {stage}, {len(ranks)} ranks"

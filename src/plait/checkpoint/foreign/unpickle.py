@@ -24,7 +24,7 @@ from plait.errors import CheckpointError
 def _without_attributes(rebuild: Any, _kind: Any, arguments: tuple[Any, ...], _state: Any) -> Any:
     """Rebuild a tensor that has attributes. The attributes are dropped."""
     if rebuild is not rebuilt_tensor:
-        raise CheckpointError("it makes a tensor of another class")
+        raise CheckpointError("it contains a tensor subclass, which is not supported")
     return rebuild(*arguments)
 
 
@@ -156,7 +156,7 @@ class Unpickler(pickle.Unpickler):
         if (module, name) in _UNCALLED or f"{module}.".startswith(_INERT_MODULES):
             return type(name, (Inert,), {})
         raise CheckpointError(
-            f"it names {module}.{name}, which is not read: only tensors and plain data are"
+            f"it references {module}.{name}, and only tensors and plain data are loaded"
         )
 
 

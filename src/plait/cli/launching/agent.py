@@ -323,8 +323,8 @@ class Agent(LocalElasticAgent):
         """Report ranks that failed after a signal, for example while they wrote a checkpoint.
 
         Returns:
-            The exit code of the first failure, or 137 if ranks were killed after the grace. None if
-            all ranks ended by the signal, or were stopped by a second one.
+            The exit code of the first failure, or 137 if ranks were killed after the grace period.
+            None if the signal, or a second signal, ended all ranks.
         """
         success_codes = SUCCESS_CODES.get(received, SUCCESS_CODES[signal.SIGTERM])
         failed = {

@@ -163,7 +163,7 @@ class Reporter:
         self._thread.join()
 
     def watch(self, files: Mapping[int, str]) -> None:
-        """Begin a new attempt, whose ranks have these error files."""
+        """Begin a new attempt. `files` are the error files of its ranks."""
         with self._lock:
             self._files = dict(files)
             self._reported_rank = None
@@ -246,10 +246,10 @@ class Reporter:
                     self._report_certain_cause()
 
     def _report_certain_cause(self) -> None:
-        """Report the first failure, if its record shows that it is a cause.
+        """Report the first failure that is known to be a cause and not a consequence.
 
-        A lost peer may be the effect of a rank that died without a record. It is reported only when
-        all ranks have ended.
+        A rank that lost a peer is not: the peer may have died without writing a record. Such a
+        failure is reported only when all ranks have ended.
         """
         failures = []
         for rank in self._files:

@@ -103,10 +103,10 @@ def master_address(hosts: Sequence[HostfileEntry], address: str | None) -> str:
 
 
 def exported_variables(environment: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
-    """Return the variables that every machine gets.
+    """Return the environment variables that are passed to every machine.
 
-    They are `names`, the variables of the communication libraries, and Python's path. Their values
-    are on the command line of ssh, where the users of the machines can see them.
+    They are `names`, the variables of the communication libraries, and Python's path. The values
+    are part of the ssh command line, which all users of the machines can see.
 
     Raises:
         ConfigError: One of `names` is not set.
@@ -139,9 +139,9 @@ def node_command(launch: RemoteLaunch, index: int) -> list[str]:
 
 
 def node_environment(launch: RemoteLaunch, index: int) -> dict[str, str]:
-    """Return the variables for machine `index`.
+    """Return the environment variables for machine `index`.
 
-    They are the exported variables, and its GPUs if a filter selected some of them.
+    They are the exported variables, and the visible GPUs if only some of them were selected.
     """
     environment = dict(launch.exported or {})
     slots = launch.hosts[index].slots

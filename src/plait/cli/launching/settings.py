@@ -1,4 +1,4 @@
-"""Settings of a launch: processes, machines, their meeting point, and the reaction to failures.
+"""Settings of a launch: processes, machines, rendezvous, and the reaction to failures.
 
 The module imports no torch and reads neither the environment nor the network. `check` refuses
 settings that torchrun would accept and then hang on or ignore.
@@ -231,7 +231,7 @@ def _single_node_problems(settings: LaunchSettings) -> list[Problem]:
 
 
 def _meeting_problems(settings: LaunchSettings) -> list[Problem]:
-    """Return the problems of the meeting point of several machines."""
+    """Return the problems of the rendezvous of several machines."""
     count = settings.node_range
     if settings.rdzv_endpoint is not None:
         redundant = {
@@ -255,7 +255,7 @@ def _meeting_problems(settings: LaunchSettings) -> list[Problem]:
             Problem(
                 "--nnodes",
                 count,
-                "a changing number of machines needs a meeting point",
+                "an elastic number of machines needs a rendezvous endpoint",
                 "add --rdzv-endpoint HOST:PORT",
             )
         )

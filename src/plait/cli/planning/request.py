@@ -284,8 +284,8 @@ def _device_count(
         per_node = int(hardware.device(gpu).devices_per_node)
     if per_node is None:
         raise InputError(
-            f"--nnodes {nnodes}: of how many GPUs each? add --nproc-per-node, or --gpu for the"
-            " usual number"
+            f"--nnodes {nnodes}: the number of GPUs per machine is not known; add --nproc-per-node,"
+            " or --gpu for the usual number of that GPU"
         )
     if world_size is not None and world_size != nnodes * per_node:
         raise InputError(

@@ -113,8 +113,9 @@ def _verdict_of_error(error: Exception) -> Verdict:
 
 
 def _without_folders(filename: str) -> str:
-    """Return a file name below its package's parent, because the document contains no user's
-    paths.
+    """Return a file name without the folders above its package.
+
+    Reports must not contain paths of the user.
     """
     for folder in ("site-packages/", "src/", "python3."):
         if folder in filename:

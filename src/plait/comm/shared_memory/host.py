@@ -170,14 +170,14 @@ class SharedMemoryGroup:
                 f"{self.name(rank)} (process {self._processes[rank][0]})" for rank in missing_ended
             )
             raise CommunicationError(
-                f"{operation} over {self.label}: {names} ended while {this_rank} waited for it; the"
-                " first failure is there"
+                f"{operation} over {self.label}: {names} ended while {this_rank} waited for it;"
+                " look for the first failure there"
             )
         if missing and waited > self.timeout_seconds:
             names = ", ".join(self.name(rank) for rank in missing)
             raise CommunicationError(
                 f"{operation} over {self.label}: {this_rank} waited {waited:.0f} s for {names},"
-                " which runs and did not take part; it is stuck or issues other collectives"
+                " which is running and did not take part; it hangs or issues other collectives"
             )
         return missing
 
@@ -262,13 +262,13 @@ class SharedMemory:
         dtype: torch.dtype,
         on_release: Callable[[], None] | None = None,
     ) -> torch.Tensor:
-        """Return a range of the bytes as a tensor [numel].
+        """Return a tensor [numel] on a range of the shared data bytes.
 
         Args:
-            offset: First byte.
+            offset: First byte of the range.
             numel: Number of elements.
-            dtype: Their dtype.
-            on_release: Called when no tensor of this rank points to the range any more.
+            dtype: Dtype of the elements.
+            on_release: Called when no tensor of this rank references the range any more.
         """
         start = self._data_start + offset
         # `frombuffer` refuses to make an empty tensor.

@@ -211,7 +211,8 @@ class DeepSpeedEngine(CheckpointMethods):
             warn(
                 f"engine.zero_grad() drops the gradients of {lost} micro-batches of a step that is"
                 f" not over (gradient_accumulation_steps {self.gradient_accumulation_steps()}), so"
-                " the step is of the others alone; leave it out, engine.step() frees gradients"
+                " the step uses only the other micro-batches; leave it out, because engine.step()"
+                " frees gradients"
             )
         self.plait.zero_grad()
         self.is_reduced = False

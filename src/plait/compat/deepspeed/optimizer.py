@@ -15,10 +15,10 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
     """View of the engine's optimizer. Learning rate schedulers of torch can be built over it."""
 
     def __init__(self, engine: Engine, drop_gradients: Callable[[], None]) -> None:
-        """Create a view.
+        """Create a view of an engine's optimizer.
 
         Args:
-            engine: Engine whose optimizer is shown.
+            engine: Engine with the optimizer.
             drop_gradients: Drops the gradients of the current step.
         """
         # The constructor of torch is not called: groups and states are the engine's.

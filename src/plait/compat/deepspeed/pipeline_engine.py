@@ -118,14 +118,14 @@ class PipelineEngine(DeepSpeedEngine):
         if not isinstance(batches, Iterator):
             raise InputError(
                 f"engine.{call} takes an iterator, not a {type(batches).__name__}, which would"
-                " begin anew at every call; make `batches = iter(...)` of it once, or"
-                " RepeatingLoader(...), and pass that"
+                " start from its beginning at every call; create `batches = iter(...)` or"
+                " RepeatingLoader(...) once, and pass it to every call"
             )
         micro_batches = list(islice(batches, count))
         if len(micro_batches) != count:
             raise InputError(
-                f"engine.{call}: the iterator had {len(micro_batches)} micro-batches left, of"
-                f" {count}; end before, or pass RepeatingLoader(...)"
+                f"engine.{call}: a step needs {count} micro-batches and the iterator had"
+                f" {len(micro_batches)} left; train fewer steps, or pass RepeatingLoader(...)"
             )
         if self._batch_fn is None:
             return micro_batches

@@ -142,7 +142,8 @@ class CheckpointMethods:
         if not load_module_only and load_optimizer_states != load_lr_scheduler_states:
             raise InputError(
                 "engine.load_checkpoint(load_optimizer_states=..., load_lr_scheduler_states=...):"
-                " optimizer and schedule are loaded together, or neither; give both the same value"
+                " the optimizer and the LR schedule are loaded together; pass the same value for"
+                " both"
             )
         name = str(tag) if tag is not None else None
         _refuse_deepspeed_checkpoint(load_dir, name)

@@ -63,8 +63,8 @@ def initialize(
     """Shard a model in place and return its engine. Collective.
 
     Args:
-        args: Arguments of the script. `args.deepspeed_config` is a configuration, and
-            `args.local_rank` is set to the launcher's.
+        args: Arguments of the script. `args.deepspeed_config` is a configuration.
+            `args.local_rank`, if it exists, is overwritten with the launcher's value.
         model: Model, the same on every rank.
         optimizer: Optimizer over the model's parameters, or a function that returns one for
             `model_parameters`. It replaces the configuration's.
@@ -75,7 +75,7 @@ def initialize(
         distributed_port: Must be the default.
         mpu: Must be None.
         dist_init_required: If False, the process group must exist.
-        collate_fn: Combines samples of `training_data` to a micro-batch.
+        collate_fn: Combines samples of `training_data` into a micro-batch.
         config: Configuration. It must be None if `args` has one.
         mesh_param: Must be None.
         config_params: Older name of `config`.
@@ -287,8 +287,8 @@ def _build_with_groups(
     optimizer = build_optimizer(resolved.optimizer, named_parameters)
     if len(optimizer.param_groups) != 1:
         raise InputError(
-            f"deepspeed.initialize(model_parameters=...): {resolved.optimizer.type} makes groups of"
-            " its own; pass all of the model's parameters, or an optimizer"
+            f"deepspeed.initialize(model_parameters=...): {resolved.optimizer.type} creates its own"
+            " parameter groups; pass all of the model's parameters, or an optimizer"
         )
     common = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
     if "fused" in common:

@@ -90,9 +90,9 @@ class Init:
         self._stack.close()
         if self._enabled and _META_CONTEXT in str(error or ""):
             raise InputError(
-                "from_pretrained inside of zero.Init(): Transformers reads no weights for a model "
-                "without memory; call plait.from_pretrained(name), without zero.Init(), which "
-                "reads them in deepspeed.initialize, each process its parts"
+                "from_pretrained inside of zero.Init(): Transformers loads no weights for a model "
+                "on the meta device; call plait.from_pretrained(name) without zero.Init(): every "
+                "process then loads its shards in deepspeed.initialize"
             ) from error
 
 
@@ -181,14 +181,14 @@ class GatheredParameters:
             dist.all_reduce(counts)
         if counts[0]:
             raise InputError(
-                "zero.GatheredParameters: a parameter was replaced inside of the context, which no"
-                " rank would keep; write in place (with torch.no_grad():"
+                "zero.GatheredParameters: a parameter was replaced inside of the context, and the"
+                " replacement would be lost; write in place (with torch.no_grad():"
                 " engine.module.head.weight.copy_(...))"
             )
         if counts[1]:
             raise InputError(
-                "zero.GatheredParameters: a parameter was changed inside of the context, and no"
-                " rank says that its change is the one to keep; give modifier_rank=0"
+                "zero.GatheredParameters: a parameter was changed inside of the context, and"
+                " modifier_rank is not set, so the change would be lost; pass modifier_rank=0"
             )
 
         if self._rank is None:
@@ -227,7 +227,7 @@ class _GatheredParameter:
     """Parameter whose full value replaces its shard in the modules of a model."""
 
     def __init__(self, engine: DeepSpeedEngine, shard: nn.Parameter) -> None:
-        """Gather the value and put it in the shard's place. Collective."""
+        """Gather the full value, and replace the shard by it in all modules. Collective."""
         self.engine = engine
         self.shard = shard
         self.full = shard
@@ -257,7 +257,7 @@ class _GatheredParameter:
         return not torch.equal(window, local_tensor(self.shard.detach()))
 
     def restore(self) -> bool:
-        """Put the shard in its place again, and return whether the full value was still there."""
+        """Put the shard back into the modules. Return False if the full value was replaced."""
         is_present = all(registry.get(name) is self.full for registry, name in self._registrations)
         for registry, name in self._registrations:
             registry[name] = self.shard

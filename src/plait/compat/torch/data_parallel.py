@@ -132,6 +132,6 @@ class DistributedDataParallel(nn.Module):
     def join(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise InputError. All ranks take part in every step."""
         raise InputError(
-            "DistributedDataParallel.join: every rank takes part in every step; give a rank without"
-            " data another's batch, and multiply its loss by 0"
+            "DistributedDataParallel.join: every rank takes part in every step; on a rank without"
+            " data, pass another rank's batch and multiply the loss by 0"
         )

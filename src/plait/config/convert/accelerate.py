@@ -201,7 +201,7 @@ def _skip_section(file: _AccelerateFile, name: str, value: Any) -> None:
     if not value:
         file.translation.rows.append(KeyReport(name, value, Status.COMMENT, "empty: not given"))
     elif name == "fp8_config":
-        file.translation.ignore(name, value, "mixed_precision fp8 alone reads it")
+        file.translation.ignore(name, value, "only mixed_precision fp8 reads it")
     else:
         file.translation.ignore(name, value, f"{file.not_read()}; {_FLAGS}")
 
@@ -263,7 +263,7 @@ def _read_processes(file: _AccelerateFile) -> int | None:
             translation.ignore("num_processes", value, meaning)
         return None
     if file.distributed_type == "NO":
-        meaning = "distributed_type NO runs one process, whatever this says"
+        meaning = "distributed_type NO runs one process and ignores this value"
         translation.ignore("num_processes", value, meaning)
         file.defaults["run.processes"] = 1
         return None

@@ -45,7 +45,7 @@ def refused(name: str, kind: Kind, why: str, remedy: str, *off: Any) -> ForeignK
 def renamed(
     name: str, kind: Kind, sets: Callable[[Any], Mapping[str, Any]], note: str = ""
 ) -> ForeignKey:
-    """Return a key with an equivalent."""
+    """Return a key that has an equivalent in Plait."""
     return ForeignKey(name, Status.SUPPORTED, kind, note, sets=sets)
 
 
@@ -66,7 +66,7 @@ SHARED: tuple[ForeignKey, ...] = (
     ignored(
         "cpu_ram_efficient_loading",
         "flag",
-        "plait.from_pretrained reads the slices of each rank alone",
+        "with plait.from_pretrained every rank reads only its slices of the weights",
     ),
     ignored("state_dict_type", "text", _FILES),
     renamed("activation_checkpointing", "flag", on({"parallel.recompute.mode": "full"})),

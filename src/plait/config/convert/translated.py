@@ -31,7 +31,7 @@ _FLAG_TEXTS = {
 
 @dataclass(frozen=True)
 class TranslatedDocument(Document):
-    """Configuration of another program. Its tree contains the settings that the keys stand for."""
+    """Configuration of another program, translated to a tree of Plait's settings."""
 
     program: str = ""
     """Name of the program for messages, such as "Accelerate"."""
@@ -100,7 +100,7 @@ class Translation:
         )
 
     def ignore(self, key: str, value: Any, why: str) -> None:
-        """Add a key that sets nothing."""
+        """Add a key that has no effect."""
         self.rows.append(KeyReport(key, value, Status.IGNORED, why))
 
     def refuse(self, key: str, value: Any, rule: str, remedy: str) -> None:
@@ -109,7 +109,7 @@ class Translation:
         self.problems.append(Problem(key, value, rule, remedy))
 
     def set(self, path: str, key: str, value: Any) -> None:
-        """Set a path. Two keys that disagree are a problem."""
+        """Set a path to a value. If another key has set another value, add a problem."""
         other_key, other_value = self.settings.setdefault(path, (key, value))
         if other_value != value:
             rule = f"{other_key} says {other_value!r}; both set {path} and disagree"
@@ -146,7 +146,7 @@ class Translation:
     def _apply(
         self, shown: str, sets: Callable[[Any], Mapping[str, Any]], value: Any, why: str
     ) -> None:
-        """Set what a key with an equivalent stands for."""
+        """Set the settings that are equivalent to a key, or refuse the key's value."""
         try:
             settings = sets(value)
         except ValueError as error:

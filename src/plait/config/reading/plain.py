@@ -34,7 +34,7 @@ def refuse_unusable(tree: Mapping[Any, Any], name: str) -> None:
         name: Name of the configuration for messages.
 
     Raises:
-        ConfigError: All places that are refused, up to a limit.
+        ConfigError: A value is unusable. The error lists all of them, up to a limit.
     """
     problems: list[Problem] = []
     visited = 0
@@ -44,14 +44,11 @@ def refuse_unusable(tree: Mapping[Any, Any], name: str) -> None:
         path, depth, value = pending.pop()
         visited += 1
         if visited > _MAX_VALUES:
-            rule = (
-                f"holds more than {_MAX_VALUES:,} values (references of YAML are counted as often"
-                " as they stand)"
-            )
-            raise ConfigError(Problem(name, None, rule, "write sections of keys"))
+            rule = f"contains more than {_MAX_VALUES:,} values (every use of a YAML alias counts)"
+            raise ConfigError(Problem(name, None, rule, "keep only settings in the file"))
         if depth > _MAX_DEPTH:
             rule = f"is nested more than {_MAX_DEPTH} deep"
-            raise ConfigError(Problem(_printable(path), None, rule, "write sections of keys"))
+            raise ConfigError(Problem(_printable(path), None, rule, "remove the nesting"))
 
         if isinstance(value, Mapping):
             for key, item in value.items():

@@ -264,7 +264,7 @@ def _parse_json(text: str, name: str) -> Any:
         raise ConfigError(Problem(location, None, rule, remedy)) from None
     except RecursionError:
         raise ConfigError(
-            Problem(name, None, "is nested too deeply", "write sections of keys")
+            Problem(name, None, "is nested too deeply", "remove the nesting")
         ) from None
     raise_problems(duplicates)
     return value
@@ -357,7 +357,7 @@ def _parse_yaml(text: str, name: str) -> Any:
         raise ConfigError(Problem(location, None, rule, "correct it there")) from None
     except RecursionError:
         raise ConfigError(
-            Problem(name, None, "is nested too deeply", "write sections of keys")
+            Problem(name, None, "is nested too deeply", "remove the nesting")
         ) from None
     except ConfigError:
         # Raised by `_construct_mapping`.

@@ -291,12 +291,12 @@ def refuse_in_backward(
     clipping: float,
     non_finite: str,
 ) -> None:
-    """Refuse settings that an update in backward cannot be combined with.
+    """Refuse settings that do not work with an optimizer update during the backward pass.
 
-    They need all gradients before the update, or the combination is not tested.
+    They need all gradients before the first update, or the combination is not tested.
 
     Raises:
-        ConfigError: All of these settings.
+        ConfigError: At least one of these settings is used. The error lists all that are.
     """
     if not data.update_in_backward:
         return
@@ -324,7 +324,7 @@ def refuse_in_backward(
         (
             precision.check_overflow and precision.loss_scale is None,
             (
-                "bf16.check_grad_overflow asks whether all gradients are finite before the first"
+                "bf16.check_grad_overflow checks that all gradients are finite before the first"
                 " update"
             ),
             "set bf16.check_grad_overflow = false",
@@ -332,7 +332,7 @@ def refuse_in_backward(
         (
             non_finite != "auto",
             (
-                f"faults.non_finite is {non_finite!r}, which asks whether all gradients are finite"
+                f"faults.non_finite is {non_finite!r}, which checks that all gradients are finite"
                 " before the first update"
             ),
             'set faults.non_finite = "auto"',
@@ -340,16 +340,16 @@ def refuse_in_backward(
         (
             replicated,
             (
-                f"{layout.dp} processes at ZeRO stage 0 reduce gradients in buckets, which stay:"
-                " nothing would be freed"
+                f"{layout.dp} processes at ZeRO stage 0 reduce gradients in buckets, which stay"
+                " allocated: an early update would free no memory"
             ),
             "use zero_optimization.stage 1 to 3",
         ),
         (
             data.unused_parameters and layout.dp > 1 and not replicated,
             (
-                "parallel.unused_parameters looks at the end of the backward which gradients"
-                " nobody has"
+                "parallel.unused_parameters determines after the backward which parameters no rank"
+                " has used"
             ),
             "set parallel.unused_parameters = false, if every step uses every parameter",
         ),
@@ -368,7 +368,7 @@ def refuse_in_backward(
         ),
         (
             compressed.gradients,
-            "it is not proven with compressed gradients",
+            "it is not tested with compressed gradients",
             'set parallel.compress_gradients = "none"',
         ),
     )

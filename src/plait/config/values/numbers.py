@@ -55,7 +55,7 @@ def _check_path(value: object) -> object:
     if not value.strip():
         raise PydanticCustomError(
             "place",
-            "the name of a file or folder, and this one is empty; write one, or leave the key out",
+            "the path of a file or folder, and it is empty; set a path, or leave the key out",
         )
 
     longest_name = max(len(name.encode()) for name in value.split("/"))

@@ -1,16 +1,16 @@
 """Activations that a rank holds, block by block and for every recomputation mode, as numbers.
 
-Figures of the rank's stages are put together along its row of the schedule. Without a pipeline a
-rank has one stage, and one micro-batch after the other goes through it (`ONE_STAGE`).
+The figures of a rank's stages are combined in the order of the rank's actions in the schedule (its
+row). Without a pipeline a rank has one stage, which runs one micro-batch at a time (`ONE_STAGE`).
 
-A rank of a pipeline holds several micro-batches, as many as the schedule and its position say, so a
-budget for activations bounds their sum at the worst point of the row. If a backward is split, a
-stage holds other tensors between its halves: what the first half made (recomputed activations among
-it) waits for the second.
+A pipeline rank holds activations of several micro-batches. Their number depends on the schedule and
+the rank's position, so a budget for activations limits the sum at the worst moment of the row. If a
+backward is split into two halves, a stage holds tensors of the first half, such as recomputed
+activations, until the second half.
 
-`dryrun.rank_activations` measures the figures. Bytes are those of distinct storages that are
-neither parameters nor buffers nor the batch itself. The input of a block belongs to the block, so
-the bytes of blocks in different modes can be added.
+`dryrun.rank_activations` measures the figures. Bytes are those of distinct storages, without
+parameters, buffers and the batch. The input of a block belongs to the block, so the bytes of blocks
+in different modes can be added.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class _RankMoment:
 
 
 def _moments(schedule: Schedule, rank: int) -> Iterator[tuple[Action, _RankMoment, _RankMoment]]:
-    """Yield every action of a row, with what is in flight while it runs and after it.
+    """Yield every action of a row, with the activations in flight while it runs and after it.
 
     A micro-batch in its backward is still in flight.
     """
@@ -302,7 +302,10 @@ class RankActivations:
         return _peak_bytes(self._moments(), self._stage_bytes(assignment))
 
     def most_in_flight(self) -> float:
-        """Return the most micro-batches that are held at once, through all stages of the rank."""
+        """Return the largest number of micro-batches in flight at once.
+
+        A micro-batch counts fully if the rank holds its activations in all of its stages.
+        """
         counts = [sum(moment.waiting) + sum(moment.deferred) for moment in self._moments()]
         return max(counts) / len(self.stages)
 

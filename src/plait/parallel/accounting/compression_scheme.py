@@ -156,7 +156,7 @@ class Scheme(Policy):
 
 
 def sent_bytes(bits: Any, shape: Sequence[int], numel: Numbers, itemsize: Any) -> Numbers:
-    """Return the bytes in which `numel` elements of a parameter are sent by one rank."""
+    """Return the bytes that a rank sends for `numel` elements of a parameter."""
     # Vectors are not compressed.
     if len(shape) < 2:
         return numel * itemsize

@@ -1,7 +1,7 @@
-"""Degrees of a layout as seen by experts on different ranks.
+"""Degrees by which a layout splits the parameters of experts.
 
-Experts are split over ep along their first dimension, as tensor parallelism splits, and replicated
-or sharded over the ranks with the same experts.
+Expert parameters are split over ep along their first dimension, like a dimension that tensor
+parallelism splits. They are replicated or sharded over the ranks that have the same experts.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ def is_sharded(ledger: Ledger) -> NDArray[np.bool_]:
 
 
 def of_experts(ledger: Ledger) -> Ledger:
-    """Return a ledger with the degrees as experts see them, and without any bytes.
+    """Return a ledger with the degrees for parameters of experts, and without any bytes.
 
-    Ranks of dp_replicate with the same experts shard them too.
+    Ranks along dp_replicate that have the same experts shard them as well.
     """
     same = ledger.dp_replicate * ledger.dp_shard * ledger.cp * ledger.tp // ledger.ep
     shards = is_sharded(ledger)
@@ -42,7 +42,7 @@ def of_experts(ledger: Ledger) -> Ledger:
 
 
 def view_of(ledger: Ledger) -> Callable[[str], Ledger]:
-    """Return a function from the name of a parameter to the ledger with its degrees."""
+    """Return a function from a parameter's name to the ledger with its degrees of parallelism."""
     if not ledger.experts:
         return lambda name: ledger
     expert_ledger = of_experts(ledger)

@@ -411,7 +411,7 @@ class _StepSimulation:
         self.now = _without_shared(end, shared)
 
     def _gather(self, unit: Unit, *, forward: bool) -> None:
-        """Gather a unit, or use what was prefetched."""
+        """Gather the parameters of a unit, unless they have been prefetched."""
         if not self.sharded or unit in self.gathered:
             return
         self._prefetch([unit])
@@ -438,10 +438,10 @@ class _StepSimulation:
             self._record(f"gather of {self._unit_name(unit)}", buffers=self.units[unit].cast_shards)
 
     def _previous_in_forward(self, unit: int, blocks: Sequence[int]) -> Sequence[int]:
-        """Return what is prefetched when the backward of a block begins.
+        """Return the block that is prefetched when the backward of a block begins, or nothing.
 
-        It is the block whose forward came before. The end of another backward makes torch forget
-        the order, and nothing is prefetched then.
+        It is the block whose forward ran before that of `unit`. torch forgets the order when
+        another backward ends, and then prefetches nothing.
         """
         if unit == blocks[0] or unit not in self.forward_order:
             return ()

@@ -1,4 +1,6 @@
-"""Rule of the ZeRO stages at the end of a backward, for the run, the account and the peak memory.
+"""Rule for what a ZeRO stage reduces and frees after a backward.
+
+The run, the account of bytes and the prediction of the peak memory share it.
 
 Without a pipeline a rank has one stage, whose micro-batches are the accumulation steps, and each
 unit ends its step with the last of them. In a pipeline the stages of a rank end their steps at
@@ -12,7 +14,7 @@ from typing import NamedTuple
 
 
 class AfterBackward(NamedTuple):
-    """Actions on a unit, which `fully_shard` gathers and reduces as one, after a backward."""
+    """Actions after a backward on one unit of `fully_shard`, which gathers and reduces as one."""
 
     reduce: bool
     """True if its gradients are reduced over dp_shard."""

@@ -1,9 +1,10 @@
 """Technique that moves what the first blocks of a model save for backward to host memory or files.
 
-The setting is a fraction and not a switch: what the links carry while the device computes is free,
-more is not. This module holds the settings only. `saved_tensors` decides which tensors move,
-`activation_store` stores them, and `recompute` is the one place that replaces a block's forward. Of
-a recomputed block the input moves; the kept results of operators stay.
+The setting is a fraction of the blocks and not a switch: copies that overlap with computation take
+no extra time, and further copies do. This module holds the settings only. `saved_tensors` decides
+which tensors move, `activation_store` stores them, and only `recompute` replaces a block's forward.
+If a block is recomputed, its input moves. Results of operators that selective recomputation saves
+stay on the device.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from plait.parallel.technique import Parts, Technique, TechniqueContext
 
 
 class ActivationOffload(Technique):
-    """Settings of activation offload: which blocks, and which store."""
+    """Settings of activation offload: the fraction of the blocks, and the store."""
 
     fraction: float = 0.0
-    """Fraction of a rank's blocks, from the first one on."""
+    """Fraction of a rank's blocks that are offloaded, beginning with its first block."""
     device: Literal["cpu", "disk"] = "cpu"
     """Store: pinned host memory (cpu) or files (disk)."""
     path: str | None = None

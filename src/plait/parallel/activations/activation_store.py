@@ -156,7 +156,7 @@ class HostStore:
                 surplus -= capacity
 
     def reuse(self, buffers: list[torch.Tensor]) -> None:
-        """Make buffers available again, behind the copies that read them now."""
+        """Make buffers available again once the current copies from them have ended."""
         was_read = None
         if self.prefetch_stream is not None:
             was_read = self.prefetch_stream.record_event()

@@ -84,7 +84,7 @@ class ChangedBuffers:
 
     @contextmanager
     def as_before(self, values: Values) -> Iterator[None]:
-        """Give the block copies of `values` as buffers for the context."""
+        """Return a context in which the block has copies of `values` as its buffers."""
         current = {key: own_buffers(key[0]).get(key[1]) for key in values}
         for (module, name), value in values.items():
             own_buffers(module)[name] = value.clone()

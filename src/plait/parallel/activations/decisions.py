@@ -27,7 +27,7 @@ recomputations.
 
 @dataclass(frozen=True)
 class RecordsDecisions:
-    """Note of `Parts` which says that blocks of the model call `decide_once`."""
+    """Note in `Parts`: blocks of the model call `decide_once`, so recomputation uses `contexts`."""
 
 
 def decide_once(decide: Callable[[], Result]) -> Result:

@@ -47,7 +47,7 @@ Mode = Literal["none", "full", "selective", "budget"]
 
 
 class Recompute(Technique):
-    """Settings of activation checkpointing: which blocks recompute what."""
+    """Settings of activation checkpointing: the recomputed blocks, and the results they keep."""
 
     mode: Mode = "none"
     """Recomputation mode. none keeps everything; full keeps a block's input only; selective keeps

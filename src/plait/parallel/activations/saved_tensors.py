@@ -51,7 +51,7 @@ class ActivationStore(Protocol):
     """Store for saved tensors."""
 
     def begin(self) -> None:
-        """Begin another forward. Required if the backward of the last one may not have begun."""
+        """Begin another forward. Call it if the backward of the last forward may not have begun."""
 
     def open(self, index: int) -> SavedGroup:
         """Open a group for block `index`. Groups are opened in the order of the blocks."""
@@ -232,14 +232,19 @@ class _StoredCall:
 
 
 def _is_movable(tensor: torch.Tensor, shared: set[int]) -> bool:
-    """Return True if moving a tensor frees memory. `shared` are storages that others use."""
+    """Return True if offloading a tensor frees memory.
+
+    Args:
+        tensor: The saved tensor.
+        shared: Storages that something else keeps in memory.
+    """
     if type(tensor) not in _MOVED_TYPES or _storage(tensor) in shared:
         return False
     return tensor.untyped_storage().nbytes() >= LEAST_BYTES
 
 
 def _is_parameter_of(tensor: torch.Tensor, units: Sequence[nn.Module]) -> bool:
-    """Return True if a sharded unit computes with the tensor as a parameter."""
+    """Return True if the tensor is a parameter of one of the units, or a gathered one."""
     # Units gather their parameters after the forward of the block has begun, so their storages are
     # not known before.
     for unit in units:

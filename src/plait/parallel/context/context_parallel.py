@@ -192,15 +192,15 @@ def _refuse_documents(*, caches: bool, family: str) -> None:
     """Raise InputError if one process would not separate the documents of a row."""
     if caches:
         raise InputError(
-            "parallel.cp: position_ids restart within a row, which Transformers takes for documents"
-            " only if no cache is made, and model.config.use_cache = True makes one; set it to"
-            " False (documents do not see each other), on every layout"
+            "parallel.cp: position_ids restart within a row. Transformers treats this as several"
+            " documents only if it creates no KV cache, and model.config.use_cache = True creates"
+            " one; set it to False on every layout, so that documents do not see each other"
         )
     if family in WITHOUT_DOCUMENTS:
         raise InputError(
             f"parallel.cp: position_ids restart within a row, and Transformers' {family} ignores"
-            " them when it masks attention: in one process documents of a row see each other, and"
-            " parts of a sequence would separate them; give each document a row of its own"
+            " them when it masks attention: documents of a row see each other in one process, and"
+            " would not with context parallelism; use one row per document"
         )
 
 

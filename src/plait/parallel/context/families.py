@@ -112,14 +112,14 @@ def refuse_unknown_model(
 
 
 def _why_unknown(model: nn.Module, config: Any) -> str | None:
-    """Return why nothing is known about the attention of a model, or None."""
+    """Return the reason why a model's attention is not supported, or None if it is."""
     family = getattr(config, "model_type", None)
     name = type(model).__name__
     is_of_transformers = type(model).__module__.startswith("transformers.models.")
     if not is_of_transformers or not hasattr(model, "set_attn_implementation"):
         return (
             "is not a model of Transformers that calls attention through its attention interface,"
-            " so it is not known what passes from token to token; use one of the families"
+            " so it is not known which modules mix tokens; use one of the families"
             f" {', '.join(FAMILIES)}"
         )
     if family not in FAMILIES or not name.endswith(("ForCausalLM", "LMHeadModel")):

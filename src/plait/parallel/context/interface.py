@@ -151,8 +151,8 @@ def attend(
     _refuse_unsupported(module, dropout, other)
     if attention_mask is None or not is_ours(attention_mask):
         raise InputError(
-            "parallel.cp: the model was called with a batch that is not cut; call"
-            " engine.train_batch, engine.eval_batch or engine.predict, which give each rank its"
+            "parallel.cp: the model was called with a batch that is not split over cp ranks; call"
+            " engine.train_batch, engine.eval_batch or engine.predict, which select this rank's"
             " part of every sequence"
         )
     if scaling is None:

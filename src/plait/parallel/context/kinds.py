@@ -197,7 +197,7 @@ def _query_chunks(
     starts: torch.Tensor | None,
     place: SequencePlacement,
 ) -> Iterator[AttentionBlock]:
-    """Yield each chunk of the queries with all keys."""
+    """Yield an attention block for each chunk of the local queries, with all keys."""
     for chunk in place.layout.chunks(query.shape[2]):
         rows = slice(chunk.local_start, chunk.local_start + chunk.size)
         chunk_starts = None if starts is None else starts[:, rows]
@@ -362,7 +362,7 @@ class _RingGradients:
 
     @cached_property
     def total(self) -> torch.Tensor:
-        """Sum to which this rank adds its share. The first access waits for its arrival."""
+        """Sum of earlier ranks, to which this rank adds. The first access waits for its arrival."""
         if self._exchange is None:
             return torch.zeros_like(self.kv, dtype=wide(self.kv.dtype))
         return self._exchange.wait()

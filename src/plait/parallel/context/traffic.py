@@ -1,4 +1,4 @@
-"""Bytes that context parallelism sends over the cp axis per optimizer step, from the shapes alone.
+"""Bytes that context parallelism sends over the cp axis per optimizer step, from the shapes only.
 
 With T tokens per micro-batch, n ranks, q and w elements of a token's queries and of its keys and
 values together (of a tp rank), and e bytes per element, a block sends per micro-batch:

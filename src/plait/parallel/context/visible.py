@@ -69,24 +69,23 @@ def _refuse_other_than_right_padding(
     if not isinstance(mask, torch.Tensor) or mask.shape != (rows, length):
         shape = list(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
         raise InputError(
-            f"parallel.cp: attention_mask is {shape}, and sequences are cut, so a mask has to be"
-            f" [{rows}, {length}]: 1 for tokens and 0 for padding on the right; for documents in"
-            " one row leave it out, and begin position_ids at 0 in each"
+            f"parallel.cp: attention_mask is {shape}, and must be [{rows}, {length}] because"
+            " sequences are split over ranks: 1 for tokens and 0 for padding on the right; for"
+            " several documents per row leave it out, and start position_ids at 0 in each document"
         )
     mask = mask.bool()
     if bool((mask[:, 1:] & ~mask[:, :-1]).any()):
         raise InputError(
             "parallel.cp: attention_mask has zeros before ones, and only padding on the right of a"
-            " row is computed as in one process; pad on the right (tokenizer.padding_side ="
-            ' "right")'
+            ' row is supported; pad on the right (tokenizer.padding_side = "right")'
         )
     targets = batch.get(SHIFTED)
     if isinstance(targets, torch.Tensor) and targets.shape == mask.shape:
         count = int(((targets != IGNORED) & ~mask).sum())
         if count:
             raise InputError(
-                f"parallel.cp: labels make {count} positions of padding predict a token, but"
-                f" attention of padding is not computed; set the labels of padding to {IGNORED}"
+                f"parallel.cp: {count} padding positions have a target in labels, but attention of"
+                f" padding is not computed; set the labels of padding to {IGNORED}"
             )
 
 

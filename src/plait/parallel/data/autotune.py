@@ -87,7 +87,7 @@ class CompressionAutotuner(StepHook):
     _last_end: float | None = None
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return the decision."""
+        """Return the decision for a checkpoint."""
         return {_DECISION: self.decision}
 
     def load_state(self, saved: Mapping[str, torch.Tensor]) -> None:
@@ -164,7 +164,7 @@ class CompressionAutotuner(StepHook):
         )
 
     def commit(self, code: int) -> None:
-        """Take a decision, or restore an earlier one.
+        """Store a decision and activate its candidate.
 
         Args:
             code: Code of a candidate, or 0 for uncompressed gradients.

@@ -21,14 +21,14 @@ class Compression(Technique):
     """Compression of gradients and gathered parameters."""
 
     scheme: Scheme = Scheme()
-    """Scheme from the first step on."""
+    """Scheme that is used from the first step."""
     candidates: tuple[Scheme, ...] = ()
     """Candidates for the first steps, the least lossy first (see `parallel.data.autotune`).
     """
 
     @property
     def gradients(self) -> bool:
-        """True if gradients are compressed from the first step, or may be after the first steps."""
+        """True if gradients are compressed, or may be once the first steps have chosen a scheme."""
         return self.scheme.gradients or bool(self.candidates)
 
     @property
@@ -37,7 +37,7 @@ class Compression(Technique):
         return (self.scheme, *self.candidates)
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
-        """Leave the settings for the technique that reduces."""
+        """Store the settings as a note, which the technique that reduces gradients reads."""
         return parts.with_notes(self)
 
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
@@ -55,5 +55,5 @@ class Compression(Technique):
         return [autotuner, residuals]
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
-        """Leave the scheme for the technique that accounts for messages."""
+        """Store the scheme in the ledger, for the technique that accounts for messages."""
         return ledger.with_(scheme=self.scheme)

@@ -42,6 +42,7 @@ from plait._torch.passes import reset_failed_step
 from plait._torch.unit_order import UnitOrder
 from plait._torch.units import keep_trainability, sharded_modules
 from plait._torch.watched_shards import watch_shards
+from plait.cluster.fake_group import is_fake
 from plait.cluster.layout import SAMPLE_AXES
 from plait.cluster.mesh import Groups, Mesh
 from plait.comm.buckets import GroupBuckets
@@ -221,8 +222,9 @@ class DataParallel(CollectiveSettings):
                         model, group, device=mesh.device, order=order, finishes_backward=mean
                     )
                 )
-            if collectives is None or collectives.parameter_host is None:
-                # Shards in shared memory are read in place, so writes to them are kept.
+            # Shards in shared memory are read in place, so writes to them are kept.
+            reads_in_place = collectives is not None and collectives.parameter_host is not None
+            if not reads_in_place and not is_fake():
                 hooks.append(LostWrites(model, in_forward=mean))
         buffers = ChangingBuffers(model, parts.blocks, mesh, parts.batch_axes)
         if mean:

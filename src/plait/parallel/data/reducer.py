@@ -294,7 +294,7 @@ class Reducer(StepHook):
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Expect gradients in this context, which wraps every backward of a step."""
+        """Return a context for a backward of a step. Gradients outside of it are refused."""
         if self._finished:
             self._save_sums()
         self.expects_gradients = True
@@ -364,7 +364,8 @@ class Reducer(StepHook):
                 raise ModelError(
                     f"`{self._name_of(parameter)}` has a"
                     f" {str(gradient.layout).removeprefix('torch.')}"
-                    " gradient, and ranks sum dense ones; build the embedding with sparse=False"
+                    " gradient, and only dense gradients can be reduced; build the embedding with"
+                    " sparse=False"
                 )
             with torch.no_grad():
                 slot.view.copy_(local_tensor(gradient))
@@ -485,7 +486,12 @@ class Reducer(StepHook):
         return AsyncAllReduce(flags, self.group, dist.ReduceOp.MAX)
 
     def _read_flags(self, pending: AsyncAllReduce | None) -> tuple[list[bool], list[int]]:
-        """Return whether any rank used each slot, and the buckets that are late on any rank."""
+        """Read the reduced flags of slots and buckets.
+
+        Returns:
+            For each slot, whether any rank used it; and the indices of the buckets that are late on
+            any rank.
+        """
         if pending is None:
             return [True] * len(self._used), sorted(self._late_buckets)
         with naming("all-reduce over dp_replicate"):
@@ -503,16 +509,16 @@ class Reducer(StepHook):
 
     @property
     def unfinished(self) -> bool:
-        """Return True if gradients exist that no `finish_reduction` has summed."""
+        """True if gradients exist that no `finish_reduction` has summed."""
         return not self._finished and any(parameter.grad is not None for parameter in self._slots)
 
     def after_step(self, end: StepEnd) -> str:
-        """Forget the step."""
+        """Clear the state of the step that has ended."""
         self.start_step()
         return ""
 
     def on_error(self, lost: FailureScope) -> None:
-        """End the collectives that have been launched, on every rank."""
+        """Complete the collectives of a failed step, so that all ranks make the same calls."""
         if lost == "step":
             self.abandon()
 
@@ -537,10 +543,10 @@ class Reducer(StepHook):
         self.start_step()
 
     def start_step(self) -> None:
-        """Forget the previous step.
+        """Clear the state of the previous step.
 
-        It is needed before a step in which this rank may receive no gradient. Otherwise the first
-        gradient of the step has the same effect.
+        The first gradient of a step does this as well. Call it before a step in which this rank may
+        receive no gradient at all.
         """
         for bucket in self.buckets:
             bucket.reduced = None

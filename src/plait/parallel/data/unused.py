@@ -125,7 +125,7 @@ class UnusedTracker(StepHook):
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Expect gradients in this context, which wraps every backward of a step."""
+        """Return a context for a backward of a step. Gradients outside of it are refused."""
         self.expects_gradients = True
         try:
             yield
@@ -234,13 +234,13 @@ class _OrderComparison:
         return [*digest, *(255 - byte for byte in digest)]
 
     def end(self, maxima: torch.Tensor) -> None:
-        """Compare the exchanged bytes of this step, or of an earlier step on a GPU.
+        """Compare the exchanged bytes of this step. On a GPU, those of an earlier step.
 
         Args:
             maxima: The bytes of `begin` after the all-reduce, uint8.
 
         Raises:
-            CommunicationError: The digests of the ranks differ.
+            CommunicationError: The digests differ between ranks.
         """
         self._pending.append((HostCopy(maxima), self._collectives))
         delay = 0

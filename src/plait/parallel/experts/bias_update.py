@@ -104,7 +104,7 @@ class BiasUpdate(StepHook):
         return ""
 
     def drop_gradients(self) -> None:
-        """Forget the counts, because the step begins anew."""
+        """Reset the counts, because the step starts again."""
         for counts in self._counts:
             counts.zero_()
 

@@ -187,8 +187,8 @@ def _refuse_unsupported_model(model: nn.Module, ep: int) -> None:
     name = type(model).__name__
     if not layers:
         raise ModelError(
-            f"parallel.ep = {ep}: {name} has no experts that are known (modules of Transformers"
-            " whose parameters count experts in their first dimension); use 1"
+            f"parallel.ep = {ep}: {name} has no experts that are supported (modules of Transformers"
+            " with one parameter for all experts, stacked along its first dimension); use 1"
         )
     for experts in layers:
         if experts.count % ep:

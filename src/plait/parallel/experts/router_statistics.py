@@ -96,7 +96,7 @@ class RouterStatistics:
             handle.remove()
 
     def begin(self, first: bool, received: Any) -> Any:
-        """Begin the forward of a stage.
+        """Begin the forward of a pipeline stage, and unpack the sums of earlier stages.
 
         Args:
             first: Whether it is the first stage.
@@ -169,8 +169,8 @@ class RouterStatistics:
     def losses(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the losses of the micro-batch whose last stage has run on this rank. Collective.
 
-        The backward is collective over the group too. Each rank adds a loss as often as it has
-        targets.
+        The backward is collective over the group too. The losses are those of all tokens of the
+        group. Each rank adds them to its sum of token losses, multiplied by its number of targets.
 
         Returns:
             (balance loss, z loss times its coefficient), both 0-dimensional.

@@ -67,7 +67,7 @@ class OptimizerOffload(Technique):
             raise ConfigError(Problem(f"{FIELD}.device", self.device, rule, 'use "cpu" or "none"'))
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
-        """Leave the placement for the technique that shards.
+        """Store the placement in the settings of the technique that shards.
 
         Files come later: the engine moves the shards once they exist.
         """
@@ -89,7 +89,7 @@ class OptimizerOffload(Technique):
         )
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
-        """Move the accounted states to the host or to files, and add the chunks of a step."""
+        """Count the offloaded states as host memory or files, and add the buffers of a step."""
         if self.device == "none":
             return ledger
         zero = np.zeros_like(ledger.dp_shard)

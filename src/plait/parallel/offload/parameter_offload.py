@@ -77,9 +77,9 @@ class ParameterOffload(Technique):
         return parts.with_shard(always_shard=True)
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
-        """Move the accounted parameters to files, and add their buffers while the model computes.
+        """Count the offloaded parameters as bytes in files, and add the pool that they are read to.
 
-        The account of the states includes those in host memory.
+        Parameters in host memory are counted with the optimizer states.
         """
         if self.device != "nvme":
             return ledger

@@ -63,7 +63,7 @@ class ShardPrefetcher:
             on_shard_reads(unit, partial(self._before, index), partial(self._after, index))
 
     def end_step(self) -> None:
-        """Evict what was prefetched, because no all-gather follows for now."""
+        """Evict the prefetched shards, because the next all-gather may be far away."""
         if self._last is not None:
             self._follows[self._last] = None
         self._last = None
@@ -126,7 +126,7 @@ class ShardPrefetcher:
         return self._reader.submit(fetch)
 
     def _drop(self, unit: int) -> None:
-        """Evict a unit after its read, which may still be running."""
+        """Queue the eviction of a unit behind its read, which may still be running."""
 
         def evict() -> None:
             for shard in self._shards[unit]:

@@ -70,7 +70,7 @@ def facts_of_rank(facts: ModelFacts, cut: StageCut, stages: Sequence[int]) -> Mo
         blocks=blocks,
         tensor_plan=tensor_plan,
         experts=experts,
-        # In a pipeline everything outside of the blocks is one unit (`data.shard_units`).
+        # In a pipeline everything outside of the blocks is one unit (`parallel.data.shard_units`).
         outer=OuterUnits(),
     )
 
@@ -182,7 +182,7 @@ def unsharded_after(
     gathered: dict[str, int],
     gradients: dict[str, int],
 ) -> list[UnshardedBytes]:
-    """Return what is unsharded after every computation of a rank, in the order of its row.
+    """Return the unsharded bytes after every computation of a rank, in the order of its row.
 
     Everything is zero if parameters are neither sharded nor cast.
 
@@ -265,7 +265,7 @@ class StageRow:
 
 
 def stage_rows(schedule: Schedule, cut: StageCut, facts: ModelFacts) -> list[StageRow]:
-    """Return a summary of every stage. `facts` are those of the complete model."""
+    """Return a summary of every stage. `facts` describe the complete model."""
     costs = forward_costs(facts)
     sizes = [end - start for start, end in pairwise(cut.bounds)]
     loads = stage_costs(costs.blocks, sizes, first=costs.first, last=costs.last)

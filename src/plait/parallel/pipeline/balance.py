@@ -109,8 +109,8 @@ def cut(
         )
     if not all(0 <= cost < float("inf") for cost in (*costs, first, last)):
         raise InputError(
-            f"costs from {min(*costs, first, last)} to {max(*costs, first, last)}: a cost is finite"
-            " and not below 0"
+            f"costs from {min(*costs, first, last)} to {max(*costs, first, last)}: every cost must"
+            " be finite and at least 0"
         )
     items = _integer_costs(costs, first, last)
     cumulative = [0, *accumulate(items)]

@@ -135,7 +135,7 @@ class CutCheck:
         if unavailable:
             raise ModelError(
                 f"parallel.pp: the loss reads parameters of the model ({min(unavailable)}), and"
-                " each stage has only those of its own blocks; replace an L2 penalty by the"
+                " every stage has only the parameters of its blocks; replace an L2 penalty by the"
                 " optimizer's weight_decay, or use parallel.pp = 1"
             )
 
@@ -190,7 +190,7 @@ class CutCheck:
         needed = stages_needed(flow, self.cut.bounds, name=name)
         for owners, available, verb in (
             (needed.owners, self.cut.owners, "uses"),
-            (needed.recomputed, self.cut.recomputed, "needs what follows from"),
+            (needed.recomputed, self.cut.recomputed, "needs a value computed from"),
         ):
             for parameter, stages in owners.items():
                 lacking = stages - available.get(parameter, frozenset())
@@ -200,8 +200,8 @@ class CutCheck:
                     raise ModelError(
                         f"parallel.pp: on this batch stage {min(lacking)} of {name} {verb}"
                         f" {parameter}, which belongs to stage {owner_list}:"
-                        " the model was cut by a forward of token ids alone, and this batch takes"
-                        " another path through it; use parallel.pp = 1"
+                        " the cut was determined by a forward with token ids only, and this batch"
+                        " takes another path through the model; use parallel.pp = 1"
                     )
 
     def _shapes_differ(
@@ -269,9 +269,9 @@ def _loss_of_copy(
         if isinstance(error, PlaitError) or trace.failed:
             raise
         raise ModelError(
-            "parallel.pp: the loss cannot be computed from the model's output and the batch alone"
-            f" ({type(error).__name__}: {error}), and each stage has the attributes of its own"
-            " blocks only; return what the loss reads in the model's output, or use"
+            "parallel.pp: the loss cannot be computed from only the model's output and the batch"
+            f" ({type(error).__name__}: {error}), and every stage has only the attributes of its"
+            " blocks; add the values that the loss reads to the model's output, or use"
             " parallel.pp = 1"
         ) from error
     finally:

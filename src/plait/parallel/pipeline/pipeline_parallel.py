@@ -1,10 +1,10 @@
 """Technique that places consecutive blocks of a model on different ranks.
 
 Micro-batches flow through the blocks in the order of a schedule. The schedule is a table
-(`schedules.schedule`) and the cut is data (`model.stages`). `stage` removes from the model, in
-place, what other ranks own, `runtime` executes the table, and `pipeline_zero` applies the ZeRO
-stages. This module holds the settings, and what a pipeline rank needs beyond that: the gradients of
-tied parameters, which several stages hold, and the prefetch of offloaded activations.
+(`schedules.schedule`) and the cut is data (`model.stages`). `stage` removes the blocks and
+parameters of other ranks from the model, in place, `runtime` executes the table, and
+`pipeline_zero` applies the ZeRO stages. This module holds the settings. It also sums the gradients
+of tied parameters, which several stages hold, and prefetches offloaded activations.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Pipeline(Technique):
     """Number of blocks of each stage. None balances the cost of the stages."""
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
-        """Remove from the model, in place, what other stages own."""
+        """Remove the blocks and parameters of other ranks from the model, in place."""
         plan = parts.noted(PipelinePlan)
         if plan is None:
             return parts

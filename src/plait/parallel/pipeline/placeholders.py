@@ -1,11 +1,15 @@
-"""Placeholders in the list of blocks for blocks that a pipeline stage does not run, or ends with.
+"""Placeholders that replace blocks in a model's list of blocks on a pipeline stage.
+
+A stage has placeholders for the blocks that it does not run, and for its last block, after which it
+leaves the forward of the model.
 
 Note [Placeholders]
-    A model's code reads more of its blocks than their output: a layer's type, a method that changes
-    a setting, a submodule. A placeholder is therefore of a subclass of the block's class and
-    answers as the block does; only calling it does something else. The placeholder of a block of
-    this rank shares the block's attributes, so that a change of one changes the other. The
-    placeholder of a block of another rank has the block's submodules without their tensors.
+    A model's code does not only call its blocks. It also reads attributes such as a layer's type,
+    calls methods that change a setting, and uses submodules. The class of a placeholder is
+    therefore a subclass of the block's class, and only calls of the placeholder differ. The
+    placeholder of a block of this rank shares the block's attributes, so that a change of one
+    changes the other. The placeholder of a block of another rank has the block's submodules
+    without their tensors.
 """
 
 from __future__ import annotations

@@ -170,7 +170,8 @@ class Runtime:
 
         Raises:
             InputError: The number of micro-batches is not that of the schedule.
-            ModelError: The cut model would compute something else. Every rank raises it.
+            ModelError: The stages would compute something else than the complete model. Every rank
+                raises it.
         """
         if len(batches) != self.schedule.microbatches:
             raise InputError(
@@ -352,7 +353,10 @@ class _ScheduleRun:
         return received, boundary
 
     def _forward_or_pass_on(self, action: Action) -> None:
-        """Run a forward; after an error on this rank, send what lets the next stage continue."""
+        """Run a forward. After an error on this rank, send a placeholder to the next stage.
+
+        Otherwise the next stage would wait forever for its input.
+        """
         if self.failed is None:
             try:
                 self._forward(action)
@@ -422,17 +426,18 @@ class _ScheduleRun:
         outputs: list[torch.Tensor],
         model_output: Any,
     ) -> None:
-        """Raise ModelError if NaN of values that this stage does not know reached its outputs.
+        """Raise ModelError if a value that this stage does not have reached its outputs as NaN.
 
-        The check runs once for every signature, because it waits for the device.
+        Values of earlier stages that are not sent are NaN here. The check runs once per stage and
+        signature of a batch, because it waits for the device.
 
         Args:
             stage: The stage.
             microbatch: Number of the micro-batch.
-            received: Tensors of the previous stage.
+            received: Tensors from the previous stage.
             outputs: Tensors for the next stage; on the last stage the loss.
-            model_output: Output of which the loss was computed, on the last stage. If only the loss
-                is NaN, the batch may have no targets.
+            model_output: Output from which the last stage computed the loss. If only the loss is
+                NaN, the batch may have no targets, which is not an error.
         """
         key = (stage.index, self.signatures[microbatch])
         if stage.first or key in self.runtime._trusted:
@@ -561,7 +566,10 @@ def _differentiable(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _may_contain_nan(output: Any) -> bool:
-    """Return False if a model's output has floating-point tensors without NaN only."""
+    """Return False if the output has floating-point tensors and none of them contains NaN.
+
+    Scalars such as the loss are not considered.
+    """
     has_floating = False
     for leaf in tree_leaves(output):
         if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dim():

@@ -285,7 +285,7 @@ class _Graph:
                     stack += unseen
 
     def groups(self) -> list[WeightGroup]:
-        """Partition the leaves."""
+        """Partition the leaves into groups. See Note [Splitting a backward pass]."""
         connected = _DisjointSets()
         # Pairs of an intermediate and a weight node below it.
         entered: list[tuple[Node, Node]] = []

@@ -146,7 +146,10 @@ class StagedModel:
 
     @contextmanager
     def _blocks_of(self, stage: Stage, received: Any) -> Iterator[None]:
-        """Replace the blocks outside of a stage, and what it does not know, for the context."""
+        """Return a context in which blocks of other stages are replaced by placeholders.
+
+        Values that only other stages can compute are NaN in it.
+        """
         modules = own_children(self.model.get_submodule(self.cut.container))
         resident = dict(modules)
         forwards: dict[nn.Embedding, Callable[..., Any] | None] = {}
@@ -187,7 +190,7 @@ def stage_model(
     region: Region | None,
     device: torch.device,
 ) -> StagedModel:
-    """Remove from a model, in place, what does not belong to the stages of this rank.
+    """Remove the blocks and parameters of other ranks from a model, in place.
 
     Args:
         model: The model.
@@ -259,7 +262,7 @@ def stage_model(
 def _absent_message(block: str, stage: int, name: str) -> str:
     return (
         f"parallel.pp: the model reads {block}.{name} outside of that block, which belongs to stage"
-        f" {stage} and another rank; a pipeline stage has the tensors of its own blocks only; use"
+        f" {stage} on another rank, and a pipeline stage has only the tensors of its blocks; use"
         " parallel.pp = 1"
     )
 

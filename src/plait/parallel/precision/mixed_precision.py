@@ -51,7 +51,7 @@ class Precision(Technique):
         return self.reduce
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
-        """Leave the dtypes for the technique that shards."""
+        """Store the dtypes in the settings of the technique that shards."""
         if self.reduction is not None:
             parts = parts.with_shard(reduce_dtype=dtype_of(self.reduction))
         if self.compute is None:
@@ -65,7 +65,7 @@ class Precision(Technique):
         )
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
-        """Leave the element sizes for the technique that shards."""
+        """Store the element sizes in the ledger, for the technique that shards."""
         sizes = {"float16": 2, "bfloat16": 2, "float32": 4}
         if self.compute is not None:
             ledger = ledger.with_(compute_bytes=np.full_like(ledger.dp_shard, sizes[self.compute]))

@@ -6,10 +6,10 @@
     int8    codes of 8 bits    codes of 8 bits    2 + 8 / block
     float8  codes of 8 bits    codes of 8 bits    2 + 8 / block
 
-A block is a number of consecutive elements of a row that share one float32 scale. Blocks follow
-from the unsharded shape of a parameter alone, and no layout cuts one: shards are complete rows, and
-tensor parallelism that would cut a block is refused. States therefore have the same values on every
-layout. `optim.low_bit_codes` makes the codes, and `optim.low_bit_adam` is the step.
+A block consists of consecutive elements of a row that share one float32 scale. The blocks depend
+only on the unsharded shape of a parameter, and no layout splits one: shards are complete rows, and
+tensor parallelism that would split a block is refused. States therefore have the same values on
+every layout. `optim.low_bit_codes` computes the codes, and `optim.low_bit_adam` is the optimizer.
 """
 
 from __future__ import annotations

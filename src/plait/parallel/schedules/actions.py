@@ -18,9 +18,9 @@ class Kind(StrEnum):
     BACKWARD = "B"
     """Gradients of the stage's input and of its weights."""
     INPUT = "I"
-    """Gradient of the stage's input alone, which the previous stage waits for."""
+    """Gradient of the stage's input only, which the previous stage waits for."""
     WEIGHT = "W"
-    """Gradients of the stage's weights, some time after I."""
+    """Gradients of the stage's weights. It runs after I of the same micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +77,10 @@ class Numbered:
         return 2 * self.gradients
 
     def needed_by(self, action: Action) -> tuple[int, ...]:
-        """Return the messages that must exist before a computation can start.
+        """Return the numbers of the messages that must exist before a computation can start.
 
-        The stage's earlier result comes first, and that of its neighbour second.
+        If a backward needs two, the activation of its own stage comes before the gradient of the
+        next stage.
         """
         index = action.stage * self._microbatches + action.microbatch
         kind = action.kind

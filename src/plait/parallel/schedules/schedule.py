@@ -465,7 +465,7 @@ def _gpipe(rank: int, pp: int, microbatches: int) -> Iterator[Action]:
 
 
 def _one_forward_one_backward(rank: int, pp: int, microbatches: int) -> Iterator[Action]:
-    """Yield the row of a rank, which runs ahead by one forward per rank behind it.
+    """Yield the row of a rank, which starts with one forward per later pipeline rank.
 
     PipeDream-Flush, Narayanan et al. 2021, arXiv:2104.04473.
     """

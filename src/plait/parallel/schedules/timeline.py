@@ -22,9 +22,9 @@ class Durations:
 
     forward: tuple[float, ...]
     input: tuple[float, ...]
-    """Durations of the gradient of the input alone."""
+    """Durations of computing the gradient of the input only."""
     weight: tuple[float, ...]
-    """Durations of the gradients of the weights alone. An unsplit backward takes input + weight."""
+    """Durations of computing the weight gradients only. An unsplit backward takes both."""
     send: tuple[float, ...]
     """Durations of a message between stages s and s + 1, in either direction.
 
@@ -51,15 +51,15 @@ def even(
     weight: float = 1.0,
     send: float = 0.0,
 ) -> Durations:
-    """Return the durations of stages of equal cost.
+    """Return durations for stages of equal cost.
 
-    Schedules with different numbers of stages do the same work.
+    The total work is the same for schedules with different numbers of stages.
 
     Args:
         schedule: The schedule.
         forward: Duration of a forward of all stages of a rank together, per micro-batch.
-        input: The same of the gradients of inputs.
-        weight: The same of the gradients of weights.
+        input: Duration of computing the gradients of inputs of all stages of a rank.
+        weight: Duration of computing the gradients of weights of all stages of a rank.
         send: Duration of a message.
     """
     stages_per_rank = schedule.stages // schedule.pp

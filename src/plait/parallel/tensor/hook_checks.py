@@ -123,9 +123,9 @@ def _check_first(
         if "weight" not in own_parameters(module) or "parametrizations" in own_children(module):
             raise ModelError(
                 f"{name}: its weight is no longer a parameter of the layer (a parametrization,"
-                " weight_norm, spectral_norm or pruning was put on after tensor parallelism had"
+                " weight_norm, spectral_norm or pruning was applied after tensor parallelism had"
                 " split it); use parallel.tp = 1, or a parallel.plan that leaves the layer out,"
-                " and put it on before plait.initialize"
+                " and apply it before plait.initialize"
             )
         return forward(*args, **kwargs)
 

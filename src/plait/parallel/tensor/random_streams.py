@@ -1,15 +1,15 @@
 """Random numbers of tensor parallelism (dropout).
 
 Note [Random streams of tensor parallelism]
-    Tensors that all ranks of tp replicate need the same random numbers on all of them. Tensors that
-    they split need different numbers on each: between a column-parallel layer and the row-parallel
-    layer behind it, and on sequence shards, heads, columns and tokens of different ranks are
-    dropped independently. However many numbers a rank's part takes, all ranks continue with the
-    same numbers after it.
+    Tensors that all tp ranks replicate need the same random numbers on all of them. Tensors that
+    are split over the ranks need different numbers on each rank, so that heads, columns and tokens
+    of different ranks are dropped independently. Such split parts lie between a column-parallel
+    layer and the row-parallel layer after it, and on sequence shards. Ranks may draw any number of
+    random numbers in a split part, and all continue with the same shared stream after it.
 
-    Megatron-LM's tracker of model-parallel generators does the same with a second generator state.
-    Here the seed of a rank's stream is derived from the shared stream where the split part begins,
-    so restoring the shared generator (recomputation, a checkpoint) restores the same masks.
+    Megatron-LM's `CudaRNGStatesTracker` does the same with a second generator state. Here the seed
+    of a rank's stream is derived from the shared stream at the beginning of the split part, so
+    restoring the shared generator (recomputation, a checkpoint) restores the same masks.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class SplitStream:
     _own_seed: int | None = None
     """Seed of the last split part.
 
-    While the generator has this seed it draws for this rank alone. An exception may have left the
-    part without `leave`. Code that then restored the generator has also left the part.
+    While the generator has this seed, it is in a split part. After an exception `leave` may not
+    have been called. If the generator was restored since, its seed shows that the part has ended.
     """
     _resume: Callable[[], None] | None = field(default=None, repr=False)
     """Returns the generator to the shared stream."""
@@ -51,7 +51,7 @@ class SplitStream:
     """Position of the generator at the beginning of the part."""
 
     def enter(self, like: torch.Tensor, *, read: torch.Tensor | None = None) -> None:
-        """Begin a split part. Nothing happens inside of one.
+        """Begin a split part. This does nothing if one has begun already.
 
         Args:
             like: A tensor on the device of the part.
@@ -98,11 +98,11 @@ class SplitStream:
             return
         if not _is_same_position(self._start_position, _position(generator)):
             raise ModelError(
-                "tensor parallelism: between the column-split layers of one part random numbers"
-                " were drawn (dropout), and then another of its layers read another tensor than the"
-                " first: each rank would drop other elements of a replicated tensor; call the"
-                " column-split layers one after the other, or give this one 'colwise_gather_output'"
-                " in parallel.plan"
+                "tensor parallelism: random numbers were drawn (dropout) after a column-parallel"
+                " layer, and then another column-parallel layer read a different input: every rank"
+                " would drop other elements of a replicated tensor; call the column-parallel layers"
+                " one after the other, or use the style 'colwise_gather_output' for this one in"
+                " parallel.plan"
             )
 
 

@@ -87,7 +87,7 @@ class TensorParallel(Technique):
         return parts.with_notes(region, plan)
 
     def check(self, context: TechniqueContext) -> TensorPlan | None:
-        """Make the plan.
+        """Check that the model can be split, and return the plan of tensor parallelism.
 
         Returns:
             The plan, or None if there is no model or a single rank of tp.

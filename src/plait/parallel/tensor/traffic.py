@@ -94,7 +94,7 @@ def tensor_traffic(
 def _features(
     facts: ModelFacts, plan: TensorPlan, *, sequence_parallel: bool, loss_parallel: bool
 ) -> tuple[Counter[str], list[int]]:
-    """Return what the collectives of a micro-batch move.
+    """Return the widths of the activations that collectives send per token.
 
     Returns:
         The features of a token by collective (`loss`: float32 elements), and the widths that are

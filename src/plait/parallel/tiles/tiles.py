@@ -1,8 +1,8 @@
-"""Forward of a module that computes one tile of tokens at a time, and again in the backward.
+"""Tiled forward of a module: one tile of tokens at a time, recomputed in the backward.
 
-Only the input of the module is kept. Everything else exists for one tile. The tiles of a call are
-nodes of one graph, so that a parameter's gradient arrives once, as their sum, and whatever gathers
-parameters around the module does so once for all of them.
+Only the input of the module is saved. All other activations exist for one tile at a time. The tiles
+of a call are nodes of one autograd graph. A parameter's gradient is therefore accumulated once, as
+the sum over the tiles, and hooks around the module gather its parameters once for all tiles.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def test_what_can_work(settings: LaunchSettings) -> None:
         ),
         (
             LaunchSettings(2, 2, 4, master_addr="a", node_rank=0),
-            "--nnodes = '2:4': a changing number",
+            "--nnodes = '2:4': an elastic number",
         ),
         (
             LaunchSettings(2, 2, 2, rdzv_endpoint="a:1", node_rank=0),

@@ -60,7 +60,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {"ep": 2},
         {"family": "llama"},
-        "parallel.ep = 2: LlamaForCausalLM has no experts that are known",
+        "parallel.ep = 2: LlamaForCausalLM has no experts that are supported",
     ),
     (
         {"ep": 2, "tp": 2, "plan": {"lm_head": "colwise_gather_output"}},

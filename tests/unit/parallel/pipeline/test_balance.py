@@ -103,9 +103,9 @@ def test_wrong_arguments() -> None:
     with pytest.raises(InputError):
         cut([1, 1], 0)
     for bad in (-1.0, float("nan"), float("inf")):
-        with pytest.raises(InputError, match="not below 0"):
+        with pytest.raises(InputError, match="be finite and at least 0"):
             cut([1, bad], 1)
-        with pytest.raises(InputError, match="not below 0"):
+        with pytest.raises(InputError, match="be finite and at least 0"):
             cut([1, 1], 1, last=bad)
     with pytest.raises(InputError, match="their sum must be the 3 blocks"):
         stage_costs([1, 1, 1], [1, 1])

@@ -74,7 +74,7 @@ def test_numbers_drawn_for_what_another_layer_reads_are_refused() -> None:
     torch.rand(1)
     stream.enter(HERE, read=read)
     with pytest.raises(
-        ModelError, match="between the column-split layers of one part random numbers were drawn"
+        ModelError, match="random numbers were drawn .dropout. after a column-parallel layer"
     ):
         stream.enter(HERE, read=other)
     stream.leave()
