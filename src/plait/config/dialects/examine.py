@@ -8,6 +8,7 @@ written, including "auto".
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -104,13 +105,18 @@ def is_comment(name: str) -> bool:
     return name.startswith(("_", "//", "#")) or name.lower() in ("comment", "comments")
 
 
-def first_sentence(text: str) -> str:
-    """Return the first sentence of a description, on one line."""
-    line = " ".join(text.split())
-    end = line.find(". ")
-    if end < 0:
-        return line
-    return line[: end + 1]
+_BRIEF_LENGTH = 60
+"""Length from which one sentence of a description is enough."""
+
+
+def brief(text: str) -> str:
+    """Return the first sentence of a description on one line, and the second if it is short.
+
+    The first one names the setting. The second one often names its values.
+    """
+    sentences = re.split(r"(?<=\.) ", " ".join(text.split()))
+    count = 2 if len(sentences[0]) < _BRIEF_LENGTH else 1
+    return " ".join(sentences[:count])
 
 
 def _copy_tree(value: Any) -> Any:
@@ -216,7 +222,7 @@ def _visit_field(
     if setting.free and isinstance(value, dict):
         value = _visit_free(written, dotted, value, examined)
     else:
-        meaning = first_sentence(setting.description)
+        meaning = brief(setting.description)
         examined.rows.append(KeyReport(shown, value, Status.SUPPORTED, meaning, dotted))
     examined.candidates.setdefault(dotted, []).append(WrittenValue(shown, value))
 
