@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from plait.config.dialects.deepspeed import REFUSED, SECRETS, TABLE, Key
+from plait.config.dialects.examine import brief
 from plait.config.dialects.table_values import asks_for_nothing, type_problem
 from plait.config.schema.provenance import Status
 from plait.errors import ConfigError
@@ -488,3 +489,15 @@ def test_overrides_that_make_no_sense() -> None:
     config = load({})
     with pytest.raises(ConfigError, match="apply to a file or a mapping"):
         load(config, ["train_batch_size=3"])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Number of steps.", "Number of steps."),
+        ("Number of\nsteps. 0: none. Ignored.", "Number of steps. 0: none."),
+        (f"{'Long ' * 20}text. More text.", f"{'Long ' * 20}text."),
+    ],
+)
+def test_brief_description(text: str, expected: str) -> None:
+    assert brief(text) == expected
