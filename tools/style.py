@@ -121,7 +121,7 @@ class Measures:
             "conditional expressions per 1,000 lines": self.nodes[ast.IfExp] / thousand_lines,
             "nested conditional expressions": float(self.nested_conditions),
             "tuple assignments per 1,000 lines": self.tuple_assignments / thousand_lines,
-            "vague names per 1,000 names": 2.0 * vague / max(sum(self.names.values()), 1),
+            "vague names per 1,000 names": 1000 * vague / max(sum(self.names.values()), 1),
             "class names that are not unique": float(repeated),
             "comment lines per 1,000 lines": self.comments / thousand_lines,
             "statements": float(self.statements),

@@ -74,7 +74,7 @@ def test_a_run_is_heard_and_ended(tmp_path: Path, goes_on: bool) -> None:
         return done.stdout
 
     told = train()
-    assert "ended by a callback" in told and "go on with" in told
+    assert "ended by a callback" in told and "resume with" in told
     heard = [(tmp_path / f"heard-{rank}").read_text().splitlines() for rank in (0, 1)]
     assert (
         heard[0]

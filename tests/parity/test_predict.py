@@ -85,5 +85,5 @@ def test_where_there_is_no_place_for_a_cache() -> None:
         match="passes a batch to the model unchanged, and Cuts must transform every micro-batch",
     ):
         refuse_cache(*at(Layout(), Cuts()), object())
-    with pytest.raises(InputError, match=r"engine\(...\) gives the model"):
+    with pytest.raises(InputError, match=r"engine\(...\) passes a batch to the model"):
         refuse_own_batches(at(Layout(), Cuts())[0], "engine(...)")
