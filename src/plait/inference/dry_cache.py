@@ -27,6 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 from plait._torch.operators import TorchFunctionMode
 from plait.errors import PlaitError, first_line
 from plait.inference.cache_layout import CacheLayer, CacheLayout, CacheTensor
+from plait.model.adapters import without_wrapper
 from plait.model.blocks import find_blocks
 from plait.model.facts import model_facts
 from plait.model.layer_sizes import sizes_of_layers
@@ -55,7 +56,7 @@ def cache_layout_of(model: nn.Module, *, plan: Mapping[str, str] | None = None) 
     Returns:
         The layers of its cache; none for a model that takes no cache.
     """
-    base = _without_peft(model)
+    base = without_wrapper(model)
     if not supports_cache(base):
         return CacheLayout()
     config: Any = base.config
@@ -64,14 +65,6 @@ def cache_layout_of(model: nn.Module, *, plan: Mapping[str, str] | None = None) 
     rules = None if plan is None else tuple(plan.items())
     fields = json.dumps(config.to_dict(), sort_keys=True, default=str)
     return _measure(_ModelDescription(model_class, fields, rules, config))
-
-
-def _without_peft(model: nn.Module) -> nn.Module:
-    get_base_model: Any = None
-    if hasattr(model, "peft_config"):
-        get_base_model = getattr(model, "get_base_model", None)
-    base: nn.Module = get_base_model() if callable(get_base_model) else model
-    return base
 
 
 @dataclass(frozen=True)

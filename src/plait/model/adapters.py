@@ -51,8 +51,16 @@ def adapter_names(model: Any) -> tuple[str, ...]:
 
 
 def without_wrapper(model: nn.Module) -> nn.Module:
-    """Return the model that PEFT's `get_peft_model` wraps, or any other model itself."""
-    return cast("Any", model).get_base_model() if adapter_names(model) else model
+    """Return the model that PEFT's `get_peft_model` wraps, or any other model itself.
+
+    A Transformers model with adapters of its own (`add_adapter`) has a `peft_config` too, but no
+    wrapper.
+    """
+    get_base_model: Any = None
+    if hasattr(model, "peft_config"):
+        get_base_model = getattr(model, "get_base_model", None)
+    base: nn.Module = get_base_model() if callable(get_base_model) else model
+    return base
 
 
 @contextmanager

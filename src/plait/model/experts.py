@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from plait.model.adapters import without_wrapper
+
 SCORE_CORRECTION_BIAS = "e_score_correction_bias"
 """Transformers' name for the correction of a router's scores.
 
@@ -137,8 +139,8 @@ def _text_config(model: nn.Module) -> Any:
 
 def _takes_router_logits(model: nn.Module) -> bool:
     # The forward of a PEFT model takes any keyword.
-    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-    return "output_router_logits" in inspect.signature(base.forward).parameters
+    forward = without_wrapper(model).forward
+    return "output_router_logits" in inspect.signature(forward).parameters
 
 
 def chosen_experts(output: Any) -> torch.Tensor | None:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from plait.cluster import accelerator
+from plait.model.adapters import without_wrapper
 from plait.parallel.micro_batches import CACHES
 from plait.parallel.pipeline.stage import StagedModel
 from plait.parallel.pipeline.stage_cache import StageCaches
@@ -29,12 +30,7 @@ def arguments_of(model: nn.Module) -> frozenset[str]:
     model are included.
     """
     arguments = frozenset(inspect.signature(type(model).forward).parameters)
-    if not hasattr(model, "peft_config"):
-        return arguments
-    get_base_model: Any = getattr(model, "get_base_model", None)
-    if not callable(get_base_model):
-        return arguments
-    base = get_base_model()
+    base = without_wrapper(model)
     return arguments if base is model else arguments | arguments_of(base)
 
 

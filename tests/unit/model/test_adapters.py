@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from plait.errors import ModelError
-from plait.model.adapters import adapted_layers
+from plait.model.adapters import adapted_layers, without_wrapper
 from plait.model.plans import make_plan
 from tests.parity import trainers
 
@@ -97,3 +97,15 @@ def test_more_ranks_than_heads_of_keys() -> None:
     model, blocks = adapted(("self_attn.k_proj",))
     with pytest.raises(ModelError, match="kv_replicated"):
         make_plan(model, tp=4, blocks=blocks)
+
+
+def test_model_inside_of_a_wrapper() -> None:
+    """A model of Transformers with `add_adapter` has a `peft_config` and no wrapper."""
+    model = nn.Linear(2, 2)
+    assert without_wrapper(model) is model
+    model.peft_config = {"default": None}  # type: ignore[assignment]
+    assert without_wrapper(model) is model
+    wrapper = nn.Sequential(model)
+    wrapper.peft_config = {"default": None}  # type: ignore[assignment]
+    wrapper.get_base_model = lambda: model  # type: ignore[assignment]
+    assert without_wrapper(wrapper) is model
