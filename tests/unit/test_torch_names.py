@@ -26,6 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from plait._torch import (
     attention,
     dtensor,
+    gathered_writes,
     gathering,
     groups,
     learning_rates,
@@ -518,6 +519,33 @@ def test_fake_tensors_and_a_collective_that_is_not_carried_out() -> None:
         with NoCollectives():
             dist.all_reduce(x)
         assert isinstance(x, operators.FakeTensor)
+
+
+@pytest.mark.parametrize("assigns", [False, True])
+def test_writes_to_gathered_parameters(assigns: bool) -> None:
+    """Also if `load_state_dict(assign=True)` replaces the parameters after the units are known."""
+    model = sharded()
+    writes = gathered_writes.GatheredWrites(model)  # type: ignore[arg-type]
+    if assigns:
+        model.load_state_dict(model.state_dict(), assign=True)
+    model[0].register_forward_pre_hook(lambda module, _: module.weight.data.mul_(0.5))  # type: ignore[index]
+    model(torch.ones(1, 4)).sum().backward()
+    for module in units.sharded_modules(model):
+        module.reshard()
+    compared = writes.take()
+    assert compared is not None
+    names, flags = compared
+    assert [name for name, flag in zip(names, flags.tolist(), strict=True) if flag] == ["0.weight"]
+    assert sorted(names) == ["0.bias", "0.weight", "1.bias", "1.weight"]
+    writes.is_watching = False
+    model(torch.ones(1, 4)).sum().backward()
+    assert writes.take() is None
+
+
+def test_default_allocation() -> None:
+    size = (2, 3)
+    buffer = units.DefaultAllocMixin().allocate(size, dtype=torch.int16, device=torch.device("cpu"))
+    assert (tuple(buffer.shape), buffer.dtype) == (size, torch.int16)
 
 
 def test_custom_all_gather() -> None:

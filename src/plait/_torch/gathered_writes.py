@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from plait._torch.operators import FakeTensor
+from plait._torch.dtensor import local_tensor
 from plait._torch.units import parameter_groups, sharded_modules
 
 _SAMPLES = 1 << 16
@@ -35,12 +35,15 @@ class GatheredWrites:
     def __init__(self, root: FSDPModule) -> None:
         assert isinstance(root, nn.Module)
         self.is_watching = True
-        self._names = {id(p): name for name, p in root.named_parameters()}
-        self._gathered: dict[int, list[torch.Tensor]] = {}
-        """Samples of the parameters of each gathered group, keyed by the id of the group."""
+        names = {parameter: name for name, parameter in root.named_parameters()}
+        # Keyed by torch's record: `load_state_dict(assign=True)` replaces the parameter.
+        self._names: dict[Any, str] = {}
+        self._gathered: dict[Any, list[tuple[Any, torch.Tensor]]] = {}
+        """Records of the parameters of each gathered group, with their samples."""
         self._changed: dict[str, torch.Tensor] = {}
         for module in sharded_modules(root):
             for group in parameter_groups(module):
+                self._names |= {p: names[p.sharded_param] for p in group.fsdp_params}
                 group.wait_for_unshard = self._sample_after(group, group.wait_for_unshard)
                 group.reshard = self._compare_before(group, group.reshard)
 
@@ -59,21 +62,24 @@ class GatheredWrites:
     def _sample_after(self, group: Any, wait: Callable[[], None]) -> Callable[[], None]:
         def wait_and_sample() -> None:
             wait()
+            if not self.is_watching or not group.is_unsharded or group in self._gathered:
+                return
             # Outside of passes the caller gathers on purpose, and may write the shards afterwards.
-            in_pass = group._training_state is not TrainingState.IDLE
-            is_new = id(group) not in self._gathered
-            if self.is_watching and in_pass and is_new and group.is_unsharded:
-                samples = [_sample(p._unsharded_param).clone() for p in _real_parameters(group)]
-                self._gathered[id(group)] = samples
+            if group._training_state is not TrainingState.IDLE:
+                self._gathered[group] = [
+                    (p, _sample(p._unsharded_param).clone())
+                    for p in group.fsdp_params
+                    if p._unsharded_param.numel()
+                ]
 
         return wait_and_sample
 
     def _compare_before(self, group: Any, reshard: Callable[[], None]) -> Callable[[], None]:
         def compare_and_reshard() -> None:
-            samples = self._gathered.pop(id(group), None)
-            if samples is not None and group.is_unsharded:
-                for p, sample in zip(_real_parameters(group), samples, strict=True):
-                    name = self._names[id(p.sharded_param)]
+            samples = self._gathered.pop(group, ())
+            if group.is_unsharded:
+                for p, sample in samples:
+                    name = self._names[p]
                     changed = (_sample(p._unsharded_param) != sample).any()
                     earlier = self._changed.get(name)
                     self._changed[name] = changed if earlier is None else earlier | changed
@@ -82,19 +88,7 @@ class GatheredWrites:
         return compare_and_reshard
 
 
-def _real_parameters(group: Any) -> list[Any]:
-    """Return torch's records of the group's parameters that have values."""
-    parameters = [p for p in group.fsdp_params if p._unsharded_param.numel()]
-    return [
-        p
-        for p in parameters
-        if not isinstance(p._unsharded_param, FakeTensor) and not p._unsharded_param.is_meta
-    ]
-
-
 def _sample(parameter: torch.Tensor) -> torch.Tensor:
     """Return evenly spaced bytes of a parameter, or all bytes of a small one. It is a view."""
-    tensor = parameter.detach()
-    local = getattr(tensor, "_local_tensor", tensor)
-    flat = local.reshape(-1)
+    flat = local_tensor(parameter.detach()).reshape(-1)
     return flat[:: -(-flat.numel() // _SAMPLES)].unsqueeze(-1).view(torch.uint8)

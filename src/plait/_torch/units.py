@@ -16,6 +16,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllocMixin as DefaultAllocMixin,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultReduceScatter as DefaultReduceScatter,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam

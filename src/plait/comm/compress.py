@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 from plait._torch.flat_collectives import all_gather_single
-from plait._torch.units import AllGather, ReduceScatter
+from plait._torch.units import AllGather, DefaultAllocMixin, ReduceScatter
 from plait.cluster.mesh import Levels
 from plait.comm.buckets import Flat
 from plait.comm.quantise import BLOCK, Bits, Packing, Segment, blocks_of
@@ -462,7 +462,7 @@ def factor_numel(shape: Sequence[int], rank: int) -> int:
     return (shape[0] + prod(shape[1:])) * factor_columns
 
 
-class QuantisedAllGather(AllGather):
+class QuantisedAllGather(DefaultAllocMixin, AllGather):
     """Quantised all-gather of one unit of `fully_shard`.
 
     Args:
@@ -473,12 +473,6 @@ class QuantisedAllGather(AllGather):
     def __init__(self, segments: Sequence[Segment], *, bits: Bits) -> None:
         self._segments = tuple(segments)
         self._bits = bits
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        """Return a buffer for the output."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -505,7 +499,7 @@ class QuantisedAllGather(AllGather):
         output_tensor.view(ranks, -1).copy_(packing.unpack(gathered.view(ranks, -1), dtype))
 
 
-class QuantisedReduceScatter(ReduceScatter):
+class QuantisedReduceScatter(DefaultAllocMixin, ReduceScatter):
     """Quantised reduce-scatter of one unit of `fully_shard`.
 
     Args:
@@ -534,12 +528,6 @@ class QuantisedReduceScatter(ReduceScatter):
         self._levels = levels
         self._feedback = feedback
         self.carried = PersistentTensors(revocable)
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        """Return a buffer for the input or the output."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,

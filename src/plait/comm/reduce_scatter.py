@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from plait._torch.flat_collectives import reduce_scatter_single
 from plait._torch.operators import FakeTensor
-from plait._torch.units import ReduceScatter
+from plait._torch.units import DefaultAllocMixin, ReduceScatter
 
 _BLOCK_BYTES = 256 * 1024
 """Size of the blocks of a sum. A block fits a core's cache, so memory is read and written once."""
@@ -87,17 +87,11 @@ def add_in_order(addends: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor
             output[start:stop].copy_(total)
 
 
-class AllToAllReduceScatter(ReduceScatter):
+class AllToAllReduceScatter(DefaultAllocMixin, ReduceScatter):
     """Reduce-scatter of `fully_shard` that adds in the order of the ranks.
 
     Every run therefore gets the same bits.
     """
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        """Return a buffer for the input or the output."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,
