@@ -252,21 +252,23 @@ def _arguments(function: Any) -> str:
 
 
 def _docstring(value: Any) -> str:
-    """Return a docstring as Markdown: the sections of Google style become lists."""
+    """Return a docstring as Markdown. Sections of Google style with entries become lists."""
     text = inspect.cleandoc(value.__doc__ or "")
     lines = []
-    in_section = False
+    section = ""
     for line in text.splitlines():
         if re.fullmatch(r"(Args|Attributes|Raises|Returns|Yields):", line):
             lines.append(f"**{line}**\n")
-            in_section = True
-        elif in_section and re.match(r"    \S", line):
+            section = line
+        elif section in ("Returns:", "Yields:") and line.startswith("    "):
+            lines.append(line.strip())
+        elif section and re.match(r"    \S", line):
             entry = re.match(r"    ([\w.*]+): (.*)", line)
             lines.append(f"- `{entry[1]}`: {entry[2]}" if entry else f"- {line.strip()}")
-        elif in_section and line.startswith("      "):
+        elif section and line.startswith("      "):
             lines.append(f"  {line.strip()}")
         else:
-            in_section = in_section and not line
+            section = "" if line else section
             lines.append(line)
     return "\n".join(lines)
 

@@ -111,13 +111,13 @@ class _OuterUnit:
         self._state: Any = module._get_fsdp_state()
         (self.group,) = parameter_groups(module)
         self.is_read_elsewhere = False
-        """Whether code outside of the unit's own forward reads its parameters."""
+        """True if code outside of the unit's own forward reads its parameters."""
         self.has_run = False
-        """Whether the unit's forward has run in this forward of the model."""
+        """True after the unit's forward has run in this forward of the model."""
         self._model_runs = False
         self._unit_runs = False
         self._awaits_backward = False
-        """Whether a hook at the end of a call's backward is registered and has not run yet."""
+        """True while a registered hook at the end of a call's backward has not run."""
         self._register_post_backward = self.group._register_post_backward_hook
         self._pre_forward = self.group.pre_forward
         self._post_forward = self.group.post_forward

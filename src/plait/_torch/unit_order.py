@@ -98,7 +98,7 @@ class UnitOrder:
         """Codes of collectives: twice the index of the unit, plus 1 for a reduction."""
         self._digest = 0
         self._awaits_reduction = [False] * len(self._groups)
-        """Whether the backward of a unit has run and its reduction waits for later units."""
+        """True for each unit whose backward has run and whose reduction waits for later units."""
         self._calls = [0] * len(self._groups)
         """Calls of each block in forwards whose backward has not run."""
         self._runs_backward = False

@@ -46,7 +46,7 @@ class Writer:
         self._outcome: AsyncMaximum | None = None
         """Outcome of the save over all ranks, requested in the previous step on a GPU."""
         self._raised = False
-        """Whether this rank has raised the error of the save."""
+        """True after this rank has raised the error of the save."""
         self._buffers: dict[str, torch.Tensor] = {}
 
     def begin(self, snapshot: Snapshot, *, stage: bool = True) -> None:

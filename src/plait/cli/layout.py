@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from plait.cli.options import PROCESSES, Json, Nnodes, Set, count
+from plait.cli.options import PROCESSES, Json, Nnodes, RunFile, Set, count
 from plait.cli.planning.tables import print_table
 from plait.cluster import accelerator
 from plait.cluster.machines import Node, Topology, load
@@ -30,13 +30,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command()
 def layout(
-    file: Annotated[
-        Path,
-        typer.Argument(
-            metavar="FILE",
-            help="The JSON or YAML file of the run, or a DeepSpeed file.",
-        ),
-    ],
+    file: RunFile,
     model: Annotated[
         str | None,
         typer.Option(

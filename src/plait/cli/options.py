@@ -64,6 +64,10 @@ def in_panel(panel: str) -> Callable[..., Any]:
     return partial(typer.Option, rich_help_panel=panel)
 
 
+RunFile = Annotated[
+    Path,
+    typer.Argument(metavar="FILE", help="The JSON or YAML file of the run, or a DeepSpeed file."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Set = Annotated[
     list[str] | None,

@@ -22,7 +22,7 @@ import typer
 
 from plait.cli import launch
 from plait.cli.launching.settings import LaunchSettings
-from plait.cli.options import PROCESSES, Json, Set, count
+from plait.cli.options import PROCESSES, Json, RunFile, Set, count
 from plait.cluster import accelerator
 from plait.cluster.launchers import claim
 from plait.cluster.topology import cpu_count, device_count, place
@@ -72,13 +72,7 @@ _PASSES: dict[VerifyDtype, tuple[Pass, ...]] = {
 
 @app.command()
 def verify(
-    file: Annotated[
-        Path,
-        typer.Argument(
-            metavar="FILE",
-            help="The JSON or YAML file of the run, or a DeepSpeed file.",
-        ),
-    ],
+    file: RunFile,
     model: Annotated[
         str | None,
         typer.Option(

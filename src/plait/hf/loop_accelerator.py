@@ -85,7 +85,7 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
         # Every loop must know which ranks have no batch of a stream.
         self.evaluates = True
         self._holding = False
-        """Whether gradients are accumulated without a reduction."""
+        """True while gradients are accumulated without a reduction."""
         self._orders: list[DrawnOrder] = []
         """Samplers of the shuffled loaders."""
 

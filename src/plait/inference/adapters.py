@@ -170,7 +170,8 @@ class Adapter:
         others = {}
         with open_safetensors(self.folder / WEIGHTS) as file, torch.no_grad():
             # Full names by the names that `replaced` and `_name_in_file` use.
-            names = {base_tensor(name.removeprefix(_FILE_PREFIX)): name for name in file.keys()}  # noqa: SIM118 (no mapping)
+            file_names = file.keys()
+            names = {base_tensor(name.removeprefix(_FILE_PREFIX)): name for name in file_names}
             for name, tensor in tensors.items():
                 stored = _name_in_file(name) if is_adapters(name) else base_tensor(name)
                 if is_adapters(name) or stored in replaced:

@@ -44,7 +44,7 @@ class StepWatch(StepHook):
         self._reducer = reducer
         self._why_called = why_called
         self.in_handle_step = False
-        """Whether `ParallelModel.step` is running."""
+        """True while `ParallelModel.step` runs."""
         self._model = weakref.ref(model)
 
         # Keyed by id, because parameters compare element by element. An id may be reused after a

@@ -1,3 +1,1 @@
-"""What `plait doctor --validate` runs: checks of Plait on this machine's GPUs, each with a result,
-and the document that they make.
-"""
+"""Checks that `plait doctor --validate` runs on the GPUs of this machine, and their document."""

@@ -23,7 +23,7 @@ from plait.parallel.context.kernel import (
     attend_backward,
     kernel_for,
 )
-from plait.validation.context import Context, NotRun
+from plait.validation.context import Context, require_real_device
 from plait.validation.rows import Verdict, verdict
 
 BATCH = 1
@@ -43,7 +43,7 @@ NAMES = ("output", "gradient of query", "gradient of key", "gradient of value")
 
 @dataclass(frozen=True)
 class Case:
-    """What a layer does to its scores."""
+    """Treatment of attention scores by a layer."""
 
     dtype: torch.dtype
     window: bool = False
@@ -83,8 +83,7 @@ def kernels(context: Context, settings: Mapping[str, Any]) -> Verdict:
 
     The second time nothing may be compiled: a training run has hundreds of positions.
     """
-    if context.simulated:
-        raise NotRun("fused attention cannot be simulated: its kernels need a real GPU")
+    require_real_device(context, "fused attention cannot be simulated: its kernels need a real GPU")
     numbers: dict[str, Any] = {"tokens": SMALL_TOKENS if context.is_small else TOKENS}
     problems = []
     for case in CASES:

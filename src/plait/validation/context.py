@@ -1,6 +1,4 @@
-"""What a check receives: its rank, the device, the time that is left, and results of earlier
-rows.
-"""
+"""Context of a check: its rank, the device, the time that is left, results of earlier rows."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ NO_TIMES = "a simulated device has no times; the code that measures them ran to 
 
 @dataclass
 class Context:
-    """One rank of a launch."""
+    """Rank of a launch."""
 
     rank: int
     world: int
@@ -46,7 +44,7 @@ class Context:
     row_deadline: float = float("inf")
     """Value of `time.monotonic` at which the planned time of the row has passed."""
     results: dict[str, Any] = field(default_factory=dict)
-    """What rows leave for later rows of this process, by a name that the writing module documents.
+    """Results of rows for later rows of this process. The module that writes an entry documents it.
     """
     mesh: Mesh | None = None
 
@@ -57,7 +55,7 @@ class Context:
 
     @property
     def is_small(self) -> bool:
-        """Whether models shrink, because the device is simulated or a CPU."""
+        """True if models shrink, because the device is simulated or a CPU."""
         return self.simulated or not accelerator.is_accelerator(self.device)
 
     def group(self) -> Mesh:
@@ -117,10 +115,17 @@ def require(*packages: str) -> None:
             raise NotRun(f"{package} is not installed")
 
 
+def require_real_device(context: Context, reason: str) -> None:
+    """Raise NotRun with the reason if the device is simulated."""
+    if context.simulated:
+        raise NotRun(reason)
+
+
 def require_compiler(context: Context) -> None:
     """Raise NotRun on a simulated device, for which the compiler cannot generate kernels."""
-    if context.simulated:
-        raise NotRun("torch.compile cannot be simulated: it generates kernels for a real GPU")
+    require_real_device(
+        context, "torch.compile cannot be simulated: it generates kernels for a real GPU"
+    )
 
 
 def timed(context: Context, result: Verdict) -> Verdict:

@@ -99,9 +99,9 @@ WIDE = Workload(4096, 14336, 32, 8, 128256, layers=8, length=8192)
 """Width of Llama-3-8B."""
 MEDIUM = Workload(2048, 5632, 16, 16, 32000, layers=12, length=2048)
 STRUCTURE = Workload(512, 1408, 8, 4, 8192, layers=4, length=512, samples=2)
-"""For checks of what a step does rather than of how fast it is."""
+"""Workload of checks that do not measure time."""
 TINY = Workload(64, 128, 4, 2, 256, layers=2, length=32)
-"""For a simulated device and a CPU."""
+"""Workload on a simulated device and on a CPU."""
 
 
 def on_device(

@@ -1,6 +1,4 @@
-"""One real rank of a planned layout of eight devices, alone on this one, and the planner's time for
-it.
-"""
+"""Measurement of one rank of a planned layout of eight devices, and the planner's time for it."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ LIMIT_FACTOR = 3.0
 
 @dataclass(frozen=True)
 class Row:
-    """One check of the catalogue."""
+    """Check of the catalogue."""
 
     name: str
     """Name as `check/variant`, for `--only` and for the document."""
@@ -32,9 +32,9 @@ class Row:
     """Planned time on an H100. A row does not start when this time is no longer left."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     own_process: bool = False
-    """Whether the row needs a process of its own, because it changes the state of the process."""
+    """True if the row needs a process of its own, because it changes the state of the process."""
     by_default: bool = True
-    """Whether the row runs without `--only`."""
+    """True if the row runs without `--only`."""
     unavailable: str = ""
     """Reason why the row cannot run on this machine. Empty for a row that can run."""
     least_limit_seconds: float = 60.0
@@ -65,7 +65,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a check returns on its first rank."""
+    """Result of a check on its first rank."""
 
     outcome: Outcome
     reason: str = ""

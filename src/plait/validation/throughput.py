@@ -53,7 +53,7 @@ PACKAGES = {"deepspeed": "deepspeed", "fsdp2-liger": "liger_kernel", "plait-lige
 
 @dataclass(frozen=True)
 class Visit:
-    """One contender's timed steps."""
+    """Timed steps of a contender."""
 
     seconds: float
     """Seconds per step, of the slowest rank."""

@@ -36,7 +36,7 @@ Kind = Literal["initial weight", "loss", "gradient norm", "gradient", "parameter
 
 @dataclass(frozen=True)
 class Difference:
-    """One compared quantity.
+    """Compared quantity.
 
     `error` is the largest absolute difference, divided by the largest absolute reference value.
     """
@@ -63,7 +63,7 @@ class Trace:
     losses: tuple[float, ...]
     grad_norms: tuple[float, ...]
     gradients: tuple[Mapping[str, torch.Tensor | None], ...]
-    """One entry per step, unscaled and clipped. Empty for a skipped step."""
+    """Entries by step, unscaled and clipped. Empty for a skipped step."""
     parameters: Mapping[str, torch.Tensor]
     initial: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Parameters before the first step."""

@@ -45,7 +45,7 @@ Tensors whose exact value is 0 contain rounding noise.
 
 @dataclass(frozen=True)
 class ComparedRow:
-    """One compared quantity."""
+    """Compared quantity with its error and the allowed error."""
 
     kind: Kind
     step: int | None

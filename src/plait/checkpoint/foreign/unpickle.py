@@ -43,7 +43,8 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 _UNCALLED = (("torch", "Tensor"), ("torch.nn.parameter", "Parameter"))
 """Classes that pickles name as arguments without calling them."""
 _RECORD = re.compile(
-    r"data\.pkl|data/\d+|version|byteorder|\.data/serialization_id|\.format_version|\.storage_alignment"
+    r"data\.pkl|data/\d+|version|byteorder|\.data/serialization_id|\.format_version"
+    r"|\.storage_alignment"
 )
 """Names of the records that torch.save writes."""
 _INERT_MODULES = (

@@ -254,13 +254,13 @@ class SharedReduceScatter(_Slots, ReduceScatter):
         self._round = 0
         """Number of calls with the current memory."""
         self._leased = [False] * _SCATTER_SLOTS
-        """Whether a tensor of this rank points into a slot."""
+        """True while a tensor of this rank points into a slot."""
         self._last_use = [0] * _SCATTER_SLOTS
         """Number of the call, from 1, that last used a slot."""
         self._input: tuple[int, int, int] | None = None
         """(address, bytes, slot) of the input that `allocate` returned for the next call."""
         self._has_input = False
-        """Whether the input of the next call was requested. The next request is for the output."""
+        """True after the input of the next call was requested. The next request is its output."""
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device

@@ -85,8 +85,8 @@ class PipelineModule(PlaitPipelineModule):
             )
         if activation_checkpoint_interval not in (0, 1):
             raise InputError(
-                f"deepspeed.PipelineModule(activation_checkpoint_interval={activation_checkpoint_interval}):"
-                " layers are recomputed one by one; use 1"
+                "deepspeed.PipelineModule(activation_checkpoint_interval="
+                f"{activation_checkpoint_interval}): layers are recomputed one by one; use 1"
             )
         super().__init__(layers)
         self.num_stages = num_stages

@@ -298,7 +298,8 @@ _SCALARS = {
     "tag:yaml.org,2002:bool": (r"true|True|TRUE|false|False|FALSE", "tTfF"),
     "tag:yaml.org,2002:int": (r"[-+]?(?:0|[1-9][0-9_]*)", "-+0123456789"),
     "tag:yaml.org,2002:float": (
-        r"[-+]?(?:(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)(?:[eE][-+]?\d+)?|\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))",
+        r"[-+]?(?:(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)(?:[eE][-+]?\d+)?"
+        r"|\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))",
         "-+0123456789.",
     ),
 }
