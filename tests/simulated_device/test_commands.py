@@ -98,7 +98,7 @@ def test_calibration_of_a_device_that_the_planner_does_not_know(
     """Is refused, with those that it knows. What is measured of a known one has a GPU's sizes, too large for the host; its parts are run by
     `test_waits`."""
     with pytest.raises(
-        AssertionError, match="GPU 'simulated device .* not in the catalogue; it has v100"
+        AssertionError, match="GPU 'simulated device .* not in the catalogue; known are v100"
     ):
         plait(tmp_path, "calibrate", "--rounds", "1", "--steps", "1", "--out", "here.json")
     assert not list(tmp_path.glob("*.json"))
