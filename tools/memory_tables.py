@@ -31,10 +31,10 @@ from plait.dryrun.rank_activations import rank_activations
 from plait.engine.single_rank import predict_messages
 from plait.model.blocks import find_blocks
 from plait.parallel.accounting.timeline_points import PEAK_KINDS
-from plait.parallel.activations.recompute import Recompute
 from plait.parallel.micro_batches import default_forward
 from plait.parallel.technique import Parts
-from plait.parallel.tensor.tensor_parallel import TensorParallel
+from plait.parallel.techniques.recompute import Recompute
+from plait.parallel.techniques.tensor_parallel import TensorParallel
 from plait.units import GIB, MIB
 from tests.measured.memory import measure_activations, measure_in_flight, measure_peak
 

@@ -17,9 +17,9 @@ import matplotlib.pyplot as plt
 from plait.model.blocks import find_blocks
 from plait.model.facts import ModelFacts, model_facts
 from plait.parallel.accounting.ledger import Ledger
-from plait.parallel.data.data_parallel import DataParallel
 from plait.parallel.order import account_all
-from plait.parallel.precision.mixed_precision import Precision
+from plait.parallel.techniques.data_parallel import DataParallel
+from plait.parallel.techniques.mixed_precision import Precision
 from plait.units import GIB
 
 RANKS = 2 ** np.arange(11)

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import plait
 from benchmarks.common.machine import facts
-from plait.parallel.data import data_parallel
+from plait.parallel.techniques import data_parallel
 from plait.sharded.unchanged import STEPS, UnchangedParameters
 
 ROOT = Path(__file__).parents[2]

@@ -11,9 +11,9 @@ import torch
 
 from plait.model.facts import model_facts
 from plait.parallel.accounting.ledger import Ledger
-from plait.parallel.data.data_parallel import DataParallel
 from plait.parallel.order import account_all
-from plait.parallel.precision.mixed_precision import Precision
+from plait.parallel.techniques.data_parallel import DataParallel
+from plait.parallel.techniques.mixed_precision import Precision
 from tests.covers import cover
 from tests.fake.worlds import FakeWorld, batch, build, predicted
 from tests.measured.memory import measure_step

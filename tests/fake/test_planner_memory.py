@@ -16,7 +16,7 @@ from plait.cluster.mesh import build_mesh
 from plait.dryrun.dry_model import token_batch
 from plait.dryrun.rank_activations import MODES, rank_activations
 from plait.model.blocks import find_blocks
-from plait.parallel.tensor.tensor_parallel import TensorParallel
+from plait.parallel.techniques.tensor_parallel import TensorParallel
 from plait.planner.hardware import cluster
 from plait.planner.job import RECOMPUTE, Layouts
 from plait.planner.memory import layer_activations

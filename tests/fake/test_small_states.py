@@ -17,7 +17,7 @@ from plait.model.plans import make_plan
 from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.order import account_all
 from plait.parallel.pipeline.account import facts_of_rank
-from plait.parallel.pipeline.pipeline_parallel import PipelinePlan
+from plait.parallel.techniques.pipeline_parallel import PipelinePlan
 from tests.covers import cover
 from tests.fake import peaks as peak
 from tests.fake.worlds import FakeWorld
@@ -140,9 +140,9 @@ def test_peak(fake_world: FakeWorld, stage: int, tp: int, bf16: bool, states: st
 
 def test_planner() -> None:
     """Its own account of the states is the ledger's, and it proposes no host for them."""
-    from plait.parallel.data.data_parallel import DataParallel
-    from plait.parallel.precision.mixed_precision import Precision
-    from plait.parallel.tensor.tensor_parallel import TensorParallel
+    from plait.parallel.techniques.data_parallel import DataParallel
+    from plait.parallel.techniques.mixed_precision import Precision
+    from plait.parallel.techniques.tensor_parallel import TensorParallel
     from plait.planner.job import Layouts
     from plait.planner.request import job_of, states_of
     from tests.unit.planner.small_models import real_facts, request_for

@@ -22,16 +22,16 @@ from torch import nn
 import plait
 import plait.engine.build
 import plait.engine.engine
-import plait.parallel.pipeline.pipeline_parallel
+import plait.parallel.techniques.pipeline_parallel
 from plait.cli.main import main
 from plait.comm.pending import AsyncAllReduce
 from plait.config.resolving.resolve import load
 from plait.errors import ParityError
 from plait.parallel import materialise
-from plait.parallel.data.data_parallel import DataParallel
 from plait.parallel.data.reducer import Reducer
-from plait.parallel.pipeline.pipeline_parallel import PipelineRank
 from plait.parallel.pipeline.runtime import Runtime
+from plait.parallel.techniques.data_parallel import DataParallel
+from plait.parallel.techniques.pipeline_parallel import PipelineRank
 from plait.sharded.step import Stepper
 from plait.verify.plan import VerificationPlan, prepare
 from plait.verify.report import Report, failure, raise_unless_equal
@@ -173,7 +173,7 @@ def _reversed_on_rank_1(self: Runtime, pieces: Any, **arguments: Any) -> None:
     _train(self, pieces[::-1] if torch.distributed.get_rank() else pieces, **arguments)
 
 
-_stage_model, _train = plait.parallel.pipeline.pipeline_parallel.stage_model, Runtime.train
+_stage_model, _train = plait.parallel.techniques.pipeline_parallel.stage_model, Runtime.train
 _attach_hooks = DataParallel.attach
 _attach, _initialise, _step = Reducer.attach, materialise.initialise, Stepper.__call__
 DEFECTS: dict[str, tuple[Any, str, Any]] = {
@@ -185,7 +185,7 @@ DEFECTS: dict[str, tuple[Any, str, Any]] = {
     "reduced in float32": (Reducer, "attach", _attach_in_float32),
     "not clipped": (Stepper, "_unscale_and_clip", _unclipped),
     "updated on rank 0 only": (Stepper, "__call__", _step_on_rank_0),
-    "wrong stage cut": (plait.parallel.pipeline.pipeline_parallel, "stage_model", _next_block),
+    "wrong stage cut": (plait.parallel.techniques.pipeline_parallel, "stage_model", _next_block),
     "lost tied gradient": (PipelineRank, "finish_reduction", lambda _: None),
     "micro-batches swapped": (Runtime, "train", _reversed_on_rank_1),
 }

@@ -26,11 +26,11 @@ from plait.engine.engine import Engine
 from plait.parallel.accounting.ledger import MEMORY_KINDS
 from plait.parallel.accounting.timeline_points import BESIDE, HEAD
 from plait.parallel.activations.saved_tensors import OffloadedActivations
-from plait.parallel.data.data_parallel import free_gathered
 from plait.parallel.data.reducer import Reducer
 from plait.parallel.data.residuals import Residuals
 from plait.parallel.micro_batches import to_device
 from plait.parallel.schedules.actions import Action, Kind, Message, Payload
+from plait.parallel.techniques.data_parallel import free_gathered
 from tests.measured.storage_tracker import StorageTracker
 
 

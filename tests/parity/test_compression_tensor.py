@@ -19,11 +19,12 @@ from plait.comm.compress import POWERSGD_START, PowerSGDBuckets
 from plait.comm.transport import Transport, connect
 from plait.model.blocks import find_blocks
 from plait.parallel import materialise
-from plait.parallel.data import autotune, collective_selection
+from plait.parallel.data import autotune
 from plait.parallel.data.autotune import CompressionAutotuner
 from plait.parallel.data.reducer import Reducer
 from plait.parallel.hooks import StepEnd
 from plait.parallel.reduction import sharded_axes
+from plait.parallel.techniques import collective_settings
 from plait.verify.parity import Trace, engine_trace, reference_trace
 from tests.parity import cases
 from tests.parity.data_parallel import CLIPPING, SEED
@@ -170,7 +171,7 @@ def chosen(rank: int, world: int) -> tuple[str, str, int, str]:
         return connect(group, **{**how, "wanted": "torch"} if rank % 2 else how)
 
     config = settings(world, 2, 0, 1, 1, **plan("plain"))
-    with patch.object(collective_selection, "connect", half):
+    with patch.object(collective_settings, "connect", half):
         engine = plait.initialize(
             cases.build("plain", tied=False, dtype=torch.float32),
             config,
@@ -178,7 +179,7 @@ def chosen(rank: int, world: int) -> tuple[str, str, int, str]:
         )
     assert engine.hooks.of(Reducer) is not None
     mesh: Mesh = engine.mesh
-    agreed = collective_selection._broadcast_over_tp(mesh, (rank, rank * 10))
+    agreed = collective_settings._broadcast_over_tp(mesh, (rank, rank * 10))
     return (
         type(engine.hooks.of(Reducer).reduction).__name__,
         engine.communication,

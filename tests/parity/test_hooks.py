@@ -12,12 +12,12 @@ import torch
 
 import plait
 from plait.cluster.mesh import Mesh
-from plait.parallel.data.data_parallel import DataParallel
 from plait.parallel.data.reducer import Reducer
 from plait.parallel.hooks import FailureScope, Hooks, StepEnd, StepHook
 from plait.parallel.micro_batches import default_forward
-from plait.parallel.pipeline.pipeline_parallel import Pipeline
 from plait.parallel.technique import Parts
+from plait.parallel.techniques.data_parallel import DataParallel
+from plait.parallel.techniques.pipeline_parallel import Pipeline
 from tests.parity import cases
 from tests.parity.data_parallel import settings
 from tests.pool import Pool
@@ -152,7 +152,7 @@ def test_what_a_hook_is_told(pool: Pool, tmp_path: Path) -> None:
 
 def traced(rank: int, world: int) -> tuple[int, int]:
     """How often a pipeline and a split over tp are planned while an engine is made. Runs in a worker."""
-    from plait.parallel.tensor.tensor_parallel import make_plan
+    from plait.parallel.techniques.tensor_parallel import make_plan
 
     config = settings(world, 0, 1, 2)
     config["parallel"] = {
@@ -162,7 +162,9 @@ def traced(rank: int, world: int) -> tuple[int, int]:
     config["train_micro_batch_size_per_gpu"] = 1
     with (
         patch.object(Pipeline, "_bounds", autospec=True, side_effect=Pipeline._bounds) as bounds,
-        patch("plait.parallel.tensor.tensor_parallel.make_plan", side_effect=make_plan) as plans,
+        patch(
+            "plait.parallel.techniques.tensor_parallel.make_plan", side_effect=make_plan
+        ) as plans,
     ):
         engine = plait.initialize(
             cases.build("llama", tied=False, dtype=torch.float32, layers=2),

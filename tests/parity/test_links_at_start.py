@@ -20,8 +20,8 @@ from plait.comm import measure, startup
 from plait.comm.links import Cost, GroupLinks, Level, load_with_facts
 from plait.config.resolving.resolve import load as load_config
 from plait.config.resolving.resolve import resolve
-from plait.parallel.data import collective_selection
 from plait.parallel.data.reducer import Reducer
+from plait.parallel.techniques import collective_settings
 from plait.units import MIB
 from tests.clock import Clock
 from tests.parity import cases
@@ -178,7 +178,7 @@ def test_the_choice_is_settled_at_the_size_of_the_runs_own_messages(pool: Pool, 
 
 def no_measuring(rank: int, world: int, config: dict[str, Any]) -> str:
     """Runs in a worker."""
-    with patch.object(collective_selection, "find_links", side_effect=AssertionError("measured")):
+    with patch.object(collective_settings, "find_links", side_effect=AssertionError("measured")):
         return started(rank, world, config)[0]
 
 

@@ -15,8 +15,8 @@ from plait.cluster.mesh import build_mesh
 from plait.dryrun.dry_model import token_batch
 from plait.dryrun.rank_activations import rank_activations
 from plait.model.blocks import find_blocks
-from plait.parallel.activations.recompute import Recompute
-from plait.parallel.tensor.tensor_parallel import TensorParallel
+from plait.parallel.techniques.recompute import Recompute
+from plait.parallel.techniques.tensor_parallel import TensorParallel
 from plait.units import GIB
 from plait.verify.keep_float64 import keeping_float64
 from plait.verify.parity import Trace, compare, engine_trace, worst

@@ -14,7 +14,7 @@ from plait.cluster.layout import Layout
 from plait.errors import ModelError
 from plait.model.blocks import find_blocks
 from plait.parallel.technique import TechniqueContext
-from plait.parallel.tensor.tensor_parallel import TensorParallel
+from plait.parallel.techniques.tensor_parallel import TensorParallel
 from plait.verify.keep_float64 import keeping_float64
 from plait.verify.parity import Trace, compare, engine_trace, reference_trace, worst
 from tests.parity import cases

@@ -34,10 +34,10 @@ from plait.model.positions import skip_packed_row_search
 from plait.parallel.accounting.activations import StageMode
 from plait.parallel.accounting.timeline_points import BESIDE, HEAD, LOSS, StageMoments
 from plait.parallel.micro_batches import Forward
-from plait.parallel.pipeline.pipeline_parallel import PipelinePlan
 from plait.parallel.pipeline.split_backward import backward_inputs, backward_weights
 from plait.parallel.pipeline.stage import Stage, StagedModel
 from plait.parallel.technique import Parts
+from plait.parallel.techniques.pipeline_parallel import PipelinePlan
 from plait.parallel.tensor.styles import Region
 from plait.shards import shard_size
 

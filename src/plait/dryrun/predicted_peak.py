@@ -40,14 +40,14 @@ from plait.parallel.accounting.ledger import Ledger, parameter_part
 from plait.parallel.accounting.peak import Peak, step_peak
 from plait.parallel.accounting.timeline_points import StageMoments, StepFacts
 from plait.parallel.containers import tensors_in
-from plait.parallel.context.context_parallel import local_batch
 from plait.parallel.micro_batches import default_forward
 from plait.parallel.order import account_all, apply_all
 from plait.parallel.pipeline.account import facts_of_rank, stage_counts
-from plait.parallel.pipeline.pipeline_parallel import PipelinePlan
 from plait.parallel.pipeline.stage import StagedModel
 from plait.parallel.schedules.actions import Action, Kind
 from plait.parallel.technique import Parts, notes_of
+from plait.parallel.techniques.context_parallel import local_batch
+from plait.parallel.techniques.pipeline_parallel import PipelinePlan
 from plait.units import dtype_of
 
 

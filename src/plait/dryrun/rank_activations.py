@@ -27,17 +27,17 @@ from plait.parallel.accounting.activations import (
     StageFacts,
     StageMode,
 )
-from plait.parallel.activations.recompute import Recompute
 from plait.parallel.activations.saved_tensors import OffloadedActivations
-from plait.parallel.context.context_parallel import ContextParallel, local_batch
 from plait.parallel.micro_batches import Forward, default_forward
-from plait.parallel.pipeline.pipeline_parallel import PipelinePlan
 from plait.parallel.pipeline.stage import StagedModel, stage_model
 from plait.parallel.schedules.actions import Kind
 from plait.parallel.technique import Parts, notes_of
+from plait.parallel.techniques.context_parallel import ContextParallel, local_batch
+from plait.parallel.techniques.pipeline_parallel import PipelinePlan
+from plait.parallel.techniques.recompute import Recompute
+from plait.parallel.techniques.tensor_parallel import TensorParallel
+from plait.parallel.techniques.tiled_mlp import TiledMLP
 from plait.parallel.tensor.styles import Region
-from plait.parallel.tensor.tensor_parallel import TensorParallel
-from plait.parallel.tiles.tiled_mlp import TiledMLP
 from plait.units import dtype_of
 
 MODES: tuple[BlockMode, ...] = ("none", "selective", "full")

@@ -29,7 +29,7 @@ from plait.engine.facts import EngineFacts
 from plait.engine.loader_state import StatefulLoader
 from plait.engine.resume import Group, Resume, configured_groups, schedule_facts
 from plait.errors import CheckpointError, warn
-from plait.parallel.data.data_parallel import free_gathered
+from plait.parallel.techniques.data_parallel import free_gathered
 from plait.sharded.step import Stepper
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from plait.comm.failures import naming
 from plait.engine.engine import Engine
 from plait.engine.state import trained_parameters
 from plait.errors import InputError
-from plait.parallel.data.data_parallel import free_gathered
+from plait.parallel.techniques.data_parallel import free_gathered
 from plait.sharded.full_weights import gathered, local_tensors
 
 

@@ -18,7 +18,7 @@ from plait.engine.engine import Engine
 from plait.errors import InputError, Problem
 from plait.inference.capacity import USABLE_SHARE, free_bytes, gathered_bytes, is_sharded
 from plait.inference.settings import NAMES, settings_of
-from plait.parallel.data.data_parallel import free_gathered
+from plait.parallel.techniques.data_parallel import free_gathered
 from plait.units import dtype_of, format_bytes
 
 DEFAULT_NEW_TOKENS = 20

@@ -15,7 +15,7 @@ from plait.errors import ConfigError, Problem
 from plait.optim.disk_optimizer import DiskTier
 from plait.optim.optimizer import build_optimizer
 from plait.parallel.offload.arena import Arena
-from plait.parallel.offload.parameter_offload import ParameterOffload
+from plait.parallel.techniques.parameter_offload import ParameterOffload
 from plait.units import format_bytes
 
 

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from plait.errors import ConfigError, Problem
-from plait.parallel.compile import Compile
-from plait.parallel.data.data_parallel import DataParallel
 from plait.parallel.technique import TechniqueContext
+from plait.parallel.techniques.compile import Compile
+from plait.parallel.techniques.data_parallel import DataParallel
 
 
 @dataclass(frozen=True)

@@ -13,30 +13,30 @@ from plait.cluster.mesh import Groups, Mesh
 from plait.errors import ModelError
 from plait.model.facts import ModelFacts
 from plait.parallel.accounting.ledger import Ledger
-from plait.parallel.activations.activation_offload import ActivationOffload
-from plait.parallel.activations.recompute import Recompute
 from plait.parallel.activations.saved_tensors import OffloadedActivations
 from plait.parallel.buffers import ChangingBuffers
 from plait.parallel.compatibility import refuse_incompatible
-from plait.parallel.compile import Compile
-from plait.parallel.context.context_parallel import ContextParallel, SequenceParts
 from plait.parallel.data.autotune import CompressionAutotuner
-from plait.parallel.data.compression import Compression
-from plait.parallel.data.data_parallel import DataParallel, ShardedSteps
 from plait.parallel.data.reducer import Reducer
 from plait.parallel.data.residuals import Residuals
 from plait.parallel.data.unused import UnusedTracker
 from plait.parallel.experts.bias_update import BiasUpdate
-from plait.parallel.experts.expert_parallel import ExpertGradients, ExpertParallel
-from plait.parallel.experts.routing import RecordedBalance, Routing
 from plait.parallel.hooks import Hooks, StepHook
-from plait.parallel.offload.optimizer_offload import OptimizerOffload
-from plait.parallel.offload.parameter_offload import ParameterOffload
-from plait.parallel.pipeline.pipeline_parallel import Pipeline, PipelineRank
-from plait.parallel.precision.mixed_precision import Precision
 from plait.parallel.technique import Parts, Technique, TechniqueContext, notes_of
-from plait.parallel.tensor.tensor_parallel import TensorParallel
-from plait.parallel.tiles.tiled_mlp import TiledMLP
+from plait.parallel.techniques.activation_offload import ActivationOffload
+from plait.parallel.techniques.compile import Compile
+from plait.parallel.techniques.compression import Compression
+from plait.parallel.techniques.context_parallel import ContextParallel, SequenceParts
+from plait.parallel.techniques.data_parallel import DataParallel, ShardedSteps
+from plait.parallel.techniques.expert_parallel import ExpertGradients, ExpertParallel
+from plait.parallel.techniques.mixed_precision import Precision
+from plait.parallel.techniques.optimizer_offload import OptimizerOffload
+from plait.parallel.techniques.parameter_offload import ParameterOffload
+from plait.parallel.techniques.pipeline_parallel import Pipeline, PipelineRank
+from plait.parallel.techniques.recompute import Recompute
+from plait.parallel.techniques.routing import RecordedBalance, Routing
+from plait.parallel.techniques.tensor_parallel import TensorParallel
+from plait.parallel.techniques.tiled_mlp import TiledMLP
 
 ORDER: tuple[type[Technique], ...] = (
     Precision,

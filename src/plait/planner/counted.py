@@ -26,9 +26,9 @@ from plait.dryrun.dry_model import DryModel, StageTrace, token_batch
 from plait.losses.loss import causal_lm_loss
 from plait.model.blocks import find_blocks
 from plait.parallel.accounting.activations import BlockMode
-from plait.parallel.activations.recompute import Recompute
 from plait.parallel.micro_batches import default_forward
 from plait.parallel.technique import Parts
+from plait.parallel.techniques.recompute import Recompute
 from plait.planner.built import COUNTED_BY_FORMULA, built, drops
 
 TOO_LOW = {

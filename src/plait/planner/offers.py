@@ -11,9 +11,9 @@ from plait.cluster.layout import Layout
 from plait.config.schema.config import ParallelSection, ZeroSection
 from plait.errors import ConfigError
 from plait.parallel.compatibility import refuse_incompatible
-from plait.parallel.compile import Compile
 from plait.parallel.schedules import schedule as tables
 from plait.parallel.technique import TechniqueContext
+from plait.parallel.techniques.compile import Compile
 from plait.planner.job import RECOMPUTE, SCHEDULES
 
 SCHEDULE_NAMES = {

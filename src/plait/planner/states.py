@@ -18,9 +18,9 @@ import numpy as np
 from plait.model.facts import ModelFacts, ParameterFacts
 from plait.model.outer_units import LEAST_SHARE
 from plait.parallel.accounting.ledger import Ledger
-from plait.parallel.data.data_parallel import DataParallel
 from plait.parallel.pipeline.balance import cut
-from plait.parallel.precision.mixed_precision import Precision
+from plait.parallel.techniques.data_parallel import DataParallel
+from plait.parallel.techniques.mixed_precision import Precision
 from plait.planner.architecture import Architecture
 from plait.planner.hardware import PRECISIONS
 from plait.planner.holdings import Holdings, holdings, rank_holdings

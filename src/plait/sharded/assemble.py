@@ -24,13 +24,13 @@ from plait.model.plans import TensorPlan, small_split_warning
 from plait.optim.disk_files import build_disk_tier
 from plait.parallel import materialise
 from plait.parallel.buffers import bind_sync_batch_norm
-from plait.parallel.data.data_parallel import watch_shards_of
 from plait.parallel.full_state import accept_full_tensors
 from plait.parallel.hooks import Hooks
 from plait.parallel.micro_batches import Forward, default_forward
 from plait.parallel.order import apply_all, attach_all
 from plait.parallel.precision.optimizer_states import refuse_cut_blocks
 from plait.parallel.technique import Parts
+from plait.parallel.techniques.data_parallel import watch_shards_of
 from plait.sharded.alike import refuse_different_ranks
 from plait.sharded.check import CheckedModel
 from plait.sharded.load_weights import load_weights

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from plait.errors import InputError
-from plait.parallel.data.data_parallel import free_gathered
+from plait.parallel.techniques.data_parallel import free_gathered
 from plait.sharded.model import ShardedModel
 from plait.units import MIB
 

@@ -20,10 +20,10 @@ from plait.comm.board import BACKWARD
 from plait.comm.failures import failed_collective
 from plait.comm.watch import WATCH
 from plait.errors import InputError
-from plait.parallel.data.data_parallel import DataParallel
 from plait.parallel.data.reducer import Reducer
 from plait.parallel.hooks import FailureScope, StepHook
 from plait.parallel.technique import Parts
+from plait.parallel.techniques.data_parallel import DataParallel
 from plait.parallel.tensor.styles import Region
 from plait.sharded.misuse import MIXED_TENSORS
 

@@ -20,10 +20,10 @@ from plait.config.resolving.resolve import Resolved
 from plait.errors import ConfigError, InputError, ModelError, Problem, warn
 from plait.losses.loss import PerSample
 from plait.optim.optimizer import needs_closure, refuse_sharded
-from plait.parallel.experts.expert_parallel import SplitExperts
 from plait.parallel.hooks import StepHook
 from plait.parallel.pipeline.stage_cache import StageCaches
 from plait.parallel.technique import Parts
+from plait.parallel.techniques.expert_parallel import SplitExperts
 
 MIXED_TENSORS = "got mixed torch.Tensor and DTensor"
 """Part of torch's message for an operator that receives a shard and a full tensor."""

@@ -29,13 +29,13 @@ from plait.optim.backward_optimizer import BackwardOptimizer
 from plait.optim.disk_optimizer import DiskTier
 from plait.optim.gradient_norm import global_norm
 from plait.parallel.activations.saved_tensors import OffloadedActivations
-from plait.parallel.data.data_parallel import free_after_evaluation, free_gathered
 from plait.parallel.hooks import Hooks, StepEnd
 from plait.parallel.micro_batches import CACHES, Forward, micro_batches, to_device, with_cache
 from plait.parallel.pipeline.cut_check import LossFunction
-from plait.parallel.pipeline.pipeline_parallel import PipelineRank
 from plait.parallel.precision.loss_scale import LossScaler
 from plait.parallel.technique import Parts
+from plait.parallel.techniques.data_parallel import free_after_evaluation, free_gathered
+from plait.parallel.techniques.pipeline_parallel import PipelineRank
 from plait.parallel.tensor.styles import Region
 from plait.sharded.cache import cache_argument, new_cache
 from plait.sharded.finite import non_finite_error

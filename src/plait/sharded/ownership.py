@@ -13,7 +13,7 @@ from torch.nn.parallel import DataParallel as TorchDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from plait.errors import ModelError
-from plait.parallel.data.data_parallel import DataParallel
+from plait.parallel.techniques.data_parallel import DataParallel
 from plait.sharded.model import owner_of
 
 

@@ -29,11 +29,11 @@ from plait.model.positions import call_model
 from plait.optim.gradient_math import multiply_all
 from plait.optim.gradient_norm import clip_factor
 from plait.optim.placement_groups import step_by_placement
-from plait.parallel.data.data_parallel import free_gathered
 from plait.parallel.data.reducer import Reducer
 from plait.parallel.hooks import Hooks
 from plait.parallel.micro_batches import Forward, default_forward
 from plait.parallel.technique import Parts
+from plait.parallel.techniques.data_parallel import free_gathered
 from plait.sharded.assemble import ConfigLike, destroying_new_group, resolved_for, shard
 from plait.sharded.check import checked_model
 from plait.sharded.guard import checked_loss

@@ -16,9 +16,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from plait._torch.units import has_unreduced
 from plait.errors import InputError
-from plait.parallel.data.data_parallel import free_gathered
 from plait.parallel.data.reducer import Reducer
 from plait.parallel.hooks import StepHook
+from plait.parallel.techniques.data_parallel import free_gathered
 
 
 class StepWatch(StepHook):

@@ -40,7 +40,7 @@ from plait.optim.lr_schedules import build_scheduler
 from plait.optim.optimizer import build_optimizer
 from plait.parallel.context.families import FAMILIES, WITHOUT_DOCUMENTS
 from plait.parallel.order import check_all
-from plait.parallel.pipeline.pipeline_parallel import PipelinePlan
+from plait.parallel.techniques.pipeline_parallel import PipelinePlan
 from plait.sharded.check import CheckedModel, checked_model
 from plait.train.build import BuiltModel, build_model, check_model
 from plait.train.callbacks import check_callbacks, load_callbacks

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from plait.engine.engine import Engine
 from plait.losses.loss import Loss
 from plait.parallel.micro_batches import Forward, default_forward, to_device
-from plait.parallel.pipeline.pipeline_parallel import PipelinePlan
+from plait.parallel.techniques.pipeline_parallel import PipelinePlan
 
 T = TypeVar("T")
 

@@ -25,7 +25,7 @@ from plait.cluster.nccl import NOT_READ, Library
 from plait.config.resolving.resolve import Resolved, resolve
 from plait.config.schema.config import Config, ParallelSection
 from plait.errors import ConfigError, InputError, Problem, raise_problems
-from plait.parallel.precision.mixed_precision import Precision
+from plait.parallel.techniques.mixed_precision import Precision
 from plait.units import dtype_of
 from plait.verify.batches import ragged_steps
 from plait.verify.choose import choose

@@ -19,9 +19,9 @@ from plait.comm.collectives import gather_sum, shard_range
 from plait.errors import ConfigError, InputError, ModelError, Problem
 from plait.model.facts import ModelFacts
 from plait.parallel.accounting.ledger import Ledger, gradient_bytes
-from plait.parallel.data.data_parallel import DataParallel
 from plait.parallel.hooks import StepHook
 from plait.parallel.technique import Parts, Technique, TechniqueContext
+from plait.parallel.techniques.data_parallel import DataParallel
 
 
 class ContextParallel(Technique):

@@ -20,7 +20,7 @@ from plait.errors import ModelError
 from plait.losses.loss import causal_lm_loss, per_sample
 from plait.model.blocks import find_blocks
 from plait.parallel.accounting.activations import StageFacts
-from plait.parallel.activations.recompute import Recompute
+from plait.parallel.techniques.recompute import Recompute
 from tests.parity import cases
 
 

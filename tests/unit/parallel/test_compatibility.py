@@ -7,9 +7,9 @@ import pytest
 from plait.cluster.layout import Layout
 from plait.errors import ConfigError
 from plait.parallel.compatibility import UNSUPPORTED_COMBINATIONS, refuse_incompatible
-from plait.parallel.compile import Compile
-from plait.parallel.data.data_parallel import DataParallel
 from plait.parallel.technique import TechniqueContext
+from plait.parallel.techniques.compile import Compile
+from plait.parallel.techniques.data_parallel import DataParallel
 
 
 def test_all_at_once() -> None:

@@ -15,8 +15,8 @@ from benchmarks.planner_accuracy.frameworks import unlearned as unlearned_of_all
 from plait.cluster.layout import Layout
 from plait.cluster.mesh import Mesh
 from plait.model.blocks import find_blocks
-from plait.parallel.activations.recompute import Recompute
 from plait.parallel.technique import Parts
+from plait.parallel.techniques.recompute import Recompute
 from plait.planner.compute import layer_cost
 from plait.planner.constants import Rates, knowledge, unlearned
 from plait.planner.estimate import estimate

@@ -15,8 +15,8 @@ from plait.config.resolving.resolve import Resolved, load, resolve
 from plait.errors import ConfigError, ModelError
 from plait.model.plans import TensorPlan
 from plait.parallel.order import ORDER, check_all
-from plait.parallel.pipeline.pipeline_parallel import PipelinePlan
 from plait.parallel.technique import Technique, TechniqueContext
+from plait.parallel.techniques.pipeline_parallel import PipelinePlan
 from plait.sharded.check import checked_model
 from tests.parity import cases
 

@@ -12,7 +12,7 @@ from torch import nn
 from plait._torch.units import has_unreduced
 from plait.compat.deepspeed.engine import DeepSpeedEngine
 from plait.errors import InputError
-from plait.parallel.data.data_parallel import free_gathered
+from plait.parallel.techniques.data_parallel import free_gathered
 
 _ENGINES: weakref.WeakSet[DeepSpeedEngine] = weakref.WeakSet()
 

@@ -18,7 +18,7 @@ from plait.compat.deepspeed.refused import refuse_arguments
 from plait.engine.engine import Engine
 from plait.engine.weights import full_weights, load_weights_of
 from plait.errors import CheckpointError, InputError, warn
-from plait.parallel.data.data_parallel import free_gathered
+from plait.parallel.techniques.data_parallel import free_gathered
 from plait.units import dtype_of
 
 _PREFIX = "module."

@@ -26,17 +26,17 @@ from plait.config.schema.trackers import SECTIONS
 from plait.config.values.numbers import MAX_PROCESSES
 from plait.errors import ConfigError, Problem
 from plait.parallel.accounting.compression_scheme import Scheme
-from plait.parallel.activations.activation_offload import ActivationOffload
-from plait.parallel.activations.recompute import Recompute
-from plait.parallel.compile import Compile
-from plait.parallel.data.compression import Compression
-from plait.parallel.data.data_parallel import DataParallel
-from plait.parallel.experts.routing import Routing
-from plait.parallel.offload.optimizer_offload import OptimizerOffload
-from plait.parallel.offload.parameter_offload import ParameterOffload
-from plait.parallel.precision.mixed_precision import Precision
-from plait.parallel.tensor.tensor_parallel import TensorParallel
-from plait.parallel.tiles.tiled_mlp import TiledMLP
+from plait.parallel.techniques.activation_offload import ActivationOffload
+from plait.parallel.techniques.compile import Compile
+from plait.parallel.techniques.compression import Compression
+from plait.parallel.techniques.data_parallel import DataParallel
+from plait.parallel.techniques.mixed_precision import Precision
+from plait.parallel.techniques.optimizer_offload import OptimizerOffload
+from plait.parallel.techniques.parameter_offload import ParameterOffload
+from plait.parallel.techniques.recompute import Recompute
+from plait.parallel.techniques.routing import Routing
+from plait.parallel.techniques.tensor_parallel import TensorParallel
+from plait.parallel.techniques.tiled_mlp import TiledMLP
 from plait.units import GIB, MIB
 
 

@@ -33,22 +33,22 @@ from plait.config.schema.optimization import OptimizerSpec, SchedulerSpec
 from plait.config.schema.sections import DataSection, FaultsSection, ModelSection, RunSection
 from plait.config.schema.trackers import TrackerSpec
 from plait.errors import ConfigError, Problem, raise_problems
-from plait.parallel.activations.activation_offload import ActivationOffload
-from plait.parallel.activations.recompute import Recompute
-from plait.parallel.compile import Compile
-from plait.parallel.context.context_parallel import ContextParallel
-from plait.parallel.data.compression import Compression
-from plait.parallel.data.data_parallel import DataParallel
-from plait.parallel.experts.expert_parallel import ExpertParallel
-from plait.parallel.experts.routing import Routing
-from plait.parallel.offload.optimizer_offload import OptimizerOffload
-from plait.parallel.offload.parameter_offload import ParameterOffload
 from plait.parallel.order import in_order
-from plait.parallel.pipeline.pipeline_parallel import Pipeline
-from plait.parallel.precision.mixed_precision import Precision
 from plait.parallel.technique import Technique, TechniqueContext
-from plait.parallel.tensor.tensor_parallel import TensorParallel
-from plait.parallel.tiles.tiled_mlp import TiledMLP
+from plait.parallel.techniques.activation_offload import ActivationOffload
+from plait.parallel.techniques.compile import Compile
+from plait.parallel.techniques.compression import Compression
+from plait.parallel.techniques.context_parallel import ContextParallel
+from plait.parallel.techniques.data_parallel import DataParallel
+from plait.parallel.techniques.expert_parallel import ExpertParallel
+from plait.parallel.techniques.mixed_precision import Precision
+from plait.parallel.techniques.optimizer_offload import OptimizerOffload
+from plait.parallel.techniques.parameter_offload import ParameterOffload
+from plait.parallel.techniques.pipeline_parallel import Pipeline
+from plait.parallel.techniques.recompute import Recompute
+from plait.parallel.techniques.routing import Routing
+from plait.parallel.techniques.tensor_parallel import TensorParallel
+from plait.parallel.techniques.tiled_mlp import TiledMLP
 from plait.policy import Policy
 
 

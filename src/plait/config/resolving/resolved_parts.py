@@ -30,9 +30,9 @@ from plait.config.schema.optimization import OptimizerSpec, SchedulerSpec
 from plait.config.schema.sections import RunSection
 from plait.config.schema.trackers import SECTIONS, TrackerSpec
 from plait.errors import ConfigError, Problem, raise_problems
-from plait.parallel.compile import Compile
 from plait.parallel.precision.loss_scale import LossScale
-from plait.parallel.precision.mixed_precision import ComputeDtype, Precision, ReduceDtype
+from plait.parallel.techniques.compile import Compile
+from plait.parallel.techniques.mixed_precision import ComputeDtype, Precision, ReduceDtype
 
 P = ParamSpec("P")
 T = TypeVar("T")

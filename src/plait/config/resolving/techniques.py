@@ -20,17 +20,17 @@ from plait.config.values.names import suggest_names
 from plait.errors import ConfigError, Problem, raise_problems
 from plait.parallel.accounting.compression_scheme import Scheme
 from plait.parallel.activations import selective
-from plait.parallel.activations.activation_offload import ActivationOffload
-from plait.parallel.activations.recompute import Recompute
-from plait.parallel.context.context_parallel import ContextParallel
-from plait.parallel.data.compression import Compression
-from plait.parallel.data.data_parallel import DataParallel
-from plait.parallel.offload.optimizer_offload import OptimizerOffload
-from plait.parallel.offload.parameter_offload import ParameterOffload
-from plait.parallel.pipeline.pipeline_parallel import Pipeline
-from plait.parallel.precision.mixed_precision import Precision
 from plait.parallel.schedules.schedule import SCHEDULES
-from plait.parallel.tensor.tensor_parallel import TensorParallel
+from plait.parallel.techniques.activation_offload import ActivationOffload
+from plait.parallel.techniques.compression import Compression
+from plait.parallel.techniques.context_parallel import ContextParallel
+from plait.parallel.techniques.data_parallel import DataParallel
+from plait.parallel.techniques.mixed_precision import Precision
+from plait.parallel.techniques.optimizer_offload import OptimizerOffload
+from plait.parallel.techniques.parameter_offload import ParameterOffload
+from plait.parallel.techniques.pipeline_parallel import Pipeline
+from plait.parallel.techniques.recompute import Recompute
+from plait.parallel.techniques.tensor_parallel import TensorParallel
 from plait.units import GIB, MIB, dtype_of
 
 _TIERS = {"none": "the device", "cpu": "the host", "nvme": "disk"}

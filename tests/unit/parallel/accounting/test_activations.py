@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from plait.errors import ConfigError
 from plait.parallel.accounting.activations import BlockMode, RankActivations, StageFacts, StageMode
-from plait.parallel.activations.recompute import Recompute
 from plait.parallel.schedules.schedule import make_schedule
+from plait.parallel.techniques.recompute import Recompute
 
 KEPT: dict[BlockMode, int] = {"none": 100, "selective": 30, "full": 4}
 FLOPS: dict[BlockMode, int] = {"none": 300, "selective": 340, "full": 400}

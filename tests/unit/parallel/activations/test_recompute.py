@@ -20,10 +20,10 @@ from plait.parallel.accounting.activations import (
     StageFacts,
     StageMode,
 )
-from plait.parallel.activations.recompute import Recompute
-from plait.parallel.compile import Compile
 from plait.parallel.technique import Parts, TechniqueContext
-from plait.parallel.tensor.tensor_parallel import TensorParallel
+from plait.parallel.techniques.compile import Compile
+from plait.parallel.techniques.recompute import Recompute
+from plait.parallel.techniques.tensor_parallel import TensorParallel
 from plait.units import GIB
 
 

@@ -11,8 +11,8 @@ import plait
 from plait.config.resolving.resolve import load, resolve
 from plait.errors import ConfigError, InputError, PlaitError
 from plait.model.blocks import find_blocks
-from plait.parallel.context.context_parallel import ContextParallel, local_batch
 from plait.parallel.order import check_all
+from plait.parallel.techniques.context_parallel import ContextParallel, local_batch
 from tests.parity import cases
 from tests.parity.experts import SIZES, Case, model_config
 

@@ -12,7 +12,7 @@ from plait.errors import PlaitError
 from plait.model.blocks import find_blocks
 from plait.model.mlps import TokenModules
 from plait.parallel.order import check_all
-from plait.parallel.tiles.tiled_mlp import TiledModules
+from plait.parallel.techniques.tiled_mlp import TiledModules
 from plait.parallel.tiles.tiles import Tiles
 from tests.parity import cases
 

@@ -24,7 +24,6 @@ from plait.errors import InputError, Problem, raise_problems, warn
 from plait.model.adapters import without_wrapper
 from plait.model.facts import ModelFacts
 from plait.parallel.accounting.ledger import Ledger
-from plait.parallel.compile import Compile
 from plait.parallel.containers import entries, rebuild
 from plait.parallel.context import interface, visible
 from plait.parallel.context.families import (
@@ -37,12 +36,13 @@ from plait.parallel.context.interface import PartialAttention
 from plait.parallel.context.kinds import Kind, SequencePlacement
 from plait.parallel.context.layout import SequenceLayout
 from plait.parallel.context.traffic import context_traffic
-from plait.parallel.data.data_parallel import DataParallel
 from plait.parallel.hooks import StepHook
 from plait.parallel.micro_batches import CACHES, IGNORED, LABELS, SHIFTED, with_explicit_entries
-from plait.parallel.offload.optimizer_offload import OptimizerOffload
-from plait.parallel.offload.parameter_offload import ParameterOffload
 from plait.parallel.technique import Parts, Technique, TechniqueContext
+from plait.parallel.techniques.compile import Compile
+from plait.parallel.techniques.data_parallel import DataParallel
+from plait.parallel.techniques.optimizer_offload import OptimizerOffload
+from plait.parallel.techniques.parameter_offload import ParameterOffload
 from plait.parallel.tokens import mark
 
 IN_TILES = (

@@ -18,10 +18,10 @@ from plait.model.facts import ModelFacts
 from plait.model.mlps import TokenModules, find_mlps
 from plait.model.plans import TensorPlan
 from plait.parallel.accounting.ledger import Ledger
-from plait.parallel.compile import Compile
 from plait.parallel.experts.dispatch import Dispatch
 from plait.parallel.hooks import StepHook
 from plait.parallel.technique import Parts, Technique, TechniqueContext
+from plait.parallel.techniques.compile import Compile
 from plait.parallel.tensor.styles import Region
 from plait.parallel.tiles.tiles import Tiles
 

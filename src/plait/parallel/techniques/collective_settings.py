@@ -34,10 +34,10 @@ from plait.comm.transport import Transport, TransportName, connect
 from plait.errors import ConfigError, Problem
 from plait.parallel.accounting.compression_scheme import Scheme
 from plait.parallel.data.autotune import CompressionAutotuner, CompressionCandidate
-from plait.parallel.data.compression import Compression
 from plait.parallel.data.reducer import Reducer
 from plait.parallel.data.residuals import CompressedUnits
 from plait.parallel.technique import Parts, Technique
+from plait.parallel.techniques.compression import Compression
 from plait.units import MIB
 
 T = TypeVar("T")

@@ -54,25 +54,25 @@ from plait.parallel.accounting.expert_view import is_sharded, of_experts
 from plait.parallel.accounting.ledger import Array, Ledger, local_rows, parameter_part
 from plait.parallel.accounting.zero_rule import after_block_backward
 from plait.parallel.buffers import ChangingBuffers
-from plait.parallel.data import collective_selection
 from plait.parallel.data.bucket_account import ALGORITHM_KINDS, account_buckets
-from plait.parallel.data.collective_selection import CollectiveSettings, ShardCollectives
-from plait.parallel.data.compression import Compression
 from plait.parallel.data.gathered_writes import LostWrites
 from plait.parallel.data.reducer import Reducer
-from plait.parallel.data.shard_units import shard_units
 from plait.parallel.data.unused import UnusedTracker
 from plait.parallel.hooks import FailureScope, StepHook
-from plait.parallel.offload.optimizer_offload import OptimizerOffload
-from plait.parallel.offload.parameter_offload import ParameterOffload
 from plait.parallel.parameter_checks import (
     refuse_complex,
     refuse_quantised,
     refuse_unusable_parameters,
 )
-from plait.parallel.precision.mixed_precision import Precision
 from plait.parallel.precision.optimizer_states import state_bytes
 from plait.parallel.technique import Parts, TechniqueContext
+from plait.parallel.techniques import collective_settings
+from plait.parallel.techniques.collective_settings import CollectiveSettings, ShardCollectives
+from plait.parallel.techniques.compression import Compression
+from plait.parallel.techniques.mixed_precision import Precision
+from plait.parallel.techniques.optimizer_offload import OptimizerOffload
+from plait.parallel.techniques.parameter_offload import ParameterOffload
+from plait.parallel.techniques.shard_units import shard_units
 
 Stage = Literal[0, 1, 2, 3]
 
@@ -135,7 +135,7 @@ class DataParallel(CollectiveSettings):
         if _all_reduces(context):
             needs_levels = (
                 not compression.scheme.gradients
-                and self.all_reduce in collective_selection.NEEDS_LEVELS
+                and self.all_reduce in collective_settings.NEEDS_LEVELS
             )
             if layout.dp_replicate > 1 and needs_levels:
                 return Groups(levels=("dp_replicate",))
@@ -159,7 +159,7 @@ class DataParallel(CollectiveSettings):
             group = mesh.group("dp_replicate")
             if group is None:
                 return parts
-            reduction = collective_selection.select_replicated(
+            reduction = collective_settings.select_replicated(
                 self, compression, group, mesh, gradient_bytes=_gradient_bytes(parts)
             )
             reducer = Reducer(
@@ -180,9 +180,7 @@ class DataParallel(CollectiveSettings):
         if self.stage == 3:
             free_after_forward = self.secondary_partition or True
         shard_units(parts, mesh, free_after_forward=free_after_forward)
-        collectives = collective_selection.select_sharded(
-            self, compression, self.stage, parts, mesh
-        )
+        collectives = collective_settings.select_sharded(self, compression, self.stage, parts, mesh)
         return parts.with_notes(collectives, collectives.autotuner, collectives.compressors)
 
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:

@@ -35,11 +35,11 @@ from plait.parallel.activations.saved_tensors import (
     OffloadedActivations,
     SavedTensors,
 )
-from plait.parallel.compile import Compile
 from plait.parallel.hooks import StepHook
 from plait.parallel.technique import Parts, Technique, TechniqueContext
+from plait.parallel.techniques.compile import Compile
+from plait.parallel.techniques.tensor_parallel import TensorParallel
 from plait.parallel.tensor.styles import Region
-from plait.parallel.tensor.tensor_parallel import TensorParallel
 from plait.units import GIB, format_bytes
 
 Mode = Literal["none", "full", "selective", "budget"]

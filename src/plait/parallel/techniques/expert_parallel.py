@@ -32,17 +32,17 @@ from plait.model.plans import TensorPlan
 from plait.model.sequence import is_inside
 from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.activations.decisions import RecordsDecisions
-from plait.parallel.activations.recompute import Recompute
-from plait.parallel.compile import Compile
-from plait.parallel.data.compression import Compression
-from plait.parallel.data.data_parallel import DataParallel
 from plait.parallel.experts import dispatch
 from plait.parallel.experts.traffic import expert_traffic
 from plait.parallel.hooks import StepHook
-from plait.parallel.offload.optimizer_offload import OptimizerOffload
-from plait.parallel.offload.parameter_offload import ParameterOffload
-from plait.parallel.precision.mixed_precision import Precision
 from plait.parallel.technique import Parts, Technique, TechniqueContext
+from plait.parallel.techniques.compile import Compile
+from plait.parallel.techniques.compression import Compression
+from plait.parallel.techniques.data_parallel import DataParallel
+from plait.parallel.techniques.mixed_precision import Precision
+from plait.parallel.techniques.optimizer_offload import OptimizerOffload
+from plait.parallel.techniques.parameter_offload import ParameterOffload
+from plait.parallel.techniques.recompute import Recompute
 from plait.parallel.tensor.styles import Region
 
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")

@@ -26,7 +26,6 @@ from plait.model.facts import ModelFacts, model_facts
 from plait.model.stages import StageCut, block_list, cut_model
 from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.activations.saved_tensors import ActivationStore, OffloadedActivations
-from plait.parallel.data.data_parallel import DataParallel
 from plait.parallel.data.reducer import Reducer
 from plait.parallel.experts.router_statistics import RouterStatistics
 from plait.parallel.hooks import FailureScope, StepHook
@@ -39,6 +38,7 @@ from plait.parallel.reduction import Reduction
 from plait.parallel.schedules.actions import Action, Kind
 from plait.parallel.schedules.schedule import SCHEDULES, Schedule, make_schedule
 from plait.parallel.technique import Parts, Technique, TechniqueContext
+from plait.parallel.techniques.data_parallel import DataParallel
 from plait.parallel.tensor.styles import Region
 
 _UNSPLIT_SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs")

@@ -18,9 +18,9 @@ from plait.model.facts import ModelFacts
 from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.activations.activation_store import DiskStore, HostStore
 from plait.parallel.activations.saved_tensors import ActivationStore, OffloadedActivations
-from plait.parallel.compile import Compile
 from plait.parallel.hooks import StepHook
 from plait.parallel.technique import Parts, Technique, TechniqueContext
+from plait.parallel.techniques.compile import Compile
 
 
 class ActivationOffload(Technique):
