@@ -32,7 +32,7 @@ from plait.engine.single_rank import predict_messages
 from plait.model.blocks import find_blocks
 from plait.parallel.accounting.timeline_points import PEAK_KINDS
 from plait.parallel.micro_batches import default_forward
-from plait.parallel.technique import Parts
+from plait.parallel.parts import Parts
 from plait.parallel.techniques.recompute import Recompute
 from plait.parallel.techniques.tensor_parallel import TensorParallel
 from plait.units import GIB, MIB
@@ -114,7 +114,7 @@ def predicted_and_measured() -> Iterator[list[str]]:
                     (facts,) = rank.stages
                     engine = plait.initialize(model, resolved, loss_fn=plait.causal_lm_loss)
                     held = measure_activations(engine, {"input_ids": ids, "labels": ids})
-                    modes = engine.parts.noted(Recompute).modes(len(engine.parts.blocks))
+                    modes = engine.parts.recompute_modes
                     layout = (
                         "1 process"
                         if tp == 1
@@ -260,7 +260,7 @@ def budgets() -> Iterator[list[str]]:
                     {name: x[:SAMPLES] for name, x in batch.items()},
                 )
                 measured = max(held for _, held in measure_in_flight(engine, batch).after)
-            modes = engine.parts.noted(Recompute).modes(len(engine.parts.blocks))
+            modes = engine.parts.recompute_modes
             chosen = ", ".join(
                 f"{modes.count(mode)} {mode}"
                 for mode in ("full", "selective", "none")

@@ -17,7 +17,6 @@ from torch.distributed.tensor.parallel import (
 )
 
 import plait
-from plait.parallel.tensor.styles import Region
 
 RANKS, LENGTH, WIDTH = 2, 8, 32
 
@@ -30,7 +29,7 @@ def by_plait(*, sequence: bool) -> nn.Module:
         "parallel": {"tp": RANKS, "sequence_parallel": sequence},
     }
     engine = plait.initialize(model, config)
-    region = engine.parts.noted(Region)
+    region = engine.parts.region
     assert region is not None
     region.length = LENGTH  # the input of the first block sets it; here a block runs alone
     model.model.layers[

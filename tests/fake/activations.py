@@ -25,7 +25,7 @@ def foretold(
     """Of every rank of the pipeline."""
     resolved = resolve(load(config), world_size=world)
     model = cases.build("llama", tied=True, dtype=dtype, layers=LAYERS)
-    pipeline = resolved.pipeline.check(resolved.context(model=model, blocks=find_blocks(model)))
+    pipeline = resolved.pipeline.plan(resolved.context(model=model, blocks=find_blocks(model)))
     assert pipeline is not None
     return rank_activations(
         model,

@@ -34,7 +34,7 @@ def build(
         model, blocks, tensor_plan=make_plan(model, tp=tp, blocks=blocks) if tp > 1 else None
     )
     engine = plait.initialize(model, resolved, loss_fn=plait.causal_lm_loss)
-    found = engine.parts.noted(PipelinePlan)
+    found = engine.parts.plans.pipeline
     assert found is not None and engine.sharded.pipeline is not None
     predict_messages(engine.model, engine.parts, engine.sharded.pipeline, batch(1, length=length))
     return engine, resolved, facts, found

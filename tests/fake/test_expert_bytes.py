@@ -62,7 +62,7 @@ def single_rank_run(
     layout, blocks = resolved.layout, find_blocks(model)
     plan = make_plan(model, tp=layout.tp, blocks=blocks) if layout.tp > 1 else None
     own, at = model_facts(model, blocks, tensor_plan=plan), layout.coordinates(rank)
-    pipeline = resolved.pipeline.check(resolved.context(model=model, blocks=blocks))
+    pipeline = resolved.pipeline.plan(resolved.context(model=model, blocks=blocks))
     if pipeline is not None:
         own = facts_of_rank(own, pipeline.cut, pipeline.schedule.stages_of(at["pp"]))
     ledger = account_all(

@@ -11,7 +11,6 @@ import torch
 from plait._torch.groups import delivered_at_once
 from plait.config.resolving.resolve import load, resolve
 from plait.errors import ConfigError
-from plait.parallel.techniques.recompute import Recompute
 from plait.units import GIB
 from tests.fake import pipelines
 from tests.fake.activations import LAYERS, LENGTH, foretold
@@ -46,7 +45,7 @@ def check(start: FakeWorld, world: int, rank: int, config: dict[str, Any], share
         layers=LAYERS,
         length=LENGTH,
     )
-    chosen = engine.parts.noted(Recompute).modes(len(engine.parts.blocks))
+    chosen = engine.parts.recompute_modes
     assert at.most(chosen) <= engine.config.recompute.budget_bytes
     with delivered_at_once():
         measured = measure_in_flight(engine, data()).after

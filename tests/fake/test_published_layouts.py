@@ -126,7 +126,7 @@ def single_rank_run(case: Case) -> tuple[SingleRankRun, Ledger, int]:
         blocks,
         tensor_plan=make_plan(model, tp=layout.tp, blocks=blocks) if layout.tp > 1 else None,
     )
-    pipeline = resolved.pipeline.check(resolved.context(model=model, blocks=blocks))
+    pipeline = resolved.pipeline.plan(resolved.context(model=model, blocks=blocks))
     at = layout.coordinates(rank)
     own = (
         facts_of_rank(facts, pipeline.cut, pipeline.schedule.stages_of(at["pp"]))

@@ -17,7 +17,6 @@ from plait.model.plans import make_plan
 from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.order import account_all
 from plait.parallel.pipeline.account import facts_of_rank
-from plait.parallel.techniques.pipeline_parallel import PipelinePlan
 from tests.covers import cover
 from tests.fake import peaks as peak
 from tests.fake.worlds import FakeWorld
@@ -103,7 +102,7 @@ def test_in_a_pipeline(fake_world: FakeWorld, rank: int) -> None:
     resolved = resolve(load(config), world_size=4)
     facts = model_facts(model, find_blocks(model))
     engine = plait.initialize(model, resolved, loss_fn=plait.causal_lm_loss)
-    parts = engine.parts.noted(PipelinePlan)
+    parts = engine.parts.plans.pipeline
     assert parts is not None
     at = resolved.layout.coordinates(rank)
     own = facts_of_rank(facts, parts.cut, parts.schedule.stages_of(at["pp"]))

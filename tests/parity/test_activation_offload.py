@@ -12,7 +12,6 @@ from plait.config.resolving.resolve import load, resolve
 from plait.dryrun.dry_model import token_batch
 from plait.dryrun.rank_activations import rank_activations
 from plait.parallel.activations.saved_tensors import OffloadedActivations
-from plait.parallel.techniques.recompute import Recompute
 from plait.verify.parity import engine_trace
 from tests.measured.memory import measure_activations
 from tests.parity import cases
@@ -151,7 +150,7 @@ def held(rank: int, world: int, config: dict[str, Any]) -> tuple[dict[str, int],
     engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
     ids = torch.arange(16).view(2, 8)
     measured = measure_activations(engine, {"input_ids": ids, "labels": ids})
-    modes = engine.parts.noted(Recompute).modes(len(engine.parts.blocks))
+    modes = engine.parts.recompute_modes
     assert facts.stored(modes) > 0
     return measured, {"activations": facts.kept(modes), "logits": facts.modes["none"].head}
 

@@ -15,7 +15,7 @@ from plait.cluster.mesh import Mesh
 from plait.parallel.data.reducer import Reducer
 from plait.parallel.hooks import FailureScope, Hooks, StepEnd, StepHook
 from plait.parallel.micro_batches import default_forward
-from plait.parallel.technique import Parts
+from plait.parallel.parts import Parts
 from plait.parallel.techniques.data_parallel import DataParallel
 from plait.parallel.techniques.pipeline_parallel import Pipeline
 from tests.parity import cases

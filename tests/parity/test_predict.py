@@ -12,7 +12,7 @@ from plait.cluster.layout import Layout
 from plait.cluster.mesh import Mesh
 from plait.errors import InputError
 from plait.parallel.hooks import Hooks, StepHook
-from plait.parallel.technique import Parts
+from plait.parallel.parts import Parts
 from plait.sharded.misuse import refuse_cache, refuse_own_batches
 from plait.verify.keep_float64 import keeping_float64
 from tests.parity import cases

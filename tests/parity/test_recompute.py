@@ -15,7 +15,6 @@ from plait.cluster.mesh import build_mesh
 from plait.dryrun.dry_model import token_batch
 from plait.dryrun.rank_activations import rank_activations
 from plait.model.blocks import find_blocks
-from plait.parallel.techniques.recompute import Recompute
 from plait.parallel.techniques.tensor_parallel import TensorParallel
 from plait.units import GIB
 from plait.verify.keep_float64 import keeping_float64
@@ -155,7 +154,7 @@ def in_pipeline(
                 engine_trace(engine, cases.ragged_steps(dp * config["gradient_accumulation_steps"]))
             )
         )
-        chosen.append(engine.parts.noted(Recompute).modes(len(engine.parts.blocks)))
+        chosen.append(engine.parts.recompute_modes)
     return found, chosen
 
 
@@ -216,7 +215,7 @@ def with_uneven_slices(rank: int, world: int, pp: int) -> tuple[str, ...]:
     model = build("llama", torch.float32, dropout=False, layers=LAYERS if pp > 1 else None)
     engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
     engine.train_batch(cases.ragged_steps(config["gradient_accumulation_steps"])[0])
-    return engine.parts.noted(Recompute).modes(len(engine.parts.blocks))
+    return engine.parts.recompute_modes
 
 
 @pytest.mark.parametrize("pp", [1, pytest.param(2, marks=pytest.mark.proof)])

@@ -166,7 +166,7 @@ def _model_layout(module: Any, resolved: Resolved) -> ModelLayout:
             module, tp=resolved.layout.tp, user=resolved.tensor_parallel.plan, blocks=blocks
         )
     facts = model_facts(module, blocks, tensor_plan=plan)
-    pipeline = resolved.pipeline.check(resolved.context(model=module, blocks=blocks))
+    pipeline = resolved.pipeline.plan(resolved.context(model=module, blocks=blocks))
     stages = []
     if pipeline is not None:
         stages = stage_rows(pipeline.schedule, pipeline.cut, facts)

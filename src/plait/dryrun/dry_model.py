@@ -34,11 +34,9 @@ from plait.model.positions import skip_packed_row_search
 from plait.parallel.accounting.activations import StageMode
 from plait.parallel.accounting.timeline_points import BESIDE, HEAD, LOSS, StageMoments
 from plait.parallel.micro_batches import Forward
+from plait.parallel.parts import Parts
 from plait.parallel.pipeline.split_backward import backward_inputs, backward_weights
 from plait.parallel.pipeline.stage import Stage, StagedModel
-from plait.parallel.technique import Parts
-from plait.parallel.techniques.pipeline_parallel import PipelinePlan
-from plait.parallel.tensor.styles import Region
 from plait.shards import shard_size
 
 
@@ -103,7 +101,7 @@ class DryModel:
             self.batch = _map_tensors(lambda x: torch.empty_like(x, device=device), batch)
 
         self.forward = forward(fake)
-        region = self.parts.noted(Region)
+        region = self.parts.region
         if region is not None:
             region.serve(loss_fn)
 
@@ -249,7 +247,7 @@ def handed_on(model: nn.Module, parts: Parts, batch: dict[str, torch.Tensor]) ->
         )
 
     samples, length = batch["input_ids"].shape
-    region = parts.noted(Region)
+    region = parts.region
     local_length = length
     if region is not None:
         region.length = length
@@ -271,7 +269,7 @@ def handed_on(model: nn.Module, parts: Parts, batch: dict[str, torch.Tensor]) ->
             samples, local_length, width, dtype=dtype, device="meta", requires_grad=True
         )
 
-    pipeline = parts.noted(PipelinePlan)
+    pipeline = parts.plans.pipeline
     seen = pipeline.cut.returned if pipeline is not None else None
     return tree_map(hidden, torch.empty(1, 1, width, device="meta") if seen is None else seen)
 

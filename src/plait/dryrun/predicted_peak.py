@@ -33,7 +33,6 @@ from plait.losses.chunked_loss import ChunkedCausalLMLoss, deferred
 from plait.losses.loss import causal_lm_loss
 from plait.model.blocks import find_blocks
 from plait.model.facts import ModelFacts, model_facts
-from plait.model.plans import TensorPlan
 from plait.optim.fake_states import make_states
 from plait.optim.optimizer import build_optimizer
 from plait.parallel.accounting.ledger import Ledger, parameter_part
@@ -42,12 +41,11 @@ from plait.parallel.accounting.timeline_points import StageMoments, StepFacts
 from plait.parallel.containers import tensors_in
 from plait.parallel.micro_batches import default_forward
 from plait.parallel.order import account_all, apply_all
+from plait.parallel.parts import Parts, Plans
 from plait.parallel.pipeline.account import facts_of_rank, stage_counts
 from plait.parallel.pipeline.stage import StagedModel
 from plait.parallel.schedules.actions import Action, Kind
-from plait.parallel.technique import Parts, notes_of
 from plait.parallel.techniques.context_parallel import local_batch
-from plait.parallel.techniques.pipeline_parallel import PipelinePlan
 from plait.units import dtype_of
 
 
@@ -136,16 +134,12 @@ def predict_peak_on(
         raise InputError(f"the peak of a step is not predicted with {reason}")
     blocks = find_blocks(model, resolved.blocks or None)
     context = resolved.context(model=model, blocks=blocks)
-    parts = Parts(
-        model=model,
-        blocks=blocks,
-        notes=notes_of(
-            technique.check(context)
-            for technique in (resolved.tensor_parallel, resolved.pipeline, resolved.tiled_mlp)
-        ),
-    )
-    pipeline = parts.noted(PipelinePlan)
-    full_facts = model_facts(model, blocks, tensor_plan=parts.noted(TensorPlan))
+    plans = Plans()
+    for technique in (resolved.tensor_parallel, resolved.pipeline, resolved.tiled_mlp):
+        plans = plans.merge(technique.check(context) or Plans())
+    parts = Parts(model, blocks, plans)
+    pipeline = parts.plans.pipeline
+    full_facts = model_facts(model, blocks, tensor_plan=parts.plans.tensor)
     coordinates = mesh.coordinates
     layout = resolved.layout
     ledger = Ledger.of_rank(
@@ -212,7 +206,7 @@ def _dry_model(
     recompute = solved_recompute(resolved, parts, mesh, loss_fn=None, forward=default_forward)
 
     def apply(fake: nn.Module) -> tuple[Parts, StagedModel | None]:
-        copied = parts.with_(model=fake).with_shard(compute_dtype=dtype)
+        copied = replace(parts, model=fake).with_shard(compute_dtype=dtype)
         applied_parts = apply_all(
             (
                 resolved.tensor_parallel,
@@ -224,7 +218,7 @@ def _dry_model(
             copied,
             mesh,
         )
-        pipeline = applied_parts.noted(PipelinePlan)
+        pipeline = applied_parts.plans.pipeline
         if pipeline is None:
             return applied_parts, None
         return applied_parts, pipeline.staged

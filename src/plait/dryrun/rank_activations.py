@@ -29,15 +29,14 @@ from plait.parallel.accounting.activations import (
 )
 from plait.parallel.activations.saved_tensors import OffloadedActivations
 from plait.parallel.micro_batches import Forward, default_forward
+from plait.parallel.parts import Parts, Plans
 from plait.parallel.pipeline.stage import StagedModel, stage_model
 from plait.parallel.schedules.actions import Kind
-from plait.parallel.technique import Parts, notes_of
 from plait.parallel.techniques.context_parallel import ContextParallel, local_batch
 from plait.parallel.techniques.pipeline_parallel import PipelinePlan
 from plait.parallel.techniques.recompute import Recompute
 from plait.parallel.techniques.tensor_parallel import TensorParallel
 from plait.parallel.techniques.tiled_mlp import TiledMLP
-from plait.parallel.tensor.styles import Region
 from plait.units import dtype_of
 
 MODES: tuple[BlockMode, ...] = ("none", "selective", "full")
@@ -50,7 +49,7 @@ def solved_recompute(
 
     Args:
         resolved: The configuration.
-        parts: Full model before anything is sharded, with the notes of the checks.
+        parts: Full model before anything is sharded, with the plans of the checks.
         mesh: Mesh of the run.
         loss_fn: Loss. None is the usual causal language model loss.
         forward: Calls the model.
@@ -62,7 +61,7 @@ def solved_recompute(
     ranks = rank_activations(
         parts.model,
         blocks=parts.blocks,
-        pipeline=parts.noted(PipelinePlan),
+        pipeline=parts.plans.pipeline,
         mesh=mesh,
         batch=token_batch(resolved.batch.micro_batch_size, recompute.sequence_length),
         tensor_parallel=resolved.tensor_parallel,
@@ -152,7 +151,7 @@ def rank_activations(  # noqa: PLR0913 - all are keywords
 
         def apply(fake: nn.Module) -> tuple[Parts, StagedModel | None]:
             offloaded = OffloadedActivations(store, len(stored)) if stored else None
-            parts_of_copy = Parts(fake, blocks, notes=notes_of([tiles, offloaded]))
+            parts_of_copy = Parts(fake, blocks, Plans(tiled=tiles), offloaded_activations=offloaded)
             parts = context_technique.apply(tensor_technique.apply(parts_of_copy, mesh), mesh)
             staged = None
             if pipeline is not None:
@@ -160,13 +159,13 @@ def rank_activations(  # noqa: PLR0913 - all are keywords
                     fake,
                     pipeline.cut,
                     range(schedule.stages),
-                    region=parts.noted(Region),
+                    region=parts.region,
                     device=mesh.device,
                 )
 
             # The store takes the first blocks of a rank, so these come first while it is applied.
-            tiled = tiled_technique.apply(parts, mesh).with_(blocks=order)
-            return same_mode.apply(tiled, mesh).with_(blocks=blocks), staged
+            tiled = replace(tiled_technique.apply(parts, mesh), blocks=order)
+            return replace(same_mode.apply(tiled, mesh), blocks=blocks), staged
 
         dry = DryModel(
             model,
@@ -184,7 +183,7 @@ def rank_activations(  # noqa: PLR0913 - all are keywords
         for index, names in enumerate(by_stage):
             splits = index in split_stages
             trace, boundary = dry.trace(index, boundary, length=length, splits=splits)
-            region = dry.parts.noted(Region)
+            region = dry.parts.region
             length = region.length if region is not None else 0
             results.append(
                 (trace, tuple(store.bytes[order.index(name)] for name in names) if stored else ())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from plait.optim.backward_optimizer import BackwardOptimizer
 from plait.optim.lr_schedules import Scheduler, ScheduleSource, build_scheduler
 from plait.optim.optimizer import build_optimizer
 from plait.optim.placement_groups import step_by_placement
-from plait.parallel.experts.router_statistics import RouterStatistics
 from plait.parallel.hooks import Hooks
 from plait.parallel.micro_batches import Forward, default_forward
 from plait.parallel.technique import Technique
@@ -161,7 +160,7 @@ def build_engine(checked: CheckedModel, arguments: InitializeArguments) -> Engin
     if resolved.data_parallel.update_in_backward:
         in_backward = BackwardOptimizer(optimizer)
         # The first hook: after a failed step it raises, before others clear their state.
-        parts = parts.with_(hooks=Hooks((in_backward, *parts.hooks.all)))
+        parts = replace(parts, hooks=Hooks((in_backward, *parts.hooks.all)))
 
     sharded = ShardedModel(parts, mesh, resolved, forward=forward)
     if sharded.tier is not None:
@@ -184,7 +183,7 @@ def build_engine(checked: CheckedModel, arguments: InitializeArguments) -> Engin
     )
     # From here on ranks draw different random numbers, for example for dropout.
     torch.manual_seed(generator_seed(resolved.seed, mesh))
-    loss_fn = with_balance_loss(loss_fn, model, parts.noted(RouterStatistics))
+    loss_fn = with_balance_loss(loss_fn, model, parts.router_statistics)
     return Engine(sharded, stepper, loss_fn)
 
 

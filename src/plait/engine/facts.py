@@ -10,7 +10,7 @@ from torch import nn
 from plait.cluster.mesh import Mesh
 from plait.config.resolving.resolve import Resolved
 from plait.parallel.hooks import Hooks
-from plait.parallel.technique import Parts
+from plait.parallel.parts import Parts
 from plait.sharded.model import ShardedModel
 from plait.sharded.step import Stepper
 

@@ -42,7 +42,7 @@ from plait.optim.optimizer import build_optimizer
 from plait.parallel import materialise
 from plait.parallel.micro_batches import Forward, default_forward, micro_batches
 from plait.parallel.order import attach_all
-from plait.parallel.technique import Parts
+from plait.parallel.parts import Parts
 from plait.parallel.techniques.pipeline_parallel import PipelineRank
 from plait.sharded.assemble import split
 from plait.sharded.check import checked_model

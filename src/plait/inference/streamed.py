@@ -37,7 +37,7 @@ from plait.inference.stream import (
 )
 from plait.model.blocks import find_blocks
 from plait.model.tied import tied_names
-from plait.parallel.hooks import Hooks, StepHook
+from plait.parallel.hooks import StepHook
 from plait.parallel.micro_batches import default_forward
 from plait.sharded.assemble import WeightFiller, destroying_new_group, shard
 from plait.sharded.check import checked_model
@@ -352,7 +352,7 @@ def load_streamed(
             stream = WeightStream(
                 model, planned.streamed, stored, device=mesh.device, on_host=planned.on_host
             )
-            parts = parts.with_(hooks=Hooks((*parts.hooks.all, WeightStreamHook(stream))))
+            parts = parts.with_hooks(WeightStreamHook(stream))
     sharded = ShardedModel(parts, mesh, resolved, forward=default_forward, handle="plait generate")
     return sharded, planned
 

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from plait.cluster.layout import AXES
 from plait.cluster.mesh import Groups, Mesh
@@ -22,7 +23,8 @@ from plait.parallel.data.residuals import Residuals
 from plait.parallel.data.unused import UnusedTracker
 from plait.parallel.experts.bias_update import BiasUpdate
 from plait.parallel.hooks import Hooks, StepHook
-from plait.parallel.technique import Parts, Technique, TechniqueContext, notes_of
+from plait.parallel.parts import Parts, Plans
+from plait.parallel.technique import Technique, TechniqueContext
 from plait.parallel.techniques.activation_offload import ActivationOffload
 from plait.parallel.techniques.compile import Compile
 from plait.parallel.techniques.compression import Compression
@@ -106,21 +108,24 @@ the state of the compressed collectives, so that a checkpoint's residuals find t
 """
 
 
-def check_all(context: TechniqueContext) -> dict[type, object]:
+def check_all(context: TechniqueContext) -> Plans:
     """Refuse impossible settings: unsupported combinations first, then those of each technique.
 
     Returns:
-        The initial notes of `Parts`.
+        The plans of all techniques.
     """
     refuse_incompatible(context)
-    return notes_of(technique.check(context) for technique in context.techniques)
+    plans = Plans()
+    for technique in context.techniques:
+        plans = plans.merge(technique.check(context) or Plans())
+    return plans
 
 
 def groups_of(context: TechniqueContext) -> Groups:
     """Return the groups that all techniques need, in order.
 
     Args:
-        context: The context, with the notes of `check_all`.
+        context: The context, with the plans of `check_all`.
     """
     return sum((technique.groups(context) for technique in context.techniques), start=Groups())
 
@@ -135,7 +140,7 @@ def apply_all(techniques: Iterable[Technique], parts: Parts, mesh: Mesh) -> Part
         ModelError: A technique changed parameter names.
     """
     techniques = in_order(techniques)
-    parts = parts.with_(batch_axes=batch_axes(techniques))
+    parts = replace(parts, batch_axes=batch_axes(techniques))
     named = parts.model.named_parameters(remove_duplicate=False)
     attributes = {name: dict(vars(parameter)) for name, parameter in named if vars(parameter)}
     names = [name for name, _ in parts.model.named_parameters(remove_duplicate=False)]
@@ -170,7 +175,7 @@ def attach_all(techniques: Iterable[Technique], parts: Parts, mesh: Mesh) -> Par
     def position(hook: StepHook) -> int:
         return positions.get(type(hook), len(HOOKS))
 
-    return parts.with_(hooks=Hooks(sorted(hooks, key=position)))
+    return replace(parts, hooks=Hooks(sorted(hooks, key=position)))
 
 
 def account_all(techniques: Iterable[Technique], ledger: Ledger, facts: ModelFacts) -> Ledger:

@@ -1,32 +1,25 @@
-"""Contract of a technique, and the data that passes through the ordered list of techniques.
+"""Contract of a technique.
 
-The engine applies the list to modules (`apply` on `Parts`), and the planner applies the same list
-to numbers (`account` on a `Ledger`). A technique never changes parameter names.
-
-Some settings of several techniques are arguments of one call of torch: precision, offload and
-sharding all go to `fully_shard`. They are collected in `Parts.shard` until the technique that makes
-the call consumes them.
+The engine applies the ordered list of techniques to modules (`apply` on `Parts`), and the planner
+applies the same list to numbers (`account` on a `Ledger`). A technique never changes parameter
+names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Self, TypeVar, cast
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self, TypeVar
 
-import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from plait.cluster.layout import Layout
 from plait.cluster.mesh import Groups, Mesh
 from plait.model.facts import ModelFacts
 from plait.parallel.accounting.ledger import Ledger
-from plait.parallel.hooks import Hooks, StepHook
-from plait.parallel.reduction import Reduction, sharded_axes
+from plait.parallel.hooks import StepHook
+from plait.parallel.parts import Parts, Plans
 from plait.policy import Policy
 
-T = TypeVar("T")
 Kind = TypeVar("Kind", bound="Technique")
 
 
@@ -49,8 +42,8 @@ class TechniqueContext:
     """The unsharded model, or None if only the configuration is known."""
     blocks: tuple[str, ...] = ()
     """Names (FQNs) of the repeated blocks of the model."""
-    notes: Mapping[type, object] = field(default_factory=dict)
-    """Results of the checks, by type. Empty while the checks run."""
+    plans: Plans = field(default_factory=Plans)
+    """Results of the checks. Empty while the checks run."""
 
     def chosen(self, kind: type[Kind]) -> Kind:
         """Return the technique of a class, or its default if none was configured."""
@@ -58,98 +51,6 @@ class TechniqueContext:
             if isinstance(technique, kind):
                 return technique
         return kind()
-
-
-def notes_of(results: Iterable[object | None]) -> dict[type, object]:
-    """Index the results of checks by their type, without None."""
-    return {type(note): note for note in results if note is not None}
-
-
-@dataclass(frozen=True)
-class ShardSettings:
-    """Settings of the call that shards a model, and of the reduction of its gradients."""
-
-    compute_dtype: torch.dtype | None = None
-    """Dtype of parameters in forward and backward, or None for their own dtype."""
-    reduce_dtype: torch.dtype | None = None
-    """Dtype of the gradient reduction, or None for the dtype of the gradients."""
-    float32_modules: tuple[str, ...] = ()
-    """Modules (FQNs) that compute in float32, whatever `compute_dtype` is."""
-    master_weights_on_host: bool = False
-    """True if host memory stores shards of parameters and gradients, and the optimizer states."""
-    pin_master_weights: bool = False
-    """True if that memory is pinned, so that copies overlap with computation."""
-    offloaded_units: frozenset[str] = frozenset()
-    """Units whose master weights, gradients and states are not in the device's memory.
-
-    These are names of blocks, and "" for all parameters outside of the blocks.
-    """
-    separate_mesh: Mapping[str, DeviceMesh] = field(default_factory=dict)
-    """Modules (FQNs) with a separate mesh, such as experts.
-
-    Their parameters are not reduced with the others. They are sharded over this mesh, or another
-    hook sums their gradients if nothing is sharded.
-    """
-    always_shard: bool = False
-    """True if parameters are sharded even if one process holds all of them, in their own dtype."""
-    mean: bool = False
-    """True if reduced gradients are means, complete when the backward ends.
-
-    This is for the user's own training loop, as under DistributedDataParallel. Otherwise they are
-    sums, because the engine has already divided every loss.
-    """
-
-
-@dataclass(frozen=True)
-class Parts:
-    """A model while techniques transform it from one process to a layout."""
-
-    model: nn.Module
-    """The model, changed in place: the object that a user holds is the one that trains."""
-    blocks: tuple[str, ...]
-    """Names (FQNs) of the repeated blocks on this rank, the units of sharding and recompute."""
-    shard: ShardSettings = ShardSettings()
-    """Settings of earlier techniques for the one that shards."""
-    batch_axes: tuple[str, ...] = ()
-    """Axes whose ranks have different parts of the batch, those of all techniques."""
-    hooks: Hooks = field(default_factory=Hooks)
-    """Hooks of a step, once all techniques are attached."""
-    notes: Mapping[type, object] = field(default_factory=dict)
-    """Results of a technique for later ones (a plan, the tp region), by type."""
-
-    def with_(self, **changes: Any) -> Parts:
-        """Return a copy with some fields replaced."""
-        return replace(self, **changes)
-
-    def with_shard(self, **changes: Any) -> Parts:
-        """Return a copy with some settings of the shards replaced."""
-        return replace(self, shard=replace(self.shard, **changes))
-
-    @property
-    def separately_reduced(self) -> frozenset[nn.Parameter]:
-        """Parameters of `ShardSettings.separate_mesh`, whose gradients another hook reduces."""
-        return frozenset(
-            p
-            for name in self.shard.separate_mesh
-            for p in self.model.get_submodule(name).parameters()
-        )
-
-    def reduction(self, parameter: nn.Parameter) -> Reduction:
-        """Return which axes split a parameter of this rank, and which ones sum its gradient."""
-        sharded = sharded_axes(parameter)
-        # The all-to-all of ep has already brought the tokens of all its ranks to an expert.
-        return Reduction(sharded, ("edp",) if "ep" in sharded else self.batch_axes)
-
-    def noted(self, kind: type[T]) -> T | None:
-        """Return the note of a type, or None."""
-        return cast("T | None", self.notes.get(kind))
-
-    def with_notes(self, *notes: object | None) -> Parts:
-        """Return a copy with more notes.
-
-        A note replaces one of the same type, and None is ignored.
-        """
-        return replace(self, notes={**self.notes, **notes_of(notes)})
 
 
 class Technique(Policy):
@@ -164,12 +65,12 @@ class Technique(Policy):
     Gradients and the weight of a loss are summed over them.
     """
 
-    def check(self, context: TechniqueContext) -> object | None:
+    def check(self, context: TechniqueContext) -> Plans | None:
         """Check the settings before any process group exists.
 
         Returns:
-            A result about the model that `apply` needs (a plan), or None. It is added to
-            `Parts.notes`.
+            The plans that `apply` or another technique needs, or None. They are added to
+            `Parts.plans`.
 
         Raises:
             ConfigError: A setting is impossible. The message has the numbers and a remedy. Without

@@ -27,7 +27,7 @@ from plait.losses.loss import causal_lm_loss
 from plait.model.blocks import find_blocks
 from plait.parallel.accounting.activations import BlockMode
 from plait.parallel.micro_batches import default_forward
-from plait.parallel.technique import Parts
+from plait.parallel.parts import Parts
 from plait.parallel.techniques.recompute import Recompute
 from plait.planner.built import COUNTED_BY_FORMULA, built, drops
 

@@ -25,11 +25,10 @@ from plait.optim.disk_files import build_disk_tier
 from plait.parallel import materialise
 from plait.parallel.buffers import bind_sync_batch_norm
 from plait.parallel.full_state import accept_full_tensors
-from plait.parallel.hooks import Hooks
 from plait.parallel.micro_batches import Forward, default_forward
 from plait.parallel.order import apply_all, attach_all
+from plait.parallel.parts import Parts
 from plait.parallel.precision.optimizer_states import refuse_cut_blocks
-from plait.parallel.technique import Parts
 from plait.parallel.techniques.data_parallel import watch_shards_of
 from plait.sharded.alike import refuse_different_ranks
 from plait.sharded.check import CheckedModel
@@ -150,7 +149,7 @@ def shard(
     _refuse_uses_of_shards(model, resolved)
     watch_shards_of(model)
     if tier is not None:
-        parts = parts.with_(hooks=Hooks((*parts.hooks.all, tier)))
+        parts = parts.with_hooks(tier)
     return mesh, parts, seed
 
 
@@ -187,7 +186,7 @@ def split(
             " weights already"
         )
     warn_of_no_blocks(model, checked.blocks, stage=resolved.data_parallel.stage)
-    _warn_if_little_is_split(checked.parts.noted(TensorPlan), model, ep=resolved.layout.ep)
+    _warn_if_little_is_split(checked.parts.plans.tensor, model, ep=resolved.layout.ep)
     check_placement(resolved)
 
     mesh = build_mesh(

@@ -7,7 +7,6 @@ pipeline) are kept, so that nothing is traced twice.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -18,7 +17,7 @@ from plait.config.resolving.resolve import Resolved
 from plait.model.blocks import find_blocks
 from plait.optim.optimizer import refuse_nothing_to_train
 from plait.parallel.order import check_all, groups_of
-from plait.parallel.technique import Parts
+from plait.parallel.parts import Parts, Plans
 from plait.sharded.misuse import refuse_unfit_layers
 from plait.sharded.replicas import refuse_without_replicas
 
@@ -31,20 +30,20 @@ class CheckedModel:
         model: The unsharded model.
         resolved: The configuration.
         blocks: Names (FQNs) of the model's repeated blocks.
-        notes: Results of the techniques' checks, keyed by their type.
+        plans: Results of the techniques' checks.
         groups: Process groups that the techniques need, besides one per axis.
     """
 
     model: nn.Module
     resolved: Resolved
     blocks: tuple[str, ...]
-    notes: Mapping[type, object]
+    plans: Plans
     groups: Groups
 
     @property
     def parts(self) -> Parts:
         """The model in the form that techniques are applied to."""
-        return Parts(model=self.model, blocks=self.blocks, notes=self.notes)
+        return Parts(model=self.model, blocks=self.blocks, plans=self.plans)
 
     def with_resolved(self, resolved: Resolved) -> CheckedModel:
         """Return a copy with another configuration.
@@ -66,5 +65,5 @@ def checked_model(model: nn.Module, resolved: Resolved) -> CheckedModel:
     blocks = find_blocks(model, resolved.blocks or None)
     refuse_unfit_layers(model, resolved)
     context = resolved.context(device_type=accelerator.available_type(), model=model, blocks=blocks)
-    notes = check_all(context)
-    return CheckedModel(model, resolved, blocks, notes, groups_of(replace(context, notes=notes)))
+    plans = check_all(context)
+    return CheckedModel(model, resolved, blocks, plans, groups_of(replace(context, plans=plans)))

@@ -20,11 +20,8 @@ from plait.comm.board import BACKWARD
 from plait.comm.failures import failed_collective
 from plait.comm.watch import WATCH
 from plait.errors import InputError
-from plait.parallel.data.reducer import Reducer
 from plait.parallel.hooks import FailureScope, StepHook
-from plait.parallel.technique import Parts
-from plait.parallel.techniques.data_parallel import DataParallel
-from plait.parallel.tensor.styles import Region
+from plait.parallel.parts import Parts
 from plait.sharded.misuse import MIXED_TENSORS
 
 
@@ -52,7 +49,7 @@ class Guard(StepHook):
         self._frozen = {
             name: p for name, p in parts.model.named_parameters() if not p.requires_grad
         }
-        self._reducer = parts.noted(Reducer)
+        self._reducer = parts.reducer
         self.backwards = 0
         self.in_backward = False
         self.reduced = False
@@ -248,15 +245,15 @@ class RunningForwards:
 def _mixed_tensors_message(error: Exception, parts: Parts) -> str:
     """Return the message for code that computes with shards and full tensors together."""
     explanations = []
-    data = parts.noted(DataParallel)
-    if data is not None and data.stage:
-        read = "read no weight there" if data.stage == 3 else "read a weight after that"
+    stage = parts.zero_stage
+    if stage:
+        read = "read no weight there" if stage == 3 else "read a weight after that"
         explanations.append(
-            f"outside of the model's forward its parameters are shards (ZeRO stage {data.stage}):"
+            f"outside of the model's forward its parameters are shards (ZeRO stage {stage}):"
             f" let forward= call the model and not the modules inside it, and {read}, or use ZeRO"
             " stage 0"
         )
-    if parts.noted(Region) is not None:
+    if parts.region is not None:
         explanations.append(
             "parallel.tp splits parameters (read parameter.full_tensor(), or call the module) and"
             " logits until the loss has them (change them with parallel.loss_parallel = false)"

@@ -21,9 +21,8 @@ from plait.errors import ConfigError, InputError, ModelError, Problem, warn
 from plait.losses.loss import PerSample
 from plait.optim.optimizer import needs_closure, refuse_sharded
 from plait.parallel.hooks import StepHook
+from plait.parallel.parts import Parts
 from plait.parallel.pipeline.stage_cache import StageCaches
-from plait.parallel.technique import Parts
-from plait.parallel.techniques.expert_parallel import SplitExperts
 
 MIXED_TENSORS = "got mixed torch.Tensor and DTensor"
 """Part of torch's message for an operator that receives a shard and a full tensor."""
@@ -192,7 +191,7 @@ def refuse_split_experts(parts: Parts, call: str) -> None:
     Raises:
         InputError: Experts are on several ranks.
     """
-    if parts.noted(SplitExperts) is not None:
+    if parts.experts:
         raise InputError(
             f"parallel.ep: {call} is not proven with experts on different processes, which exchange"
             " tokens in every layer; call engine.train_batch, engine.eval_batch or"

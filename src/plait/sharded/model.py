@@ -28,15 +28,13 @@ from plait.losses.chunked_loss import DeferredLogits
 from plait.optim.backward_optimizer import BackwardOptimizer
 from plait.optim.disk_optimizer import DiskTier
 from plait.optim.gradient_norm import global_norm
-from plait.parallel.activations.saved_tensors import OffloadedActivations
 from plait.parallel.hooks import Hooks, StepEnd
 from plait.parallel.micro_batches import CACHES, Forward, micro_batches, to_device, with_cache
+from plait.parallel.parts import Parts
 from plait.parallel.pipeline.cut_check import LossFunction
 from plait.parallel.precision.loss_scale import LossScaler
-from plait.parallel.technique import Parts
 from plait.parallel.techniques.data_parallel import free_after_evaluation, free_gathered
 from plait.parallel.techniques.pipeline_parallel import PipelineRank
-from plait.parallel.tensor.styles import Region
 from plait.sharded.cache import cache_argument, new_cache
 from plait.sharded.finite import non_finite_error
 from plait.sharded.guard import Guard, RunningForwards
@@ -82,9 +80,9 @@ class ShardedModel:
         self.config = config
         self.forward = forward
         self.guard = Guard(parts, handle)
-        self.parts = parts.with_(hooks=Hooks((*parts.hooks.all, self.guard)))
+        self.parts = parts.with_hooks(self.guard)
         self.pipeline = parts.hooks.of(PipelineRank)
-        self.region = parts.noted(Region)
+        self.region = parts.region
         self.tier = parts.hooks.of(DiskTier)
         scale = config.precision.loss_scale
         self.scaler = LossScaler(scale) if scale is not None else None
@@ -499,7 +497,7 @@ class ShardedModel:
         return (
             isinstance(parts.model, FSDPModule)
             or max(layout.pp, layout.tp, layout.ep) > 1
-            or parts.noted(OffloadedActivations) is not None
+            or parts.offloaded_activations is not None
         )
 
     def release(self) -> None:

@@ -13,7 +13,6 @@ from torch.nn.parallel import DataParallel as TorchDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from plait.errors import ModelError
-from plait.parallel.techniques.data_parallel import DataParallel
 from plait.sharded.model import owner_of
 
 
@@ -35,10 +34,9 @@ def refuse_taken(model: nn.Module) -> None:
     owner = owner_of(model)
     if owner is not None and owner.is_cut:
         layout = owner.mesh.layout
-        data = owner.parts.noted(DataParallel)
-        stage = data.stage if data is not None else 0
         raise ModelError(
-            f"the model was already sharded by Plait (ZeRO stage {stage}, parallel.pp {layout.pp},"
+            f"the model was already sharded by Plait (ZeRO stage {owner.parts.zero_stage},"
+            f" parallel.pp {layout.pp},"
             f" parallel.tp {layout.tp}), and its parameters are parts now; build it again (under"
             " torch.device('meta'), at no cost) and load its checkpoint, or go on with the engine"
             " that it has"

@@ -29,10 +29,8 @@ from plait.model.positions import call_model
 from plait.optim.gradient_math import multiply_all
 from plait.optim.gradient_norm import clip_factor
 from plait.optim.placement_groups import step_by_placement
-from plait.parallel.data.reducer import Reducer
-from plait.parallel.hooks import Hooks
 from plait.parallel.micro_batches import Forward, default_forward
-from plait.parallel.technique import Parts
+from plait.parallel.parts import Parts
 from plait.parallel.techniques.data_parallel import free_gathered
 from plait.sharded.assemble import ConfigLike, destroying_new_group, resolved_for, shard
 from plait.sharded.check import checked_model
@@ -96,12 +94,10 @@ class ParallelModel(ShardedModel):
             before: Parameters of the model before it was sharded.
         """
         self.why_called = reason_for_step(config)
-        self._watch = StepWatch(
-            parts.model, before, parts.noted(Reducer), why_called=self.why_called
-        )
+        self._watch = StepWatch(parts.model, before, parts.reducer, why_called=self.why_called)
         self.steps = 0
         self._steppers: WeakKeyDictionary[torch.optim.Optimizer, Stepper] = WeakKeyDictionary()
-        parts = parts.with_(hooks=Hooks((*parts.hooks.all, self._watch)))
+        parts = parts.with_hooks(self._watch)
         super().__init__(parts, mesh, config, forward=forward, handle="sharded")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

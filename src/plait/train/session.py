@@ -85,7 +85,7 @@ class ValidatedRun:
     @property
     def pipeline(self) -> PipelinePlan | None:
         """Pipeline schedule and stages, or None without a pipeline."""
-        return self.checked.parts.noted(PipelinePlan)
+        return self.checked.parts.plans.pipeline
 
     @property
     def section(self) -> RunSection:

@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 from plait.engine.engine import Engine
 from plait.losses.loss import Loss
 from plait.parallel.micro_batches import Forward, default_forward, to_device
-from plait.parallel.techniques.pipeline_parallel import PipelinePlan
 
 T = TypeVar("T")
 
@@ -180,7 +179,7 @@ def _move_gradients(
 def engine_trace(engine: Engine, steps: Steps) -> Trace:
     """Train with the engine, and return the full trace on every rank. Collective."""
     count = engine.gradient_accumulation_steps()
-    pipeline = engine.parts.noted(PipelinePlan)
+    pipeline = engine.parts.plans.pipeline
     ties = pipeline.cut.first_names if pipeline is not None else {}
 
     def named() -> dict[str, nn.Parameter]:

@@ -20,7 +20,8 @@ from plait.errors import ConfigError, InputError, ModelError, Problem
 from plait.model.facts import ModelFacts
 from plait.parallel.accounting.ledger import Ledger, gradient_bytes
 from plait.parallel.hooks import StepHook
-from plait.parallel.technique import Parts, Technique, TechniqueContext
+from plait.parallel.parts import Parts
+from plait.parallel.technique import Technique, TechniqueContext
 from plait.parallel.techniques.data_parallel import DataParallel
 
 

@@ -62,7 +62,7 @@ def test_equals_torchs_saved_tensor_hooks(kind: str, recompute: str, cache: bool
     batch = {name: torch.zeros_like(ids, device="cpu") for name, ids in token_batch(2, 12).items()}
     found = stage(model, blocks=blocks, batch=batch).modes[recompute]  # type: ignore[index]
     if recompute == "full":
-        from plait.parallel.technique import Parts
+        from plait.parallel.parts import Parts
 
         Recompute(mode="full").apply(Parts(model=model, blocks=blocks), ONE)
     alive = sum(found.kept) + found.outside + found.head
@@ -150,7 +150,7 @@ def test_a_budget_in_the_engine() -> None:
         loss_fn=plait.causal_lm_loss,
     )
     try:
-        modes = engine.parts.noted(Recompute).modes(len(engine.parts.blocks))
+        modes = engine.parts.recompute_modes
         assert set(modes) != {"none"}
         assert rank.most(modes) <= budget
         batch = {

@@ -15,7 +15,7 @@ from benchmarks.planner_accuracy.frameworks import unlearned as unlearned_of_all
 from plait.cluster.layout import Layout
 from plait.cluster.mesh import Mesh
 from plait.model.blocks import find_blocks
-from plait.parallel.technique import Parts
+from plait.parallel.parts import Parts
 from plait.parallel.techniques.recompute import Recompute
 from plait.planner.compute import layer_cost
 from plait.planner.constants import Rates, knowledge, unlearned

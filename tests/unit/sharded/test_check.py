@@ -13,10 +13,8 @@ import plait
 from plait.cluster.layout import Layout
 from plait.config.resolving.resolve import Resolved, load, resolve
 from plait.errors import ConfigError, ModelError
-from plait.model.plans import TensorPlan
 from plait.parallel.order import ORDER, check_all
 from plait.parallel.technique import Technique, TechniqueContext
-from plait.parallel.techniques.pipeline_parallel import PipelinePlan
 from plait.sharded.check import checked_model
 from tests.parity import cases
 
@@ -65,7 +63,7 @@ def test_plans_are_kept_and_need_no_model_twice() -> None:
     with torch.device("meta"):
         model = cases.build("llama", tied=False, layers=4)
     checked = checked_model(model, resolved(4, pp=2, tp=2))
-    plan, pipeline = checked.parts.noted(TensorPlan), checked.parts.noted(PipelinePlan)
+    plan, pipeline = checked.parts.plans.tensor, checked.parts.plans.pipeline
     assert (
         plan is not None
         and pipeline is not None

@@ -25,11 +25,6 @@ recomputations.
 """
 
 
-@dataclass(frozen=True)
-class RecordsDecisions:
-    """Note in `Parts`: blocks of the model call `decide_once`, so recomputation uses `contexts`."""
-
-
 def decide_once(decide: Callable[[], Result]) -> Result:
     """Return `decide()`, or in a recomputation the value that it returned in the original forward.
 

@@ -196,3 +196,15 @@ def _refuse_unsupported(module: nn.Module, dropout: float, other: dict[str, Any]
             f"parallel.cp: {type(module).__name__} computes attention with {reason}, which is not"
             " supported for cut sequences; use parallel.cp = 1"
         )
+
+
+@dataclass(frozen=True)
+class InstalledAttention:
+    """Record of what `ContextParallel.apply` has changed."""
+
+    original: str
+    """Name of the model's attention implementation before the change."""
+    implementation: str
+    """Result of `implementation_of`."""
+    place: SequencePlacement
+    """Layout of sequences, and process group."""

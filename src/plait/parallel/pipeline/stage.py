@@ -29,7 +29,7 @@ from plait._torch.modules import own_children, own_parameters
 from plait._torch.operators import tree_leaves, tree_map
 from plait._torch.passes import leave_forward
 from plait.errors import ModelError
-from plait.model.stages import StageCut, stage_of_block
+from plait.model.stages import Skeleton, StageCut, stage_of_block
 from plait.model.unavailable import UnavailableTensor
 from plait.parallel.pipeline.placeholders import (
     PlaceholderBlock,
@@ -38,6 +38,7 @@ from plait.parallel.pipeline.placeholders import (
     placeholder_block,
     stage_exit,
 )
+from plait.parallel.schedules.schedule import Schedule
 from plait.parallel.tensor.styles import Region
 
 Run = Callable[[nn.Module], Any]
@@ -343,3 +344,33 @@ def _nan_embedding(
     if not isinstance(output, torch.Tensor):
         return output
     return _nan(output.shape, dtype or output.dtype, output.device, dense=dense)
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """Pipeline of a model, and this rank's stages of it.
+
+    Attributes:
+        schedule: Table of the computations of all ranks.
+        cut: Blocks and parameters of each stage.
+        skeleton: The uncut model without its weights, which is used to check batches.
+        staged: Stages of this rank; None until `Pipeline.apply` has cut the model.
+    """
+
+    schedule: Schedule
+    cut: StageCut
+    skeleton: Skeleton
+    staged: StagedModel | None = None
+
+    def tied(self) -> dict[str, frozenset[int]]:
+        """Return the pp ranks that hold each parameter that several ranks hold.
+
+        Keys are first names of the parameters, in an order that is the same on all ranks.
+        """
+        ranks_of: dict[str, frozenset[int]] = {}
+        for name, stages in self.cut.shared().items():
+            ranks = frozenset(self.schedule.stage_ranks[stage] for stage in stages)
+            is_first_name = self.cut.first_names.get(name, name) == name
+            if len(ranks) > 1 and is_first_name:
+                ranks_of[name] = ranks
+        return ranks_of

@@ -9,6 +9,7 @@ stay on the device.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -19,7 +20,8 @@ from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.activations.activation_store import DiskStore, HostStore
 from plait.parallel.activations.saved_tensors import ActivationStore, OffloadedActivations
 from plait.parallel.hooks import StepHook
-from plait.parallel.technique import Parts, Technique, TechniqueContext
+from plait.parallel.parts import Parts
+from plait.parallel.technique import Technique, TechniqueContext
 from plait.parallel.techniques.compile import Compile
 
 
@@ -73,11 +75,11 @@ class ActivationOffload(Technique):
             store = HostStore(mesh.device)
         else:
             store = DiskStore(Path(self.path or "."), mesh.device)
-        return parts.with_notes(OffloadedActivations(store, count))
+        return replace(parts, offloaded_activations=OffloadedActivations(store, count))
 
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
         """Return the hook that closes the store."""
-        offloaded = parts.noted(OffloadedActivations)
+        offloaded = parts.offloaded_activations
         return [] if offloaded is None else [offloaded]
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:

@@ -14,7 +14,7 @@ Note [Same selection on all ranks of tp]
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar, cast
@@ -28,7 +28,6 @@ from plait.cluster.mesh import Levels, Mesh
 from plait.comm.algorithms import Name
 from plait.comm.buckets import AlgorithmBuckets, Buckets, Flat
 from plait.comm.choose import choose_buckets
-from plait.comm.shared_memory.host import SharedMemoryGroup
 from plait.comm.startup import find_links, refine
 from plait.comm.transport import Transport, TransportName, connect
 from plait.errors import ConfigError, Problem
@@ -36,8 +35,8 @@ from plait.parallel.accounting.compression_scheme import Scheme
 from plait.parallel.data.autotune import CompressionAutotuner, CompressionCandidate
 from plait.parallel.data.reducer import Reducer
 from plait.parallel.data.residuals import CompressedUnits
-from plait.parallel.technique import Parts, Technique
-from plait.parallel.techniques.compression import Compression
+from plait.parallel.parts import Parts, ShardCollectives, ShardSettings
+from plait.parallel.technique import Technique
 from plait.units import MIB
 
 T = TypeVar("T")
@@ -114,20 +113,6 @@ class ReplicatedReduction:
         return CompressionAutotuner(deciding_groups(mesh), mesh.device, uncompressed, candidates)
 
 
-@dataclass(frozen=True)
-class ShardCollectives:
-    """Selected collectives of the shards of a model."""
-
-    description: str = ""
-    compressors: CompressedUnits = field(default_factory=CompressedUnits)
-    autotuner: CompressionAutotuner | None = None
-    """Hook whose steps decide whether gradients are compressed, or None if that is fixed."""
-    is_default: bool = False
-    """True if no setting has decided the selection."""
-    parameter_host: SharedMemoryGroup | None = None
-    """Ranks of a machine that can store parameters once in shared memory, or None."""
-
-
 def deciding_groups(mesh: Mesh) -> tuple[dist.ProcessGroup, ...]:
     """Return the groups whose ranks must take the same decision on compression.
 
@@ -179,7 +164,7 @@ def _connect(
 
 def select_replicated(
     technique: CollectiveSettings,
-    compression: Compression,
+    shard: ShardSettings,
     group: dist.ProcessGroup,
     mesh: Mesh,
     *,
@@ -189,7 +174,7 @@ def select_replicated(
 
     Args:
         technique: The settings.
-        compression: The scheme of compression, or its candidates.
+        shard: The scheme of compression, or its candidates.
         group: The ranks that sum gradients.
         mesh: The mesh of all ranks.
         gradient_bytes: Bytes of all gradients that this rank reduces per step.
@@ -197,7 +182,7 @@ def select_replicated(
     Raises:
         ConfigError: `all_reduce` is hierarchical, and the group does not fill several machines.
     """
-    scheme = compression.scheme
+    scheme = shard.compression
     if scheme.gradients:
         compressed = BucketReduction(
             partial(scheme.buckets, group, mesh.device), technique.bucket_bytes
@@ -246,7 +231,7 @@ def select_replicated(
         description = f"gradients are reduced by {algorithm}: {reason}"
         in_memory = False
 
-    schemes, sentence = _candidate_schemes(compression, in_memory=in_memory)
+    schemes, sentence = _candidate_schemes(shard, in_memory=in_memory)
     candidates = tuple(
         (scheme, _compressed_reduction(scheme, technique, group, mesh)) for scheme in schemes
     )
@@ -325,11 +310,9 @@ def _select_by_links(
     return _broadcast_over_tp(mesh, (choice.algorithm, choice.bucket_bytes, reason))
 
 
-def _candidate_schemes(
-    compression: Compression, *, in_memory: bool
-) -> tuple[tuple[Scheme, ...], str]:
+def _candidate_schemes(shard: ShardSettings, *, in_memory: bool) -> tuple[tuple[Scheme, ...], str]:
     """Return the schemes that the first steps choose from, and a sentence about them."""
-    schemes = compression.candidates
+    schemes = shard.compression_candidates
     if not schemes:
         return (), ""
     if in_memory:
@@ -350,13 +333,12 @@ def _compressed_reduction(
 
 
 def select_sharded(
-    technique: CollectiveSettings, compression: Compression, stage: int, parts: Parts, mesh: Mesh
+    technique: CollectiveSettings, stage: int, parts: Parts, mesh: Mesh
 ) -> ShardCollectives:
     """Select the collectives of shards, and install them. Collective over `dp_shard` and tp.
 
     Args:
         technique: The settings.
-        compression: The scheme of compression, or its candidates.
         stage: The ZeRO stage.
         parts: The sharded model.
         mesh: The mesh of all ranks.
@@ -381,7 +363,7 @@ def select_sharded(
     if transport.reduce_scatter is not None:
         _install_reduce_scatter(transport.reduce_scatter, parts)
 
-    scheme = compression.scheme
+    scheme = parts.shard.compression
     host = None
     if all_gather is not None and not scheme.weight_bits and _computes_with_shards(parts):
         host = transport.host
@@ -389,7 +371,7 @@ def select_sharded(
     description = _describe_sharded(scheme, transport, is_shared=host is not None)
 
     in_memory = transport.name == "shared-memory"
-    schemes, sentence = _candidate_schemes(compression, in_memory=in_memory)
+    schemes, sentence = _candidate_schemes(parts.shard, in_memory=in_memory)
     levels = None
     if scheme.gradient_bits or schemes:
         levels = mesh.levels("dp_shard")

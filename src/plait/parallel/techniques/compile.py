@@ -14,7 +14,8 @@ from plait.cluster.mesh import Mesh
 from plait.errors import ConfigError, Problem
 from plait.model.facts import ModelFacts
 from plait.parallel.accounting.ledger import Ledger
-from plait.parallel.technique import Parts, Technique, TechniqueContext
+from plait.parallel.parts import Parts
+from plait.parallel.technique import Technique, TechniqueContext
 
 
 class Compile(Technique):

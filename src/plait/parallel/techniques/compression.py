@@ -10,11 +10,10 @@ from plait.cluster.mesh import Mesh
 from plait.model.facts import ModelFacts
 from plait.parallel.accounting.compression_scheme import Scheme
 from plait.parallel.accounting.ledger import Ledger
-from plait.parallel.data.autotune import CompressionAutotuner
-from plait.parallel.data.reducer import Reducer
 from plait.parallel.data.residuals import CompressedUnits, Residuals
 from plait.parallel.hooks import StepHook
-from plait.parallel.technique import Parts, Technique
+from plait.parallel.parts import Parts
+from plait.parallel.technique import Technique
 
 
 class Compression(Technique):
@@ -37,19 +36,18 @@ class Compression(Technique):
         return (self.scheme, *self.candidates)
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
-        """Store the settings as a note, which the technique that reduces gradients reads."""
-        return parts.with_notes(self)
+        """Store the settings for the technique that reduces gradients."""
+        return parts.with_shard(compression=self.scheme, compression_candidates=self.candidates)
 
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
         """Return the hooks that select the compression and that keep its state between steps."""
         if not self.gradients:
             return []
-        autotuner = parts.noted(CompressionAutotuner)
-        units = parts.noted(CompressedUnits)
-        # An empty dictionary counts as well: the autotuner may fill it.
-        if units is None:
-            units = CompressedUnits()
-        residuals = Residuals(parts.noted(Reducer), units, device=mesh.device)
+        units = CompressedUnits()
+        if parts.shard_collectives is not None:
+            units = parts.shard_collectives.compressors
+        residuals = Residuals(parts.reducer, units, device=mesh.device)
+        autotuner = parts.compression_autotuner
         if autotuner is None:
             return [residuals]
         return [autotuner, residuals]

@@ -9,6 +9,7 @@ sees. Parameters are the same on all ranks of the axis, and a gradient is the su
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -32,13 +33,14 @@ from plait.parallel.context.families import (
     refuse_unknown_model,
     why_in_tiles,
 )
-from plait.parallel.context.interface import PartialAttention
+from plait.parallel.context.interface import InstalledAttention, PartialAttention
 from plait.parallel.context.kinds import Kind, SequencePlacement
 from plait.parallel.context.layout import SequenceLayout
 from plait.parallel.context.traffic import context_traffic
 from plait.parallel.hooks import StepHook
 from plait.parallel.micro_batches import CACHES, IGNORED, LABELS, SHIFTED, with_explicit_entries
-from plait.parallel.technique import Parts, Technique, TechniqueContext
+from plait.parallel.parts import Parts
+from plait.parallel.technique import Technique, TechniqueContext
 from plait.parallel.techniques.compile import Compile
 from plait.parallel.techniques.data_parallel import DataParallel
 from plait.parallel.techniques.optimizer_offload import OptimizerOffload
@@ -110,11 +112,11 @@ class ContextParallel(Technique):
         original = str(model.config._attn_implementation)
         implementation = implementation_of(model)
         interface.install(model, PartialAttention(self.context, place, implementation))
-        return parts.with_notes(InstalledAttention(original, implementation, place))
+        return replace(parts, attention=InstalledAttention(original, implementation, place))
 
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
         """Return the hook that cuts micro-batches and sums gradients."""
-        installed = parts.noted(InstalledAttention)
+        installed = parts.attention
         if installed is None:
             return []
         parameters = [
@@ -239,21 +241,6 @@ class LocalBatch(dict[str, Any]):
                 " sequence; read `shift_labels`, which each position predicts"
             )
         raise KeyError(key)
-
-
-class InstalledAttention:
-    """Record of what `ContextParallel.apply` has changed.
-
-    Args:
-        original: Name of the model's attention implementation before the change.
-        implementation: Result of `implementation_of`.
-        place: Layout of sequences and process group.
-    """
-
-    def __init__(self, original: str, implementation: str, place: SequencePlacement) -> None:
-        self.original = original
-        self.implementation = implementation
-        self.place = place
 
 
 class SequenceParts(StepHook):

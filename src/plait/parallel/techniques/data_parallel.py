@@ -64,8 +64,9 @@ from plait.parallel.parameter_checks import (
     refuse_quantised,
     refuse_unusable_parameters,
 )
+from plait.parallel.parts import Parts, Plans
 from plait.parallel.precision.optimizer_states import state_bytes
-from plait.parallel.technique import Parts, TechniqueContext
+from plait.parallel.technique import TechniqueContext
 from plait.parallel.techniques import collective_settings
 from plait.parallel.techniques.collective_settings import CollectiveSettings, ShardCollectives
 from plait.parallel.techniques.compression import Compression
@@ -98,11 +99,11 @@ class DataParallel(CollectiveSettings):
     The gradient is freed after the update.
     """
 
-    def check(self, context: TechniqueContext) -> OuterUnits | None:
+    def check(self, context: TechniqueContext) -> Plans | None:
         """Find the outer units before other techniques change the layers of the model.
 
         Returns:
-            The outer units, or None if only the configuration is known.
+            The plan of the outer units, or None if only the configuration is known.
 
         Raises:
             ModelError: A parameter cannot be trained.
@@ -126,7 +127,7 @@ class DataParallel(CollectiveSettings):
         refuse_unusable_parameters(
             context.model, sharded=sharded, moved=moved, summed=layout.dp * layout.cp > 1
         )
-        return outer_units(context.model, context.blocks)
+        return Plans(outer_units=outer_units(context.model, context.blocks))
 
     def groups(self, context: TechniqueContext) -> Groups:
         """Return the axes whose collectives run within and between machines in turn."""
@@ -149,8 +150,7 @@ class DataParallel(CollectiveSettings):
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
         """Shard the model in place, or create the reducer of its gradients."""
         shard = parts.shard
-        compression = parts.noted(Compression) or Compression()
-        parts = parts.with_notes(self)
+        parts = replace(parts, zero_stage=self.stage, tracks_unused=self.unused_parameters)
         if shard.compute_dtype is not None or shard.reduce_dtype is not None:
             refuse_complex(parts.model)
         # The stage does not matter on a single rank of dp_shard: there is nothing to shard.
@@ -160,28 +160,33 @@ class DataParallel(CollectiveSettings):
             if group is None:
                 return parts
             reduction = collective_settings.select_replicated(
-                self, compression, group, mesh, gradient_bytes=_gradient_bytes(parts)
+                self, shard, group, mesh, gradient_bytes=_gradient_bytes(parts)
             )
             reducer = Reducer(
                 parts.model,
                 group,
                 bucket_bytes=reduction.buckets.bucket_bytes,
                 make_buckets=reduction.buckets.make_buckets,
-                separate_vectors=compression.scheme.gradients,
+                separate_vectors=shard.compression.gradients,
                 reduce_dtype=shard.reduce_dtype,
                 track_unused=self.unused_parameters,
                 excluded=parts.separately_reduced,
             )
             reducer.said = reduction.description
             reducer.said_is_default = reduction.is_default
-            return parts.with_notes(reducer, reduction.autotuner_of(reducer, mesh))
+            autotuner = reduction.autotuner_of(reducer, mesh)
+            return replace(parts, reducer=reducer, compression_autotuner=autotuner)
 
         free_after_forward: bool | int = False
         if self.stage == 3:
             free_after_forward = self.secondary_partition or True
         shard_units(parts, mesh, free_after_forward=free_after_forward)
-        collectives = collective_settings.select_sharded(self, compression, self.stage, parts, mesh)
-        return parts.with_notes(collectives, collectives.autotuner, collectives.compressors)
+        collectives = collective_settings.select_sharded(self, self.stage, parts, mesh)
+        return replace(
+            parts,
+            shard_collectives=collectives,
+            compression_autotuner=collectives.autotuner,
+        )
 
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
         """Return the hooks of a step.
@@ -192,8 +197,8 @@ class DataParallel(CollectiveSettings):
         model = parts.model
         mean = parts.shard.mean
         hooks = list[StepHook]()
-        reducer = parts.noted(Reducer)
-        collectives = parts.noted(ShardCollectives)
+        reducer = parts.reducer
+        collectives = parts.shard_collectives
         if reducer is not None:
             hooks.append(_attach_reducer(reducer, mean=mean))
         if isinstance(model, FSDPModule):
@@ -296,7 +301,7 @@ def _unit_order(technique: DataParallel, parts: Parts, mesh: Mesh) -> UnitOrder 
     if mesh.layout.pp > 1:
         return None
     model: Any = parts.model
-    outer = (parts.noted(OuterUnits) or OuterUnits()).without(parts.shard.float32_modules)
+    outer = (parts.plans.outer_units or OuterUnits()).without(parts.shard.float32_modules)
     heads = []
     if outer.head is not None:
         heads.append(model.get_submodule(outer.head))

@@ -12,7 +12,7 @@ is summed over them, or from ZeRO stage 1 on reduced in shards.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -28,14 +28,13 @@ from plait.cluster.mesh import Groups, Mesh
 from plait.errors import ConfigError, ModelError, Problem, raise_problems
 from plait.model.experts import SPLIT_FAMILIES, Experts, find_experts
 from plait.model.facts import ModelFacts
-from plait.model.plans import TensorPlan
 from plait.model.sequence import is_inside
 from plait.parallel.accounting.ledger import Ledger
-from plait.parallel.activations.decisions import RecordsDecisions
 from plait.parallel.experts import dispatch
 from plait.parallel.experts.traffic import expert_traffic
 from plait.parallel.hooks import StepHook
-from plait.parallel.technique import Parts, Technique, TechniqueContext
+from plait.parallel.parts import Parts
+from plait.parallel.technique import Technique, TechniqueContext
 from plait.parallel.techniques.compile import Compile
 from plait.parallel.techniques.compression import Compression
 from plait.parallel.techniques.data_parallel import DataParallel
@@ -43,7 +42,6 @@ from plait.parallel.techniques.mixed_precision import Precision
 from plait.parallel.techniques.optimizer_offload import OptimizerOffload
 from plait.parallel.techniques.parameter_offload import ParameterOffload
 from plait.parallel.techniques.recompute import Recompute
-from plait.parallel.tensor.styles import Region
 
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
 """Implementations of experts in Transformers that work with the experts of one rank."""
@@ -83,8 +81,8 @@ class ExpertParallel(Technique):
         if group is None or mesh.expert_mesh is None:
             return parts
         layers = find_experts(parts.model)
-        region = parts.noted(Region)
-        plan = parts.noted(TensorPlan)
+        region = parts.region
+        plan = parts.plans.tensor
         # Modules whose output is a shard of the sequence.
         sequence_sharded: Sequence[str] = ()
         if plan is not None and region is not None and region.sequence_parallel:
@@ -102,16 +100,13 @@ class ExpertParallel(Technique):
                 sequence=region if is_inside(experts.name, sequence_sharded) else None,
             )
         separate_mesh = {experts.name: mesh.expert_mesh["edp"] for experts in layers}
-        return parts.with_shard(separate_mesh=separate_mesh).with_notes(
-            SplitExperts(layers), RecordsDecisions()
-        )
+        return replace(parts.with_shard(separate_mesh=separate_mesh), experts=layers)
 
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
         """Return the hook that sums gradients over ranks with the same experts."""
-        split = parts.noted(SplitExperts)
-        if split is None:
+        if not parts.experts:
             return []
-        names = [name for experts in split.layers for name in experts.parameters]
+        names = [name for experts in parts.experts for name in experts.parameters]
         parameters = [p for p in map(parts.model.get_parameter, names) if p.requires_grad]
         if isinstance(parts.model, FSDPModule):
             # `fully_shard` reduces them.
@@ -119,7 +114,7 @@ class ExpertParallel(Technique):
         return [
             ExpertGradients(
                 parts.model,
-                split,
+                parts.experts,
                 parameters,
                 same=mesh.group("edp"),
                 everyone=mesh.group(*STAGE_AXES),
@@ -247,20 +242,13 @@ def _local_experts(parameter: nn.Parameter, mesh: Mesh) -> nn.Parameter:
     return nn.Parameter(sharded, requires_grad=parameter.requires_grad)
 
 
-@dataclass(frozen=True)
-class SplitExperts:
-    """Layers of experts that `ExpertParallel.apply` has split."""
-
-    layers: tuple[Experts, ...]
-
-
 class ExpertGradients(StepHook):
     """Sums the gradients of experts over the ranks that have the same ones."""
 
     def __init__(
         self,
         model: nn.Module,
-        split: SplitExperts,
+        layers: tuple[Experts, ...],
         parameters: Sequence[nn.Parameter],
         *,
         same: dist.ProcessGroup | None,
@@ -270,17 +258,17 @@ class ExpertGradients(StepHook):
 
         Args:
             model: The model on this rank.
-            split: Its layers of experts.
+            layers: Its layers of experts.
             parameters: Trainable parameters of experts. Empty if `fully_shard` reduces them.
             same: The ranks with the same experts.
             everyone: All ranks of the pipeline stage.
         """
         self.model = model
-        self.split = split
+        self.layers = layers
         self.parameters = parameters
         self.same = same
         self.everyone = everyone
-        counts = {experts.count for experts in split.layers}
+        counts = {experts.count for experts in layers}
         self.said = (
             f"experts ({', '.join(map(str, sorted(counts)))} a layer) are split over ranks, and"
             " tokens are sent to them"
@@ -324,5 +312,5 @@ class ExpertGradients(StepHook):
 
     def release(self) -> None:
         """Restore the original forward of the modules."""
-        for experts in self.split.layers:
+        for experts in self.layers:
             dispatch.remove(self.model.get_submodule(experts.name), count=experts.count)

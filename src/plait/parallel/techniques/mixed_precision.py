@@ -15,8 +15,9 @@ from plait.cluster.mesh import Mesh
 from plait.model.facts import ModelFacts
 from plait.model.float32_modules import float32_modules
 from plait.parallel.accounting.ledger import Ledger
+from plait.parallel.parts import Parts
 from plait.parallel.precision.loss_scale import LossScale
-from plait.parallel.technique import Parts, Technique
+from plait.parallel.technique import Technique
 from plait.units import dtype_of
 
 ComputeDtype = Literal["float16", "bfloat16"]

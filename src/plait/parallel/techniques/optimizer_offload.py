@@ -20,7 +20,8 @@ from plait.errors import ConfigError, Problem
 from plait.model.facts import ModelFacts, model_facts
 from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.offload.units import offloaded_bytes_of, offloaded_units
-from plait.parallel.technique import Parts, Technique, TechniqueContext
+from plait.parallel.parts import Parts
+from plait.parallel.technique import Technique, TechniqueContext
 
 FIELD = "zero_optimization.offload_optimizer"
 

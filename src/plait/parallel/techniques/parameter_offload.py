@@ -17,7 +17,8 @@ from plait.errors import ConfigError, Problem
 from plait.model.facts import ModelFacts
 from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.offload.units import offloaded_bytes_of
-from plait.parallel.technique import Parts, Technique, TechniqueContext
+from plait.parallel.parts import Parts
+from plait.parallel.technique import Technique, TechniqueContext
 
 FIELD = "zero_optimization.offload_param"
 

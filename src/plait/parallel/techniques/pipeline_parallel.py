@@ -23,23 +23,21 @@ from plait.comm.messages import Messenger
 from plait.errors import ConfigError, Problem
 from plait.model.dataflow import Skeleton
 from plait.model.facts import ModelFacts, model_facts
-from plait.model.stages import StageCut, block_list, cut_model
+from plait.model.stages import block_list, cut_model
 from plait.parallel.accounting.ledger import Ledger
-from plait.parallel.activations.saved_tensors import ActivationStore, OffloadedActivations
-from plait.parallel.data.reducer import Reducer
-from plait.parallel.experts.router_statistics import RouterStatistics
+from plait.parallel.activations.saved_tensors import ActivationStore
 from plait.parallel.hooks import FailureScope, StepHook
+from plait.parallel.parts import Parts, Plans
 from plait.parallel.pipeline.balance import cut, forward_costs
 from plait.parallel.pipeline.cut_check import CutCheck
 from plait.parallel.pipeline.pipeline_zero import StagedZero
 from plait.parallel.pipeline.runtime import Runtime
-from plait.parallel.pipeline.stage import Stage, StagedModel, stage_model
+from plait.parallel.pipeline.stage import PipelinePlan, Stage, stage_model
 from plait.parallel.reduction import Reduction
 from plait.parallel.schedules.actions import Action, Kind
-from plait.parallel.schedules.schedule import SCHEDULES, Schedule, make_schedule
-from plait.parallel.technique import Parts, Technique, TechniqueContext
+from plait.parallel.schedules.schedule import SCHEDULES, make_schedule
+from plait.parallel.technique import Technique, TechniqueContext
 from plait.parallel.techniques.data_parallel import DataParallel
-from plait.parallel.tensor.styles import Region
 
 _UNSPLIT_SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs")
 
@@ -58,24 +56,29 @@ class Pipeline(Technique):
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
         """Remove the blocks and parameters of other ranks from the model, in place."""
-        plan = parts.noted(PipelinePlan)
+        plan = parts.plans.pipeline
         if plan is None:
             return parts
         rank = mesh.coordinates["pp"]
-        if parts.noted(RouterStatistics) is not None:
+        if parts.router_statistics is not None:
             # Router statistics replace the balance loss of the model's own forward.
             plan.skeleton.model.config.output_router_logits = False  # type: ignore[union-attr]
         staged = stage_model(
             parts.model,
             plan.cut,
             plan.schedule.stages_of(rank),
-            region=parts.noted(Region),
+            region=parts.region,
             device=mesh.device,
         )
         blocks = tuple(name for stage in staged.stages.values() for name in stage.blocks)
-        return parts.with_(blocks=blocks).with_notes(replace(plan, staged=staged))
+        plans = replace(parts.plans, pipeline=replace(plan, staged=staged))
+        return replace(parts, blocks=blocks, plans=plans)
 
-    def check(self, context: TechniqueContext) -> PipelinePlan | None:
+    def check(self, context: TechniqueContext) -> Plans:
+        """Return the plan of the pipeline. See `plan`."""
+        return Plans(pipeline=self.plan(context))
+
+    def plan(self, context: TechniqueContext) -> PipelinePlan | None:
         """Return the schedule's table and the cut of the model, or None for one rank.
 
         Raises:
@@ -171,14 +174,14 @@ class Pipeline(Technique):
 
     def groups(self, context: TechniqueContext) -> Groups:
         """Return the process groups that sum the gradients of tied parameters."""
-        plan = context.notes.get(PipelinePlan)
-        if not isinstance(plan, PipelinePlan):
+        plan = context.plans.pipeline
+        if plan is None:
             return Groups()
         return Groups(stages=tuple(plan.tied().values()))
 
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
         """Return the hook with the runtime of this rank."""
-        plan = parts.noted(PipelinePlan)
+        plan = parts.plans.pipeline
         if plan is None:
             return []
         return [_make_hook(plan, parts, mesh)]
@@ -195,36 +198,6 @@ class Pipeline(Technique):
             return ledger
         ledger = ledger.add_traffic("send", stage.sends * stage.boundary_bytes)
         return ledger.add_traffic("all_reduce", stage.shared_bytes)
-
-
-@dataclass(frozen=True)
-class PipelinePlan:
-    """Pipeline of a model, and this rank's stages of it.
-
-    Attributes:
-        schedule: Table of the computations of all ranks.
-        cut: Blocks and parameters of each stage.
-        skeleton: The uncut model without its weights, which is used to check batches.
-        staged: Stages of this rank; None until `Pipeline.apply` has cut the model.
-    """
-
-    schedule: Schedule
-    cut: StageCut
-    skeleton: Skeleton
-    staged: StagedModel | None = None
-
-    def tied(self) -> dict[str, frozenset[int]]:
-        """Return the pp ranks that hold each parameter that several ranks hold.
-
-        Keys are first names of the parameters, in an order that is the same on all ranks.
-        """
-        ranks_of: dict[str, frozenset[int]] = {}
-        for name, stages in self.cut.shared().items():
-            ranks = frozenset(self.schedule.stage_ranks[stage] for stage in stages)
-            is_first_name = self.cut.first_names.get(name, name) == name
-            if len(ranks) > 1 and is_first_name:
-                ranks_of[name] = ranks
-        return ranks_of
 
 
 @dataclass
@@ -314,19 +287,17 @@ class StagePrefetcher:
 def _make_hook(plan: PipelinePlan, parts: Parts, mesh: Mesh) -> PipelineRank:
     staged = plan.staged
     schedule = plan.schedule
-    data = parts.noted(DataParallel)
     forward_group = mesh.group("pp")
     assert staged is not None
     assert forward_group is not None
     assert mesh.reverse_pp is not None
-    assert data is not None
 
-    zero = StagedZero(staged, schedule, zero=data.stage, reducer=parts.noted(Reducer))
+    zero = StagedZero(staged, schedule, zero=parts.zero_stage, reducer=parts.reducer)
     messenger = Messenger([(forward_group, mesh.reverse_pp), *mesh.more_pp], device=mesh.device)
     check = CutCheck(plan.skeleton, plan.cut, parts.model)
     runtime = Runtime(schedule, staged, messenger, check=check, observers=[zero])
-    runtime.statistics = parts.noted(RouterStatistics)
-    offloaded = parts.noted(OffloadedActivations)
+    runtime.statistics = parts.router_statistics
+    offloaded = parts.offloaded_activations
     if offloaded is not None:
         offloaded_blocks = parts.blocks[: offloaded.blocks]
         runtime.observers.append(StagePrefetcher(offloaded.store, staged.stages, offloaded_blocks))
@@ -348,6 +319,6 @@ def _make_hook(plan: PipelinePlan, parts: Parts, mesh: Mesh) -> PipelineRank:
         zero=zero,
         shared=shared,
         counted=frozenset(counted),
-        track_unused=data.unused_parameters,
+        track_unused=parts.tracks_unused,
         output_rank=schedule.stage_ranks[-1],
     )

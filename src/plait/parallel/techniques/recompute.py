@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -29,14 +30,13 @@ from plait.parallel.accounting.activations import Assignment, BlockMode, RankAct
 from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.activations import decisions, selective
 from plait.parallel.activations.changed_buffers import ChangedBuffers
-from plait.parallel.activations.decisions import RecordsDecisions
 from plait.parallel.activations.saved_tensors import (
     ActivationStore,
-    OffloadedActivations,
     SavedTensors,
 )
 from plait.parallel.hooks import StepHook
-from plait.parallel.technique import Parts, Technique, TechniqueContext
+from plait.parallel.parts import Parts
+from plait.parallel.technique import Technique, TechniqueContext
 from plait.parallel.techniques.compile import Compile
 from plait.parallel.techniques.tensor_parallel import TensorParallel
 from plait.parallel.tensor.styles import Region
@@ -143,8 +143,8 @@ class Recompute(Technique):
         """Replace the forward of blocks that recompute or whose saved tensors are moved."""
         modes = self.modes(len(parts.blocks))
         kept_operators = selective.kept_operators(self.keep)
-        region = parts.noted(Region)
-        offloaded = parts.noted(OffloadedActivations)
+        region = parts.region
+        offloaded = parts.offloaded_activations
         partition = None
         if self.partition_inputs and region is not None:
             partition = region.group
@@ -166,15 +166,16 @@ class Recompute(Technique):
             contexts = None
             if mode == "selective":
                 contexts = selective.contexts(kept_operators)
-            if parts.noted(RecordsDecisions) is not None:
+            if parts.experts:
+                # A recomputed router must send its tokens to the same experts.
                 contexts = decisions.contexts(contexts)
             _wrap(block, mode=mode, contexts=contexts, saved=saved, region=region)
-        return parts.with_notes(self)
+        return replace(parts, recompute_modes=modes)
 
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
         """Return the hook that restores the forward of blocks if the model gets another owner."""
-        # The note of `apply` may have modes that were solved from a budget.
-        modes = (parts.noted(Recompute) or self).modes(len(parts.blocks))
+        # `apply` may have been given modes that were solved from a budget.
+        modes = parts.recompute_modes or self.modes(len(parts.blocks))
         recomputed = [
             parts.model.get_submodule(name)
             for name, mode in zip(parts.blocks, modes, strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -21,7 +22,8 @@ from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.experts.bias_update import BiasUpdate
 from plait.parallel.experts.router_statistics import RouterStatistics
 from plait.parallel.hooks import StepHook
-from plait.parallel.technique import Parts, Technique, TechniqueContext
+from plait.parallel.parts import Parts
+from plait.parallel.technique import Technique, TechniqueContext
 
 Balance = Literal["micro_batch", "global"]
 
@@ -107,12 +109,12 @@ class Routing(Technique):
             group=group,
             is_global=balances and self.balance == "global",
         )
-        return parts.with_notes(statistics)
+        return replace(parts, router_statistics=statistics)
 
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
         """Return the hooks that release the statistics and update biases."""
         hooks: list[StepHook] = []
-        statistics = parts.noted(RouterStatistics)
+        statistics = parts.router_statistics
         if statistics is not None:
             hooks.append(RecordedBalance(statistics))
         if self.bias_update_rate:

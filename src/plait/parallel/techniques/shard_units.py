@@ -25,7 +25,7 @@ from plait.cluster.mesh import Mesh
 from plait.errors import ModelError
 from plait.model.outer_units import OuterUnits
 from plait.parallel.parameter_checks import quantised_by_bitsandbytes, refuse_several_dtypes
-from plait.parallel.technique import Parts
+from plait.parallel.parts import Parts
 
 
 def shard_units(parts: Parts, mesh: Mesh, *, free_after_forward: bool | int) -> None:
@@ -96,7 +96,7 @@ def shard_units(parts: Parts, mesh: Mesh, *, free_after_forward: bool | int) -> 
 
     # A pipeline gathers the parameters outside of the blocks for each computation of a stage, so
     # they stay one unit.
-    outer = parts.noted(OuterUnits) if mesh.layout.pp == 1 else None
+    outer = parts.plans.outer_units if mesh.layout.pp == 1 else None
     outer = (outer or OuterUnits()).without(parts.shard.float32_modules)
     free_embeddings = bool(free_after_forward)
     embeddings = [

@@ -11,6 +11,7 @@ stay plain, with equal values and gradients on every rank of the axis.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,7 +29,8 @@ from plait.model.sequence import is_inside
 from plait.model.tied import tied_names
 from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.containers import rebuild
-from plait.parallel.technique import Parts, Technique, TechniqueContext
+from plait.parallel.parts import Parts, Plans
+from plait.parallel.technique import Technique, TechniqueContext
 from plait.parallel.tensor import outputs, styles
 from plait.parallel.tensor.hook_checks import refuse_hooks, watch
 from plait.parallel.tensor.styles import SEQUENCE, Region, RegionInput
@@ -62,7 +64,7 @@ class TensorParallel(Technique):
         if mesh.layout.tp == 1:
             return parts
         # A dry run, which checks nothing, makes the plan here.
-        plan = parts.noted(TensorPlan) or self._plan(parts.model, parts.blocks, tp=mesh.layout.tp)
+        plan = parts.plans.tensor or self._plan(parts.model, parts.blocks, tp=mesh.layout.tp)
         group = mesh.group("tp")
         assert group is not None
         region = Region(
@@ -84,13 +86,13 @@ class TensorParallel(Technique):
         _gather_outputs(parts.model, plan, region, parts.blocks)
         # Last, because it wraps the forwards that were set above.
         watch(parts.model, plan, blocks=parts.blocks, sequence_parallel=self.sequence_parallel)
-        return parts.with_notes(region, plan)
+        return replace(parts, region=region, plans=replace(parts.plans, tensor=plan))
 
-    def check(self, context: TechniqueContext) -> TensorPlan | None:
+    def check(self, context: TechniqueContext) -> Plans | None:
         """Check that the model can be split, and return the plan of tensor parallelism.
 
         Returns:
-            The plan, or None if there is no model or a single rank of tp.
+            The plan of the splits, or None if there is no model or a single rank of tp.
 
         Raises:
             ModelError: The model cannot be split this way.
@@ -98,7 +100,7 @@ class TensorParallel(Technique):
         """
         if context.model is None or context.layout.tp == 1:
             return None
-        return self._plan(context.model, context.blocks, tp=context.layout.tp)
+        return Plans(tensor=self._plan(context.model, context.blocks, tp=context.layout.tp))
 
     def _plan(self, model: nn.Module, blocks: tuple[str, ...], *, tp: int) -> TensorPlan:
         plan = make_plan(model, tp=tp, user=self.plan, blocks=blocks)

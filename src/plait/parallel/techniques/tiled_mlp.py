@@ -16,13 +16,12 @@ from plait.cluster.mesh import Mesh
 from plait.errors import ConfigError, ModelError, Problem
 from plait.model.facts import ModelFacts
 from plait.model.mlps import TokenModules, find_mlps
-from plait.model.plans import TensorPlan
 from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.experts.dispatch import Dispatch
 from plait.parallel.hooks import StepHook
-from plait.parallel.technique import Parts, Technique, TechniqueContext
+from plait.parallel.parts import Parts, Plans
+from plait.parallel.technique import Technique, TechniqueContext
 from plait.parallel.techniques.compile import Compile
-from plait.parallel.tensor.styles import Region
 from plait.parallel.tiles.tiles import Tiles
 
 _FIELD = "parallel.mlp_tile_tokens"
@@ -34,7 +33,7 @@ class TiledMLP(Technique):
     tokens: int = 0
     """Tokens of a tile on a rank, in all rows of a micro-batch together. 0: all."""
 
-    def check(self, context: TechniqueContext) -> TokenModules | None:
+    def check(self, context: TechniqueContext) -> Plans | None:
         """Find the modules that are computed in tiles.
 
         Returns:
@@ -56,7 +55,7 @@ class TiledMLP(Technique):
             )
         if context.model is None:
             return None
-        return self.modules(context.model, context.blocks)
+        return Plans(tiled=self.modules(context.model, context.blocks))
 
     def modules(self, model: nn.Module, blocks: Sequence[str]) -> TokenModules | None:
         """Return the modules of an unsplit model that are computed in tiles.
@@ -78,11 +77,11 @@ class TiledMLP(Technique):
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
         """Replace the forward of the modules that this rank has."""
-        token_modules = parts.noted(TokenModules)
+        token_modules = parts.plans.tiled
         if token_modules is None:
             return parts
-        region = parts.noted(Region)
-        plan = parts.noted(TensorPlan)
+        region = parts.region
+        plan = parts.plans.tensor
         # Modules that gather the tokens of all ranks, and return this rank's shard of them.
         sequence_sharded: Sequence[str] = ()
         if plan is not None and region is not None and region.sequence_parallel:

@@ -20,7 +20,8 @@ from plait.parallel.accounting.activations import (
     StageFacts,
     StageMode,
 )
-from plait.parallel.technique import Parts, TechniqueContext
+from plait.parallel.parts import Parts
+from plait.parallel.technique import TechniqueContext
 from plait.parallel.techniques.compile import Compile
 from plait.parallel.techniques.recompute import Recompute
 from plait.parallel.techniques.tensor_parallel import TensorParallel

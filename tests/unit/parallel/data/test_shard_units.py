@@ -12,7 +12,7 @@ from plait._torch.groups import FakeStore
 from plait.cluster.layout import Layout
 from plait.cluster.mesh import build_mesh
 from plait.errors import ModelError
-from plait.parallel.technique import Parts
+from plait.parallel.parts import Parts
 from plait.parallel.techniques.shard_units import shard_units
 
 

@@ -1,0 +1,176 @@
+"""Data that passes through the ordered list of techniques.
+
+`Plans` are made by the checks, from the full model and before any process group exists. `Parts` is
+the model while techniques transform it. What one technique hands to another is a named field of
+one of them.
+
+Some settings of several techniques are arguments of one call of torch: precision, offload,
+compression and sharding all go to `fully_shard` and to the reduction of gradients. They are
+collected in `Parts.shard` until the technique that makes the call consumes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from plait.comm.shared_memory.collectives import SharedMemoryGroup
+from plait.model.experts import Experts
+from plait.model.mlps import TokenModules
+from plait.model.outer_units import OuterUnits
+from plait.model.plans import TensorPlan
+from plait.parallel.accounting.activations import BlockMode
+from plait.parallel.accounting.compression_scheme import Scheme
+from plait.parallel.activations.saved_tensors import OffloadedActivations
+from plait.parallel.context.interface import InstalledAttention
+from plait.parallel.data.autotune import CompressionAutotuner
+from plait.parallel.data.reducer import Reducer
+from plait.parallel.data.residuals import CompressedUnits
+from plait.parallel.experts.router_statistics import RouterStatistics
+from plait.parallel.hooks import Hooks, StepHook
+from plait.parallel.pipeline.stage import PipelinePlan
+from plait.parallel.reduction import Reduction, sharded_axes
+from plait.parallel.tensor.styles import Region
+
+
+@dataclass(frozen=True)
+class Plans:
+    """Results of the checks of techniques. None where a technique is not used."""
+
+    tensor: TensorPlan | None = None
+    """Style of every module that tensor parallelism splits."""
+    pipeline: PipelinePlan | None = None
+    """Schedule of the pipeline, and the cut of the model into stages."""
+    tiled: TokenModules | None = None
+    """Modules that are computed in tiles of tokens."""
+    outer_units: OuterUnits | None = None
+    """Sharding units outside of the blocks. None if only the configuration is known."""
+
+    def merge(self, other: Plans) -> Plans:
+        """Return a copy with the plans that `other` has."""
+        plans = {name: plan for name, plan in vars(other).items() if plan is not None}
+        return replace(self, **plans)
+
+
+@dataclass(frozen=True)
+class ShardSettings:
+    """Settings of the call that shards a model, and of the reduction of its gradients."""
+
+    compute_dtype: torch.dtype | None = None
+    """Dtype of parameters in forward and backward, or None for their own dtype."""
+    reduce_dtype: torch.dtype | None = None
+    """Dtype of the gradient reduction, or None for the dtype of the gradients."""
+    float32_modules: tuple[str, ...] = ()
+    """Modules (FQNs) that compute in float32, whatever `compute_dtype` is."""
+    master_weights_on_host: bool = False
+    """True if host memory stores shards of parameters and gradients, and the optimizer states."""
+    pin_master_weights: bool = False
+    """True if that memory is pinned, so that copies overlap with computation."""
+    offloaded_units: frozenset[str] = frozenset()
+    """Units whose master weights, gradients and states are not in the device's memory.
+
+    These are names of blocks, and "" for all parameters outside of the blocks.
+    """
+    separate_mesh: Mapping[str, DeviceMesh] = field(default_factory=dict)
+    """Modules (FQNs) with a separate mesh, such as experts.
+
+    Their parameters are not reduced with the others. They are sharded over this mesh, or another
+    hook sums their gradients if nothing is sharded.
+    """
+    always_shard: bool = False
+    """True if parameters are sharded even if one process holds all of them, in their own dtype."""
+    compression: Scheme = field(default_factory=Scheme)
+    """Compression of gradients and gathered parameters that is used from the first step."""
+    compression_candidates: tuple[Scheme, ...] = ()
+    """Schemes among which the first steps choose, the least lossy first."""
+    mean: bool = False
+    """True if reduced gradients are means, complete when the backward ends.
+
+    This is for the user's own training loop, as under DistributedDataParallel. Otherwise they are
+    sums, because the engine has already divided every loss.
+    """
+
+
+@dataclass(frozen=True)
+class ShardCollectives:
+    """Selected collectives of the shards of a model."""
+
+    description: str = ""
+    compressors: CompressedUnits = field(default_factory=CompressedUnits)
+    autotuner: CompressionAutotuner | None = None
+    """Hook whose steps decide whether gradients are compressed, or None if that is fixed."""
+    is_default: bool = False
+    """True if no setting has decided the selection."""
+    parameter_host: SharedMemoryGroup | None = None
+    """Ranks of a machine that can store parameters once in shared memory, or None."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A model while techniques transform it from one process to a layout.
+
+    A field that a technique fills stays at its default where the technique is not used.
+    """
+
+    model: nn.Module
+    """The model, changed in place: the object that a user holds is the one that trains."""
+    blocks: tuple[str, ...]
+    """Names (FQNs) of the repeated blocks on this rank, the units of sharding and recompute."""
+    plans: Plans = Plans()
+    """Results of the checks."""
+    batch_axes: tuple[str, ...] = ()
+    """Axes whose ranks have different parts of the batch, those of all techniques."""
+    region: Region | None = None
+    """Tensor parallelism: group, and what holds in the part of the model that it splits."""
+    attention: InstalledAttention | None = None
+    """Context parallelism: the attention that replaces the model's."""
+    router_statistics: RouterStatistics | None = None
+    """Routing: statistics for the balance loss, where the model's own loss is not enough."""
+    experts: tuple[Experts, ...] = ()
+    """Expert parallelism: layers whose experts are on several ranks."""
+    offloaded_activations: OffloadedActivations | None = None
+    """Activation offload: the store, and the number of blocks that use it."""
+    recompute_modes: tuple[BlockMode, ...] | None = None
+    """Recompute: mode of each block of this rank."""
+    shard: ShardSettings = ShardSettings()
+    """Settings of earlier techniques for the one that shards."""
+    zero_stage: int = 0
+    """Data parallelism: ZeRO stage."""
+    tracks_unused: bool = True
+    """Data parallelism: whether a step may leave parameters without a gradient."""
+    reducer: Reducer | None = None
+    """Data parallelism: reducer of the gradients of replicated parameters."""
+    shard_collectives: ShardCollectives | None = None
+    """Data parallelism: collectives of sharded parameters."""
+    compression_autotuner: CompressionAutotuner | None = None
+    """Data parallelism: hook that chooses among `shard.compression_candidates`."""
+    hooks: Hooks = field(default_factory=Hooks)
+    """Hooks of a step, once all techniques are attached."""
+
+    def with_shard(self, **changes: Any) -> Parts:
+        """Return a copy with some settings of the shards replaced."""
+        return replace(self, shard=replace(self.shard, **changes))
+
+    def with_hooks(self, *hooks: StepHook) -> Parts:
+        """Return a copy with more hooks, after the present ones."""
+        return replace(self, hooks=Hooks((*self.hooks.all, *hooks)))
+
+    @property
+    def separately_reduced(self) -> frozenset[nn.Parameter]:
+        """Parameters of `ShardSettings.separate_mesh`, whose gradients another hook reduces."""
+        return frozenset(
+            p
+            for name in self.shard.separate_mesh
+            for p in self.model.get_submodule(name).parameters()
+        )
+
+    def reduction(self, parameter: nn.Parameter) -> Reduction:
+        """Return which axes split a parameter of this rank, and which ones sum its gradient."""
+        sharded = sharded_axes(parameter)
+        # The all-to-all of ep has already brought the tokens of all its ranks to an expert.
+        return Reduction(sharded, ("edp",) if "ep" in sharded else self.batch_axes)
