@@ -14,6 +14,7 @@ from plait.cluster.layout import Layout
 from plait.config.resolving.resolve import Resolved, load, resolve
 from plait.errors import ConfigError, ModelError
 from plait.parallel.order import ORDER, check_all
+from plait.parallel.parts import Plans
 from plait.parallel.technique import Technique, TechniqueContext
 from plait.sharded.check import checked_model
 from tests.parity import cases
@@ -70,7 +71,7 @@ def test_plans_are_kept_and_need_no_model_twice() -> None:
         and pipeline.schedule.pp == 2
         and pipeline.staged is None
     )
-    assert check_all(resolved(4, pp=2, tp=2).context()) == {}
+    assert check_all(resolved(4, pp=2, tp=2).context()) == Plans()
     wrong = resolve(
         load({"compile": {"enabled": True, "backend": "nonsense"}}),
         world_size=1,

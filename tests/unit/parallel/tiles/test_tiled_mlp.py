@@ -12,12 +12,13 @@ from plait.errors import PlaitError
 from plait.model.blocks import find_blocks
 from plait.model.mlps import TokenModules
 from plait.parallel.order import check_all
+from plait.parallel.parts import Plans
 from plait.parallel.techniques.tiled_mlp import TiledModules
 from plait.parallel.tiles.tiles import Tiles
 from tests.parity import cases
 
 
-def check(model: nn.Module, **more: Any) -> dict[type, object]:
+def check(model: nn.Module, **more: Any) -> Plans:
     config = {"train_micro_batch_size_per_gpu": 1, "parallel": {"mlp_tile_tokens": 4}, **more}
     return check_all(
         resolve(load(config), world_size=1).context(model=model, blocks=find_blocks(model))
@@ -25,8 +26,8 @@ def check(model: nn.Module, **more: Any) -> dict[type, object]:
 
 
 def test_found_before_the_model_is_split() -> None:
-    """As a note for what is done to it later."""
-    assert check(cases.build("llama", tied=False))[TokenModules] == TokenModules(
+    """As a plan for what is done to it later."""
+    assert check(cases.build("llama", tied=False)).tiled == TokenModules(
         ("model.layers.0.mlp", "model.layers.1.mlp"), ()
     )
 
