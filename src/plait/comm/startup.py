@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from plait.cluster.mesh import Levels
+from plait.cluster.small_messages import all_gather_objects
 from plait.comm.choose import AlgorithmChoice, prices, refined
 from plait.comm.links import GroupLinks, load_with_facts, save
 from plait.comm.measure import LEAST_COMPARED, SIZES, compare_algorithms, measure_algorithms, probe
@@ -70,8 +71,7 @@ def find_links(
             a measurement.
         largest_bytes: Size of the largest message of the run.
     """
-    hosts: list[str] = [""] * group.size()
-    dist.all_gather_object(hosts, socket.gethostname(), group=group)
+    hosts = all_gather_objects(socket.gethostname(), group)
     stored = None
     if group.rank() == 0:
         stored = _read(kept, axis, group.size(), machines, hosts)

@@ -51,7 +51,7 @@ from plait.inference.untouched import untouched
 from plait.sharded.cache import arguments_of, counts_tokens, requires_single_prefill, supports_cache
 from plait.sharded.misuse import refuse_split_experts
 from plait.sharded.model import ShardedModel
-from plait.units import dtype_of
+from plait.units import dtype_of, is_integer
 
 
 def generate(
@@ -263,7 +263,7 @@ def _requests(
 
 
 def _is_seed(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
+    return is_integer(value) and 0 <= value < 1 << 63
 
 
 def _request_seed(seed: int | Sequence[int] | None, index: int) -> int:

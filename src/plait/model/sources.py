@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from difflib import get_close_matches
 
 from torch import nn
 
@@ -19,6 +18,7 @@ from plait.model.guess import guess_rules
 from plait.model.plan_table import table_rules
 from plait.model.rules import STYLES, RuleSet, Style, StyleRule, matches
 from plait.model.sequence import is_inside
+from plait.names import did_you_mean
 
 USER_SOURCE = "parallel.plan"
 GUESS_SOURCE = "guessed"
@@ -66,11 +66,9 @@ def _user_style(style: str, pattern: str) -> Style:
     known = _style(style)
     if known is not None:
         return known
-    close = get_close_matches(style, STYLES, n=1)
-    hint = f"did you mean {close[0]!r}? The" if close else "the"
     raise ModelError(
-        f"{USER_SOURCE}: {pattern!r} has the unknown style {style!r}; {hint} styles are"
-        f" {', '.join(STYLES)}"
+        f"{USER_SOURCE}: {pattern!r} has the unknown style {style!r};"
+        f" {did_you_mean(style, STYLES)}the styles are {', '.join(STYLES)}"
     )
 
 

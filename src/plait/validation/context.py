@@ -16,6 +16,7 @@ import torch.distributed as dist
 from plait.cluster import accelerator
 from plait.cluster.layout import Layout
 from plait.cluster.mesh import Mesh, build_mesh, local_device
+from plait.cluster.small_messages import all_gather_objects
 from plait.cluster.staged_group import make_default_group
 from plait.cluster.topology import place
 from plait.units import GIB
@@ -95,9 +96,7 @@ class Context:
         if self.world == 1:
             return [value]
         self.group()
-        values: list[Any] = [None] * self.world
-        dist.all_gather_object(values, value)
-        return values
+        return all_gather_objects(value)
 
     def close(self) -> None:
         """Destroy the process group."""

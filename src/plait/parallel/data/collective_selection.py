@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from plait._torch.units import DefaultReduceScatter, ReduceScatter, sharded_modules
 from plait.cluster.fake_group import is_fake
 from plait.cluster.mesh import Levels, Mesh
+from plait.cluster.small_messages import all_gather_objects
 from plait.comm.algorithms import Name
 from plait.comm.buckets import AlgorithmBuckets, Buckets, Flat
 from plait.comm.choose import choose_buckets
@@ -153,9 +154,7 @@ def _all_over_tp(mesh: Mesh, condition: bool) -> bool:
     group = mesh.group("tp")
     if group is None or is_fake(group):
         return condition
-    conditions = [condition] * group.size()
-    dist.all_gather_object(conditions, condition, group=group)
-    return all(conditions)
+    return all(all_gather_objects(condition, group))
 
 
 def _connect(
