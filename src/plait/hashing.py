@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TypeVar
+from typing import Any
 
-import numpy as np
-
-Words = TypeVar("Words", int, "np.ndarray[tuple[int, ...], np.dtype[np.uint64]]")
 GOLDEN_RATIO = 0x9E3779B97F4A7C15
 """Increment of SplitMix64: 2^64 divided by the golden ratio."""
 WORD_MASK = (1 << 64) - 1
@@ -24,7 +21,7 @@ def seed_of(text: str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def mix_bits(value: Words) -> Words:
+def mix_bits(value: Any) -> Any:
     """Apply the finaliser of SplitMix64 (Steele, Lea and Flood, 2014), modulo 2^64.
 
     All bits of the result depend on all bits of `value`, an integer or an array of uint64.

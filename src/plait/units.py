@@ -57,6 +57,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which numbers of `dtype` are summed: float64, or else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def format_bytes(count: float) -> str:
     """Format a number of bytes: 1536 as `1.5 KiB`."""
     for unit, size in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):

@@ -1,7 +1,7 @@
 """Exchange of small values between ranks.
 
-Every function is a collective call over its group, and waits for the result. A group of None stands
-for the default group in `all_gather_*`. Without a default group there is only this rank.
+Every function is a collective call over its group, and waits for the result. Except in
+`max_over_ranks`, None stands for the default group.
 """
 
 from __future__ import annotations
@@ -24,6 +24,19 @@ def all_gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def broadcast_object(value: T, group: dist.ProcessGroup | None = None, *, source: int = 0) -> T:
+    """Return the object of one rank on all ranks. Collective.
+
+    Args:
+        value: A picklable object. The objects of the other ranks are not used.
+        group: The process group.
+        source: Number of the rank within the group.
+    """
+    box = [value]
+    dist.broadcast_object_list(box, group=group, group_src=source)
+    return box[0]
 
 
 def all_gather_bytes(

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from plait._torch.units import leave_gathered
 from plait.checkpoint.agreement import run_on_all_ranks
 from plait.cluster.host_memory import free_host_bytes
+from plait.cluster.small_messages import broadcast_object
 from plait.errors import InputError
 from plait.inference.cache_layout import CacheDemand, cache_bytes, growing_bytes, offloaded_cache
 from plait.inference.capacity import (
@@ -391,14 +391,13 @@ def of_first_rank(
 
     Collective over these ranks.
     """
-    box = [requests]
     mesh = sharded.mesh
     # First over the tensor-parallel ranks of the first stage, then from there to the other stages.
     for axis in ("tp", "pp"):
         group = mesh.group(axis)
         if group is not None and (axis == "pp" or mesh.coordinates["pp"] == 0):
-            dist.broadcast_object_list(box, group=group, group_src=0)
-    return box[0]
+            requests = broadcast_object(requests, group)
+    return requests
 
 
 def _generation(request: GenerationRequest, answer: Answer, tokenizer: Any) -> Generation:

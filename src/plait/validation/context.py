@@ -16,7 +16,7 @@ import torch.distributed as dist
 from plait.cluster import accelerator
 from plait.cluster.layout import Layout
 from plait.cluster.mesh import Mesh, build_mesh, local_device
-from plait.cluster.small_messages import all_gather_objects
+from plait.cluster.small_messages import all_gather_objects, broadcast_object
 from plait.cluster.staged_group import make_default_group
 from plait.cluster.topology import place
 from plait.units import GIB
@@ -87,9 +87,7 @@ class Context:
         if self.world == 1:
             return value
         self.group()
-        values = [value]
-        dist.broadcast_object_list(values)
-        return values[0]
+        return broadcast_object(value)
 
     def gathered(self, value: Any) -> list[Any]:
         """Return the values of all ranks. Collective."""

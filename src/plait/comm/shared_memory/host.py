@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from plait._torch.groups import timeout_of
 from plait.cluster.host_memory import free_host_bytes
-from plait.cluster.small_messages import all_gather_objects
+from plait.cluster.small_messages import all_gather_objects, broadcast_object
 from plait.comm import stacks
 from plait.comm.board import Wait
 from plait.comm.watch import WATCH
@@ -229,9 +229,7 @@ class SharedMemory:
         offer: tuple[str, bytes] | str | None = None
         if host.rank == 0:
             descriptor, offer = _offer(total)
-        offers = [offer]
-        dist.broadcast_object_list(offers, group_src=0, group=host.group)
-        mapped, problem = _open(offers[0], total)
+        mapped, problem = _open(broadcast_object(offer, host.group), total)
         try:
             # This is also a barrier. The first rank must not close its descriptor before all ranks
             # have opened the file.

@@ -23,7 +23,7 @@ from plait.model.adapters import without_wrapper
 from plait.model.facts import ModelFacts
 from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.compile import Compile
-from plait.parallel.containers import entries, rebuild
+from plait.parallel.containers import map_tensors
 from plait.parallel.context import interface, visible
 from plait.parallel.context.families import (
     WITHOUT_DOCUMENTS,
@@ -352,23 +352,18 @@ class SequenceParts(StepHook):
         length = batch["input_ids"].shape[1]
         part_length = self.layout.padded(length) // self.layout.ranks
 
-        def join_value(value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                if value.ndim < 2 or value.shape[1] != part_length:
-                    return value
-                gathered = [
-                    torch.empty_like(value, memory_format=torch.contiguous_format)
-                    for _ in range(self.layout.ranks)
-                ]
-                dist.all_gather(gathered, value.contiguous(), group=self.group)
-                # [batch, padded length, ...] to [batch, length, ...]
-                return self.layout.join(gathered, dim=1).narrow(1, 0, length)
-            items = entries(value)
-            if items is None:
-                return value
-            return rebuild(value, {key: join_value(entry) for key, entry in items.items()})
+        def join_tensor(part: torch.Tensor) -> torch.Tensor:
+            if part.ndim < 2 or part.shape[1] != part_length:
+                return part
+            gathered = [
+                torch.empty_like(part, memory_format=torch.contiguous_format)
+                for _ in range(self.layout.ranks)
+            ]
+            dist.all_gather(gathered, part.contiguous(), group=self.group)
+            # [batch, padded length, ...] to [batch, length, ...]
+            return self.layout.join(gathered, dim=1).narrow(1, 0, length)
 
-        return join_value(output)
+        return map_tensors(join_tensor, output)
 
     def finish_reduction(self) -> None:
         """Sum the gradients over cp, after they were summed over data-parallel ranks. Collective.

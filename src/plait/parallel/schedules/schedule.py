@@ -298,7 +298,7 @@ def make_schedule(
             Problem(
                 "parallel.pipeline.schedule",
                 name,
-                f"it is not one of {', '.join(SCHEDULES)}",
+                "is not a pipeline schedule that Plait runs",
                 suggest_names(name, SCHEDULES),
             )
         )
