@@ -1,8 +1,8 @@
-"""Suggestions for misspelt names."""
+"""Names in messages: suggestions for misspelt ones, and lists."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 
@@ -43,3 +43,11 @@ def suggest_names(name: str, known: Iterable[str]) -> str:
     if not names:
         return "leave it out"
     return f"known are {', '.join(names)}"
+
+
+def listed_names(names: Sequence[str], most: int) -> str:
+    """Return the first `most` names, separated by commas, and the number of further ones."""
+    text = ", ".join(names[:most])
+    if len(names) > most:
+        text += f" and {len(names) - most} more"
+    return text

@@ -52,7 +52,7 @@ def is_count(value: object) -> TypeGuard[int]:
     return is_integer(value) and value >= 1
 
 
-def dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: object) -> str:
     """Return the name of a dtype without torch's prefix, such as `bfloat16`."""
     return str(dtype).removeprefix("torch.")
 

@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 
 from plait.config.reading.plain import MAX_DIGITS, TooLong, refuse_unusable
-from plait.errors import ConfigError, Problem, raise_problems
+from plait.errors import ConfigError, Problem, raise_problems, shorten
 from plait.files import is_file
 from plait.names import similar_names
 
@@ -264,19 +264,13 @@ def _parse_json(text: str, name: str) -> Any:
 
 
 def _duplicate_key(key: str, first: Any, second: Any) -> Problem:
+    values = [shorten(json.dumps(value, default=str), 60) for value in (first, second)]
     return Problem(
         key,
         None,
-        f"is given twice in one object, as {_short(first)} and as {_short(second)}",
+        f"is given twice in one object, as {' and as '.join(values)}",
         "keep one of them",
     )
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value, default=str)
-    if len(text) > 60:
-        return f"{text[:57]}..."
-    return text
 
 
 class _Loader(yaml.SafeLoader):
