@@ -12,8 +12,8 @@ from plait.checkpoint.manifest import (
     MANIFEST_HASH,
     Manifest,
     Pointer,
-    digest,
 )
+from plait.hashing import sha256_of
 
 
 def put(
@@ -33,9 +33,9 @@ def put(
         metadata=metadata,
     ).model_dump_json()
     (path / MANIFEST).write_text(text)
-    (path / MANIFEST_HASH).write_text(digest(text))
+    (path / MANIFEST_HASH).write_text(sha256_of(text))
     if named:
         (folder / LATEST).write_text(
-            Pointer(tag=tag, manifest_sha256=digest(text)).model_dump_json()
+            Pointer(tag=tag, manifest_sha256=sha256_of(text)).model_dump_json()
         )
     return path

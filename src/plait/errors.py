@@ -25,18 +25,19 @@ class Problem:
     remedy: str
 
     def __str__(self) -> str:
-        field = _shorten(self.field) or '""'
+        field = shorten(self.field) or '""'
         if self.value is not None:
             field = f"{field} = {_format_value(self.value)}"
-        return f"{field}: {_shorten(self.rule, 1500)}; {_shorten(self.remedy, 1500)}"
+        return f"{field}: {shorten(self.rule, 1500)}; {shorten(self.remedy, 1500)}"
 
 
 def _format_value(value: object) -> str:
     text = repr(value) if isinstance(value, str) else str(value)
-    return _shorten(text, 120)
+    return shorten(text, 120)
 
 
-def _shorten(text: str, max_characters: int = 400) -> str:
+def shorten(text: str, max_characters: int = 400) -> str:
+    """Return a text of at most `max_characters`, with an ellipsis if its end is cut off."""
     if len(text) <= max_characters:
         return text
     return text[: max_characters - 3] + "..."
@@ -151,8 +152,8 @@ def first_line(error: BaseException) -> str:
     if not lines:
         return type(error).__name__
     if len(lines) > 1 and lines[0].endswith(":"):
-        return _shorten(f"{lines[0]} {lines[1]}")
-    return _shorten(lines[0])
+        return shorten(f"{lines[0]} {lines[1]}")
+    return shorten(lines[0])
 
 
 def first_lone_surrogate(text: str) -> str | None:

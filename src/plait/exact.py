@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from plait.errors import CheckpointError
+from plait.units import dtype_name
 
 _MAX_ELEMENTS = 1 << 20
 """Largest number of elements of a tensor in JSON. Larger tensors belong in shard files."""
@@ -193,7 +194,7 @@ def _encode_tensor(tensor: torch.Tensor, where: str) -> dict[str, Any]:
         content = _to_base64(bytes(flat.view(torch.uint8).tolist()))
     return {
         "$": "tensor",
-        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "dtype": dtype_name(tensor.dtype),
         "shape": list(tensor.shape),
         "bytes": content,
     }

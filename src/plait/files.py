@@ -141,6 +141,15 @@ def is_path(name: str) -> bool:
     return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
+def is_file(text: str) -> bool:
+    """Return True if a text is the path of an existing file."""
+    try:
+        return Path(text).is_file()
+    except (OSError, ValueError):
+        # The text is too long for a path, or contains a zero byte.
+        return False
+
+
 def require_folder(text: str | Path, field: str) -> Path:
     """Create a folder if it is missing, and check that files can be written in it.
 

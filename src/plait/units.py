@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from typing import TypeGuard
 
 import torch
 
@@ -39,6 +40,26 @@ def dtype_of(name: str) -> torch.dtype:
         KeyError: The name is unknown.
     """
     return DTYPES[SHORT_NAMES.get(name, name)]
+
+
+def is_integer(value: object) -> TypeGuard[int]:
+    """Return True for an integer that is not a boolean."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_count(value: object) -> TypeGuard[int]:
+    """Return True for a whole number of at least 1."""
+    return is_integer(value) and value >= 1
+
+
+def dtype_name(dtype: object) -> str:
+    """Return the name of a dtype without torch's prefix, such as `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which numbers of `dtype` are summed: float64, or else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def format_bytes(count: float) -> str:

@@ -30,7 +30,6 @@ OF_THE_HOST = {
     "comm/shared_memory/": "memory that processes of one machine share",
     "parallel/buffers.py:work.wait": "the CPU's branch: gloo",
     "comm/desync.py:": "a key of the store",
-    "comm/largest.py:work.wait": "the CPU's branch: gloo",
     "comm/watch.py:": "threads",
     "hf/accelerator.py:": "a setting of Accelerate's that is passed on",
     "comm/hang.py:": "a field: what a rank waits for",

@@ -20,6 +20,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from plait.units import dtype_name
+
 _ALIGNMENT = 8
 """Multiple to which head dimensions are padded.
 
@@ -254,7 +256,7 @@ EFFICIENT = FusedAttention(_efficient_forward, _efficient_backward, shares_heads
 def why_not_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
     """Return why FlashAttention does not support these heads, or an empty string if it does."""
     if dtype not in FLASH_DTYPES:
-        return f"FlashAttention does not support {_name(dtype)}"
+        return f"FlashAttention does not support {dtype_name(dtype)}"
     if head_dim > _FLASH_HEAD_DIM:
         return f"FlashAttention takes head dimensions up to {_FLASH_HEAD_DIM}, not {head_dim}"
     if not _is_built("_flash_attention_forward"):
@@ -277,7 +279,7 @@ def why_not_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> st
 def why_not_efficient(dtype: torch.dtype) -> str:
     """Return why efficient attention does not support a dtype, or an empty string if it does."""
     if dtype not in EFFICIENT_DTYPES:
-        return f"efficient attention does not support {_name(dtype)}"
+        return f"efficient attention does not support {dtype_name(dtype)}"
     if not _is_built("_scaled_dot_product_efficient_attention"):
         return "this torch has no efficient attention"
     if not torch.backends.cuda.mem_efficient_sdp_enabled():
@@ -288,16 +290,12 @@ def why_not_efficient(dtype: torch.dtype) -> str:
 def why_not_flex(dtype: torch.dtype, head_dim: int) -> str:
     """Return why FlexAttention does not compile for these heads, or an empty string if it does."""
     if dtype not in FLEX_DTYPES:
-        return f"FlexAttention does not support {_name(dtype)}"
+        return f"FlexAttention does not support {dtype_name(dtype)}"
     if head_dim < _FLEX_HEAD_DIM:
         return f"FlexAttention takes head dimensions from {_FLEX_HEAD_DIM}, not {head_dim}"
     if find_spec("triton") is None:
         return "FlexAttention needs Triton, which is not installed"
     return ""
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _is_built(operator: str) -> bool:

@@ -22,6 +22,11 @@ def storage_id(storage: torch.UntypedStorage) -> int:
     return int(storage._cdata)
 
 
+def memory_key(tensor: torch.Tensor) -> int:
+    """Return the `storage_id` of a plain tensor, without an operator that a mode would see."""
+    return storage_id(tensor.untyped_storage())
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """Return a number that is equal for tensors that share memory, fake tensors included.
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from plait._torch.flat_collectives import all_gather_single
+from plait.cluster.small_messages import all_gather_bytes
 from plait.errors import CheckpointError, PlaitError
 
 T = TypeVar("T")
@@ -67,7 +67,7 @@ def run_on_all_ranks(
         + encoded.ljust(_RESULT_BYTES, b"\0")
         + message.ljust(_MESSAGE_BYTES, b"\0")
     )
-    rows = _all_gather(row, device, group)
+    rows = all_gather_bytes(row, device, group)
     results_end = 2 + _RESULT_BYTES
     for rank, other in enumerate(rows):
         length = int.from_bytes(other[:2], "little")
@@ -87,12 +87,3 @@ def _describe(error: Exception) -> str:
     if text and isinstance(error, PlaitError | ValueError):
         return text
     return f"{type(error).__name__}: {text}".removesuffix(": ")
-
-
-def _all_gather(row: bytes, device: torch.device, group: dist.ProcessGroup | None) -> list[bytes]:
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [row]
-    local = torch.frombuffer(bytearray(row), dtype=torch.uint8).to(device)
-    rows = local.new_empty(dist.get_world_size() * len(row))
-    all_gather_single(rows, local, group=group)
-    return [bytes(other) for other in rows.cpu().view(-1, len(row)).numpy()]

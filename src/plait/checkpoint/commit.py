@@ -36,11 +36,11 @@ from plait.checkpoint.manifest import (
     MANIFEST,
     MANIFEST_HASH,
     Pointer,
-    digest,
     read_manifest,
 )
 from plait.checkpoint.places import Place, StorePath
 from plait.errors import CheckpointError
+from plait.hashing import sha256_of
 
 BEGUN = "begun"
 _SAVED_FILE = re.compile(r"\d{5,}\.(json|safetensors)|manifest\.(json|sha256)|begun")
@@ -75,9 +75,9 @@ class Commit(ABC):
             OSError: A write or rename failed.
         """
         # Before the manifest: whoever sees a manifest can verify it.
-        write_text(self.files / MANIFEST_HASH, digest(manifest))
+        write_text(self.files / MANIFEST_HASH, sha256_of(manifest))
         self._publish(manifest)
-        pointer = Pointer(tag=self.tag, manifest_sha256=digest(manifest))
+        pointer = Pointer(tag=self.tag, manifest_sha256=sha256_of(manifest))
         replace_text(self.folder / LATEST, pointer.model_dump_json())
         self._delete_replaced()
 

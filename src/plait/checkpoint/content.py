@@ -26,13 +26,10 @@ import numpy as np
 import torch
 
 from plait.checkpoint.windows import TensorRecord, Window
+from plait.hashing import GOLDEN_RATIO, mix_bits
 
 Keys = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
 _WORD_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
-# Constants of SplitMix64.
-_STEP = np.uint64(0x9E3779B97F4A7C15)
-_FIRST_FACTOR = np.uint64(0xBF58476D1CE4E5B9)
-_SECOND_FACTOR = np.uint64(0x94D049BB133111EB)
 _WORDS_AT_ONCE = 1 << 17
 """Words that are multiplied at a time, so that they stay in a core's cache."""
 _BLOCK_BYTES = 16 << 20
@@ -137,10 +134,7 @@ def _seeds(name: str, record: TensorRecord) -> tuple[Keys, Keys, np.uint64]:
 
 def _keys(seed: np.uint64, indices: Keys) -> Keys:
     """Return odd pseudo-random numbers by SplitMix64."""
-    mixed = indices * _STEP + seed
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * _FIRST_FACTOR
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * _SECOND_FACTOR
-    return (mixed ^ (mixed >> np.uint64(31))) | np.uint64(1)
+    return mix_bits(indices * np.uint64(GOLDEN_RATIO) + seed) | np.uint64(1)
 
 
 def _row_sums(words: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

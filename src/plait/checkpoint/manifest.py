@@ -7,7 +7,6 @@ Note [Chain of hashes]
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -19,6 +18,7 @@ from plait.checkpoint.shard_file import FileManifest
 from plait.checkpoint.windows import TensorRecord
 from plait.cluster.layout import AXES, EXPERT_AXES, Layout
 from plait.errors import CheckpointError, ConfigError
+from plait.hashing import sha256_of
 from plait.policy import Policy
 
 FORMAT = 2
@@ -102,11 +102,6 @@ def rank_file(rank: int, ending: str) -> str:
     return f"{rank:05d}.{ending}"
 
 
-def digest(text: str) -> str:
-    """Return the sha256 of a text in hexadecimal."""
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def read_json(kind: type[M], path: Place, *, sha256: str | None = None) -> M:
     """Read and validate a JSON file.
 
@@ -128,10 +123,10 @@ def read_json(kind: type[M], path: Place, *, sha256: str | None = None) -> M:
             f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
         ) from error
 
-    if sha256 is not None and digest(text) != sha256:
+    if sha256 is not None and sha256_of(text) != sha256:
         raise CheckpointError(
-            f"{path} was changed after it was written: its sha256 is {digest(text)[:12]}... and not"
-            f" {sha256[:12]}..."
+            f"{path} was changed after it was written: its sha256 is"
+            f" {sha256_of(text)[:12]}... and not {sha256[:12]}..."
         )
     try:
         return kind.model_validate_json(text)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from plait import exact
+from plait.cluster.small_messages import all_gather_objects
 
 START = "model."
 _FROZEN_NAMES = "_plait_checkpoints_hold_what_is_trained"
@@ -87,8 +88,7 @@ def shapes(
     }
     if group is None:
         return local_shapes
-    by_stage: list[dict[str, tuple[int, ...]]] = [{} for _ in range(group.size())]
-    dist.all_gather_object(by_stage, local_shapes, group=group)
+    by_stage = all_gather_objects(local_shapes, group)
     return {name: shape for stage in by_stage for name, shape in stage.items()}
 
 

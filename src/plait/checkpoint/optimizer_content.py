@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from plait import exact
 from plait._torch.dtensor import local_tensor
 from plait.checkpoint.windows import TensorRecord, dtype_of
+from plait.cluster.small_messages import all_gather_objects
 from plait.errors import CheckpointError
 
 START = "optimizer.state."
@@ -145,8 +146,7 @@ def merge_stages(record: dict[str, Any], group: dist.ProcessGroup | None) -> dic
     """
     if group is None:
         return record
-    records: list[dict[str, Any]] = [{} for _ in range(group.size())]
-    dist.all_gather_object(records, record, group=group)
+    records = all_gather_objects(record, group)
 
     result = {**records[0], "groups": [], "values": {}}
     seen: set[str] = set()

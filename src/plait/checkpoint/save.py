@@ -37,7 +37,7 @@ from plait.checkpoint.commit import Commit, begin, join
 from plait.checkpoint.content import ContentHash, Observer
 from plait.checkpoint.durable import write_text
 from plait.checkpoint.folder import list_complete
-from plait.checkpoint.manifest import FORMAT, LATEST, Manifest, RankManifest, digest, rank_file
+from plait.checkpoint.manifest import FORMAT, LATEST, Manifest, RankManifest, rank_file
 from plait.checkpoint.places import Place
 from plait.checkpoint.shard_file import write_shards
 from plait.checkpoint.windows import TensorRecord, record_of, window_of
@@ -45,6 +45,7 @@ from plait.cluster.mesh import Mesh
 from plait.comm.failures import naming
 from plait.comm.watch import WATCH
 from plait.errors import CheckpointError, CommunicationError
+from plait.hashing import sha256_of
 
 T = TypeVar("T")
 SEEN_WITHIN = 5.0
@@ -242,7 +243,7 @@ class _Save:
         )
         text = rank_manifest.model_dump_json()
         write_text(self._commit.files / rank_file(self._mesh.rank, "json"), text)
-        return digest(text), content, own_content
+        return sha256_of(text), content, own_content
 
     def _publish(self, digests: list[bytes]) -> None:
         """Write the manifest from the rows of `_write_files` of all ranks, and commit."""

@@ -24,6 +24,7 @@ from plait.errors import CheckpointError
 from plait.parallel.reduction import Reduction
 from plait.policy import Policy
 from plait.shards import shard_length, shard_size
+from plait.units import dtype_name
 
 Window = tuple[tuple[int, int], ...]
 """(start, length) per dimension."""
@@ -93,7 +94,7 @@ def record_of(tensor: torch.Tensor) -> TensorRecord:
     Raises:
         ValueError: A DTensor is a partial sum, or its mesh has no names.
     """
-    dtype = str(tensor.dtype).removeprefix("torch.")
+    dtype = dtype_name(tensor.dtype)
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return TensorRecord(dtype=dtype, shape=shape)

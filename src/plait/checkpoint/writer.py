@@ -24,7 +24,7 @@ from plait.checkpoint.save import Snapshot, write
 from plait.cluster import accelerator
 from plait.cluster.host_memory import free_host_bytes
 from plait.cluster.mesh import Mesh
-from plait.comm.largest import AsyncMaximum
+from plait.comm.pending import AsyncMaximum
 from plait.errors import CheckpointError, CommunicationError
 
 _MAX_MEMORY_SHARE = 0.5

@@ -100,9 +100,9 @@ def _open_answers(job: AnswerJob) -> Iterator[AnswerFile]:
 
 def _finished_lines(answers: AnswerFile | None, job: AnswerJob) -> int:
     """Return the number of finished lines, which only the writing process knows. Collective."""
-    count = [answers.done if answers is not None else 0]
+    count = answers.done if answers is not None else 0
     if job.several:
-        import torch.distributed as dist
+        from plait.cluster.small_messages import broadcast_object
 
-        dist.broadcast_object_list(count, src=0)
-    return count[0]
+        return broadcast_object(count)
+    return count

@@ -523,16 +523,13 @@ def _chat(
 
     A model without a chat template continues each line alone, without the earlier turns.
     """
-    import torch.distributed as dist
+    from plait.cluster.small_messages import broadcast_object
 
     turns: list[dict[str, str]] = []
     has_template = getattr(tokenizer, "chat_template", None) is not None
     several = arguments.processes > 1
     for line in chat_lines(is_first, several=several):
-        lines = [line]
-        if several:
-            dist.broadcast_object_list(lines, src=0)
-        text = lines[0]
+        text = broadcast_object(line) if several else line
         if text is None:
             continue
         if not text:

@@ -43,7 +43,7 @@ from plait.cluster import hostfile as hostfiles
 from plait.cluster.launchers import claim
 from plait.cluster.topology import cpu_count, default_processes
 from plait.errors import ConfigError, InputError, Problem, raise_problems, warn
-from plait.files import require_folder
+from plait.files import is_file, require_folder
 
 app = typer.Typer(add_completion=False)
 
@@ -346,19 +346,11 @@ def _command(arguments: Sequence[str], module: bool) -> list[str]:
         )
     if module:
         return ["-m", *arguments]
-    if not _is_file(arguments[0]):
+    if not is_file(arguments[0]):
         raise InputError(
             f"{arguments[0]}: no such script; name a Python file, or use -m for a module"
         )
     return list(arguments)
-
-
-def _is_file(name: str) -> bool:
-    try:
-        return Path(name).is_file()
-    except (OSError, ValueError):
-        # No file can have such a name.
-        return False
 
 
 def _names_localhost(device_filter: str) -> bool:

@@ -5,7 +5,6 @@ Nothing here looks at this machine. A planner on a laptop gets the same Topology
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +16,8 @@ import yaml
 from plait.cluster import accelerator
 from plait.cluster.accelerator import DeviceType
 from plait.errors import InputError, Problem, raise_problems
+from plait.names import suggest_names
+from plait.units import is_count
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def _topology(content: Mapping[str, Any], source: str) -> Topology:
             )
         )
     memory = content.get("memory_bytes")
-    if memory is not None and not _is_count(memory):
+    if memory is not None and not is_count(memory):
         problems.append(
             Problem(
                 f"{source}: memory_bytes",
@@ -130,7 +131,7 @@ def _nodes(content: Mapping[str, Any], source: str) -> tuple[list[Node], list[Pr
     per_node = content.get("devices_per_node")
     if isinstance(nodes, list) and nodes:
         return _listed_nodes(nodes, per_node, source)
-    if not isinstance(nodes, int) or not _is_count(nodes):
+    if not is_count(nodes):
         problem = Problem(
             f"{source}: nodes",
             nodes,
@@ -138,7 +139,7 @@ def _nodes(content: Mapping[str, Any], source: str) -> tuple[list[Node], list[Pr
             "list `{name: a01, devices: 8}`",
         )
         return [], [problem]
-    if not isinstance(per_node, int) or not _is_count(per_node):
+    if not is_count(per_node):
         problem = Problem(
             f"{source}: devices_per_node",
             per_node,
@@ -175,7 +176,7 @@ def _listed_nodes(
         devices = entry.get("devices", per_node)
         if not isinstance(name, str):
             problems.append(Problem(f"{where}.name", name, "not a name", "quote it"))
-        if not _is_count(devices):
+        if not is_count(devices):
             problems.append(
                 Problem(
                     f"{where}.devices",
@@ -193,11 +194,4 @@ def _listed_nodes(
 
 
 def _unknown_key(field: str, key: object, known: tuple[str, ...]) -> Problem:
-    matches = difflib.get_close_matches(str(key), known, n=1)
-    remedy = f"did you mean `{matches[0]}`?" if matches else f"use {', '.join(known)}"
-    return Problem(field, None, "unknown key", remedy)
-
-
-def _is_count(value: object) -> bool:
-    # True and False are of type int too.
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return Problem(field, None, "unknown key", suggest_names(str(key), known))

@@ -37,6 +37,7 @@ from plait.cluster.fake_group import is_fake
 from plait.cluster.layout import AXES, EXPERT_AXES, SAMPLE_AXES, SPLIT_AXES, TOKEN_AXES, Layout
 from plait.cluster.meeting import store_of_next_group
 from plait.cluster.nccl import Library
+from plait.cluster.small_messages import all_gather_objects, max_over_ranks
 from plait.cluster.topology import RankInfo, export_library_settings, place
 from plait.errors import ConfigError, Problem
 
@@ -416,10 +417,9 @@ def split_by_node(group: dist.ProcessGroup, nodes: Sequence[int]) -> Levels | No
 def _node_of_each_rank() -> list[int]:
     """Return the machine of every rank of the run. Collective if the run spans several."""
     rank_info = place()
-    nodes = [0] * dist.get_world_size()
     if rank_info.local_world_size != rank_info.world_size and not is_fake():
-        dist.all_gather_object(nodes, rank_info.node_rank)
-    return nodes
+        return all_gather_objects(rank_info.node_rank)
+    return [0] * dist.get_world_size()
 
 
 def _with_default_timeout(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -509,9 +509,7 @@ def _next_mesh_number(device: torch.device) -> int:
     global _mesh_count
     _mesh_count += 1
     if accelerator.is_accelerator(device) and dist.get_world_size() > 1 and not is_fake():
-        largest = torch.full((1,), _mesh_count, device=device)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        _mesh_count = int(largest)
+        _mesh_count = max_over_ranks([_mesh_count], dist.group.WORLD, device=device)[0]
     return _mesh_count
 
 

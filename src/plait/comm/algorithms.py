@@ -101,7 +101,7 @@ def wire_bytes(
 
 
 def _single_call(tensor: torch.Tensor, group: dist.ProcessGroup) -> Steps:
-    yield [_launched(dist.all_reduce(tensor, group=group, async_op=True))]
+    yield [launched(dist.all_reduce(tensor, group=group, async_op=True))]
 
 
 def _reduce_scatter_all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> Steps:
@@ -109,7 +109,7 @@ def _reduce_scatter_all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -
     stacked = padded(tensor, group.size())
     shard = stacked.new_empty(stacked.numel() // group.size())
     yield from reduce_scatter_steps(shard, stacked, group)
-    yield [_launched(all_gather_single(stacked, shard, group=group, async_op=True))]
+    yield [launched(all_gather_single(stacked, shard, group=group, async_op=True))]
     _unpad(tensor, stacked)
 
 
@@ -118,8 +118,8 @@ def _hierarchical(tensor: torch.Tensor, levels: Levels) -> Steps:
     stacked = padded(tensor, levels.inside.size())
     shard = stacked.new_empty(stacked.numel() // levels.inside.size())
     yield from reduce_scatter_steps(shard, stacked, levels.inside)
-    yield [_launched(dist.all_reduce(shard, group=levels.across, async_op=True))]
-    yield [_launched(all_gather_single(stacked, shard, group=levels.inside, async_op=True))]
+    yield [launched(dist.all_reduce(shard, group=levels.across, async_op=True))]
+    yield [launched(all_gather_single(stacked, shard, group=levels.inside, async_op=True))]
     _unpad(tensor, stacked)
 
 
@@ -211,11 +211,11 @@ def reduce_scatter_steps(
         group: The process group.
     """
     if stacked.device.type != "cpu":
-        yield [_launched(reduce_scatter_single(output, stacked, group=group, async_op=True))]
+        yield [launched(reduce_scatter_single(output, stacked, group=group, async_op=True))]
         return
     # gloo's own reduce-scatter is slower than an all-to-all and a local sum.
     shards = torch.empty_like(stacked)
-    yield [_launched(dist.all_to_all_single(shards, stacked, group=group, async_op=True))]
+    yield [launched(dist.all_to_all_single(shards, stacked, group=group, async_op=True))]
     # [ranks, n] -> [n]
     torch.sum(shards.view(group.size(), -1), 0, out=output)
 
@@ -247,7 +247,8 @@ def receive(tensor: torch.Tensor, group: dist.ProcessGroup, *, source: int) -> l
     return dist.batch_isend_irecv([dist.P2POp(dist.irecv, tensor, group=group, group_peer=source)])
 
 
-def _launched(work: dist.Work | None) -> dist.Work:
+def launched(work: dist.Work | None) -> dist.Work:
+    """Return the work of an asynchronous call, which torch declares as optional."""
     assert work is not None
     return work
 

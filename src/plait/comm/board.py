@@ -25,6 +25,7 @@ from typing import Any
 
 from plait.errors import InputError
 from plait.files import anonymous_file
+from plait.units import dtype_name
 
 BYTES = 16 * 1024
 """Size of a board."""
@@ -115,7 +116,7 @@ class BoardContent:
 
 def describe_tensor(shape: Sequence[int], dtype: object) -> str:
     """Return a shape and a dtype as text, for example `[1000] float32`."""
-    return f"{list(shape)} {str(dtype).removeprefix('torch.')}"
+    return f"{list(shape)} {dtype_name(dtype)}"
 
 
 class Board:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from plait.cluster.mesh import Levels
-from plait.comm.algorithms import Name, Started, advance, launch, sum_over
+from plait.comm.algorithms import Name, Started, advance, launch, launched, sum_over
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,7 @@ class GroupBuckets:
     def start(self, index: int) -> None:
         """Start the all-reduce of a buffer."""
         work = dist.all_reduce(self.buffers[index], group=self._group, async_op=True)
-        assert work is not None
-        self._works[index] = work
+        self._works[index] = launched(work)
 
     def finish(self, index: int) -> None:
         """Wait for the all-reduce of a buffer."""

@@ -265,28 +265,16 @@ class _Split(torch.autograd.Function):
         return all_gather_dim(grad, ctx.group, dim=ctx.dim, length=ctx.length), None, None
 
 
-class _GatherSum(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, group: ProcessGroup, dim: int, length: int
-    ) -> torch.Tensor:
-        ctx.group = group
-        ctx.dim = dim
-        return all_gather_dim(x, group, dim=dim, length=length)
-
+class _GatherSum(_Gather):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         return reduce_scatter_dim(grad, ctx.group, dim=ctx.dim), None, None, None
 
 
-class _LeaveScatter(torch.autograd.Function):
+class _LeaveScatter(_Split):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
         ctx.group = group
         ctx.dim = dim
         ctx.length = x.shape[dim]
         return reduce_scatter_dim(x, group, dim=dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return all_gather_dim(grad, ctx.group, dim=ctx.dim, length=ctx.length), None, None

@@ -34,11 +34,14 @@ import torch
 import torch.distributed as dist
 
 from plait._torch.flat_collectives import all_gather_single
-from plait._torch.units import AllGather, DefaultAllocMixin, ReduceScatter
+from plait._torch.units import AllGather, DefaultAllocMixin
 from plait.cluster.mesh import Levels
+from plait.comm.algorithms import launched
 from plait.comm.buckets import Flat
 from plait.comm.quantise import BLOCK, Bits, Packing, Segment, blocks_of
+from plait.comm.reduce_scatter import SynchronousReduceScatter
 from plait.shards import shard_size
+from plait.units import wide_dtype
 
 _FIRST_MESSAGES = 2
 """Buckets whose first message is under way before the oldest one is waited for."""
@@ -193,12 +196,12 @@ class QuantisedBuckets(_TwoMessageBuckets):
         rows = self._rows[index]
         if rows is None:
             buffer = self.buffers[index]
-            work = _launched(dist.all_reduce(buffer, group=self._group, async_op=True))
+            work = launched(dist.all_reduce(buffer, group=self._group, async_op=True))
             self._works[index] = (work, buffer)
             return
         packed = _pack(self._packing(rows), rows, self.carried, f"{index}.sent")
         received = torch.empty_like(packed)
-        work = _launched(dist.all_to_all_single(received, packed, group=self._group, async_op=True))
+        work = launched(dist.all_to_all_single(received, packed, group=self._group, async_op=True))
         self._works[index] = (work, received)
         self._after_first_message(index)
 
@@ -224,7 +227,7 @@ class QuantisedBuckets(_TwoMessageBuckets):
         total = packing.unpack_sum(received, torch.float32).unsqueeze(0)
         packed = _pack(packing, total, self.carried, f"{index}.owned")
         gathered = packed.new_empty(rows.shape[0] * packed.shape[1])
-        work = _launched(all_gather_single(gathered, packed[0], group=self._group, async_op=True))
+        work = launched(all_gather_single(gathered, packed[0], group=self._group, async_op=True))
         self._works[index] = (work, gathered)
 
     def _packing(self, rows: torch.Tensor) -> Packing:
@@ -316,7 +319,7 @@ class PowerSGDBuckets(_TwoMessageBuckets):
             bucket_counts[flat.tp_local] += 1
         for index in self._factored:
             self.carried.state[f"{index}.error"] = torch.zeros_like(
-                self.buffers[index], dtype=_wide(flats[index].dtype)
+                self.buffers[index], dtype=wide_dtype(flats[index].dtype)
             )
 
     def _add_bucket(self, index: int, flat: Flat, rank: int, *, seed: int) -> None:
@@ -335,7 +338,7 @@ class PowerSGDBuckets(_TwoMessageBuckets):
                 matrices = self._factored.setdefault(index, [])
                 name = f"{index}.{len(matrices)}.right"
                 matrices.append(_FactoredMatrix(offset, rows, columns, name))
-                self.carried.state[name] = right.to(device, _wide(flat.dtype))
+                self.carried.state[name] = right.to(device, wide_dtype(flat.dtype))
             else:
                 self._uncompressed.setdefault(index, []).append((offset, numel))
             offset += numel
@@ -353,7 +356,7 @@ class PowerSGDBuckets(_TwoMessageBuckets):
         buffer = self.buffers[index]
         is_early = int(self.carried.now("steps")) <= self._uncompressed_steps
         if is_early or index not in self._factored:
-            work = _launched(dist.all_reduce(buffer, group=self._group, async_op=True))
+            work = launched(dist.all_reduce(buffer, group=self._group, async_op=True))
             self._works[index] = (work, [])
             return
 
@@ -412,7 +415,7 @@ class PowerSGDBuckets(_TwoMessageBuckets):
     def _start_sum(self, tensors: list[torch.Tensor]) -> tuple[dist.Work, list[torch.Tensor]]:
         """Start the sum of tensors in one message. Return the work and views of the sums."""
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        work = _launched(dist.all_reduce(flat, group=self._group, async_op=True))
+        work = launched(dist.all_reduce(flat, group=self._group, async_op=True))
         sizes = [tensor.numel() for tensor in tensors]
         sums = [
             total.view(tensor.shape)
@@ -499,7 +502,7 @@ class QuantisedAllGather(DefaultAllocMixin, AllGather):
         output_tensor.view(ranks, -1).copy_(packing.unpack(gathered.view(ranks, -1), dtype))
 
 
-class QuantisedReduceScatter(DefaultAllocMixin, ReduceScatter):
+class QuantisedReduceScatter(DefaultAllocMixin, SynchronousReduceScatter):
     """Quantised reduce-scatter of one unit of `fully_shard`.
 
     Args:
@@ -529,37 +532,18 @@ class QuantisedReduceScatter(DefaultAllocMixin, ReduceScatter):
         self._feedback = feedback
         self.carried = PersistentTensors(revocable)
 
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> None:
-        """Reduce `input_tensor` [ranks x n] to this rank's `output_tensor` [n]. Synchronous.
-
-        Args:
-            output_tensor: This rank's shard of the result.
-            input_tensor: Contribution of this rank.
-            group: The process group.
-            op: SUM or AVG.
-            async_op: Not used.
-        """
-        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-            raise NotImplementedError(f"reduce-scatter by {op}")
-        rows = input_tensor.view(group.size(), -1)
+    def reduce(self, output: torch.Tensor, stacked: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """Write this rank's shard of the sum of `stacked` [ranks x n] to `output` [n]."""
+        rows = stacked.view(group.size(), -1)
         packing = Packing.of(self._segments, self._bits, numel=rows.shape[1])
         if self._feedback:
             self._ensure_error(packing, rows)
         packed = _pack(packing, rows, self.carried, "error")
         if self._levels is None:
-            total = packing.unpack_sum(_all_to_all(packed, group), input_tensor.dtype)
+            total = packing.unpack_sum(_all_to_all(packed, group), stacked.dtype)
         else:
-            total = self._reduce_by_levels(packing, packed, input_tensor.dtype, self._levels)
-        output_tensor.view(-1).copy_(total)
-        if op == dist.ReduceOp.AVG:
-            output_tensor.div_(group.size())
+            total = self._reduce_by_levels(packing, packed, stacked.dtype, self._levels)
+        output.view(-1).copy_(total)
 
     def _ensure_error(self, packing: Packing, rows: torch.Tensor) -> None:
         """Create the residual. It starts again from zeros if the size of the rows has changed."""
@@ -596,13 +580,3 @@ def _all_to_all(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     received = torch.empty_like(rows)
     dist.all_to_all_single(received, rows, group=group)
     return received
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of residuals and factors for gradients of `dtype`."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _launched(work: dist.Work | None) -> dist.Work:
-    assert work is not None
-    return work

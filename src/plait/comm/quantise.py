@@ -25,6 +25,7 @@ import torch
 
 from plait.comm.reduce_scatter import add_in_order
 from plait.errors import ModelError
+from plait.units import wide_dtype
 
 Bits = Literal[4, 8]
 BLOCK = 256
@@ -232,7 +233,7 @@ class Packing:
         Rows are added in their order, in float32, or in float64 if `dtype` is float64.
         """
         matrices, exact = self._fields(packed, dtype)
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        wide = wide_dtype(dtype)
         return self._assemble(_sum_in_order(matrices), _sum_in_order(exact.to(wide)), dtype)[0]
 
     def _fields(

@@ -7,6 +7,7 @@ torch's own is used.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -87,11 +88,12 @@ def add_in_order(addends: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor
             output[start:stop].copy_(total)
 
 
-class AllToAllReduceScatter(DefaultAllocMixin, ReduceScatter):
-    """Reduce-scatter of `fully_shard` that adds in the order of the ranks.
+class SynchronousReduceScatter(ReduceScatter):
+    """Base class of reduce-scatters of `fully_shard` that have ended when the call returns."""
 
-    Every run therefore gets the same bits.
-    """
+    @abstractmethod
+    def reduce(self, output: torch.Tensor, stacked: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """Write this rank's shard of the sum of `stacked` [ranks x n] to `output` [n]."""
 
     def __call__(
         self,
@@ -112,6 +114,17 @@ class AllToAllReduceScatter(DefaultAllocMixin, ReduceScatter):
         """
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise NotImplementedError(f"reduce-scatter by {op}")
-        reduce_scatter(output_tensor, input_tensor, group)
+        self.reduce(output_tensor, input_tensor, group)
         if op == dist.ReduceOp.AVG:
             output_tensor.div_(group.size())
+
+
+class AllToAllReduceScatter(DefaultAllocMixin, SynchronousReduceScatter):
+    """Reduce-scatter of `fully_shard` that adds in the order of the ranks.
+
+    Every run therefore gets the same bits.
+    """
+
+    def reduce(self, output: torch.Tensor, stacked: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """Write this rank's shard of the sum, see `reduce_scatter`."""
+        reduce_scatter(output, stacked, group)

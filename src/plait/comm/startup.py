@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from plait.cluster.mesh import Levels
+from plait.cluster.small_messages import all_gather_objects, broadcast_object
 from plait.comm.choose import AlgorithmChoice, prices, refined
 from plait.comm.links import GroupLinks, load_with_facts, save
 from plait.comm.measure import LEAST_COMPARED, SIZES, compare_algorithms, measure_algorithms, probe
@@ -70,12 +71,11 @@ def find_links(
             a measurement.
         largest_bytes: Size of the largest message of the run.
     """
-    hosts: list[str] = [""] * group.size()
-    dist.all_gather_object(hosts, socket.gethostname(), group=group)
-    stored = None
+    hosts = all_gather_objects(socket.gethostname(), group)
+    stored: tuple[GroupLinks | None, str] = (None, "")
     if group.rank() == 0:
         stored = _read(kept, axis, group.size(), machines, hosts)
-    links, reason = _broadcast(group, stored)
+    links, reason = broadcast_object(stored, group)
 
     if links is not None:
         difference = _difference_from_probe(links, group, device)
@@ -96,8 +96,8 @@ def find_links(
         largest_bytes=largest_bytes,
     )
     duration = time.perf_counter() - began
-    links, how = _broadcast(group, (measured, f"measured at the start in {duration:.1f} s{reason}"))
-    assert links is not None
+    how = f"measured at the start in {duration:.1f} s{reason}"
+    links, how = broadcast_object((measured, how), group)
 
     # There may be several groups along the dimension. One of them writes the file.
     if kept is not None and dist.get_rank() == 0:
@@ -178,8 +178,7 @@ def refine(
         f" {format_bytes(choice.bucket_bytes)} in {duration:.1f} s"
     )
     # Each rank has measured another duration.
-    _, description = _broadcast(group, (None, description))
-    return refined(choice, links, times), description
+    return refined(choice, links, times), broadcast_object(description, group)
 
 
 def _read(
@@ -197,13 +196,3 @@ def _read(
     if links is None or (links.ranks, links.machines, facts.get("hosts")) != current:
         return None, ", because the ranks or machines differ from those of the last start"
     return links, ""
-
-
-def _broadcast(
-    group: dist.ProcessGroup, value: tuple[GroupLinks | None, str] | None
-) -> tuple[GroupLinks | None, str]:
-    """Return the value of the group's first rank on all of its ranks. Collective."""
-    values = [value]
-    dist.broadcast_object_list(values, group_src=0, group=group)
-    assert values[0] is not None
-    return values[0]

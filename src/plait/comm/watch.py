@@ -28,7 +28,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch.distributed as dist
 
@@ -39,6 +38,7 @@ from plait.cluster.ending import end_process
 from plait.cluster.fake_group import is_fake
 from plait.cluster.layout import EXPERT_AXES
 from plait.cluster.mesh import Mesh
+from plait.cluster.small_messages import all_gather_objects
 from plait.cluster.topology import watch_folder
 from plait.comm import hang, stacks
 from plait.comm.board import Board, BoardContent, Wait, read_board
@@ -201,11 +201,11 @@ class Watch:
         stack = anonymous_file("plait-stacks")
         faulthandler.register(stacks.SIGNAL, file=stack, all_threads=True)
         this_rank = (stacks.machine(), str(self.board.path), f"/proc/{os.getpid()}/fd/{stack}")
-        everyone: list[Any] = [None] * group.size()
-        dist.all_gather_object(everyone, this_rank)
         return {
             rank: _Peer(Path(board_path), Path(stack_path))
-            for rank, (machine, board_path, stack_path) in enumerate(everyone)
+            for rank, (machine, board_path, stack_path) in enumerate(
+                all_gather_objects(this_rank, group)
+            )
             if machine == this_rank[0]
         }
 

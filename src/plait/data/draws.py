@@ -7,7 +7,6 @@ stage another batch.
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,13 +14,13 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from plait.hashing import seed_of
+
 
 @contextmanager
 def seeded_generators(*seed_parts: object) -> Iterator[None]:
     """Seed the generators of Python, NumPy and torch (CPU), and restore their states at exit."""
-    text = " ".join(map(str, seed_parts)).encode()
-    # 63 bits: torch takes seeds as signed integers.
-    seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+    seed = seed_of(" ".join(map(str, seed_parts)))
     python_state = random.getstate()
     numpy_state = np.random.get_state()
     torch_state = torch.get_rng_state()

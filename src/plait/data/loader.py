@@ -17,6 +17,7 @@ import torch
 
 from plait.data.cache import digest
 from plait.data.packing import Array, SequenceSource
+from plait.hashing import mix_bits
 
 _FEISTEL_ROUNDS = 6
 
@@ -49,17 +50,10 @@ def shuffle_positions(positions: Array, *, count: int, key: str) -> Array:
         left = values[outside] >> half_bits
         right = values[outside] & mask
         for round_key in round_keys:
-            left, right = right, left ^ (_mix_bits(right ^ round_key) & mask)
+            left, right = right, left ^ (mix_bits(right ^ round_key) & mask)
         values[outside] = (left << half_bits) | right
         outside = values >= np.uint64(count)
     return values.astype(np.int64)
-
-
-def _mix_bits(value: Any) -> Any:
-    """Apply the finaliser of splitmix64 (Steele, Lea and Flood, 2014), modulo 2**64."""
-    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return value ^ (value >> np.uint64(31))
 
 
 class BatchSource(Protocol):

@@ -23,7 +23,6 @@ from plait._torch.operators import (
     FakeTensorMode,
     KernelWithoutMemory,
     refusing_triton_kernels,
-    tree_leaves,
     tree_map,
 )
 from plait.dryrun.recorder import BACKWARD, DryRecorder, watch, when_gradient_comes
@@ -31,6 +30,7 @@ from plait.errors import ModelError
 from plait.losses.loss import Loss
 from plait.model.outer_units import outer_units
 from plait.model.positions import skip_packed_row_search
+from plait.model.without_values import tensors_of
 from plait.parallel.accounting.activations import StageMode
 from plait.parallel.accounting.timeline_points import BESIDE, HEAD, LOSS, StageMoments
 from plait.parallel.micro_batches import Forward
@@ -143,12 +143,12 @@ class DryModel:
         is_last = stage is None or stage.last
         names = self.parts.blocks if stage is None else stage.blocks
         units = {name: first_unit + index for index, name in enumerate(names)}
-        batch = _tensors(self.batch)
+        batch = tensors_of(self.batch)
         recorder = DryRecorder(
             known=[*model.parameters(), *model.buffers(), *batch, self._factor],
             drops_gradients=not splits,
         )
-        inputs = _tensors(received)
+        inputs = tensors_of(received)
         recorder.hold(inputs)
         received_bytes = recorder.total
         inputs = [leaf for leaf in inputs if leaf.requires_grad]
@@ -218,7 +218,7 @@ class DryModel:
                 stage, lambda model: self.forward(model, self.batch), received, length=length
             )
             if not stage.last:
-                tensors = _tensors(output)
+                tensors = tensors_of(output)
                 handed = _map_tensors(lambda x: _like(x, torch.device("meta")), output)
                 return [tensor for tensor in tensors if tensor.requires_grad], handed
 
@@ -310,10 +310,6 @@ class _CountingGroup:
     def get(self, handle: tuple[int, torch.device]) -> torch.Tensor:
         size, device = handle
         return torch.empty(size, dtype=torch.uint8, device=device)
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:

@@ -13,10 +13,10 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from plait.cluster.mesh import Mesh
+from plait.cluster.small_messages import max_over_ranks
 from plait.config.resolving.resolve import Resolved
 from plait.dryrun.dry_model import CountingStore, DryModel, StageTrace, token_batch
 from plait.losses.loss import Loss, causal_lm_loss
@@ -250,9 +250,7 @@ def max_over_tp(stage: StageFacts, mesh: Mesh) -> StageFacts:
     names = [field.name for field in fields(StageMode) if field.name not in ("traffic", "peak")]
     rows = [getattr(figures, name) for figures in stage.modes.values() for name in names]
     flat_values = [value for row in rows for value in (row if isinstance(row, tuple) else (row,))]
-    tensor = torch.tensor(flat_values, dtype=torch.int64, device=mesh.device)
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
-    largest = iter(tensor.tolist())
+    largest = iter(max_over_ranks(flat_values, group, device=mesh.device))
 
     modes = {}
     for mode, figures in stage.modes.items():

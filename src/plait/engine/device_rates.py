@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from plait.cluster import accelerator
+from plait.cluster.small_messages import max_over_ranks
 
 _ROUNDS = 7
 
@@ -73,10 +74,7 @@ def _time_operations(
             times[name].append(time.perf_counter() - start)
 
     # The first round selects kernels and allocates memory.
-    medians = torch.tensor(
-        [median(rounds[1:]) for rounds in times.values()], dtype=torch.float64, device=device
-    )
+    medians = [median(rounds[1:]) for rounds in times.values()]
     # A step waits for the slowest rank.
-    if dist.is_initialized():
-        dist.all_reduce(medians, op=dist.ReduceOp.MAX)
-    return dict(zip(times, medians.tolist(), strict=True))
+    slowest = max_over_ranks(medians, dist.group.WORLD, device=device)
+    return dict(zip(times, slowest, strict=True))

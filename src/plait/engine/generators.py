@@ -5,7 +5,6 @@ They are seeded from the layout, and their states are saved in checkpoints.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ import torch
 
 from plait import exact
 from plait.cluster.mesh import Mesh
+from plait.hashing import seed_of
 
 _CPU = "random.cpu"
 _DEVICE = "random.device"
@@ -33,10 +33,7 @@ def generator_seed(seed: int, mesh: Mesh, *, step: int = 0) -> int:
         step: Number of the step.
     """
     at = mesh.coordinates
-    text = f"{seed} {step} {mesh.dp_index} {at['cp']} {at['pp']}"
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    # torch accepts 63 bits.
-    return int.from_bytes(digest, "little") >> 1
+    return seed_of(f"{seed} {step} {mesh.dp_index} {at['cp']} {at['pp']}")
 
 
 def seed(base: int, mesh: Mesh, *, step: int) -> None:

@@ -183,7 +183,7 @@ class Resume:
             if key in _KERNEL_KEYS:
                 values[key] = current.get(key)
             elif key in configured and any(
-                not _are_equal(exact.decode(was, fallback), configured[key]) for was in were
+                not are_equal(exact.decode(was, fallback), configured[key]) for was in were
             ):
                 self._changed.setdefault(key, (exact.decode(were[0], fallback), configured[key]))
                 values[key] = configured[key]
@@ -295,9 +295,9 @@ class Resume:
     def _note_changes(self, groups: Sequence[Group], saved_rates: Sequence[Any]) -> None:
         for key, (before, now) in self._changed.items():
             if key == "lr" and self.scheduler is not None:
-                has_effect = not _rates_are_equal(groups, saved_rates)
+                has_effect = not _ratesare_equal(groups, saved_rates)
             else:
-                has_effect = any(key in group and _are_equal(group[key], now) for group in groups)
+                has_effect = any(key in group and are_equal(group[key], now) for group in groups)
             effect = "" if has_effect else ", which changes nothing: the schedule sets it"
             self.notes.append(
                 f"{key} is {_shown(now)} in the configuration, {_shown(before)} when the checkpoint"
@@ -311,7 +311,7 @@ class Resume:
         if not anew and not (scheduled and "lr" in self._changed):
             return
         for group, rate in zip(groups, saved_rates, strict=True):
-            if rate is None or _are_equal(group.get("lr"), rate):
+            if rate is None or are_equal(group.get("lr"), rate):
                 continue
             reason = "without the schedule of the checkpoint"
             if scheduled:
@@ -341,11 +341,12 @@ class _GroupsOnly(Optimizer):
         """Do nothing."""
 
 
-def _rates_are_equal(groups: Sequence[Group], rates: Sequence[Any]) -> bool:
-    return all(_are_equal(group.get("lr"), rate) for group, rate in zip(groups, rates, strict=True))
+def _ratesare_equal(groups: Sequence[Group], rates: Sequence[Any]) -> bool:
+    return all(are_equal(group.get("lr"), rate) for group, rate in zip(groups, rates, strict=True))
 
 
-def _are_equal(left: Any, right: Any) -> bool:
+def are_equal(left: Any, right: Any) -> bool:
+    """Return True if two settings are equal as numbers, tensors, lists or tuples."""
     if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
         if left is None or right is None:
             return False
@@ -354,7 +355,7 @@ def _are_equal(left: Any, right: Any) -> bool:
         return bool(torch.equal(left_tensor, right_tensor))
     # A file has lists where code has tuples.
     if isinstance(left, list | tuple) and isinstance(right, list | tuple):
-        return len(left) == len(right) and all(map(_are_equal, left, right))
+        return len(left) == len(right) and all(map(are_equal, left, right))
     return bool(left == right)
 
 

@@ -47,6 +47,7 @@ from plait.parallel.techniques.pipeline_parallel import PipelineRank
 from plait.sharded.assemble import split
 from plait.sharded.check import checked_model
 from plait.sharded.model import ShardedModel
+from plait.units import dtype_name
 
 
 @dataclass(frozen=True)
@@ -213,7 +214,7 @@ def run_single_rank(
 
 
 def _refuse_grouped_products(model: nn.Module, resolved: Resolved) -> None:
-    dtype = resolved.precision.compute or str(next(model.parameters()).dtype).removeprefix("torch.")
+    dtype = resolved.precision.compute or dtype_name(next(model.parameters()).dtype)
     implementation = getattr(getattr(model, "config", None), "_experts_implementation", None)
     if implementation == "grouped_mm" and dtype != "bfloat16" and find_experts(model):
         raise ModelError(

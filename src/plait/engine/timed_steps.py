@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from plait.cluster import accelerator
+from plait.cluster.small_messages import max_over_ranks
 from plait.engine.build import initialize
 from plait.engine.engine import Engine
 from plait.losses.loss import causal_lm_loss
@@ -84,28 +85,20 @@ def time_steps(
 def _time_step(engine: Engine, batch: Any) -> tuple[float, float]:
     """Return the largest wall-clock and processor seconds over all ranks. Collective."""
     # All ranks start together, so that none waits for a late one inside of the measured time.
-    is_distributed = dist.is_initialized() and dist.get_world_size() > 1
-    if is_distributed:
+    if dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier()
     start = time.perf_counter()
     processor_start = time.process_time()
     # Reading the loss waits for the step.
     float(engine.train_batch(batch).loss)
-    seconds = torch.tensor(
-        [time.perf_counter() - start, time.process_time() - processor_start],
-        dtype=torch.float64,
-        device=engine.device,
+    seconds = [time.perf_counter() - start, time.process_time() - processor_start]
+    wall_seconds, processor_seconds = max_over_ranks(
+        seconds, dist.group.WORLD, device=engine.device
     )
-    if is_distributed:
-        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    wall_seconds, processor_seconds = seconds.tolist()
     return wall_seconds, processor_seconds
 
 
 def _peak(device: torch.device) -> int | None:
     if not accelerator.is_accelerator(device):
         return None
-    peak = torch.tensor(accelerator.peak_bytes(device), device=device)
-    if dist.is_initialized():
-        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-    return int(peak)
+    return max_over_ranks([accelerator.peak_bytes(device)], dist.group.WORLD, device=device)[0]

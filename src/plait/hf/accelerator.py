@@ -20,6 +20,7 @@ from accelerate.utils import recursively_apply
 from torch.utils.data import DataLoader, IterableDataset
 
 from plait.cluster.layout import SAMPLE_AXES, Layout
+from plait.cluster.small_messages import all_gather_objects, max_over_ranks
 from plait.config.resolving.resolve import Resolved
 from plait.data.split_rows import refuse_differing_stream, refuse_split_stream, split_sampler
 from plait.data.stream_part import StreamPart, is_datasets_library
@@ -345,8 +346,7 @@ class RanksAccelerator(accelerate.Accelerator):
             return self.gather(input_data)
         if group is None:
             return input_data
-        gathered: list[Any] = [None] * group.size()
-        dist.all_gather_object(gathered, input_data, group=group)
+        gathered = all_gather_objects(input_data, group)
         return [entry for rank_data in gathered for entry in rank_data]
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
@@ -382,9 +382,8 @@ class RanksAccelerator(accelerate.Accelerator):
         def pad(entry: torch.Tensor) -> torch.Tensor:
             if group is None or dim >= entry.ndim:
                 return entry
-            longest = torch.tensor(entry.shape[dim], device=self.device)
-            dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=group)
-            missing = int(longest) - entry.shape[dim]
+            longest = max_over_ranks([entry.shape[dim]], group, device=self.device)[0]
+            missing = longest - entry.shape[dim]
             if not missing:
                 return entry
             fill_shape = (*entry.shape[:dim], missing, *entry.shape[dim + 1 :])

@@ -22,6 +22,7 @@ from plait.config.schema.config import (
 )
 from plait.config.schema.optimization import SchedulerSpec
 from plait.config.schema.sections import RunSection
+from plait.engine.resume import are_equal
 from plait.errors import ConfigError, Problem, raise_problems
 from plait.hf.transformers_versions import recompute_arguments, recompute_fields
 
@@ -93,7 +94,7 @@ def schedule_of(
     }
     problems = []
     for name, argument in argument_names.items():
-        if name in spec.params and not _are_equal(spec.params[name], values[name]):
+        if name in spec.params and not are_equal(spec.params[name], values[name]):
             path = f"scheduler.params.{name}"
             problems.append(_contradiction(path, spec.params[name], values[name], argument))
     raise_problems(problems)
@@ -175,20 +176,13 @@ def _contradictions(config: Config, resolved: Resolved, args: Any) -> list[Probl
     return [
         _contradiction(path, value, argument_value, name)
         for path, value, argument_value, name in pairs
-        if value != "auto" and not _are_equal(value, argument_value)
+        if value != "auto" and not are_equal(value, argument_value)
     ]
 
 
 def _contradiction(path: str, value: Any, argument_value: Any, argument: str) -> Problem:
     rule = f"TrainingArguments.{argument} is {argument_value}, and both decide it"
     return Problem(path, value, rule, f'write "auto" in the file, or {value} in both')
-
-
-def _are_equal(left: Any, right: Any) -> bool:
-    # A file has lists where arguments may have tuples.
-    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
-        return len(left) == len(right) and all(map(_are_equal, left, right))
-    return bool(left == right)
 
 
 def tracker_problems(resolved: Resolved, rule: str, argument: str, *, csv: str) -> list[Problem]:

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from plait.errors import InputError
+from plait.errors import InputError, shorten
 from plait.files import names_open_file, try_lock, write_atomically
 from plait.inference.prompt_file import ADDED, PromptLine
 from plait.inference.requests import Generation
@@ -266,4 +266,4 @@ def _hash(lines: Sequence[PromptLine]) -> str:
 
 def _shortened(value: Any) -> str:
     text = "not given" if value is None else json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 100 else f"{text[:97]}..."
+    return shorten(text, 100)

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from plait._torch.units import leave_gathered
 from plait.checkpoint.agreement import run_on_all_ranks
 from plait.cluster.host_memory import free_host_bytes
+from plait.cluster.small_messages import broadcast_object
 from plait.errors import InputError
 from plait.inference.cache_layout import CacheDemand, cache_bytes, growing_bytes, offloaded_cache
 from plait.inference.capacity import (
@@ -51,7 +51,7 @@ from plait.inference.untouched import untouched
 from plait.sharded.cache import arguments_of, counts_tokens, requires_single_prefill, supports_cache
 from plait.sharded.misuse import refuse_split_experts
 from plait.sharded.model import ShardedModel
-from plait.units import dtype_of
+from plait.units import dtype_of, is_integer
 
 
 def generate(
@@ -263,7 +263,7 @@ def _requests(
 
 
 def _is_seed(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
+    return is_integer(value) and 0 <= value < 1 << 63
 
 
 def _request_seed(seed: int | Sequence[int] | None, index: int) -> int:
@@ -391,14 +391,13 @@ def of_first_rank(
 
     Collective over these ranks.
     """
-    box = [requests]
     mesh = sharded.mesh
     # First over the tensor-parallel ranks of the first stage, then from there to the other stages.
     for axis in ("tp", "pp"):
         group = mesh.group(axis)
         if group is not None and (axis == "pp" or mesh.coordinates["pp"] == 0):
-            dist.broadcast_object_list(box, group=group, group_src=0)
-    return box[0]
+            requests = broadcast_object(requests, group)
+    return requests
 
 
 def _generation(request: GenerationRequest, answer: Answer, tokenizer: Any) -> Generation:

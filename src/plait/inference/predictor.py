@@ -16,6 +16,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
+from plait.cluster.small_messages import max_over_ranks
 from plait.errors import InputError
 from plait.parallel.pipeline.boundary import EarlierStageFailed
 from plait.sharded.cache import arguments_of
@@ -220,15 +221,13 @@ class Predictor:
         Args:
             failure: Error of this rank, or None.
         """
-        flag = torch.tensor(
-            int(failure is not None), dtype=torch.int32, device=self._sharded.device
-        )
-        for axis in ("tp", "pp"):
-            if (group := self._sharded.mesh.group(axis)) is not None:
-                dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+        groups = [self._sharded.mesh.group(axis) for axis in ("tp", "pp")]
+        has_failed = max_over_ranks(
+            [int(failure is not None)], *groups, device=self._sharded.device
+        )[0]
         if failure is not None:
             raise failure
-        if flag:
+        if has_failed:
             raise InputError(
                 "on_token failed on another rank, which reports its error; correct the function"
             )
@@ -270,9 +269,7 @@ class Predictor:
         group = self._sharded.mesh.group("dp_shard")
         if independent or group is None:
             return state
-        flag = torch.tensor(state, dtype=torch.int32, device=self._sharded.device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
-        return int(flag)
+        return max_over_ranks([state], group, device=self._sharded.device)[0]
 
     def _predict(self, inputs: dict[str, Any], cache: Any) -> Any:
         """Return the model's output. In a pipeline, an error is stored and not raised."""

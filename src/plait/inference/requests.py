@@ -14,6 +14,7 @@ from plait.errors import InputError, first_line, first_lone_surrogate
 from plait.inference.settings import GenerationSettings
 from plait.inference.vocabulary import tokens_of_model
 from plait.model.chat_template import ChatTemplate
+from plait.units import is_count, is_integer
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def token_ids(prompts: Any, tokenizer: Any) -> list[tuple[int, ...]]:
             prompts = prompts.tolist()
         elif prompts.ndim == 1:
             prompts = [prompts.tolist()]
-    elif isinstance(prompts, Sequence) and prompts and all(map(_is_id, prompts)):
+    elif isinstance(prompts, Sequence) and prompts and all(map(is_integer, prompts)):
         prompts = [prompts]
     if not isinstance(prompts, Iterable) or isinstance(prompts, dict | torch.Tensor):
         raise InputError(
@@ -172,10 +173,12 @@ def prompt_token_ids(prompt: Any, name: str, tokenizer: Any) -> tuple[int, ...]:
     if isinstance(prompt, str | Conversation) or _is_conversation(prompt):
         ids = _tokenize(prompt, name, tokenizer)
     elif (
-        isinstance(prompt, torch.Tensor) and prompt.ndim == 1 and all(map(_is_id, prompt.tolist()))
+        isinstance(prompt, torch.Tensor)
+        and prompt.ndim == 1
+        and all(map(is_integer, prompt.tolist()))
     ):
         ids = prompt.tolist()
-    elif isinstance(prompt, Sequence) and all(map(_is_id, prompt)):
+    elif isinstance(prompt, Sequence) and all(map(is_integer, prompt)):
         ids = prompt
     else:
         raise InputError(
@@ -236,14 +239,9 @@ def _apply_chat_template(prompt: Any, name: str, tokenizer: Any) -> Any:
         ) from error
 
 
-def _is_id(token: Any) -> bool:
-    # bool is a subclass of int, but a mask is not a prompt.
-    return isinstance(token, int) and not isinstance(token, bool)
-
-
 def check_count(name: str, value: Any) -> None:
     """Raise InputError for an argument that is neither None nor an integer of at least 1."""
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+    if value is not None and not is_count(value):
         raise InputError(f"{name} = {value!r} must be at least 1, a whole number")
 
 

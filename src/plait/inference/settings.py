@@ -17,6 +17,7 @@ from torch import nn
 
 from plait.errors import InputError
 from plait.inference.vocabulary import tokens_of_model
+from plait.units import is_integer
 
 NEW_TOKENS = 128
 """Largest number of new tokens if neither the call nor the model's settings define it."""
@@ -207,7 +208,7 @@ def _override(values: dict[str, Any], overriding: Mapping[str, Any]) -> None:
 
 def _check_types(values: Mapping[str, Any]) -> None:
     for name, value in values.items():
-        if name in _INTEGERS and value is not None and not _is_integer(value):
+        if name in _INTEGERS and value is not None and not is_integer(value):
             raise InputError(f"{name} = {value!r} must be a whole number")
         if name in _NUMBERS and value is not None and not _is_number(value):
             raise InputError(f"{name} = {value!r} must be a number")
@@ -226,10 +227,6 @@ def _check_types(values: Mapping[str, Any]) -> None:
                 f"bad_words_ids: {list(word)!r} is not a word; give a list of token ids for each,"
                 " such as [[5, 7], [9]]"
             )
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_number(value: object) -> bool:

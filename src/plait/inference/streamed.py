@@ -43,7 +43,7 @@ from plait.sharded.assemble import WeightFiller, destroying_new_group, shard
 from plait.sharded.check import checked_model
 from plait.sharded.load_weights import sources_of, stored_names, weight_files
 from plait.sharded.model import ShardedModel
-from plait.units import format_bytes, format_bytes_rounded_up
+from plait.units import dtype_name, format_bytes, format_bytes_rounded_up
 
 
 @dataclass(frozen=True)
@@ -171,8 +171,8 @@ def tensors_to_stream(
                     f" {list(parameter.shape)}; check that the files belong to this model"
                 )
             if tensor.dtype != parameter.dtype:
-                computed = str(parameter.dtype).removeprefix("torch.")
-                saved = str(tensor.dtype).removeprefix("torch.")
+                computed = dtype_name(parameter.dtype)
+                saved = dtype_name(tensor.dtype)
                 reason = f"they compute in {computed}, and are stored in {saved}"
                 return expected_tensors(model), reason
     return stored, ""

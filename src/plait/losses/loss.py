@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from plait.errors import InputError
 from plait.parallel.micro_batches import IGNORED, LABELS, SHIFTED, samples, shift_labels
 from plait.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
+from plait.units import wide_dtype
 
 
 @runtime_checkable
@@ -90,9 +91,7 @@ def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tens
     if isinstance(logits, DTensor):
         return vocab_parallel_cross_entropy(logits, targets, ignored=IGNORED)
     # 16-bit logits would lose digits in the sum of exponentials.
-    wide = logits
-    if logits.dtype != torch.float64:
-        wide = logits.float()
+    wide = logits.to(wide_dtype(logits.dtype))
     # [batch, seq, vocab] -> [tokens, vocab]
     return F.cross_entropy(
         wide.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum"

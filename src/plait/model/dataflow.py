@@ -36,7 +36,7 @@ from plait._torch.operators import (
     schema_of,
     tree_map,
 )
-from plait._torch.storage import storage_id, version_of
+from plait._torch.storage import memory_key, version_of
 from plait.errors import ModelError, PlaitError
 from plait.model.outer_state import (
     Setting,
@@ -193,7 +193,7 @@ class Skeleton:
             first_names.update(dict.fromkeys(group, group[0]))
         names = {}
         for name, parameter in skeleton.named_parameters(remove_duplicate=False):
-            names[_storage(parameter)] = first_names.get(name, name)
+            names[memory_key(parameter)] = first_names.get(name, name)
         return cls(skeleton, tuple(blocks), names)
 
     def trace(
@@ -238,11 +238,6 @@ class Skeleton:
         finally:
             random.setstate(python_state)
         raise Untraceable("too many of its modules cannot run without their weights")
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    """Return a key of a tensor's memory, without an operator that a mode would see."""
-    return storage_id(tensor.untyped_storage())
 
 
 def _copy_without_values(tensor: torch.Tensor) -> torch.Tensor:
@@ -306,7 +301,7 @@ class ForwardTrace(TorchDispatchMode):
 
     def origin(self, tensor: torch.Tensor) -> ValueOrigin:
         """Return the origin of a value."""
-        key = _storage(tensor)
+        key = memory_key(tensor)
         if key in self.skeleton.names:
             return ValueOrigin(parameters=frozenset({(self.skeleton.names[key], self._region)}))
         return self._origins.get(key, INDEPENDENT)
@@ -325,7 +320,7 @@ class ForwardTrace(TorchDispatchMode):
 
     def has_value(self, tensor: torch.Tensor) -> bool:
         """Return True if a tensor is computed, False if only its shape is known."""
-        return tensor.device.type != "meta" and _storage(tensor) not in self._without_value
+        return tensor.device.type != "meta" and memory_key(tensor) not in self._without_value
 
     def watched(self) -> _WatchedModules:
         """Return a context manager in which the modules of the skeleton report to this trace."""
@@ -379,7 +374,7 @@ class ForwardTrace(TorchDispatchMode):
         if not isinstance(leaf, torch.Tensor):
             return leaf
         output = leaf.clone() if self.has_value(leaf) else torch.empty_like(leaf, device="meta")
-        self._origins[_storage(output)] = ValueOrigin(since)
+        self._origins[memory_key(output)] = ValueOrigin(since)
         self._alive.append(output)
         return output
 
@@ -397,13 +392,13 @@ class ForwardTrace(TorchDispatchMode):
             origin = ValueOrigin(self._inside)
 
         output = torch.empty(first.shape, dtype=first.dtype, device="meta")
-        self._origins[_storage(output)] = origin
+        self._origins[memory_key(output)] = origin
         self._alive.append(output)
         return _OPAQUE_OUTPUTS[self._opaque[type(module)]](output)
 
     def _use(self, tensor: torch.Tensor) -> ValueOrigin:
         """Record that a tensor is used at the current position, and return its origin."""
-        key = _storage(tensor)
+        key = memory_key(tensor)
         if key in self.strangers:
             self.flow.strangers.add(self.strangers[key])
         if self._inside is not None or self._region < len(self.skeleton.blocks):
@@ -465,9 +460,9 @@ class ForwardTrace(TorchDispatchMode):
                 self._record_write(tensor, origin, known=known)
 
         # Views share the storage of an input and keep its origin.
-        input_keys = {_storage(tensor) for tensor in tensors}
+        input_keys = {memory_key(tensor) for tensor in tensors}
         for tensor in tensors_of(result):
-            key = _storage(tensor)
+            key = memory_key(tensor)
             if key not in input_keys and key not in self.skeleton.names:
                 self._origins[key] = origin
             self._alive.append(tensor)
@@ -484,7 +479,7 @@ class ForwardTrace(TorchDispatchMode):
         return origin
 
     def _record_write(self, tensor: torch.Tensor, origin: ValueOrigin, *, known: bool) -> None:
-        key = _storage(tensor)
+        key = memory_key(tensor)
         before = self._origins.get(key, INDEPENDENT)
         if self._inside is None and before != INDEPENDENT:
             self.flow.writes = True
@@ -539,7 +534,7 @@ class _OuterState:
         self._settings_after_block = self._settings
         self._buffers = self._buffer_versions()
         for name, buffer in outer_buffers(self._modules).items():
-            self._storages[_storage(buffer)] = name
+            self._storages[memory_key(buffer)] = name
 
     def after_block(self) -> None:
         """Record the state after a block."""

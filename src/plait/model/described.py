@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterator, Mapping
-from difflib import get_close_matches
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -18,6 +17,7 @@ from packaging.version import Version
 
 from plait.errors import ConfigError, InputError, Problem, raise_problems
 from plait.importing import require_extra
+from plait.names import similar_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -93,7 +93,7 @@ def check_fields(fields: Mapping[str, Any]) -> None:
 
     kind = fields["model_type"]
     if kind not in CONFIG_MAPPING:
-        closest = get_close_matches(kind, CONFIG_MAPPING.keys(), n=1)
+        closest = similar_names(kind, CONFIG_MAPPING)
         remedy = "use one that Transformers has, such as 'llama'"
         if closest:
             remedy = f"use {closest[0]!r}"
@@ -107,7 +107,7 @@ def check_fields(fields: Mapping[str, Any]) -> None:
             rule = "the dtype of the parameters is set in one place"
             problems.append(Problem(f"model.config.{name}", value, rule, "set model.dtype"))
         elif name not in known and name != "model_type":
-            closest = get_close_matches(name, known, n=1)
+            closest = similar_names(name, known)
             remedy = f"use {closest[0]!r}" if closest else "leave it out"
             rule = f"a {kind!r} configuration has no such field"
             problems.append(Problem(f"model.config.{name}", value, rule, remedy))

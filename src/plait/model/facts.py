@@ -135,7 +135,7 @@ def model_facts(
                 tuple(parameter.shape),
                 parameter.element_size(),
                 parameter.requires_grad,
-                _block_index(first, blocks),
+                block_index(first, blocks),
                 tuple(also),
             )
         )
@@ -149,7 +149,8 @@ def model_facts(
     )
 
 
-def _block_index(name: str, blocks: Sequence[str]) -> int:
+def block_index(name: str, blocks: Sequence[str]) -> int:
+    """Return the index of the block that has a parameter, or -1."""
     for index, block in enumerate(blocks):
         if name.startswith(f"{block}."):
             return index

@@ -30,13 +30,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Literal, get_args
 
 from torch import nn
 
 from plait.errors import ModelError
+from plait.names import similar_names
 
 Style = Literal[
     "colwise",
@@ -159,7 +159,7 @@ def _suggestion(pattern: str, names: Sequence[str], model: nn.Module) -> str:
     # layer of six blocks.
     candidates = list(dict.fromkeys(map(generic, names)))
     target = generic(pattern)
-    close = get_close_matches(target, candidates, n=6, cutoff=0.5)
+    close = similar_names(target, candidates, count=6, cutoff=0.5)
     if not close:
         close = [name for name in candidates if name.count(".") == target.count(".")][:6]
     if close:

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from difflib import get_close_matches
 
 from torch import nn
 
@@ -19,6 +18,7 @@ from plait.model.guess import guess_rules
 from plait.model.plan_table import table_rules
 from plait.model.rules import STYLES, RuleSet, Style, StyleRule, matches
 from plait.model.sequence import is_inside
+from plait.names import did_you_mean, listed_names
 
 USER_SOURCE = "parallel.plan"
 GUESS_SOURCE = "guessed"
@@ -66,11 +66,9 @@ def _user_style(style: str, pattern: str) -> Style:
     known = _style(style)
     if known is not None:
         return known
-    close = get_close_matches(style, STYLES, n=1)
-    hint = f"did you mean {close[0]!r}? The" if close else "the"
     raise ModelError(
-        f"{USER_SOURCE}: {pattern!r} has the unknown style {style!r}; {hint} styles are"
-        f" {', '.join(STYLES)}"
+        f"{USER_SOURCE}: {pattern!r} has the unknown style {style!r};"
+        f" {did_you_mean(style, STYLES)}the styles are {', '.join(STYLES)}"
     )
 
 
@@ -142,13 +140,10 @@ def _translate(model: nn.Module, plan: Mapping[str, str], family: str) -> dict[s
         elif style != _NO_STYLE and any(matches(name, pattern) for name in names):
             unsupported[pattern] = style
     if unsupported:
-        first = list(unsupported.items())[:3]
-        shown = ", ".join(f"{pattern} is {style!r}" for pattern, style in first)
-        if len(unsupported) > 3:
-            shown += f" and {len(unsupported) - 3} more"
+        styled = [f"{pattern} is {style!r}" for pattern, style in unsupported.items()]
         raise ModelError(
-            f"Transformers' plan of {family} has styles that Plait does not apply: {shown};"
-            f" use parallel.tp = 1, or give {USER_SOURCE} with styles for other layers, which"
-            " leaves these replicated on every rank"
+            f"Transformers' plan of {family} has styles that Plait does not apply:"
+            f" {listed_names(styled, 3)}; use parallel.tp = 1, or give {USER_SOURCE} with styles"
+            " for other layers, which leaves these replicated on every rank"
         )
     return styles

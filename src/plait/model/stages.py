@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import inspect
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ from plait.model.dataflow import Dataflow, ForwardTrace, Need, Skeleton, Untrace
 from plait.model.sequence import is_inside
 from plait.model.tied import tied_names
 from plait.model.unavailable import output_fields
+from plait.names import listed_names
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,7 @@ def _owners(
         owners[name] = frozenset({stage})
         if name not in first_names and not used <= owners[name]:
             raise ModelError(
-                f"parallel.pp: {name} is used by stages {_shortened(str(stage) for stage in used)}"
+                f"parallel.pp: {name} is used by stages {listed_names(sorted(map(str, used)), 3)}"
                 f" and its block is on stage {stage}; a parameter that several blocks use is"
                 " registered in each of them, or outside of the blocks"
             )
@@ -284,12 +285,12 @@ def check_order(flow: Dataflow, bounds: Sequence[int], name: str) -> None:
     if repeated:
         rule = (
             f"{len(repeated)} of the {len(flow.blocks)} blocks run more than once in a forward"
-            f" ({_shortened(repeated)})"
+            f" ({listed_names(sorted(repeated), 3)})"
         )
     elif flow.order != sorted(flow.order):
         rule = (
             "the blocks run in another order than they are listed in"
-            f" ({_shortened([flow.blocks[index] for index in flow.order])})"
+            f" ({listed_names(sorted(flow.blocks[index] for index in flow.order), 3)})"
         )
     elif missing:
         rule = f"a stage ends with {missing[0]}, which does not run in a forward of this batch"
@@ -300,15 +301,6 @@ def check_order(flow: Dataflow, bounds: Sequence[int], name: str) -> None:
         " after the other; name such blocks in parallel.blocks, end stages elsewhere"
         " (parallel.pipeline.blocks_per_stage), or use parallel.pp = 1"
     )
-
-
-def _shortened(names: Iterable[str]) -> str:
-    """Return the first three names, sorted, and the number of further ones."""
-    names = sorted(names)
-    text = ", ".join(names[:3])
-    if len(names) > 3:
-        text += f" and {len(names) - 3} more"
-    return text
 
 
 def block_list(model: nn.Module, blocks: Sequence[str]) -> str:

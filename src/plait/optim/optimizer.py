@@ -24,8 +24,8 @@ from plait._torch.dtensor import local_tensor
 from plait.cluster import accelerator
 from plait.config.schema import optimizers
 from plait.config.schema.optimization import OptimizerSpec
-from plait.config.values.names import suggest_names
 from plait.errors import ConfigError, ModelError, Problem
+from plait.names import suggest_names
 from plait.optim.low_bit_adam import SmallStateAdam
 from plait.optim.placement_groups import step_by_placement
 from plait.parallel.memory_layout import dims_in_memory

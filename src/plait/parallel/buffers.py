@@ -36,7 +36,8 @@ from plait._torch.storage import version_of
 from plait.cluster.fake_group import is_fake
 from plait.cluster.layout import SAMPLE_AXES
 from plait.cluster.mesh import Mesh
-from plait.comm.largest import AsyncMaximum
+from plait.cluster.small_messages import all_gather_objects, max_over_ranks
+from plait.comm.pending import AsyncMaximum
 from plait.parallel.hooks import StepEnd, StepHook
 
 
@@ -191,13 +192,12 @@ class ChangingBuffers(StepHook):
         all_names = sorted(self._buffers)
         changed = {*self.names, *self._unsent}
         if self._data_group is not None and all_names:
-            flags = torch.tensor(
-                [name in changed for name in all_names],
-                dtype=torch.uint8,
+            flags = max_over_ranks(
+                [int(name in changed) for name in all_names],
+                self._data_group,
                 device=self._mesh.device,
             )
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._data_group)
-            changed = {name for name, flag in zip(all_names, flags.tolist(), strict=True) if flag}
+            changed = {name for name, flag in zip(all_names, flags, strict=True) if flag}
         self._unsent = set()
         self.names = tuple(sorted(changed))
         self._may_find_more = any(
@@ -210,8 +210,7 @@ class ChangingBuffers(StepHook):
         """Select the stage whose values are right, for every buffer that all stages share."""
         prefixes = tuple(f"{block}." for block in self._blocks)
         outside = [name for name in sorted(self._buffers) if not name.startswith(prefixes)]
-        answers: list[Any] = [None] * group.size()
-        dist.all_gather_object(answers, (self.names, outside, self._may_find_more), group=group)
+        answers = all_gather_objects((self.names, outside, self._may_find_more), group)
 
         # All stages must agree, because each of them takes part in the next exchange.
         self._may_find_more = any(may_find_more for *_, may_find_more in answers)

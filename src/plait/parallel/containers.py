@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -50,6 +50,16 @@ def rebuild(value: Any, inside: Mapping[Any, Any]) -> Any:
         # A dataclass may be frozen.
         object.__setattr__(changed, name, entry)
     return changed
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """Return a nested container with `function(tensor)` in place of every tensor."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    inside = entries(value)
+    if inside is None:
+        return value
+    return rebuild(value, {key: map_tensors(function, entry) for key, entry in inside.items()})
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from plait._torch.dtensor import local_window
 from plait._torch.modules import own_parameters
+from plait.parallel.placed import like_parameter
 
 
 def accept_full_tensors(model: nn.Module) -> None:
@@ -38,11 +39,4 @@ def _slice_full_tensors(
         # torch's error names a tensor of another shape.
         if value.shape == parameter.shape:
             local = value.detach()[local_window(parameter)].to(parameter.device)
-            state_dict[f"{prefix}{leaf}"] = DTensor.from_local(
-                local,
-                parameter.device_mesh,
-                parameter.placements,
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
+            state_dict[f"{prefix}{leaf}"] = like_parameter(local, parameter)

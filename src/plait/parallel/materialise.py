@@ -16,7 +16,6 @@ import copy
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from plait._torch.dtensor import local_window
 from plait._torch.modules import own_buffers, own_parameters, reset_method
 from plait._torch.storage import version_of
 from plait.errors import ModelError
+from plait.hashing import seed_of
 from plait.model.tied import tied_names
 
 Initialise = Callable[[nn.Module], None]
@@ -336,11 +336,10 @@ def _takes_a_module(method: Callable[..., Any]) -> bool:
 
 
 def _run(rule: _Rule, module: nn.Module, name: str, seed: int) -> None:
-    digest = blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         # Seed the CPU's generator only: torch.manual_seed keeps a stack trace per call until CUDA
         # starts, which took a quarter of the start of a small run.
-        torch.default_generator.manual_seed(int.from_bytes(digest, "little") >> 1)
+        torch.default_generator.manual_seed(seed_of(f"{seed}:{name}"))
         rule(module)
 
 

@@ -16,6 +16,7 @@ from plait._torch.modules import has_gradient_hooks
 from plait._torch.storage import storage_key
 from plait.errors import ModelError
 from plait.parallel.memory_layout import overlaps_itself
+from plait.units import dtype_name
 
 
 def refuse_unusable_parameters(
@@ -135,9 +136,9 @@ def refuse_several_dtypes(model: nn.Module, blocks: Sequence[str]) -> None:
             first_name, dtype = first.setdefault(unit, (name, parameter.dtype))
             if dtype != parameter.dtype:
                 raise ModelError(
-                    f"{name} is {_short(parameter.dtype)} and {first_name} {_short(dtype)}, and"
-                    f" what is sharded together ({unit or 'all outside of the blocks'}) has to be"
-                    " of one dtype; convert one of them, name modules of one dtype each in"
+                    f"{name} is {dtype_name(parameter.dtype)} and {first_name} {dtype_name(dtype)},"
+                    f" and what is sharded together ({unit or 'all outside of the blocks'}) has to"
+                    " be of one dtype; convert one of them, name modules of one dtype each in"
                     " parallel.blocks, or use ZeRO stage 0"
                 )
 
@@ -151,13 +152,9 @@ def refuse_complex(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.is_complex():
             raise ModelError(
-                f"{name} is {_short(parameter.dtype)}, and bf16, fp16 and communication_data_type"
-                " would drop its imaginary part; leave them out"
+                f"{name} is {dtype_name(parameter.dtype)}, and bf16, fp16 and"
+                " communication_data_type would drop its imaginary part; leave them out"
             )
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _refuse_shared_memory(model: nn.Module) -> None:

@@ -6,7 +6,6 @@ arrays with one entry per candidate, so that runs of many machines are priced in
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -19,6 +18,7 @@ import yaml
 
 from plait.cluster.machines import Topology
 from plait.errors import InputError
+from plait.names import did_you_mean
 from plait.units import GIB
 
 T = TypeVar("T")
@@ -105,8 +105,7 @@ def device(name: str) -> DeviceSpec:
     query = name.strip().lower()
     key = query if query in table else _first_mentioned(table, query)
     if key is None:
-        near = difflib.get_close_matches(query, table, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}? " if near else ""
+        hint = did_you_mean(query, table, cutoff=0.5)
         raise InputError(f"GPU {name!r}: not in the catalogue; {hint}known are {', '.join(table)}")
     entry = table[key]
     link = _catalogue()["links"][entry["link"]]

@@ -6,7 +6,6 @@ Weights are never read. The inverse, `to_config`, creates the configuration that
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,11 +20,12 @@ import yaml
 from plait.errors import ConfigError, InputError, Problem, raise_problems
 from plait.files import user_path
 from plait.model.described import check_sizes
+from plait.names import did_you_mean
 from plait.planner.architecture import Architecture
 from plait.planner.built import as_built
 from plait.planner.dropouts import DROPOUTS, dropouts_of
 from plait.planner.text_part import NAMES, check_places, size_of_transformers, text_part
-from plait.units import format_count
+from plait.units import format_count, is_count
 
 
 @cache
@@ -476,7 +476,7 @@ def _required_sizes(
         if value is None:
             # Training builds it with the default of Transformers.
             value = _first_default(model_type, keys)
-        if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        if is_count(value):
             sizes[field] = value
             continue
         rule = "not a whole number of at least 1"
@@ -563,8 +563,7 @@ def find_model(source: str, *, sequence: int | None = None) -> Model:
 
     public = named(source)
     if public is None:
-        near = difflib.get_close_matches(source.lower(), names(), n=3, cutoff=0.4)
-        hint = f"did you mean {', '.join(near)}? " if near else ""
+        hint = did_you_mean(source, names(), count=3, cutoff=0.4)
         raise InputError(
             f"model {source!r}: no file, no folder and no public model that is known; {hint}`plait"
             " plan models` prints them"

@@ -8,7 +8,6 @@ of processes, to the layout that was priced.
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ from plait.config.reading.source import Document
 from plait.config.resolving.resolve import load, outline
 from plait.errors import InputError, raise_problems
 from plait.files import write_atomically_in_folder
+from plait.hashing import sha256_of
 from plait.planner.choice import LayoutChoice
 from plait.planner.estimate import lower_end
 from plait.planner.job import CONTEXT, RECOMPUTE, SCHEDULES
@@ -236,7 +236,7 @@ def write(plan: Plan, path: str | Path, base: Mapping[str, Any] | None = None) -
     sidecar_path = path.with_suffix(".plan.json")
     best = plan.best[0]
     text = json.dumps(config_of(plan.request, best, base), indent=2) + "\n"
-    sidecar = sidecar_of(plan, best) | {"asked": base, "sha256": _digest(text)}
+    sidecar = sidecar_of(plan, best) | {"asked": base, "sha256": sha256_of(text)}
     write_atomically_in_folder(path, text)
     write_atomically_in_folder(sidecar_path, json.dumps(sidecar, indent=2) + "\n")
     return path, sidecar_path
@@ -246,10 +246,6 @@ def is_own(path: Path) -> bool:
     """Return True if a configuration is unchanged since `write` created it."""
     try:
         sidecar = json.loads(path.with_suffix(".plan.json").read_text(encoding="utf-8"))
-        return bool(sidecar["sha256"] == _digest(path.read_text(encoding="utf-8")))
+        return bool(sidecar["sha256"] == sha256_of(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError):
         return False
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()

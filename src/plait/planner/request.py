@@ -21,6 +21,7 @@ from plait.planner.offers import EVERYTHING, Offers, offered
 from plait.planner.space import Space, build_space
 from plait.planner.splits import Split, split_of
 from plait.planner.states import account_states
+from plait.units import SHORT_NAMES
 
 
 @dataclass(frozen=True)
@@ -166,9 +167,6 @@ def _counting(request: Request) -> dict[str, Any]:
     return {"sequence": request.sequence, "precision": request.precision, "on_cores": on_cores}
 
 
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-
-
 def estimate_of(request: Request, layouts: Layouts, rates: Rates) -> Estimate:
     """Predict time and memory of candidates of a request."""
     job = job_of(request, layouts)
@@ -189,8 +187,8 @@ def states_of(
     """
     compute = None
     if request.precision != "fp32":
-        compute = _DTYPES[request.precision]
-    reduce = _DTYPES[request.reduce]
+        compute = SHORT_NAMES[request.precision]
+    reduce = SHORT_NAMES[request.reduce]
     form = request.optimizer_states
 
     return account_states(

@@ -22,12 +22,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from plait._torch.flat_collectives import all_gather_single
 from plait._torch.modules import is_persistent
 from plait.cluster.fake_group import is_fake
 from plait.cluster.mesh import Mesh
+from plait.cluster.small_messages import all_gather_bytes
 from plait.config.resolving.resolve import Resolved
 from plait.errors import InputError
+from plait.units import dtype_name
 from plait.version import __version__
 
 Fact = tuple[str, str]
@@ -166,7 +167,7 @@ def _model_facts(model: nn.Module) -> Iterator[Fact]:
 
 def _dtype_and_shape(tensor: torch.Tensor) -> str:
     suffix = " on meta" if tensor.is_meta else ""
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}{suffix}"
+    return f"{dtype_name(tensor.dtype)} {list(tensor.shape)}{suffix}"
 
 
 def _comparable_values(values: Mapping[str, Any]) -> Iterator[Fact]:
@@ -191,11 +192,7 @@ def _compare(facts: Sequence[Fact], mesh: Mesh, *, equal_over_stages: bool) -> i
 
     # One row per rank: digest of the facts, then the seed, which may differ.
     digest = blake2b(repr(list(facts)).encode(), digest_size=_DIGEST_BYTES).digest()
-    row = bytearray(digest + seed.to_bytes(8, "little"))
-    local = torch.frombuffer(row, dtype=torch.uint8).to(mesh.device)
-    gathered = local.new_empty(world * local.numel())
-    all_gather_single(gathered, local)
-    rows = [bytes(entry) for entry in gathered.view(world, -1).tolist()]
+    rows = all_gather_bytes(digest + seed.to_bytes(8, "little"), mesh.device)
 
     stages = [0] * world
     if not equal_over_stages:

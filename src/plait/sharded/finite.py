@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from plait._torch.dtensor import local_tensor
-from plait._torch.flat_collectives import all_gather_single
+from plait.cluster.small_messages import all_gather_bytes
 from plait.comm.hang import format_ranks
 from plait.errors import NumbersError
 
@@ -32,7 +31,8 @@ def non_finite_error(
     # One row per rank: flag of the loss, name of the first bad gradient (UTF-8).
     is_bad_loss = loss is not None and not math.isfinite(loss)
     name = _first_bad_gradient(model).encode()[: _ROW_BYTES - 1]
-    rows = _all_gather_rows(bytes([is_bad_loss]) + name, device)
+    row = bytes([is_bad_loss]) + name
+    rows = all_gather_bytes(row.ljust(_ROW_BYTES, b"\0"), device)
 
     causes = []
     bad_losses = [rank for rank, row in enumerate(rows) if row[0]]
@@ -60,13 +60,3 @@ def _first_bad_gradient(model: nn.Module) -> str:
         if not bool(torch.isfinite(local_tensor(parameter.grad)).all()):
             return name
     return ""
-
-
-def _all_gather_rows(row: bytes, device: torch.device) -> list[bytes]:
-    padded = row.ljust(_ROW_BYTES, b"\0")
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [padded]
-    local = torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(device)
-    gathered = local.new_empty(dist.get_world_size() * _ROW_BYTES)
-    all_gather_single(gathered, local)
-    return [bytes(rank_row) for rank_row in gathered.cpu().view(-1, _ROW_BYTES).numpy()]

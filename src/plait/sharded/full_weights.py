@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from plait.cluster.small_messages import all_gather_objects
 from plait.errors import InputError
 from plait.parallel.techniques.data_parallel import free_gathered
 from plait.sharded.model import ShardedModel
@@ -150,12 +151,9 @@ def _agreed_order(sharded: ShardedModel, local: Mapping[str, torch.Tensor]) -> l
     if group is None:
         return stage_facts
 
-    stages: list[list[_TensorFacts]] = [[] for _ in range(group.size())]
-    dist.all_gather_object(stages, stage_facts, group=group)
-
     order: list[_TensorFacts] = []
     seen: set[str] = set()
-    for facts in itertools.chain.from_iterable(stages):
+    for facts in itertools.chain.from_iterable(all_gather_objects(stage_facts, group)):
         # The two ends of a pipeline both hold a weight that ties them.
         names = tuple(name for name in facts.names if name not in seen)
         if names:

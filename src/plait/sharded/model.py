@@ -12,12 +12,12 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from plait.cluster.fake_group import is_fake
 from plait.cluster.mesh import Mesh
+from plait.cluster.small_messages import broadcast_object
 from plait.comm import board
 from plait.comm.desync import ComparedCollectives
 from plait.comm.watch import WATCH
@@ -482,9 +482,8 @@ class ShardedModel:
         group = self.mesh.group("pp")
         if self.pipeline is None or group is None:
             return value
-        box = [value if self.holds_output else None]
-        dist.broadcast_object_list(box, group=group, group_src=self.pipeline.output_rank)
-        return box[0]
+        own_value = value if self.holds_output else None
+        return broadcast_object(own_value, group, source=self.pipeline.output_rank)
 
     @property
     def is_cut(self) -> bool:

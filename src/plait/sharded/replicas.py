@@ -18,6 +18,7 @@ from plait._torch.dtensor import local_tensor
 from plait._torch.flat_collectives import all_gather_single
 from plait.cluster.layout import AXES, EXPERT_AXES, STAGE_AXES
 from plait.cluster.mesh import Mesh
+from plait.cluster.small_messages import all_gather_objects, max_over_ranks
 from plait.comm.hang import format_ranks as rank_names
 from plait.config.resolving.resolve import Resolved
 from plait.errors import ConfigError, NumbersError, Problem
@@ -111,16 +112,10 @@ def _local_differences(
 
 
 def _all_gather_differences(local: list[Difference], mesh: Mesh) -> list[Difference]:
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return local
     # Usually there is none. One number is cheaper to exchange than Python objects.
-    flag = torch.tensor([len(local)], device=mesh.device)
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-    if not flag.item():
+    if not max_over_ranks([len(local)], dist.group.WORLD, device=mesh.device)[0]:
         return []
-    gathered: list[list[Difference]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, local)
-    return [difference for differences in gathered for difference in differences]
+    return [difference for differences in all_gather_objects(local) for difference in differences]
 
 
 def _tensors(

@@ -11,6 +11,7 @@ from plait.cluster.host_copy import HostCopy
 from plait.cluster.layout import SAMPLE_AXES
 from plait.cluster.mesh import Mesh
 from plait.errors import warn
+from plait.names import listed_names
 from plait.sharded.replicas import bits_of
 
 STEPS = 10
@@ -110,12 +111,11 @@ class UnchangedParameters:
             and parameters[name] in trained
         ]
         if unchanged:
-            more = f" and {len(unchanged) - 1} more" if len(unchanged) > 1 else ""
             warn(
-                f"{unchanged[0]}{more} did not change in the first {STEPS} updates, although it "
-                "requires a gradient: the loss does not depend on it, its gradient is zero, or the "
-                "updates are below the precision of its dtype; freeze it (requires_grad_(False)) "
-                "if it should not change"
+                f"{listed_names(unchanged, 1)} did not change in the first {STEPS} updates,"
+                " although it requires a gradient: the loss does not depend on it, its gradient is"
+                " zero, or the updates are below the precision of its dtype; freeze it"
+                " (requires_grad_(False)) if it should not change"
             )
 
 

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from plait.checkpoint.agreement import run_on_all_ranks
 from plait.checkpoint.folder import find_checkpoint
 from plait.checkpoint.places import Place, place_of
 from plait.cluster import accelerator
+from plait.cluster.small_messages import all_gather_objects
 from plait.config.resolving.resolve import Resolved, resolve
 from plait.config.schema.config import Config
 from plait.config.schema.sections import DataSection, ModelSection, RunSection, SampleSection
@@ -420,11 +420,8 @@ def _check_same_on_all_ranks(checked: ValidatedRun) -> None:
     Machines may have different copies of a file. Without this check the run would silently train on
     inputs that nobody intended.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
     identity = {**checked.identity, "position": asdict(checked.position)}
-    identities: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(identities, identity)
+    identities = all_gather_objects(identity)
     for rank, other in enumerate(identities):
         different = [name for name in identity if other.get(name) != identities[0].get(name)]
         if different:

@@ -23,6 +23,7 @@ from plait.parallel.context.kernel import (
     attend_backward,
     kernel_for,
 )
+from plait.units import dtype_name
 from plait.validation.context import Context, require_real_device
 from plait.validation.rows import Verdict, verdict
 
@@ -60,7 +61,7 @@ class Case:
         }
         return ", ".join(
             [
-                str(self.dtype).removeprefix("torch."),
+                dtype_name(self.dtype),
                 *(name for name, value in properties.items() if value),
             ]
         )

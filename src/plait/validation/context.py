@@ -16,6 +16,7 @@ import torch.distributed as dist
 from plait.cluster import accelerator
 from plait.cluster.layout import Layout
 from plait.cluster.mesh import Mesh, build_mesh, local_device
+from plait.cluster.small_messages import all_gather_objects, broadcast_object
 from plait.cluster.staged_group import make_default_group
 from plait.cluster.topology import place
 from plait.units import GIB
@@ -86,18 +87,14 @@ class Context:
         if self.world == 1:
             return value
         self.group()
-        values = [value]
-        dist.broadcast_object_list(values)
-        return values[0]
+        return broadcast_object(value)
 
     def gathered(self, value: Any) -> list[Any]:
         """Return the values of all ranks. Collective."""
         if self.world == 1:
             return [value]
         self.group()
-        values: list[Any] = [None] * self.world
-        dist.all_gather_object(values, value)
-        return values
+        return all_gather_objects(value)
 
     def close(self) -> None:
         """Destroy the process group."""

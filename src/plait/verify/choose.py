@@ -24,6 +24,7 @@ from plait.errors import ConfigError, InputError, ModelError, Problem, first_lin
 from plait.files import is_path, user_path
 from plait.model.blocks import find_blocks
 from plait.model.described import check_sizes, described_config, require_transformers
+from plait.model.layers import count_parameters
 from plait.planner.models import find_model, named
 from plait.units import DTYPES, format_count
 from plait.verify import shrink
@@ -196,7 +197,7 @@ def _measure_large_model(fields: shrink.Fields, title: str) -> tuple[int, set[st
         raise InputError(
             f"{title}: not a causal language model of Transformers ({first_line(error)})"
         ) from error
-    return _parameter_count(model), {type(module).__name__ for module in model.modules()}
+    return count_parameters(model), {type(module).__name__ for module in model.modules()}
 
 
 def _candidates(fields: shrink.Fields, layout: Layout) -> Iterator[shrink.Fields]:
@@ -221,7 +222,7 @@ def _candidates(fields: shrink.Fields, layout: Layout) -> Iterator[shrink.Fields
 
 def _choose_function(path: str, blocks: tuple[str, ...], layout: Layout) -> ModelChoice:
     model, loss, _ = call_function(path)
-    whole = _parameter_count(model)
+    whole = count_parameters(model)
     dtype = next(
         (name for name, known in DTYPES.items() for p in model.parameters() if p.dtype == known),
         "float32",
@@ -301,8 +302,8 @@ def _try_model(tested: TestedModel) -> tuple[TestedModel, nn.Module]:
     """
     if tested.fields is not None:
         model = transformers_model(tested.fields, dtype=torch.float64)
-        if _parameter_count(model) > _MOST_PARAMETERS:
-            raise _TooLarge(tested.title, _parameter_count(model))
+        if count_parameters(model) > _MOST_PARAMETERS:
+            raise _TooLarge(tested.title, count_parameters(model))
         names = inspect.signature(model.forward).parameters
         mask = _MASK if _MASK in names else None
         tested = tested.model_copy(update={"vocabulary": vocabulary_of(model.config), "mask": mask})
@@ -369,14 +370,10 @@ def _refuse_random(tested: TestedModel, first: float, second: float) -> None:
         )
 
 
-def _parameter_count(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
 def _make_choice(
     tested: TestedModel, model: nn.Module, lines: list[str], *, whole: int, dtype: str
 ) -> ModelChoice:
-    small = _parameter_count(model)
+    small = count_parameters(model)
     lines = [
         *lines,
         (

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from plait.cluster.small_messages import all_gather_objects
 from plait.engine.engine import Engine
 from plait.losses.loss import Loss
 from plait.parallel.micro_batches import Forward, default_forward, to_device
@@ -248,11 +248,11 @@ def from_all_ranks(mine: Mapping[str, T]) -> dict[str, T]:
 
     If several ranks have an entry, that of the lowest rank is used.
     """
-    names = _gathered(list(mine))
+    names = all_gather_objects(list(mine))
     if all(found == names[0] for found in names):
         return dict(mine)
     merged: dict[str, T] = {}
-    for entries in _gathered(dict(mine)):
+    for entries in all_gather_objects(dict(mine)):
         merged = {**entries, **merged}
     return merged
 
@@ -262,7 +262,7 @@ def spread_over_ranks(kind: Kind, mine: Mapping[str, torch.Tensor]) -> list[Diff
 
     Copies are compared bitwise with that of the lowest rank.
     """
-    digests = _gathered(
+    digests = all_gather_objects(
         {
             name: hashlib.blake2b(t.reshape(-1).view(torch.uint8).numpy().tobytes()).digest()
             for name, t in mine.items()
@@ -275,7 +275,7 @@ def spread_over_ranks(kind: Kind, mine: Mapping[str, torch.Tensor]) -> list[Diff
     differing = [name for name, seen in found.items() if len(seen) > 1]
     if not differing:
         return []
-    everyone = _gathered({name: mine[name] for name in differing if name in mine})
+    everyone = all_gather_objects({name: mine[name] for name in differing if name in mine})
     spread = []
     for name in differing:
         first, *others = [entries[name] for entries in everyone if name in entries]
@@ -284,15 +284,6 @@ def spread_over_ranks(kind: Kind, mine: Mapping[str, torch.Tensor]) -> list[Diff
             Difference(f"copies of {kind} {name} on different ranks", error, kind, None, name)
         )
     return spread
-
-
-def _gathered(value: T) -> list[T]:
-    """Return the value of every rank. Collective."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def compare(reference: Trace, trace: Trace) -> list[Difference]:

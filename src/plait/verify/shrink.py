@@ -19,6 +19,7 @@ from typing import Any
 from torch import nn
 
 from plait.cluster.layout import Layout
+from plait.units import is_count, is_integer
 
 Fields = dict[str, Any]
 
@@ -329,10 +330,7 @@ def _follow_hidden(fields: Mapping[str, Any], result: Fields, hidden: str) -> No
 
 def _as_before(value: Any, before: Any, after: Any) -> Any:
     """Return the size of a single layer, in the same ratio to the other layers as before."""
-    if not all(
-        isinstance(size, int) and not isinstance(size, bool) and size > 0
-        for size in (value, before, after)
-    ):
+    if not all(map(is_count, (value, before, after))):
         return value
     return max(1, value * after // before)
 
@@ -435,11 +433,7 @@ def _degrees(*degrees: int) -> tuple[int, ...]:
 
 def _present(fields: Mapping[str, Any], names: Iterable[str]) -> str | None:
     return next(
-        (
-            name
-            for name in names
-            if isinstance(fields.get(name), int) and not isinstance(fields[name], bool)
-        ),
+        (name for name in names if is_integer(fields.get(name))),
         None,
     )
 

@@ -18,12 +18,12 @@ from torch import nn
 
 import plait
 from plait.checkpoint.content import ContentHash
-from plait.checkpoint.manifest import digest
 from plait.checkpoint.save import snapshot, write
 from plait.cli.main import main
 from plait.cluster.layout import Layout
 from plait.cluster.mesh import build_mesh
 from plait.errors import PlaitError
+from plait.hashing import sha256_of
 
 Json = dict[str, Any]
 
@@ -66,11 +66,11 @@ def rehash(folder: Path) -> None:
         and isinstance(manifest.get("ranks"), list)
         and (at / "00000.json").is_file()
     ):
-        manifest["ranks"] = [digest((at / "00000.json").read_text()), *manifest["ranks"][1:]]
+        manifest["ranks"] = [sha256_of((at / "00000.json").read_text()), *manifest["ranks"][1:]]
         (at / "manifest.json").write_text(json.dumps(manifest))
-    (at / "manifest.sha256").write_text(digest((at / "manifest.json").read_text()))
+    (at / "manifest.sha256").write_text(sha256_of((at / "manifest.json").read_text()))
     (folder / "LATEST").write_text(
-        json.dumps({"tag": "two", "manifest_sha256": digest((at / "manifest.json").read_text())})
+        json.dumps({"tag": "two", "manifest_sha256": sha256_of((at / "manifest.json").read_text())})
     )
 
 
@@ -95,7 +95,7 @@ def text(file: str, content: str) -> Callable[[Path], None]:
         if file == "00000.json":
             rehash(folder)
         (folder / "two" / "manifest.sha256").write_text(
-            digest((folder / "two" / "manifest.json").read_text())
+            sha256_of((folder / "two" / "manifest.json").read_text())
         )
 
     return change

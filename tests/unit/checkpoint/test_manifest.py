@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from plait.checkpoint.manifest import RankManifest, digest, read_json, read_manifest
+from plait.checkpoint.manifest import RankManifest, read_json, read_manifest
 from plait.errors import CheckpointError
+from plait.hashing import sha256_of
 from tests.checkpoints import put
 
 
@@ -18,7 +19,7 @@ def test_degrees_of_no_layout(tmp_path: Path, degrees: Any) -> None:
     path = put(tmp_path, "a", {})
     edited = json.dumps(json.loads((path / "manifest.json").read_text()) | {"degrees": degrees})
     (path / "manifest.json").write_text(edited)
-    (path / "manifest.sha256").write_text(digest(edited))
+    (path / "manifest.sha256").write_text(sha256_of(edited))
     with pytest.raises(
         CheckpointError, match=r"manifest.json is not a valid Manifest of Plait: degrees"
     ):

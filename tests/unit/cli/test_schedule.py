@@ -128,7 +128,7 @@ def test_list(as_json: bool, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["1F1B"], "did you mean '1f1b'?"),
+        (["1F1B"], "did you mean `1f1b`?"),
         (["interleaved-1f1b", "--microbatches", "11"], "use 10 or 12"),
         (["dualpipev", "--microbatches", "7"], "has 8 stages and needs as many micro-batches"),
         (["1f1b", "--stages-per-rank", "2"], "1f1b has exactly 1 on a rank"),

@@ -93,7 +93,7 @@ def test_a_family_may_name_modules_that_a_configuration_leaves_out_but_not_all()
 def test_a_user_s_unknown_style_is_refused_with_the_nearest() -> None:
     with pytest.raises(
         ModelError,
-        match=r"parallel.plan: 'head' has the unknown style 'columnwise'; did you mean 'colwise'\?",
+        match=r"parallel.plan: 'head' has the unknown style 'columnwise'; did you mean colwise\?",
     ):
         rules_for(stack(), user={"head": "columnwise"})
 

@@ -18,6 +18,7 @@ from plait.checkpoint.windows import TensorRecord
 from plait.cluster.layout import Layout
 from plait.cluster.mesh import build_mesh
 from plait.errors import CheckpointError
+from plait.units import dtype_name
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def slice_of_parts(parts: Sequence[torch.Tensor], start: int, length: int) -> to
 def save(checkpoint: ForeignCheckpoint, folder: Place, tag: str) -> Place:
     """Write the contents as a checkpoint of Plait and return its folder. Raises CheckpointError."""
     records = {
-        name: TensorRecord(dtype=str(tensor.dtype).removeprefix("torch."), shape=tensor.shape)
+        name: TensorRecord(dtype=dtype_name(tensor.dtype), shape=tensor.shape)
         for name, tensor in checkpoint.tensors.items()
     }
     metadata = {

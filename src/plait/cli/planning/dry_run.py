@@ -8,7 +8,6 @@ GPU (`--on-device`) kernels run, and time and memory are measured.
 from __future__ import annotations
 
 import copy
-import difflib
 import json
 import sys
 import time
@@ -25,6 +24,7 @@ from plait.config.resolving.resolve import Resolved, load, resolve
 from plait.engine.single_rank import SingleRankRun, run_single_rank
 from plait.errors import ConfigError, InputError, Problem, first_line
 from plait.model.described import require_transformers
+from plait.names import did_you_mean
 from plait.parallel.schedules.schedule import SCHEDULES as TABLES
 from plait.planner.auto import layout_of as planned_layout
 from plait.planner.constants import knowledge
@@ -316,8 +316,7 @@ def _build_model(tree: Mapping[str, Any]) -> Any:
     fields = _model_fields(tree)
     kind = fields.get("model_type")
     if kind not in CONFIG_MAPPING:
-        near = difflib.get_close_matches(str(kind), list(CONFIG_MAPPING), n=3)
-        hint = f"did you mean {', '.join(near)}? " if near else ""
+        hint = did_you_mean(str(kind), CONFIG_MAPPING, count=3)
         raise InputError(
             f"plait dryrun: Transformers has no model {kind!r} in this version; {hint}`plait plan`"
             " does not need the code of the model"

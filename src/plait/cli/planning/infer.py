@@ -25,6 +25,8 @@ from plait.cli.options import (
 )
 from plait.cli.planning.tables import print_table
 from plait.errors import InputError
+from plait.names import did_you_mean
+from plait.units import dtype_name
 
 if TYPE_CHECKING:
     from torch import nn
@@ -159,7 +161,7 @@ def infer(
         return
 
     count = format_count(sum(p.numel() for p in unloaded.parameters()))
-    kind = str(compute_dtype(unloaded)).removeprefix("torch.")
+    kind = dtype_name(compute_dtype(unloaded))
     print(
         f"{model}: {count} parameters, {kind}; {batch_size} x ({prompt_tokens:,} + {new_tokens:,})"
         " tokens"
@@ -201,10 +203,7 @@ def _open_model(
         return None, model_of_config(path, dtype=torch_dtype)
     public = named(name)
     if public is None:
-        from difflib import get_close_matches
-
-        near = get_close_matches(name.lower(), names(), n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]}? " if near else ""
+        hint = did_you_mean(name, names(), cutoff=0.4)
         raise InputError(
             f"--model {name}: no such folder or file, and no public model; {hint}`plait plan"
             " models` lists them"

@@ -15,17 +15,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from plait._torch.flat_collectives import all_gather_single
-from plait._torch.units import AllGather, ReduceScatter
+from plait._torch.units import AllGather
 from plait.comm.board import describe_tensor
 from plait.comm.buckets import Flat
 from plait.comm.record import record
-from plait.comm.reduce_scatter import add_in_order, reduce_scatter
+from plait.comm.reduce_scatter import SynchronousReduceScatter, add_in_order, reduce_scatter
 from plait.comm.shared_memory.host import SharedMemory, SharedMemoryGroup, SharedMemoryUnavailable
 from plait.errors import CommunicationError
 
@@ -239,7 +238,7 @@ class SharedAllGather(_Slots, AllGather):
         self._free = _ALL_FREE
 
 
-class SharedReduceScatter(_Slots, ReduceScatter):
+class SharedReduceScatter(_Slots, SynchronousReduceScatter):
     """Reduce-scatter of one group from memory that all ranks write, for every unit of a model.
 
     `fully_shard` requests the input (`allocate`), copies the gradients into it, requests the output
@@ -282,26 +281,9 @@ class SharedReduceScatter(_Slots, ReduceScatter):
         self._input = (tensor.data_ptr(), count, slot)
         return tensor.view(*size)
 
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> None:
-        """Reduce `input_tensor` [ranks x n] to this rank's `output_tensor` [n]. Synchronous.
-
-        Args:
-            output_tensor: This rank's shard of the result.
-            input_tensor: Contribution of this rank.
-            group: The process group.
-            op: SUM or AVG.
-            async_op: Not used.
-        """
-        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-            raise NotImplementedError(f"reduce-scatter by {op}")
-        count = input_tensor.numel() * input_tensor.element_size()
+    def reduce(self, output: torch.Tensor, stacked: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """Write this rank's shard of the sum of `stacked` [ranks x n] to `output` [n]."""
+        count = stacked.numel() * stacked.element_size()
         self._has_input = False
         requested = self._input
         self._input = None
@@ -309,13 +291,11 @@ class SharedReduceScatter(_Slots, ReduceScatter):
         if self._fits(count):
             slot = None
             # Another tensor than the one that `allocate` returned is copied into a slot first.
-            if requested is not None and requested[:2] == (input_tensor.data_ptr(), count):
+            if requested is not None and requested[:2] == (stacked.data_ptr(), count):
                 slot = requested[2]
-            self._reduce_in_memory(output_tensor, input_tensor, group, slot)
+            self._reduce_in_memory(output, stacked, group, slot)
         else:
-            reduce_scatter(output_tensor, input_tensor, group)
-        if op == dist.ReduceOp.AVG:
-            output_tensor.div_(group.size())
+            reduce_scatter(output, stacked, group)
 
     def _reduce_in_memory(
         self,

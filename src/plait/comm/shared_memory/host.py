@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from plait._torch.groups import timeout_of
 from plait.cluster.host_memory import free_host_bytes
+from plait.cluster.small_messages import all_gather_objects, broadcast_object
 from plait.comm import stacks
 from plait.comm.board import Wait
 from plait.comm.watch import WATCH
@@ -83,10 +84,9 @@ class SharedMemoryGroup:
         # This raises SharedMemoryUnavailable unless the ranks share a machine.
         SharedMemory(self, words=1, data_bytes=0)
 
-        self._processes: list[tuple[int, int]] = [(0, 0)] * self.ranks
-        """Number of each rank's process, and its PID namespace."""
         process = (os.getpid(), os.stat("/proc/self/ns/pid").st_ino)
-        dist.all_gather_object(self._processes, process, group=group)
+        self._processes = all_gather_objects(process, group)
+        """Number of each rank's process, and its PID namespace."""
         self._sees_processes = len({namespace for _, namespace in self._processes}) == 1
 
     def name(self, rank: int) -> str:
@@ -229,9 +229,7 @@ class SharedMemory:
         offer: tuple[str, bytes] | str | None = None
         if host.rank == 0:
             descriptor, offer = _offer(total)
-        offers = [offer]
-        dist.broadcast_object_list(offers, group_src=0, group=host.group)
-        mapped, problem = _open(offers[0], total)
+        mapped, problem = _open(broadcast_object(offer, host.group), total)
         try:
             # This is also a barrier. The first rank must not close its descriptor before all ranks
             # have opened the file.
@@ -282,9 +280,7 @@ class SharedMemory:
 
 def _raise_on_all_ranks(group: dist.ProcessGroup, problem: str | None) -> None:
     """Raise SharedMemoryUnavailable on every rank if any rank has a problem. Collective."""
-    problems: list[str | None] = [None] * group.size()
-    dist.all_gather_object(problems, problem, group=group)
-    for rank, text in enumerate(problems):
+    for rank, text in enumerate(all_gather_objects(problem, group)):
         if text is not None:
             raise SharedMemoryUnavailable(f"rank {dist.get_global_rank(group, rank)}: {text}")
 

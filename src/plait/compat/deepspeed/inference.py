@@ -14,6 +14,7 @@ from torch import nn
 from plait.errors import InputError
 from plait.inference.generate import generate
 from plait.sharded.parallel_model import ParallelModel, parallelize
+from plait.units import is_count
 
 _DTYPES = {
     "fp32": torch.float32,
@@ -188,7 +189,7 @@ def _pop_degree(settings: dict[str, Any]) -> int:
             continue
         value = settings.pop(name)
         degree = value.get("tp_size", 1) if isinstance(value, Mapping) else value
-        if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
+        if not is_count(degree):
             raise InputError(
                 f"init_inference({name}={value!r}): tp_size is a whole number of at least 1"
             )

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from plait import exact
 from plait._torch.dtensor import local_tensor, local_window
 from plait.checkpoint.load import Reader
+from plait.cluster.small_messages import all_gather_objects
 from plait.compat.deepspeed.refused import refuse_arguments
 from plait.engine.engine import Engine
 from plait.engine.weights import full_weights, load_weights_of
@@ -309,9 +310,7 @@ class CheckpointMethods:
         # The weights are those of all stages, but a rank knows only its own frozen parameters.
         group = self.plait.mesh.group("pp")
         if group is not None and exclude_frozen_parameters:
-            stages: list[Any] = [None] * group.size()
-            dist.all_gather_object(stages, frozen, group=group)
-            frozen = set().union(*stages)
+            frozen = set().union(*all_gather_objects(frozen, group))
         weights = full_weights(self.plait)
         if self.plait.rank:
             return None

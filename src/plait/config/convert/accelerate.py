@@ -24,6 +24,7 @@ from plait.config.dialects.keys import known_paths, nearest
 from plait.config.reading.source import Document, read_named
 from plait.config.schema.provenance import KeyReport, Status
 from plait.errors import ConfigError, Problem
+from plait.units import is_count
 
 _TYPES = (*REPLICATED, "DEEPSPEED", "FSDP")
 _TYPE_OF_SECTION = {
@@ -268,10 +269,7 @@ def _read_processes(file: _AccelerateFile) -> int | None:
         file.defaults["run.processes"] = 1
         return None
 
-    valid = all(
-        isinstance(number, int) and not isinstance(number, bool) and number > 0
-        for number in (value, machines)
-    )
+    valid = all(map(is_count, (value, machines)))
     if not valid or value % machines:
         rule = f"cannot be shared out over num_machines = {machines!r}"
         remedy = "give the processes of all machines together, as many on each"

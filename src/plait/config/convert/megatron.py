@@ -25,6 +25,7 @@ from plait.config.dialects.keys import nearest
 from plait.config.reading.source import scalar
 from plait.config.schema.provenance import KeyReport, Status
 from plait.errors import ConfigError, Problem
+from plait.units import is_count
 
 
 def read_flags(tokens: Sequence[str]) -> TranslatedDocument:
@@ -119,7 +120,7 @@ def _set_stages_per_rank(settings: Settings, problems: list[Problem]) -> None:
     name, layers_per_stage = flag
     _, layers = settings.get("num_layers", ("", None))
     _, pp = settings.get("parallel.pp", ("", 1))
-    if not all(_is_positive_int(number) for number in (layers_per_stage, layers, pp)):
+    if not all(map(is_count, (layers_per_stage, layers, pp))):
         rule = (
             "the stages of a rank are --num-layers / --pipeline-model-parallel-size / this, and not"
             " all three are whole numbers"
@@ -138,10 +139,6 @@ def _set_stages_per_rank(settings: Settings, problems: list[Problem]) -> None:
         problems.append(Problem(name, layers_per_stage, rule, remedy))
         return
     settings["parallel.pipeline.stages_per_rank"] = (name, layers // divisor)
-
-
-def _is_positive_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _defaults(settings: Settings, problems: list[Problem]) -> dict[str, Any]:

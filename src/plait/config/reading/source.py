@@ -11,7 +11,6 @@ from __future__ import annotations
 import base64
 import binascii
 import copy
-import difflib
 import json
 import os
 import re
@@ -23,7 +22,9 @@ from typing import Any
 import yaml
 
 from plait.config.reading.plain import MAX_DIGITS, TooLong, refuse_unusable
-from plait.errors import ConfigError, Problem, raise_problems
+from plait.errors import ConfigError, Problem, raise_problems, shorten
+from plait.files import is_file
+from plait.names import similar_names
 
 Source = str | Path | Mapping[str, Any]
 """Source of a configuration: a path, base64 text or a mapping."""
@@ -68,7 +69,7 @@ def read(source: str | Path | Mapping[str, Any]) -> Document:
         refuse_unusable(source, name)
         return Document(name, _as_tree(copy.deepcopy(dict(source)), name))
 
-    if isinstance(source, str) and not _is_file(source):
+    if isinstance(source, str) and not is_file(source):
         decoded = _from_base64(source)
         if decoded is not None:
             name = "the base64 configuration"
@@ -93,7 +94,7 @@ def read_named(named: str, by: Document) -> Document:
         ConfigError: See `read`.
     """
     relative = os.path.join(os.path.dirname(by.name), named)
-    if not _is_file(named) and _is_file(relative):
+    if not is_file(named) and is_file(relative):
         return read(Path(relative))
     return read(Path(named))
 
@@ -146,14 +147,6 @@ def _parse_int(text: str) -> Any:
     return int(text)
 
 
-def _is_file(text: str) -> bool:
-    try:
-        return Path(text).is_file()
-    except (OSError, ValueError):
-        # The text is too long for a path, or contains a zero byte.
-        return False
-
-
 def _read_text(path: Path) -> str:
     shown = str(path)
     if len(shown) > 200:
@@ -180,7 +173,7 @@ def _similar_file(path: Path) -> str:
     except OSError:
         files = []
     names = [file.name for file in files if file.suffix.lower() in (".json", ".yaml", ".yml")]
-    matches = difflib.get_close_matches(path.name, names, n=1)
+    matches = similar_names(path.name, names)
     if matches:
         return f"did you mean {path.parent / matches[0]}?"
     return "give the path of a JSON or YAML file"
@@ -271,19 +264,13 @@ def _parse_json(text: str, name: str) -> Any:
 
 
 def _duplicate_key(key: str, first: Any, second: Any) -> Problem:
+    values = [shorten(json.dumps(value, default=str), 60) for value in (first, second)]
     return Problem(
         key,
         None,
-        f"is given twice in one object, as {_short(first)} and as {_short(second)}",
+        f"is given twice in one object, as {' and as '.join(values)}",
         "keep one of them",
     )
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value, default=str)
-    if len(text) > 60:
-        return f"{text[:57]}..."
-    return text
 
 
 class _Loader(yaml.SafeLoader):

@@ -16,8 +16,8 @@ from plait.config.resolving.resolved_parts import Findings, described
 from plait.config.schema import optimizers
 from plait.config.schema.config import Config, ZeroSection
 from plait.config.schema.optimization import OptimizerSpec
-from plait.config.values.names import suggest_names
 from plait.errors import ConfigError, Problem, raise_problems
+from plait.names import suggest_names
 from plait.parallel.accounting.compression_scheme import Scheme
 from plait.parallel.activations import selective
 from plait.parallel.schedules.schedule import SCHEDULES

@@ -19,7 +19,6 @@ from typing import Any, Literal, get_type_hints
 import torch.optim.lr_scheduler
 from pydantic import TypeAdapter
 
-from plait.config.values.names import suggest_names
 from plait.config.values.numbers import (
     Finite,
     Flag,
@@ -30,6 +29,7 @@ from plait.config.values.numbers import (
     Steps,
 )
 from plait.config.values.signatures import Parameter, parameters, value_problems
+from plait.names import suggest_names
 from plait.policy import Policy
 
 AUTO = "auto"

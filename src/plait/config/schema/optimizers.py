@@ -16,9 +16,9 @@ from typing import Any
 import torch.optim
 from pydantic import TypeAdapter
 
-from plait.config.values.names import suggest_names
 from plait.config.values.numbers import Flag, Fraction, NotNegative
 from plait.config.values.signatures import parameters, value_problems
+from plait.names import suggest_names
 
 AUTO: Mapping[str, Any] = MappingProxyType(
     {"lr": 5e-5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from plait.names import listed_names
+
 _SHOWN_KEYS = 4
 """Number of ignored keys that a warning names."""
 
@@ -51,7 +53,5 @@ class Provenance:
         ignored = [row.key for row in self.rows if row.status is Status.IGNORED]
         if not ignored:
             return None
-        names = ", ".join(ignored[:_SHOWN_KEYS])
-        if len(ignored) > _SHOWN_KEYS:
-            names += f" and {len(ignored) - _SHOWN_KEYS} more"
+        names = listed_names(ignored, _SHOWN_KEYS)
         return f"{self.name}: ignored are {names}; `plait config explain` has the reasons"

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic_core import ErrorDetails
 
-from plait.config.values.names import nearest, suggest_names
+from plait.names import similar_names, suggest_names
 
 _INTEGER = ("a whole number", "write a whole number")
 _NUMBER = ("a number", "write a number")
@@ -81,7 +81,7 @@ def describe_error(error: ErrorDetails) -> tuple[str, str]:
 def _literal_remedy(value: object, expected: str) -> str:
     # pydantic formats the alternatives as "'a', 'b' or 'c'".
     names = [name.strip(" '") for name in expected.replace(" or ", ",").split(",")]
-    if isinstance(value, str) and nearest(value, names) is not None:
+    if isinstance(value, str) and similar_names(value, names):
         return suggest_names(value, names)
     if len(names) == 1:
         return f"write {expected}, or leave it out"

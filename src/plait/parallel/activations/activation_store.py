@@ -28,7 +28,7 @@ import torch
 from plait._torch.storage import version_of
 from plait.cluster import accelerator
 from plait.errors import ModelError, PlaitError
-from plait.parallel.offload.folders import require_writable
+from plait.files import require_folder
 from plait.units import MIB, format_bytes
 
 PENDING_BYTES = 256 * MIB
@@ -79,7 +79,23 @@ def _prefetch(reference: Any) -> None:
         group.prefetch()
 
 
-class HostStore:
+class _Store:
+    """Store whose groups are opened, and prefetched, in an order."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.chain = _GroupChain()
+
+    def begin(self) -> None:
+        """Begin another forward, whose groups are not linked to those that were opened before."""
+        self.chain.begin()
+
+    def prefetcher(self) -> Callable[[], None]:
+        """Return a function that starts the prefetch of the group that was opened last."""
+        return self.chain.prefetcher()
+
+
+class HostStore(_Store):
     """Store in pinned host memory.
 
     Buffers are reused by later micro-batches, also for tensors of about the same size, because
@@ -93,8 +109,7 @@ class HostStore:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.chain = _GroupChain()
+        super().__init__(device)
         self.offload_stream: Any = None
         self.prefetch_stream: Any = None
         if accelerator.is_accelerator(device):
@@ -106,19 +121,11 @@ class HostStore:
         self._used_bytes = 0
         self._peak_used_bytes = 0
 
-    def begin(self) -> None:
-        """Begin another forward, whose groups are not linked to those that were opened before."""
-        self.chain.begin()
-
     def open(self, index: int) -> HostGroup:
         """Open a group for one call of block `index`."""
         group = HostGroup(self)
         group.previous = self.chain.append(index, group)
         return group
-
-    def prefetcher(self) -> Callable[[], None]:
-        """Return a function that starts the prefetch of the group that was opened last."""
-        return self.chain.prefetcher()
 
     def drain(self) -> None:
         """Wait until all copies to the host are done."""
@@ -233,7 +240,7 @@ class HostGroup:
         return flat
 
 
-class DiskStore:
+class DiskStore(_Store):
     """Store in unnamed files of a folder, which threads write and read.
 
     Args:
@@ -255,27 +262,18 @@ class DiskStore:
         pending_bytes: int = PENDING_BYTES,
     ) -> None:
         self.folder = folder
-        self.device = device
-        self.chain = _GroupChain()
+        super().__init__(device)
         self.pool = ThreadPoolExecutor(workers, thread_name_prefix="plait-activations")
         self._limit = pending_bytes
         self._pending = 0
         self._changed = threading.Condition()
-        require_writable(folder, field="parallel.activation_offload.path")
-
-    def begin(self) -> None:
-        """Begin another forward, whose groups are not linked to those that were opened before."""
-        self.chain.begin()
+        require_folder(folder, field="parallel.activation_offload.path")
 
     def open(self, index: int) -> DiskGroup:
         """Open a group for one call of block `index`."""
         group = DiskGroup(self)
         group.previous = self.chain.append(index, group)
         return group
-
-    def prefetcher(self) -> Callable[[], None]:
-        """Return a function that starts the prefetch of the group that was opened last."""
-        return self.chain.prefetcher()
 
     def close(self) -> None:
         """End the threads."""

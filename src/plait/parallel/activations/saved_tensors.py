@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 from plait._torch.dtensor import local_tensor
 from plait._torch.modules import own_parameters
 from plait._torch.operators import FakeTensor, tree_leaves
-from plait._torch.storage import storage_id, version_of
+from plait._torch.storage import memory_key, version_of
 from plait.comm.collectives import all_gather_dim, shard_range
 from plait.parallel.hooks import FailureScope, StepHook
 
@@ -163,11 +163,11 @@ class SavedTensors:
             kwargs: Keyword arguments of the call.
         """
         hidden = args[0] if args else kwargs.get("hidden_states")
-        input_storage = _storage(hidden) if isinstance(hidden, torch.Tensor) else None
+        input_storage = memory_key(hidden) if isinstance(hidden, torch.Tensor) else None
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        shared = {_storage(tensor) for tensor in tensors} - {input_storage}
+        shared = {memory_key(tensor) for tensor in tensors} - {input_storage}
         for tensor in (*self._block.parameters(), *self._block.buffers()):
-            shared.add(_storage(local_tensor(tensor)))
+            shared.add(memory_key(local_tensor(tensor)))
         nested_units = [
             module
             for module in self._block.modules()
@@ -180,7 +180,7 @@ class SavedTensors:
         def pack(tensor: torch.Tensor) -> Any:
             if not _is_movable(tensor, shared) or _is_parameter_of(tensor, nested_units):
                 return tensor
-            is_input = _storage(tensor) == input_storage
+            is_input = memory_key(tensor) == input_storage
             if self._partition is not None and is_input and tensor.is_contiguous():
                 start, size = shard_range(tensor.numel(), self._partition)
                 part = tensor.detach().reshape(-1).narrow(0, start, size).clone()
@@ -213,7 +213,7 @@ class _StoredCall:
 
     def put(self, tensor: torch.Tensor) -> _StoredView:
         source = tensor.untyped_storage()
-        stored = self._storages.get(_storage(tensor))
+        stored = self._storages.get(memory_key(tensor))
         if stored is None or stored.source() is not source or stored.version != version_of(tensor):
             # The complete storage as bytes, so that all of its views find their elements in it.
             count = source.nbytes() // tensor.element_size()
@@ -221,7 +221,7 @@ class _StoredCall:
             stored = _StoredStorage(
                 self._group, self._group.put(flat), weakref.ref(source), version_of(tensor)
             )
-            self._storages[_storage(tensor)] = stored
+            self._storages[memory_key(tensor)] = stored
         return _StoredView(
             storage=stored,
             dtype=tensor.dtype,
@@ -238,7 +238,7 @@ def _is_movable(tensor: torch.Tensor, shared: set[int]) -> bool:
         tensor: The saved tensor.
         shared: Storages that something else keeps in memory.
     """
-    if type(tensor) not in _MOVED_TYPES or _storage(tensor) in shared:
+    if type(tensor) not in _MOVED_TYPES or memory_key(tensor) in shared:
         return False
     return tensor.untyped_storage().nbytes() >= LEAST_BYTES
 
@@ -251,7 +251,7 @@ def _is_parameter_of(tensor: torch.Tensor, units: Sequence[nn.Module]) -> bool:
         for attribute in (*own_parameters(unit).values(), *vars(unit).values()):
             if not isinstance(attribute, torch.Tensor):
                 continue
-            if _storage(tensor) == _storage(local_tensor(attribute)):
+            if memory_key(tensor) == memory_key(local_tensor(attribute)):
                 return True
     return False
 
@@ -269,7 +269,3 @@ def _from_store(packed: _StoredView) -> torch.Tensor:
     return (
         flat[:usable_bytes].view(packed.dtype).as_strided(packed.size, packed.stride, packed.offset)
     )
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return storage_id(tensor.untyped_storage())

@@ -26,7 +26,7 @@ from plait._torch.operators import (
     tree_leaves,
     tree_map,
 )
-from plait._torch.storage import storage_id
+from plait._torch.storage import memory_key
 from plait.cluster import accelerator
 from plait.errors import ConfigError, Problem
 
@@ -174,7 +174,7 @@ class _KeepResults(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         # A result that something writes into later must not be returned by the recomputation.
         for tensor in _written_tensors(func, args, kwargs or {}):
-            for result in self._by_storage.pop(storage_id(tensor.untyped_storage()), ()):
+            for result in self._by_storage.pop(memory_key(tensor), ()):
                 result.value = None
         if not self._is_kept(func):
             return out
@@ -187,7 +187,7 @@ class _KeepResults(TorchDispatchMode):
             result.generator_state = _generator(result.device).get_state()
         self._calls.results.append(result)
         for tensor in tensors:
-            self._by_storage.setdefault(storage_id(tensor.untyped_storage()), []).append(result)
+            self._by_storage.setdefault(memory_key(tensor), []).append(result)
         return out
 
 

@@ -27,6 +27,7 @@ from plait._torch.attention import (
 from plait._torch.operators import FakeTensor
 from plait.cluster import accelerator
 from plait.parallel.context import flex
+from plait.units import wide_dtype
 
 TILE_ELEMENTS = 2**22
 """Largest number of scores of a tile; 2^22 are 16 MiB of float32."""
@@ -112,13 +113,6 @@ class AttentionBlock:
         return self.query.shape[1] // self.key.shape[1]
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which sums are computed."""
-    if dtype == torch.float64:
-        return dtype
-    return torch.float32
-
-
 def kernel_for(
     device: torch.device,
     dtype: torch.dtype,
@@ -192,7 +186,7 @@ class PartialSoftmax:
         Both tensors belong to this object afterwards and may be changed in place.
         """
         count = output.shape[2]
-        dtype = wide(self._query.dtype)
+        dtype = wide_dtype(self._query.dtype)
         if self._output is None or self._log_sum_exp is None:
             if count == self._query.shape[2]:
                 # One kernel often computes all keys. Its results are then neither cast nor merged.
@@ -294,14 +288,14 @@ class GradientSum:
             # One kernel often computes the full gradient, which then needs no copy and no addition.
             self._total = gradient
             return
-        self._total = self.total.to(wide(self.like.dtype))
+        self._total = self.total.to(wide_dtype(self.like.dtype))
         self._total[:, :, start : start + gradient.shape[2]].add_(gradient)
 
     @property
     def total(self) -> torch.Tensor:
         """Sum of the gradients that were added so far."""
         if self._total is None:
-            self._total = torch.zeros_like(self.like, dtype=wide(self.like.dtype))
+            self._total = torch.zeros_like(self.like, dtype=wide_dtype(self.like.dtype))
         return self._total
 
 
@@ -556,7 +550,7 @@ def _scores(block: AttentionBlock, rule: AttentionRule) -> tuple[torch.Tensor, t
     Scores of invisible keys are -inf. The derivative is None without a cap.
     """
     key = _repeat_heads(block.key, block.groups)
-    scores = (block.query @ key.transpose(-1, -2)).to(wide(block.query.dtype)) * rule.scale
+    scores = (block.query @ key.transpose(-1, -2)).to(wide_dtype(block.query.dtype)) * rule.scale
     slope = None
     if rule.softcap is not None:
         capped = torch.tanh(scores / rule.softcap)

@@ -35,9 +35,9 @@ from plait.parallel.context.kernel import (
     attend,
     attend_backward,
     sink_gradient,
-    wide,
 )
 from plait.parallel.context.layout import SequenceLayout
+from plait.units import wide_dtype
 
 Kind = Literal["all-gather-kv", "ulysses", "ring"]
 """How queries reach the keys of other ranks."""
@@ -139,7 +139,7 @@ class _GatheredAttention(torch.autograd.Function):
         width = key.shape[3]
         # [batch, kv_heads, tokens of the sequence, head_dim + width]
         shape = (*key.shape[:2], gathered_key.shape[2], width + value.shape[3])
-        grad_kv = key.new_zeros(shape, dtype=wide(key.dtype))
+        grad_kv = key.new_zeros(shape, dtype=wide_dtype(key.dtype))
         key_sum = GradientSum(gathered_key, grad_kv[..., :width])
         value_sum = GradientSum(gathered_value, grad_kv[..., width:])
         grad_queries = []
@@ -364,7 +364,7 @@ class _RingGradients:
     def total(self) -> torch.Tensor:
         """Sum of earlier ranks, to which this rank adds. The first access waits for its arrival."""
         if self._exchange is None:
-            return torch.zeros_like(self.kv, dtype=wide(self.kv.dtype))
+            return torch.zeros_like(self.kv, dtype=wide_dtype(self.kv.dtype))
         return self._exchange.wait()
 
 

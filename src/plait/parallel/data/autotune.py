@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from plait.cluster import accelerator
+from plait.cluster.small_messages import max_over_ranks
 from plait.parallel.hooks import StepEnd, StepHook
 
 SHARE = 0.05
@@ -138,13 +139,9 @@ class CompressionAutotuner(StepHook):
 
     def _slowest_rank(self) -> float:
         """Return the median seconds per step of the slowest rank. Collective."""
-        seconds = torch.tensor(
-            median(self._steps[_UNCOUNTED:]), dtype=torch.float64, device=self.device
-        )
+        seconds = median(self._steps[_UNCOUNTED:])
         # One axis after the other gives the maximum over all of them.
-        for group in self.groups:
-            dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=group)
-        return float(seconds)
+        return max_over_ranks([seconds], *self.groups, device=self.device)[0]
 
     def _decide(self) -> str:
         best = best_of(self._seconds)

@@ -34,6 +34,7 @@ from plait._torch.units import (
 )
 from plait.cluster import accelerator
 from plait.cluster.host_copy import HostCopy
+from plait.cluster.small_messages import all_gather_objects
 from plait.errors import CommunicationError, InputError
 from plait.parallel.hooks import FailureScope, StepHook, backward_underway
 
@@ -259,8 +260,7 @@ class _OrderComparison:
         self._pending.clear()
 
     def _error(self, own_collectives: list[int]) -> CommunicationError:
-        collectives: list[list[int]] = [[] for _ in range(self._group.size())]
-        dist.all_gather_object(collectives, own_collectives, group=self._group)
+        collectives = all_gather_objects(own_collectives, self._group)
         ranks = dist.get_process_group_ranks(self._group)
         differing = self._order.difference(collectives)
         texts = [f"rank {rank}: {text}" for rank, text in zip(ranks, differing, strict=False)]

@@ -28,6 +28,7 @@ from plait.comm.collectives import enter, leave
 from plait.errors import ModelError
 from plait.model.experts import Router
 from plait.parallel.tokens import TokensOfForward
+from plait.units import wide_dtype
 
 Sums = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """Sums over tokens that a balance loss needs.
@@ -148,10 +149,12 @@ class RouterStatistics:
         for logits in all_logits:  # [tokens, experts]
             weights = torch.softmax(logits, dim=-1)
             chosen = torch.topk(weights, self.top_k, dim=-1).indices.reshape(-1)
-            wide = _widen(weights)
+            wide = weights.to(wide_dtype(weights.dtype))
             square = wide.new_zeros(1)
             if self.z_loss:
-                square = torch.logsumexp(_widen(logits), -1).square()  # [tokens]
+                square = torch.logsumexp(
+                    logits.to(wide_dtype(logits.dtype)), -1
+                ).square()  # [tokens]
             if token_mask is None:
                 squares = squares + square.sum()
                 counted = torch.ones_like(chosen, dtype=torch.float32)
@@ -214,9 +217,3 @@ class RouterStatistics:
         # The model's own sum would be of its last stage, or of a part of the tokens. It is
         # disabled by an argument, because the user saves the configuration.
         return args, {**kwargs, "output_router_logits": False}
-
-
-def _widen(values: torch.Tensor) -> torch.Tensor:
-    if values.dtype == torch.float64:
-        return values
-    return values.float()

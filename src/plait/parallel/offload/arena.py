@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from plait.errors import PlaitError
-from plait.parallel.offload.folders import require_writable
+from plait.files import require_folder
 from plait.units import MIB, format_bytes
 
 PAGE = mmap.PAGESIZE
@@ -62,7 +62,7 @@ class Arena:
             # and freed all the time here, and would take the memory that the files are to save.
             self._libc.mallopt(_MMAP_THRESHOLD, MIB)
         self._segments: list[_Segment] = []
-        require_writable(folder, field=field)
+        require_folder(folder, field=field)
 
     def reserve(self, size: int) -> None:
         """Reserve disk space for tensors.

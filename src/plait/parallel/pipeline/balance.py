@@ -14,7 +14,7 @@ from itertools import accumulate
 from math import lcm
 
 from plait.errors import InputError, ModelError
-from plait.model.facts import ModelFacts
+from plait.model.facts import ModelFacts, block_index
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def forward_costs(facts: ModelFacts) -> ForwardCosts:
         if len(parameter.shape) < 2:
             continue
         flops = 2.0 * parameter.numel
-        units = [_block_index(name, facts.blocks) for name in (parameter.name, *parameter.also)]
+        units = [block_index(name, facts.blocks) for name in (parameter.name, *parameter.also)]
         for unit in {unit for unit in units if unit >= 0}:
             blocks[unit] += flops
         outside = units.count(-1)
@@ -73,14 +73,6 @@ def forward_costs(facts: ModelFacts) -> ForwardCosts:
             # This is a convolution. A matrix before the blocks is an embedding.
             first += flops
     return ForwardCosts(tuple(blocks), first, last)
-
-
-def _block_index(name: str, blocks: Sequence[str]) -> int:
-    """Return the index of the block that has a parameter, or -1."""
-    for index, block in enumerate(blocks):
-        if name.startswith(f"{block}."):
-            return index
-    return -1
 
 
 def cut(

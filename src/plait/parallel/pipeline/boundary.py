@@ -15,6 +15,7 @@ from plait._torch.operators import tree_leaves, tree_map
 from plait.errors import ModelError
 from plait.parallel.containers import tensors_in
 from plait.parallel.pipeline.stage_cache import StageCaches
+from plait.units import dtype_name
 
 Signature = tuple[Any, ...]
 """Grad mode, and shapes and dtypes of a micro-batch, which decide the shapes between stages."""
@@ -61,9 +62,7 @@ class Boundary:
 
     def summary(self) -> str:
         """Return shapes and dtypes for an error message."""
-        texts = [
-            f"{str(dtype).removeprefix('torch.')} {list(shape)}" for shape, dtype, _ in self.tensors
-        ]
+        texts = [f"{dtype_name(dtype)} {list(shape)}" for shape, dtype, _ in self.tensors]
         return ", ".join(texts) or "no tensor"
 
 

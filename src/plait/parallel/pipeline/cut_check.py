@@ -27,7 +27,7 @@ from plait.model.outer_state import (
 )
 from plait.model.stages import StageCut, check_order, stages_needed
 from plait.model.unavailable import output_fields, with_unavailable_entries
-from plait.parallel.containers import entries, rebuild
+from plait.parallel.containers import entries, map_tensors
 from plait.parallel.pipeline.stage_cache import with_empty_cache
 
 LossFunction = Callable[[Any, Any], tuple[torch.Tensor, Any]]
@@ -147,7 +147,7 @@ class CutCheck:
         training: bool,
     ) -> CutResult:
         name = type(self.skeleton.model).__name__
-        cpu_batch = _on_cpu(batch)
+        cpu_batch = map_tensors(lambda tensor: tensor.detach().cpu(), batch)
         missing: dict[str | int, str] = {}
         named = self.model.named_parameters(remove_duplicate=False)
         parameters = {storage_key(p): parameter for parameter, p in named}
@@ -290,12 +290,3 @@ def _kind(batch: Any) -> Any:
         return type(batch), tuple((key, _kind(entry)) for key, entry in items.items())
     # Numbers do not count, because every batch with another number would be traced again.
     return type(batch), batch if isinstance(batch, bool | str) else None
-
-
-def _on_cpu(batch: Any) -> Any:
-    if isinstance(batch, torch.Tensor):
-        return batch.detach().cpu()
-    items = entries(batch)
-    if items is None:
-        return batch
-    return rebuild(batch, {key: _on_cpu(entry) for key, entry in items.items()})

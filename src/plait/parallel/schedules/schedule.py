@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Literal
 
 from plait._torch.pipelining import schedule_actions
 from plait.errors import ConfigError, InputError, Problem
+from plait.names import suggest_names
 from plait.parallel.schedules.actions import Action, Kind, Message, Numbered, Payload
 
 
@@ -294,16 +294,12 @@ def make_schedule(
     """
     spec = SCHEDULES.get(name)
     if spec is None:
-        matches = get_close_matches(name.lower().replace("_", "-"), SCHEDULES, n=1, cutoff=0.5)
-        remedy = f"use one of {', '.join(SCHEDULES)}"
-        if matches:
-            remedy = f"did you mean {matches[0]!r}?"
         raise ConfigError(
             Problem(
                 "parallel.pipeline.schedule",
                 name,
-                f"it is not one of {', '.join(SCHEDULES)}",
-                remedy,
+                "is not a pipeline schedule that Plait runs",
+                suggest_names(name, SCHEDULES),
             )
         )
     if stages_per_rank is None:

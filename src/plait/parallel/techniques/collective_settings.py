@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from plait._torch.units import DefaultReduceScatter, ReduceScatter, sharded_modules
 from plait.cluster.fake_group import is_fake
 from plait.cluster.mesh import Levels, Mesh
+from plait.cluster.small_messages import all_gather_objects, broadcast_object
 from plait.comm.algorithms import Name
 from plait.comm.buckets import AlgorithmBuckets, Buckets, Flat
 from plait.comm.choose import choose_buckets
@@ -128,9 +129,7 @@ def _broadcast_over_tp(mesh: Mesh, value: T) -> T:
     group = mesh.group("tp")
     if group is None or is_fake(group):
         return value
-    box = [value]
-    dist.broadcast_object_list(box, group=group, group_src=0)
-    return box[0]
+    return broadcast_object(value, group)
 
 
 def _all_over_tp(mesh: Mesh, condition: bool) -> bool:
@@ -138,9 +137,7 @@ def _all_over_tp(mesh: Mesh, condition: bool) -> bool:
     group = mesh.group("tp")
     if group is None or is_fake(group):
         return condition
-    conditions = [condition] * group.size()
-    dist.all_gather_object(conditions, condition, group=group)
-    return all(conditions)
+    return all(all_gather_objects(condition, group))
 
 
 def _connect(

@@ -16,9 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from plait._torch.dtensor import local_tensor
 from plait._torch.operators import FakeTensor
-from plait.cluster import accelerator
 from plait.cluster.fake_group import is_fake
 from plait.cluster.mesh import Mesh
 from plait.errors import InputError, Problem, raise_problems, warn
@@ -26,6 +24,7 @@ from plait.model.adapters import without_wrapper
 from plait.model.facts import ModelFacts
 from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.containers import entries, rebuild
+from plait.parallel.containers import map_tensors
 from plait.parallel.context import interface, visible
 from plait.parallel.context.families import (
     WITHOUT_DOCUMENTS,
@@ -37,6 +36,7 @@ from plait.parallel.context.interface import InstalledAttention, PartialAttentio
 from plait.parallel.context.kinds import Kind, SequencePlacement
 from plait.parallel.context.layout import SequenceLayout
 from plait.parallel.context.traffic import context_traffic
+from plait.parallel.gradient_sums import sum_gradients
 from plait.parallel.hooks import StepHook
 from plait.parallel.micro_batches import CACHES, IGNORED, LABELS, SHIFTED, with_explicit_entries
 from plait.parallel.parts import Parts
@@ -340,67 +340,29 @@ class SequenceParts(StepHook):
         length = batch["input_ids"].shape[1]
         part_length = self.layout.padded(length) // self.layout.ranks
 
-        def join_value(value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                if value.ndim < 2 or value.shape[1] != part_length:
-                    return value
-                gathered = [
-                    torch.empty_like(value, memory_format=torch.contiguous_format)
-                    for _ in range(self.layout.ranks)
-                ]
-                dist.all_gather(gathered, value.contiguous(), group=self.group)
-                # [batch, padded length, ...] to [batch, length, ...]
-                return self.layout.join(gathered, dim=1).narrow(1, 0, length)
-            items = entries(value)
-            if items is None:
-                return value
-            return rebuild(value, {key: join_value(entry) for key, entry in items.items()})
+        def join_tensor(part: torch.Tensor) -> torch.Tensor:
+            if part.ndim < 2 or part.shape[1] != part_length:
+                return part
+            gathered = [
+                torch.empty_like(part, memory_format=torch.contiguous_format)
+                for _ in range(self.layout.ranks)
+            ]
+            dist.all_gather(gathered, part.contiguous(), group=self.group)
+            # [batch, padded length, ...] to [batch, length, ...]
+            return self.layout.join(gathered, dim=1).narrow(1, 0, length)
 
-        return join_value(output)
+        return map_tensors(join_tensor, output)
 
     def finish_reduction(self) -> None:
         """Sum the gradients over cp, after they were summed over data-parallel ranks. Collective.
 
         A parameter that no rank used keeps no gradient.
         """
-        if not self.parameters:
-            return
-        used_locally = [parameter.grad is not None for parameter in self.parameters]
-        flags = accelerator.tensor_of(used_locally, dtype=torch.uint8, device=self.device)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
-        # Reading the flags waits for the device. A rank that used all parameters knows the result.
-        used = used_locally
-        if not all(used_locally):
-            used = [True] * len(used_locally) if is_fake() else flags.tolist()
-        reductions = []
-        for parameter, is_used in zip(self.parameters, used, strict=True):
-            if is_used:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                reductions.append(_GradientAllReduce(local_tensor(parameter.grad), self.group))
-        for reduction in reductions:
-            reduction.wait()
+        sum_gradients(self.parameters, self.group, users=self.group)
 
     def release(self) -> None:
         """Give the model its original attention."""
         interface.remove(self.model, self._original)
-
-
-class _GradientAllReduce:
-    """Asynchronous sum of a gradient over all parts, in place."""
-
-    def __init__(self, gradient: torch.Tensor, group: dist.ProcessGroup) -> None:
-        self._gradient = gradient
-        # Collectives need contiguous memory, which a gradient may not have.
-        self._sent = gradient.contiguous()
-        self._work = dist.all_reduce(self._sent, group=group, async_op=True)
-
-    def wait(self) -> None:
-        """Wait for the sum."""
-        if self._work is not None:
-            self._work.wait()
-        if self._sent is not self._gradient:
-            self._gradient.copy_(self._sent)
 
 
 def local_batch(batch: Any, technique: ContextParallel, cp: int, rank: int) -> Any:

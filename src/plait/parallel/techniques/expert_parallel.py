@@ -20,9 +20,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
-from plait._torch.dtensor import local_tensor
-from plait.cluster import accelerator
-from plait.cluster.fake_group import is_fake
 from plait.cluster.layout import STAGE_AXES
 from plait.cluster.mesh import Groups, Mesh
 from plait.errors import ConfigError, ModelError, Problem, raise_problems
@@ -32,6 +29,7 @@ from plait.model.sequence import is_inside
 from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.experts import dispatch
 from plait.parallel.experts.traffic import expert_traffic
+from plait.parallel.gradient_sums import sum_gradients
 from plait.parallel.hooks import StepHook
 from plait.parallel.parts import Parts
 from plait.parallel.technique import Technique, TechniqueContext
@@ -280,35 +278,7 @@ class ExpertGradients(StepHook):
         A parameter that no rank used keeps no gradient. If any rank used some experts of a layer,
         all ranks get a gradient, as in one process.
         """
-        if not self.parameters:
-            return
-        used = [p.grad is not None for p in self.parameters]
-        flags = accelerator.tensor_of(
-            used, dtype=torch.uint8, device=local_tensor(self.parameters[0].detach()).device
-        )
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.everyone)
-        # Reading the flags waits for the device. A rank that used all parameters knows the result.
-        used_by_any = [True] * len(used)
-        if not all(used) and not is_fake():
-            used_by_any = flags.tolist()
-
-        sums = []
-        for parameter, is_used in zip(self.parameters, used_by_any, strict=True):
-            if not is_used:
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            if self.same is not None:
-                gradient = local_tensor(parameter.grad)
-                # Grouped products leave the gradient transposed, and collectives need it
-                # contiguous.
-                sent = gradient.contiguous()
-                sums.append((gradient, sent, dist.all_reduce(sent, group=self.same, async_op=True)))
-        for gradient, sent, work in sums:
-            if work is not None:
-                work.wait()
-            if sent is not gradient:
-                gradient.copy_(sent)
+        sum_gradients(self.parameters, self.same, users=self.everyone)
 
     def release(self) -> None:
         """Restore the original forward of the modules."""

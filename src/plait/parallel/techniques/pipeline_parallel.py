@@ -16,8 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from plait._torch.dtensor import local_tensor
-from plait.cluster import accelerator
 from plait.cluster.mesh import Groups, Mesh
 from plait.comm.messages import Messenger
 from plait.errors import ConfigError, Problem
@@ -26,6 +24,7 @@ from plait.model.facts import ModelFacts, model_facts
 from plait.model.stages import block_list, cut_model
 from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.activations.saved_tensors import ActivationStore
+from plait.parallel.gradient_sums import sum_gradients
 from plait.parallel.hooks import FailureScope, StepHook
 from plait.parallel.parts import Parts, Plans
 from plait.parallel.pipeline.balance import cut, forward_costs
@@ -236,19 +235,7 @@ class PipelineRank(StepHook):
         Call it after all other reductions.
         """
         for parameter, group in self.shared.items():
-            has_gradient = parameter.grad is not None
-            gradient = parameter.grad
-            if gradient is None:
-                gradient = torch.zeros_like(parameter)
-            used = accelerator.tensor_of([has_gradient], dtype=torch.uint8, device=gradient.device)
-            dist.all_reduce(local_tensor(gradient), group=group)
-            if self.track_unused:
-                dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
-                # `bool(used)` waits for the device, so a gradient of this rank is tested first.
-                if not has_gradient and not bool(used):
-                    parameter.grad = None
-                    continue
-            parameter.grad = gradient
+            sum_gradients([parameter], group, users=group if self.track_unused else None)
 
 
 class StagePrefetcher:

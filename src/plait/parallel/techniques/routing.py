@@ -24,6 +24,7 @@ from plait.parallel.experts.router_statistics import RouterStatistics
 from plait.parallel.hooks import StepHook
 from plait.parallel.parts import Parts
 from plait.parallel.technique import Technique, TechniqueContext
+from plait.units import dtype_name
 
 Balance = Literal["micro_batch", "global"]
 
@@ -178,7 +179,7 @@ def _check_bias(model: nn.Module, rate: float) -> None:
         if bias.dtype not in (torch.float32, torch.float64):
             raise ModelError(
                 f"experts.bias_update_rate = {rate:g}: `{name}.{SCORE_CORRECTION_BIAS}` is"
-                f" {str(bias.dtype).removeprefix('torch.')}, in which steps of that size are lost;"
+                f" {dtype_name(bias.dtype)}, in which steps of that size are lost;"
                 " keep this buffer in float32, or use 0"
             )
     for name, module in model.named_modules():

@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Shard
 
 from plait.comm.collectives import shard_range
+from plait.units import wide_dtype
 
 
 def vocab_parallel_cross_entropy(
@@ -39,9 +40,7 @@ def vocab_parallel_cross_entropy(
     local = logits.to_local()
     group = logits.device_mesh.get_group()
     start, _ = shard_range(logits.shape[-1], group)
-    wide = local
-    if local.dtype != torch.float64:
-        wide = local.float()
+    wide = local.to(wide_dtype(local.dtype))
     return _CrossEntropy.apply(wide.flatten(0, -2), targets.flatten(), start, ignored, group)
 
 

@@ -24,8 +24,8 @@ import torch
 from plait._torch.operators import FakeTensor
 from plait.cluster import accelerator
 from plait.errors import ModelError
+from plait.hashing import GOLDEN_RATIO, WORD_MASK, mix_bits
 
-_WORD = (1 << 64) - 1
 _OFFSET = 4
 """Step of the offset of a GPU's generator."""
 
@@ -69,7 +69,7 @@ class SplitStream:
             return
         self._generator = generator
         seed, self._resume = _branch(generator)
-        self._own_seed = (seed + (self.rank + 1) * 0x9E3779B97F4A7C15) & _WORD
+        self._own_seed = (seed + (self.rank + 1) * GOLDEN_RATIO) & WORD_MASK
         generator.manual_seed(self._own_seed)
         self._input = None
         self._start_position = None
@@ -140,11 +140,7 @@ def _branch(generator: torch.Generator) -> tuple[int, Callable[[], None]]:
 
 
 def _mixed(value: int) -> int:
-    """Return a 64-bit number whose bits all depend on all of `value` (finaliser of splitmix64)."""
-    value = (value + 0x9E3779B97F4A7C15) & _WORD
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _WORD
-    return value ^ (value >> 31)
+    return mix_bits((value + GOLDEN_RATIO) & WORD_MASK)
 
 
 def _position(generator: torch.Generator) -> Any:

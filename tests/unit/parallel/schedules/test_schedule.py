@@ -298,10 +298,10 @@ def test_refused_numbers(name: str, pp: int, microbatches: int) -> None:
     [
         (
             {"name": "1F1B", "pp": 2, "microbatches": 2},
-            "parallel.pipeline.schedule = '1F1B': it is not one of gpipe, 1f1b",
+            "parallel.pipeline.schedule = '1F1B': is not a pipeline schedule that Plait runs",
         ),
-        ({"name": "1F1B", "pp": 2, "microbatches": 2}, "did you mean '1f1b'?"),
-        ({"name": "?", "pp": 2, "microbatches": 2}, "use one of gpipe, 1f1b"),
+        ({"name": "1F1B", "pp": 2, "microbatches": 2}, "did you mean `1f1b`?"),
+        ({"name": "?", "pp": 2, "microbatches": 2}, "known are 1f1b, dualpipev"),
         ({"name": "1f1b", "pp": 0, "microbatches": 2}, "parallel.pp = 0"),
         ({"name": "1f1b", "pp": 2, "microbatches": 0}, "gradient_accumulation_steps = 0"),
         (

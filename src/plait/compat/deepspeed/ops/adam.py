@@ -29,9 +29,14 @@ def FusedAdam(
         raise InputError(
             "FusedAdam(set_grad_none=False): engine.step() frees gradients; leave it out"
         )
-    _refuse_variants("FusedAdam", bias_correction=bias_correction, amsgrad=amsgrad)
-    optimizer_class = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
-    return optimizer_class(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+    return _adam(
+        "FusedAdam",
+        params,
+        decoupled=adam_w_mode,
+        bias_correction=bias_correction,
+        amsgrad=amsgrad,
+        settings={"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
+    )
 
 
 def DeepSpeedCPUAdam(
@@ -57,19 +62,32 @@ def DeepSpeedCPUAdam(
             "DeepSpeedCPUAdam(fp32_optimizer_states=False): states have the dtype of the master"
             " weights; leave it out"
         )
-    _refuse_variants("DeepSpeedCPUAdam", bias_correction=bias_correction, amsgrad=amsgrad)
-    optimizer_class = torch.optim.AdamW if adamw_mode else torch.optim.Adam
-    return optimizer_class(model_params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+    return _adam(
+        "DeepSpeedCPUAdam",
+        model_params,
+        decoupled=adamw_mode,
+        bias_correction=bias_correction,
+        amsgrad=amsgrad,
+        settings={"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
+    )
 
 
-def _refuse_variants(name: str, *, bias_correction: bool, amsgrad: bool) -> None:
-    """Raise InputError for variants of Adam that are not supported."""
+def _adam(
+    name: str,
+    params: Any,
+    *,
+    decoupled: bool,
+    bias_correction: bool,
+    amsgrad: bool,
+    settings: dict[str, Any],
+) -> torch.optim.Optimizer:
+    optimizer_class = torch.optim.AdamW if decoupled else torch.optim.Adam
     if not bias_correction:
         argument = "bias_correction=False"
     elif amsgrad:
         argument = "amsgrad=True"
     else:
-        return
+        return optimizer_class(params, **settings)
     raise InputError(
         f"{name}({argument}) cannot be honoured; leave it out, or pass an optimizer of your own"
     )

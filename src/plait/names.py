@@ -1,0 +1,53 @@
+"""Names in messages: suggestions for misspelt ones, and lists."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+
+
+def similar_names(
+    name: str, known: Iterable[str], *, count: int = 1, cutoff: float = 0.6
+) -> list[str]:
+    """Return the known names that are most similar to `name`, the most similar one first.
+
+    The comparison ignores the case of the letters.
+
+    Args:
+        name: The misspelt name.
+        known: Names to choose from.
+        count: Largest number of names to return.
+        cutoff: Least similarity of a name, from 0 to 1.
+    """
+    by_lower = {candidate.lower(): candidate for candidate in known}
+    # get_close_matches takes quadratic time, and a file may contain names of any length.
+    matches = get_close_matches(name.lower()[:100], by_lower, n=count, cutoff=cutoff)
+    return [by_lower[match] for match in matches]
+
+
+def did_you_mean(name: str, known: Iterable[str], *, count: int = 1, cutoff: float = 0.6) -> str:
+    """Return the question for similar names and a space, or "" if there are none.
+
+    The arguments are those of `similar_names`.
+    """
+    matches = similar_names(name, known, count=count, cutoff=cutoff)
+    return f"did you mean {', '.join(matches)}? " if matches else ""
+
+
+def suggest_names(name: str, known: Iterable[str]) -> str:
+    """Return the remedy for an unknown name: the nearest known name, or a list of all of them."""
+    names = sorted(known)
+    matches = similar_names(name, names)
+    if matches:
+        return f"did you mean `{matches[0]}`?"
+    if not names:
+        return "leave it out"
+    return f"known are {', '.join(names)}"
+
+
+def listed_names(names: Sequence[str], most: int) -> str:
+    """Return the first `most` names, separated by commas, and the number of further ones."""
+    text = ", ".join(names[:most])
+    if len(names) > most:
+        text += f" and {len(names) - most} more"
+    return text
