@@ -91,7 +91,6 @@ def read_request(
     compiled: bool = False,
     memory_gib: float | None = None,
     network: float | None = None,
-    everything: bool = False,
     as_it_is: bool = False,
 ) -> PlanQuery:
     """Read the query of a plan.
@@ -100,7 +99,6 @@ def read_request(
         file: A training configuration. Its values are planned for, and options override them with a
             note.
         as_it_is: Whether a complete layout of the file is run as it is, and fixes nothing.
-        everything: Whether to include techniques that this version does not run.
 
     The other arguments are the options of the command line; None stands for an unused option.
 
@@ -163,7 +161,7 @@ def read_request(
         if described and (refusal := why_refused(described)):
             notes.append(f"`plait train` refuses this model: {refusal}")
 
-    request = Request(planned_model, machines, batch, sequence, precision, compiled, everything)
+    request = Request(planned_model, machines, batch, sequence, precision, compiled)
     notes += formula_notes(request)
     if training_file is None:
         return PlanQuery(request, {}, {}, fixed, notes)
