@@ -16,7 +16,6 @@ import typer
 from plait.cli.options import Json
 from plait.cli.planning.options import (
     Batch,
-    ClusterFile,
     Fix,
     Gpu,
     MemoryGib,
@@ -61,7 +60,6 @@ def plan(
     world_size: WorldSize = None,
     nnodes: Nnodes = None,
     nproc_per_node: NprocPerNode = None,
-    cluster: ClusterFile = None,
     memory_gib: MemoryGib = None,
     network: Network = None,
     why: Annotated[
@@ -85,9 +83,6 @@ def plan(
         Path | None,
         typer.Option(metavar="FILE", help="Write the best layout as a file for `plait train`."),
     ] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="--out: replace a file that was edited by hand.")
-    ] = False,
     as_json: Json = False,
 ) -> None:
     """Search all layouts of a model on a cluster, and print which fit, how fast they are, and why.
@@ -111,7 +106,7 @@ def plan(
             print_names()
         return
     # Wrong options are refused before the search, which can take long.
-    _check_out(file, out, force=force)
+    _check_out(file, out)
     why = why or []
     requested = [text for text in why if text != "neighbours"]
     for text in requested:
@@ -123,7 +118,6 @@ def plan(
         nnodes=nnodes,
         nproc_per_node=nproc_per_node,
         gpu=gpu,
-        cluster=cluster,
         batch=batch,
         seq=seq,
         precision=precision,
@@ -191,11 +185,9 @@ def _to_json(result: Plan, query: PlanQuery, reasons: list[Comparison]) -> dict[
     }
 
 
-def _check_out(file: Path | None, out: Path | None, *, force: bool) -> None:
-    """Check --out before the search. Only --force replaces a file that was edited by hand."""
+def _check_out(file: Path | None, out: Path | None) -> None:
+    """Check --out before the search. A file that was edited by hand is not replaced."""
     if out is None:
-        if force:
-            raise InputError("--force: is for --out; add --out, or leave it out")
         return
     if out.suffix != ".json":
         raise InputError(
@@ -207,11 +199,11 @@ def _check_out(file: Path | None, out: Path | None, *, force: bool) -> None:
         exists = out.exists()
     except OSError as error:
         raise InputError(f"--out {out}: cannot be written ({error.strerror})") from None
-    if exists and not force and not is_own(out):
+    if exists and not is_own(out):
         is_input = ""
         if file is not None and file.exists() and out.samefile(file):
             is_input = ", is the file to plan for"
         raise InputError(
             f"--out {out}: exists{is_input}, and is not an unchanged output of `plait plan`; use"
-            " another name, or add --force to replace it"
+            " another name, or delete it first"
         )

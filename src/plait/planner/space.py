@@ -284,8 +284,8 @@ def _refuse_tensor_degree(builder: _SpaceBuilder, tp: int, domain: int) -> Exclu
 def _stages(builder: _SpaceBuilder, ranks: int) -> list[int]:
     fixed = builder.fixed
     excluded = builder.excluded
-    if not builder.offers.pipeline:
-        rule = builder.offers.refusal(tp=1, pp=2)
+    rule = builder.offers.refusal(tp=1, pp=2)
+    if rule is not None:
         if fixed.get("pp", 1) > 1:
             _note(excluded, f"pp = {fixed['pp']}", rule)
             return []

@@ -19,7 +19,6 @@ from torch import nn
 
 from plait.cluster import accelerator
 from plait.cluster.accelerator import DeviceType
-from plait.cluster.nccl import NOT_READ, Library
 from plait.config.resolving.resolve import Resolved, resolve
 from plait.config.schema.config import Config, ParallelSection
 from plait.errors import ConfigError, InputError, Problem, raise_problems
@@ -187,9 +186,6 @@ def prepare(
         size = max(LEAST_BUCKET_BYTES, round(buckets.bucket_bytes * choice.share))
         changed |= {"bucket_bytes": size, "bucket_by_links": False}
     resolved = resolved.model_copy(update={"data_parallel": buckets.model_copy(update=changed)})
-    if where == "cpu" and resolved.library != Library():
-        resolved = resolved.model_copy(update={"library": Library()})
-        rest.append(NOT_READ)
     layout = resolved.layout
     batch = resolved.batch
     micro_batches = layout.dp * batch.accumulation

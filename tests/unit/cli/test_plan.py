@@ -173,7 +173,6 @@ def test_nothing_fits_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None
             ("--model", "llama-3-8b", "--nnodes", "2", "--gpu", "h100", "--world-size", "8"),
             "2 machines of 8 GPUs are 16",
         ),
-        (("--model", "llama-3-8b", "--world-size", "8", "--gpu", "h100", "--force"), "add --out"),
     ],
 )
 def test_wrong_input(
@@ -182,29 +181,6 @@ def test_wrong_input(
     assert run(*arguments) == 2
     said = capsys.readouterr().err
     assert expected in said and "Traceback" not in said
-
-
-def test_a_cluster_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "cluster.yaml"
-    file.write_text("nodes: 2\ndevices_per_node: 4\n")
-    assert run("--model", "gpt2-xl", "--cluster", file, "--batch", "64", "--seq", "1024") == 2
-    assert "add --gpu" in capsys.readouterr().err
-    assert (
-        run(
-            "--model",
-            "gpt2-xl",
-            "--cluster",
-            file,
-            "--gpu",
-            "a100",
-            "--batch",
-            "64",
-            "--seq",
-            "1024",
-        )
-        == 0
-    )
-    assert "8 x NVIDIA A100 SXM 80 GB, 4 a node" in capsys.readouterr().out
 
 
 def test_names_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -216,12 +192,16 @@ def test_names_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_file_written_by_hand_is_not_replaced(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """E5: not without --force; one that a plan wrote is, until somebody works on it."""
+    """E5: one that a plan wrote is, until somebody works on it."""
     out = tmp_path / "run.json"
     out.write_text('{"train_batch_size": 8}')
     assert run(*ASKED, "--out", out) == 2
-    assert "add --force" in capsys.readouterr().err and out.read_text() == '{"train_batch_size": 8}'
-    assert run(*ASKED, "--out", out, "--force") == 0
+    assert (
+        "delete it first" in capsys.readouterr().err
+        and out.read_text() == '{"train_batch_size": 8}'
+    )
+    out.unlink()
+    assert run(*ASKED, "--out", out) == 0
     assert run(*ASKED, "--out", out) == 0
     out.write_text(out.read_text().replace("64", "32", 1))
     assert run(*ASKED, "--out", out) == 2
