@@ -12,8 +12,6 @@ SOURCE = Path(__file__).parents[2] / "src" / "plait"
 ONE_PLACE = ("cluster/accelerator.py", "cluster/nccl.py")
 NAMES_IT = re.compile("cuda|nccl", re.IGNORECASE)
 ELSEWHERE = {
-    "config/schema/config.py": (2, "the fields parallel.nccl_algorithm and parallel.nccl_protocol"),
-    "config/resolving/resolve.py": (2, "reads these fields"),
     "config/dialects/deepspeed.py": (2, "what fields of DeepSpeed's files mean"),
     "config/convert/megatron_flags.py": (1, "what flags of Megatron-LM mean"),
     "_torch/attention.py": (

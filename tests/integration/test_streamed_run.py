@@ -55,7 +55,6 @@ def started(
         "folder": str(folder / run),
         "steps": STEPS,
         "processes": processes,
-        "sample": None,
         "checkpoint_every": 3,
     }
     file = folder / f"{run}-{processes}.json"

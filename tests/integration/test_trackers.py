@@ -30,7 +30,8 @@ def test_a_run_with_trackers(tmp_path: Path) -> None:
             "sequence_length": 32,
             "vocab_size": 300,
         },
-        "run": {"folder": "run", "steps": 3, "processes": 2, "trackers": trackers},
+        "run": {"folder": "run", "steps": 3, "processes": 2},
+        **{name: {"enabled": True} for name in trackers},
     }
     (tmp_path / "run.json").write_text(json.dumps(config))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PLAIT_CACHE": str(tmp_path / "cache")}

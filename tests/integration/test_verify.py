@@ -406,28 +406,6 @@ def test_command_different(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.proof
-@pytest.mark.parametrize(
-    ("engine", "changes", "passes"),
-    [
-        ("accelerate", {"parallel": {"dp_replicate": 2}}, ["float64", "independent", "configured"]),
-        ("deepspeed", {"zero_optimization": {"stage": 0}}, ["configured", "independent"]),
-        ("deepspeed", {"zero_optimization": {"stage": 2}}, ["configured", "independent"]),
-        ("deepspeed", {"zero_optimization": {"stage": 3}}, ["configured", "independent"]),
-    ],
-)
-def test_command_judges_another_engine(
-    tmp_path: Path, engine: str, changes: dict[str, Any], passes: list[str]
-) -> None:
-    """On the same model and data; what it prints is not in the report."""
-    pytest.importorskip(engine)
-    done = run(tmp_path, "--engine", engine, "--steps", "2", "--json", file={**FILE, **changes})
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["engine"] == engine and found["equal"] is True
-    assert [part["name"] for part in found["passes"]] == passes
-
-
 def stuck() -> nn.Module:
     """A model that never returns on one rank, as a rank that left a collective out."""
 
@@ -482,12 +460,6 @@ def test_command_ends_where_processes_wait_for_each_other(tmp_path: Path) -> Non
         ),
         (("--steps", "0"), {}, "--steps 0: at least one step"),
         (("--tolerance", "0"), {}, "--tolerance 0.0: not a positive number"),
-        (("--engine", "deepspeed", "--dtype", "float64"), {}, "deepspeed"),
-        (
-            ("--engine", "accelerate"),
-            {"zero_optimization": {"stage": 2}},
-            "use --set zero_optimization.stage=0",
-        ),
         (("--device", "cuda", "--nproc-per-node", "64"), {}, "64 processes need a GPU each"),
         (("--set", "zero_optimization.stage=7"), {}, "zero_optimization.stage"),
     ],

@@ -121,7 +121,7 @@ def planned(tested: TestedModel, layout: str) -> VerificationPlan:
     certain = resolved.compression.model_copy(update={"candidates": ()})
     resolved = resolved.model_copy(update={"data_parallel": buckets, "compression": certain})
     return VerificationPlan(
-        tested, resolved, "plait", ("float64",), steps=STEPS, dtype="float32", blocks=(), lines=()
+        tested, resolved, ("float64",), steps=STEPS, dtype="float32", blocks=(), lines=()
     )
 
 

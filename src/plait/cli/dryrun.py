@@ -58,9 +58,6 @@ def dryrun(
     on_device: Annotated[
         bool, _option("--on-device", help="Run the kernels on this machine's GPU.")
     ] = False,
-    operators: Annotated[
-        int, _option(min=1, metavar="N", help="Number of operators to show.")
-    ] = 10,
     as_json: Json = False,
 ) -> None:
     """Build and step one rank of a layout without the other ranks and without GPUs, and print its
@@ -105,4 +102,4 @@ def dryrun(
     print(layout)
     for note in query.notes:
         print(f"note: {note}")
-    print_dry_run(result, operators=operators)
+    print_dry_run(result)

@@ -5,7 +5,6 @@ The export is in `plait.train.export`.
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -18,12 +17,6 @@ from plait.files import user_path
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-class ExportFormat(StrEnum):
-    """Format of the exported folder."""
-
-    hf = "hf"
-
-
 @app.command()
 def export_command(
     source: Annotated[
@@ -31,12 +24,6 @@ def export_command(
         typer.Argument(
             metavar="FOLDER",
             help="Folder of a run, one of its checkpoints, or a URL (s3://...) of either.",
-        ),
-    ],
-    to: Annotated[
-        ExportFormat,
-        typer.Option(
-            metavar="FORMAT", help="hf: config.json, safetensors and tokenizer of Transformers."
         ),
     ],
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="New folder to write.")],

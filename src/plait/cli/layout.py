@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,7 +17,7 @@ from rich.console import Console
 from plait.cli.options import PROCESSES, Json, Nnodes, RunFile, Set, count
 from plait.cli.planning.tables import print_table
 from plait.cluster import accelerator
-from plait.cluster.machines import Node, Topology, load
+from plait.cluster.machines import Node, Topology
 from plait.errors import InputError
 
 if TYPE_CHECKING:
@@ -42,9 +41,6 @@ def layout(
     nproc_per_node: Annotated[
         int | None,
         count(*PROCESSES, help="Devices per machine. (default: as many as the layout requires)"),
-    ] = None,
-    cluster: Annotated[
-        Path | None, typer.Option(help="A cluster file, instead of --nnodes and --nproc-per-node.")
     ] = None,
     override: Set = None,
     peak: Annotated[
@@ -77,10 +73,6 @@ def layout(
     from plait.verify.choose import fields_of
     from plait.verify.model_under_test import transformers_model
 
-    if cluster is not None and (nnodes != 1 or nproc_per_node is not None):
-        raise InputError(
-            f"--cluster {cluster}: defines the machines; leave --nnodes and --nproc-per-node out"
-        )
     if sequence_length is not None and not peak:
         raise InputError(
             f"--sequence-length {sequence_length}: is for --peak only; add --peak, or leave it out"
@@ -89,7 +81,7 @@ def layout(
     if config.model is None and model is None:
         raise InputError(f"{file} has no `model` section; add one, or give --model")
     required = smallest_world(config.parallel)
-    topology = _topology(cluster, nnodes, nproc_per_node, required=required)
+    topology = _topology(nnodes, nproc_per_node, required=required)
     # The micro-batch size changes no shard, so that a file without one can be shown too.
     resolved = resolve(config, world_size=topology.world_size, micro_batch_size=1)
     fields, title = fields_of(config, model)
@@ -139,10 +131,8 @@ class ModelLayout:
     """Rows about the pipeline stages."""
 
 
-def _topology(cluster: Path | None, nodes: int, devices: int | None, *, required: int) -> Topology:
+def _topology(nodes: int, devices: int | None, *, required: int) -> Topology:
     """Return the machines. `required` is the number of devices that the layout requires."""
-    if cluster is not None:
-        return load(cluster)
     per_node = devices or max(1, -(-required // nodes))
     if nodes * per_node > MAX_DEVICES:
         raise InputError(

@@ -70,7 +70,7 @@ NESTED_VERBS = {("plan", "infer"): "plait.cli.planning.infer"}
 def _hide_types_of_flags() -> None:
     """Show no type for options without a value.
 
-    Typer 0.29 shows `--force <bool>`, although it refuses `--force true`.
+    Typer 0.29 shows `--fresh <bool>`, although it refuses `--fresh true`.
     """
     display_type = getattr(TyperOption, "display_type_rich", None)
     if display_type is None:

@@ -16,7 +16,6 @@ import typer
 from plait.cli.options import Json
 from plait.cli.planning.options import (
     Batch,
-    ClusterFile,
     Fix,
     Gpu,
     MemoryGib,
@@ -29,12 +28,11 @@ from plait.cli.planning.options import (
     WorldSize,
 )
 from plait.errors import InputError
-from plait.observe.files import require_writable, write_text
 
 if TYPE_CHECKING:
     from plait.cli.planning.request import PlanQuery
     from plait.planner.calibrate import Calibration
-    from plait.planner.explain import Comparison, LayoutChange
+    from plait.planner.explain import Comparison
     from plait.planner.search import Plan
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -62,22 +60,18 @@ def plan(
     world_size: WorldSize = None,
     nnodes: Nnodes = None,
     nproc_per_node: NprocPerNode = None,
-    cluster: ClusterFile = None,
     memory_gib: MemoryGib = None,
     network: Network = None,
     why: Annotated[
         list[str] | None,
         typer.Option(
             metavar="A=B",
-            help="Explain why not tp=4; or neighbours, sensitivity. Repeatable.",
+            help="Explain why not tp=4, or all neighbours. Repeatable.",
         ),
     ] = None,
     top: Annotated[
         int, typer.Option(min=1, max=1000, metavar="N", help="Number of layouts to show.")
     ] = 5,
-    everything: Annotated[
-        bool, typer.Option("--all", help="Include layouts that this version does not run.")
-    ] = False,
     calibrate: Annotated[
         Path | None,
         typer.Option(
@@ -88,16 +82,6 @@ def plan(
     out: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write the best layout as a file for `plait train`."),
-    ] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="--out: replace a file that was edited by hand.")
-    ] = False,
-    report: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write an HTML page with all results.")
-    ] = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write the best layout's timeline for ui.perfetto.dev."),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -110,9 +94,7 @@ def plan(
         print_names,
         print_nothing_fits,
         print_plan,
-        write_trace,
     )
-    from plait.observe.report.plan import PlanReport, plan_page
     from plait.planner import explain, output
     from plait.planner import search as searching
     from plait.planner.fixed import parse_fixed
@@ -124,9 +106,9 @@ def plan(
             print_names()
         return
     # Wrong options are refused before the search, which can take long.
-    _check_files(file, out, report, trace, everything=everything, force=force)
+    _check_out(file, out)
     why = why or []
-    requested = [text for text in why if text not in ("neighbours", "sensitivity")]
+    requested = [text for text in why if text != "neighbours"]
     for text in requested:
         parse_fixed([text])
     query = read_request(
@@ -136,14 +118,12 @@ def plan(
         nnodes=nnodes,
         nproc_per_node=nproc_per_node,
         gpu=gpu,
-        cluster=cluster,
         batch=batch,
         seq=seq,
         precision=precision,
         compiled=compiled,
         memory_gib=memory_gib,
         network=network,
-        everything=everything,
         fix=fix,
     )
     request = query.request
@@ -153,39 +133,25 @@ def plan(
     result = searching.plan(request, fixed=fixed, calibration=calibration, best=top)
     if not result.best:
         print_nothing_fits(result)
-        if report is not None:
-            content = PlanReport(result, notes, fixed=fixed, calibration=calibration)
-            write_text("--report", report, plan_page(content))
         raise typer.Exit(1)
 
-    if query.base and not everything:
+    if query.base:
         output.check_runs(request, output.config_of(request, result.best[0], query.base))
     reasons = _compare(result, requested, fixed, calibration)
     neighbours: list[Comparison] = []
     if "neighbours" in why:
         neighbours = _compare(result, explain.neighbours(result), fixed, calibration)
-    changes = []
-    if "sensitivity" in why:
-        changes = explain.sensitivity(result, calibration=calibration)
 
     written = None
     if out is not None:
         written = output.write(result, out, query.base)
-    if report is not None:
-        content = PlanReport(result, notes, [*reasons, *neighbours], changes, fixed, calibration)
-        write_text("--report", report, plan_page(content))
-    if trace is not None:
-        write_trace(trace, result, calibration=calibration)
     if as_json:
-        content_json = _to_json(result, query, [*reasons, *neighbours], changes, everything)
-        print(json.dumps(content_json, indent=1, default=float))
+        content = _to_json(result, query, [*reasons, *neighbours])
+        print(json.dumps(content, indent=1, default=float))
         return
-    print_plan(result, notes, reasons, neighbours, changes)
+    print_plan(result, notes, reasons, neighbours)
     if written is not None:
         print(f"wrote {written[0]} (run it with `plait train {written[0]}`) and {written[1]}")
-    for path in (report, trace):
-        if path is not None:
-            print(f"wrote {path}")
 
 
 def _compare(
@@ -204,56 +170,28 @@ def _compare(
     ]
 
 
-def _to_json(
-    result: Plan,
-    query: PlanQuery,
-    reasons: list[Comparison],
-    changes: list[LayoutChange],
-    everything: bool,
-) -> dict[str, Any]:
+def _to_json(result: Plan, query: PlanQuery, reasons: list[Comparison]) -> dict[str, Any]:
     from plait.planner import output
 
-    # With --all, the best layout may be one that no configuration can describe.
-    config = None
-    if not everything:
-        config = output.config_of(query.request, result.best[0], query.base)
     answers = []
     for reason in reasons:
         other = output.choice_as_json(reason.other) if reason.other else None
         answers.append({"query": reason.query, "reason": reason.reason, "other": other})
     return output.plan_as_json(result) | {
-        "config": config,
+        "config": output.config_of(query.request, result.best[0], query.base),
         "sidecar": output.sidecar_of(result, result.best[0]),
         "why": answers,
-        "sensitivity": [change.__dict__ for change in changes],
         "notes": query.notes,
     }
 
 
-def _check_files(
-    file: Path | None,
-    out: Path | None,
-    report: Path | None,
-    trace: Path | None,
-    *,
-    everything: bool,
-    force: bool,
-) -> None:
-    """Check the output files before the search. Only --force replaces a file edited by hand."""
-    require_writable("--report", report)
-    require_writable("--trace", trace)
+def _check_out(file: Path | None, out: Path | None) -> None:
+    """Check --out before the search. A file that was edited by hand is not replaced."""
     if out is None:
-        if force:
-            raise InputError("--force: is for --out; add --out, or leave it out")
         return
     if out.suffix != ".json":
         raise InputError(
             f"--out {out}: the configuration is written as JSON; give a name that ends in .json"
-        )
-    if everything:
-        raise InputError(
-            "--out: with --all the best layout may be one that this version does not run; leave one"
-            " of the two out"
         )
     from plait.planner.output import is_own
 
@@ -261,11 +199,11 @@ def _check_files(
         exists = out.exists()
     except OSError as error:
         raise InputError(f"--out {out}: cannot be written ({error.strerror})") from None
-    if exists and not force and not is_own(out):
+    if exists and not is_own(out):
         is_input = ""
         if file is not None and file.exists() and out.samefile(file):
             is_input = ", is the file to plan for"
         raise InputError(
             f"--out {out}: exists{is_input}, and is not an unchanged output of `plait plan`; use"
-            " another name, or add --force to replace it"
+            " another name, or delete it first"
         )

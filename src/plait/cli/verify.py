@@ -16,7 +16,7 @@ import sys
 import tempfile
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -37,14 +37,6 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 _DEFAULT_MAX_PROCESSES = 8
 """Largest number of processes on a machine with fewer devices and cores."""
-
-
-class VerifyEngine(StrEnum):
-    """Engine that runs the layout."""
-
-    plait = "plait"
-    deepspeed = "deepspeed"
-    accelerate = "accelerate"
 
 
 class VerifyDtype(StrEnum):
@@ -86,22 +78,14 @@ def verify(
     ] = None,
     steps: Annotated[int, typer.Option(metavar="N", help="Optimizer steps to compare.")] = 3,
     dtype: Annotated[
-        VerifyDtype | None,
-        typer.Option(
-            metavar="NAME",
-            help="float64, configured or both. (default: both; deepspeed: configured)",
-        ),
-    ] = None,
+        VerifyDtype, typer.Option(metavar="NAME", help="float64, configured or both.")
+    ] = VerifyDtype.both,
     tolerance: Annotated[
         float | None,
         typer.Option(
             metavar="X", help="Tolerance in float64. (default: 1e-10; 1e-7 if the model rounds)"
         ),
     ] = None,
-    engine: Annotated[
-        VerifyEngine,
-        typer.Option(metavar="NAME", help="plait; or deepspeed or accelerate, in float32."),
-    ] = VerifyEngine.plait,
     device: Annotated[
         VerifyDevice,
         typer.Option(
@@ -142,7 +126,6 @@ def verify(
         processes=nproc_per_node,
         steps=steps,
         dtype=dtype,
-        engine=engine,
         device=device,
     )
     _set_environment(plan)
@@ -165,8 +148,7 @@ def _plan(
     model: str | None,
     processes: int | None,
     steps: int,
-    dtype: VerifyDtype | None,
-    engine: VerifyEngine,
+    dtype: VerifyDtype,
     device: VerifyDevice,
 ) -> VerificationPlan:
     from plait.config.resolving.resolve import load
@@ -178,10 +160,6 @@ def _plan(
     if launched is not None:
         processes = launched.world_size
         gpus = launched.world_size if gpus else 0
-    if dtype is None and engine is VerifyEngine.deepspeed:
-        dtype = VerifyDtype.configured
-    elif dtype is None:
-        dtype = VerifyDtype.both
     return prepare(
         config,
         model=model,
@@ -189,22 +167,9 @@ def _plan(
         most_processes=max(gpus, cpu_count(), _DEFAULT_MAX_PROCESSES),
         steps=steps,
         passes=_PASSES[dtype],
-        engine=engine.value,
         device=device.value,
         gpus=gpus,
-        deepspeed=_original_keys(file, overrides) if config.is_deepspeed else None,
     )
-
-
-def _original_keys(file: Path, overrides: list[str]) -> dict[str, Any]:
-    """Return the keys of a DeepSpeed file with the overrides, for DeepSpeed itself."""
-    from plait.config.dialects.overrides import apply_override
-    from plait.config.reading.source import parse_override, read
-
-    tree = read(file).tree
-    for text in overrides:
-        apply_override(tree, *parse_override(text))
-    return tree
 
 
 def _search_current_folder() -> None:
@@ -219,8 +184,6 @@ def _search_current_folder() -> None:
 def _set_environment(plan: VerificationPlan) -> None:
     if plan.device == "cpu":
         os.environ[accelerator.VISIBLE_DEVICES_VARIABLE] = ""
-        if plan.engine == "deepspeed":
-            os.environ["DS_ACCELERATOR"] = "cpu"
 
 
 def _start(plan: VerificationPlan, *, seconds: float) -> Traces:

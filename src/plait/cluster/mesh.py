@@ -36,9 +36,8 @@ from plait.cluster.ending import end_default_group, end_groups, finish_at_exit
 from plait.cluster.fake_group import is_fake
 from plait.cluster.layout import AXES, EXPERT_AXES, SAMPLE_AXES, SPLIT_AXES, TOKEN_AXES, Layout
 from plait.cluster.meeting import store_of_next_group
-from plait.cluster.nccl import Library
 from plait.cluster.small_messages import all_gather_objects, max_over_ranks
-from plait.cluster.topology import RankInfo, export_library_settings, place
+from plait.cluster.topology import RankInfo, place
 from plait.errors import ConfigError, Problem
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
@@ -435,7 +434,6 @@ def build_mesh(
     device_type: str | None = None,
     timeout: timedelta = DEFAULT_TIMEOUT,
     host_tensors: bool = False,
-    library: Library | None = None,
     groups: Groups = Groups(),
     on_default_group: Callable[[], None] | None = None,
 ) -> Mesh:
@@ -447,20 +445,16 @@ def build_mesh(
         timeout: Timeout of collectives. An existing default group keeps its own.
         host_tensors: Whether the default group also supports tensors in host memory if the device
             is a GPU. Offloaded parameters are gathered there for checkpoints.
-        library: Settings of NCCL.
         groups: Further groups.
         on_default_group: Called when the default group exists, before other groups are created.
 
     Raises:
-        ConfigError: The number of processes is not the layout's world size, or the settings of NCCL
-            would have no effect.
+        ConfigError: The number of processes is not the layout's world size.
     """
     rank_info = place()
     device = local_device(device_type, rank_info)
     is_new = not dist.is_initialized()
     finish_at_exit()
-    if library is not None and (is_new or not is_fake()):
-        export_library_settings(library, device_type=device.type, group_exists=not is_new)
     if is_new:
         _make_default_group(rank_info, device, timeout, host_tensors=host_tensors)
     _check_world_size(layout, is_new=is_new)

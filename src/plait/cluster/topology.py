@@ -20,7 +20,6 @@ from plait.cluster import accelerator, allocator
 from plait.cluster.accelerator import DeviceType
 from plait.cluster.launchers import Claim, claim
 from plait.cluster.machines import Node, Topology
-from plait.cluster.nccl import Library
 from plait.errors import ConfigError, Problem, raise_problems
 
 WATCH_FOLDER = "PLAIT_WATCH_FOLDER"
@@ -76,8 +75,7 @@ def discover() -> Topology:
     to be like this one. Otherwise these are all GPUs of this machine, or one CPU device.
 
     Raises:
-        ConfigError: The machines do not have equally many processes. `machines.load` reads a
-            description of such machines from a file.
+        ConfigError: The machines do not have equally many processes.
     """
     rank_info = place()
     gpus = device_count()
@@ -88,9 +86,7 @@ def discover() -> Topology:
             " other machines cannot be seen from here"
         )
         raise ConfigError(
-            Problem(
-                "WORLD_SIZE", rank_info.world_size, rule, "describe the machines in a cluster file"
-            )
+            Problem("WORLD_SIZE", rank_info.world_size, rule, "start equally many on every machine")
         )
     nodes = []
     for index in range(rank_info.world_size // rank_info.local_world_size):
@@ -98,20 +94,6 @@ def discover() -> Topology:
         nodes.append(Node(name, per_node))
     device_type: DeviceType = accelerator.NAME if gpus else "cpu"
     return Topology(tuple(nodes), device_type, _device_memory_bytes(gpus, per_node))
-
-
-def export_library_settings(library: Library, *, device_type: str, group_exists: bool) -> None:
-    """Set the variables of NCCL for this process.
-
-    Args:
-        library: Settings of NCCL.
-        device_type: Device type of the processes.
-        group_exists: Whether the process group exists already.
-
-    Raises:
-        ConfigError: A setting would have no effect, or the environment has another value.
-    """
-    library.export(os.environ, device_type=device_type, group_exists=group_exists)
 
 
 def share_gpus(count: int) -> bool:

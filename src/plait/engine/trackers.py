@@ -40,7 +40,7 @@ def check_trackers(resolved: Resolved) -> None:
             if len(missing) == 1:
                 rule = f"{missing[0]} must be installed, and is missing here"
             remedy = f"run `pip install {' '.join(missing)}`, or leave the tracker out"
-            problems.append(Problem(resolved.tracker_setting(spec), spec.name, rule, remedy))
+            problems.append(Problem(f"{spec.name}.enabled", True, rule, remedy))
     raise_problems(problems)
 
 

@@ -198,8 +198,7 @@ def tracker_problems(resolved: Resolved, rule: str, argument: str, *, csv: str) 
     for spec in resolved.trackers:
         name = "comet_ml" if spec.name == "comet" else spec.name
         instead = csv if spec.name == "csv_monitor" else argument.format(name=name)
-        setting = resolved.tracker_setting(spec)
-        problems.append(Problem(setting, spec.name, rule, f"leave it out, and {instead}"))
+        problems.append(Problem(f"{spec.name}.enabled", True, rule, f"leave it out, and {instead}"))
     return problems
 
 

@@ -22,7 +22,6 @@ from plait.events import (
     Event,
     RunEnded,
     RunStarted,
-    Sampled,
     StepDone,
     Validated,
 )
@@ -33,7 +32,6 @@ _EVENT_NAMES: dict[type, str] = {
     CommunicationSelected: "communication",
     Validated: "validation",
     CheckpointSaved: "checkpoint",
-    Sampled: "sample",
     RunEnded: "end",
 }
 """Values of the key `event`. The other keys of a row are the fields of the event."""

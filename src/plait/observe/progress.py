@@ -21,7 +21,6 @@ from plait.events import (
     Event,
     RunEnded,
     RunStarted,
-    Sampled,
     StepDone,
     Validated,
 )
@@ -114,10 +113,6 @@ class ProgressLines:
                 self._print(
                     f"checkpoint {event.folder}, {format_seconds(event.seconds)}", event.step
                 )
-            case Sampled():
-                self._print("the model writes:", event.step)
-                for line in event.text.rstrip().splitlines():
-                    self._console.print(Text(f"    {line}"), soft_wrap=True)
             case RunEnded():
                 self._print(f"{event.reason} after {format_seconds(event.seconds)}", event.step)
                 self.close()

@@ -1,4 +1,4 @@
-"""Drawings of a pipeline schedule: lines of text for a console, an SVG, and a JSON object.
+"""Drawings of a pipeline schedule: lines of text for a console, and a JSON object.
 
 They show a `Timeline`. Times, bubbles and the number of activations are computed in
 `plait.parallel.schedules.timeline`.
@@ -6,13 +6,11 @@ They show a `Timeline`. Times, bubbles and the number of activations are compute
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rich.text import Text
 
-from plait.errors import InputError
-from plait.observe.templating import render
 from plait.parallel.schedules.actions import Kind
 from plait.parallel.schedules.schedule import SCHEDULES, Schedule, ScheduleSpec
 from plait.parallel.schedules.timeline import Durations, Span, Timeline, peak_in_flight
@@ -30,13 +28,6 @@ _STYLES = {
     Kind.WEIGHT: ("black on yellow", "black on bright_yellow"),
 }
 """Console styles for the first stage of a rank, and for its other stages."""
-_FILLS = {
-    Kind.FORWARD: ("#3b6fb6", "#9dbde6"),
-    Kind.BACKWARD: ("#2f8f5b", "#9ad3b3"),
-    Kind.INPUT: ("#8a4fa3", "#cfabdd"),
-    Kind.WEIGHT: ("#c98a1b", "#edcb8b"),
-}
-"""SVG colours for the first stage of a rank, and for its other stages."""
 
 
 def schedule_names() -> list[tuple[str, str, str]]:
@@ -83,20 +74,15 @@ def timeline_json(timeline: Timeline, durations: Durations) -> dict[str, Any]:
     }
 
 
-def timeline_summary(timeline: Timeline, *, unit: str = "") -> str:
-    """Return one line with the schedule, its duration, its bubble and its peak in flight.
-
-    Args:
-        timeline: The timeline.
-        unit: Text behind times, such as ` s`.
-    """
+def timeline_summary(timeline: Timeline) -> str:
+    """Return one line with the schedule, its duration, its bubble and its peak in flight."""
     schedule = timeline.schedule
     stages = _plural(schedule.pp, "stage", "s")
     if schedule.stages > schedule.pp:
         stages = f"{schedule.stages} stages on {schedule.pp} ranks"
     micro_batches = _plural(schedule.microbatches, "micro-batch", "es")
     return (
-        f"{schedule.name}, {stages}, {micro_batches}: step {timeline.total:.6g}{unit}, bubble"
+        f"{schedule.name}, {stages}, {micro_batches}: step {timeline.total:.6g}, bubble"
         f" {100 * timeline.bubble_overall:.1f} %, at most {max(peak_in_flight(schedule)):.4g} in"
         " flight"
     )
@@ -119,11 +105,7 @@ def timeline_lines(timeline: Timeline, *, width: int, coloured: bool) -> list[Te
 
     Returns:
         A line of headings, one line per rank, and a legend.
-
-    Raises:
-        InputError: No action takes time.
     """
-    _require_duration(timeline)
     schedule = timeline.schedule
     heading, row_labels = _row_labels(timeline)
     available = max(width - len(heading), 20)
@@ -152,14 +134,6 @@ def timeline_lines(timeline: Timeline, *, width: int, coloured: bool) -> list[Te
         for label, drawing in zip(row_labels, drawings, strict=True)
     ]
     return [Text(heading.rstrip()), *rows, *map(Text, legend)]
-
-
-def _require_duration(timeline: Timeline) -> None:
-    if timeline.total <= 0:
-        raise InputError(
-            "every duration is 0, so there is nothing to draw; give forward, input or weight a time"
-            " above 0"
-        )
 
 
 def _row_labels(timeline: Timeline) -> tuple[str, list[str]]:
@@ -267,103 +241,3 @@ def _draw_slices(timeline: Timeline, row: Sequence[Span], columns: int, coloured
         else:
             text.append(" " if coloured else ".")
     return text
-
-
-_ROW_HEIGHT = 28
-_TOP = 64
-_LEFT = 96
-_WIDTH = 1200
-_RIGHT = 190
-"""Lengths of the SVG in its units: margins, and the width of the drawing between them."""
-
-
-def timeline_svg(
-    timeline: Timeline, *, window: tuple[float, float] | None = None, unit: str = ""
-) -> str:
-    """Draw a timeline as an SVG without external resources.
-
-    Time runs to the right, and every rank has a row with its actions, its idle time and its peak in
-    flight. Every action has a tooltip.
-
-    Args:
-        timeline: The timeline.
-        window: First and last time of the drawing. None draws the whole step.
-        unit: Text behind times, such as ` s`.
-
-    Raises:
-        InputError: No action takes time.
-    """
-    _require_duration(timeline)
-    schedule = timeline.schedule
-    window = window or (0.0, timeline.total)
-    first, last = window
-    heading = timeline_summary(timeline, unit=unit)
-    if window != (0.0, timeline.total):
-        heading += f"; from {first:.4g} to {last:.4g}{unit}"
-
-    peaks = peak_in_flight(schedule)
-    ticks = [(_LEFT + _WIDTH * tick / 8, first + (last - first) * tick / 8) for tick in range(9)]
-    return str(
-        render(
-            "timeline.svg",
-            width=_LEFT + _WIDTH + _RIGHT,
-            height=_TOP + _ROW_HEIGHT * schedule.pp + 44,
-            left=_LEFT,
-            right=_LEFT + _WIDTH,
-            top=_TOP,
-            row_height=_ROW_HEIGHT - 4,
-            heading=heading,
-            unit=unit,
-            key=list(_svg_legend(schedule)),
-            ticks=ticks,
-            rows=[
-                _svg_row(timeline, rank, peaks[rank], window, unit) for rank in range(schedule.pp)
-            ],
-        )
-    )
-
-
-def _svg_legend(schedule: Schedule) -> Iterator[tuple[int, str, str]]:
-    """Yield the x coordinate, colour and meaning of every kind of action."""
-    kinds = {action.kind for row in schedule.ranks for action in row}
-    entries = [(_FILLS[kind][0], f"{kind} {MEANINGS[kind]}") for kind in Kind if kind in kinds]
-    if schedule.stages > schedule.pp:
-        entries.append((_FILLS[Kind.FORWARD][1], "light: a later stage of the rank"))
-    x = _LEFT
-    for fill, meaning in entries:
-        yield x, fill, meaning
-        # A square and its margins take 40 units, and a character takes about 7.
-        x += 40 + 7 * len(meaning)
-
-
-def _svg_row(
-    timeline: Timeline, rank: int, peak: float, window: tuple[float, float], unit: str
-) -> dict[str, Any]:
-    """Return the values of the template for the row of a rank."""
-    top = _TOP + _ROW_HEIGHT * rank
-    first, last = window
-    scale = _WIDTH / (last - first)
-    spans = []
-    for span in timeline.ranks[rank]:
-        if (span.end <= first and span.start < first) or span.start >= last:
-            continue
-        start = max(span.start, first)
-        end = min(span.end, last)
-        is_later = _is_later_stage(timeline.schedule, span)
-        action = span.action
-        spans.append(
-            {
-                "x": _LEFT + (start - first) * scale,
-                "width": (end - start) * scale,
-                "fill": _FILLS[action.kind][is_later],
-                "tip": (
-                    f"{action}: {MEANINGS[action.kind]} of stage {action.stage}, micro-batch"
-                    f" {action.microbatch}, {span.start:.6g} to {span.end:.6g}{unit}"
-                ),
-                "label": str(action.microbatch),
-                # Dark text on the light colours of later stages.
-                "ink": "#1a1a1a" if is_later else "#ffffff",
-            }
-        )
-    note = f"idle {100 * timeline.bubble(rank):.1f} %, {peak:.4g} in flight"
-    return {"top": top, "middle": top + _ROW_HEIGHT / 2 + 4, "spans": spans, "note": note}

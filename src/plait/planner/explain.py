@@ -1,9 +1,9 @@
-"""Explain a plan: compare its layout with others, and predict the effect of another cluster."""
+"""Explain a plan: compare its layout with others."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from plait.errors import ConfigError
@@ -12,10 +12,8 @@ from plait.planner.choice import LayoutChoice
 from plait.planner.fixed import format_fixed
 from plait.planner.job import CONTEXT, RECOMPUTE, SCHEDULES
 from plait.planner.offers import RECOMPUTE_NAMES
-from plait.planner.request import Request
 from plait.planner.search import Plan, plan
 from plait.planner.step import TERMS
-from plait.units import GIB
 
 
 @dataclass(frozen=True)
@@ -170,58 +168,3 @@ def neighbours(result: Plan) -> list[str]:
     if not result.request.offers.pipeline:
         queries = [query for query in queries if not query.startswith("pp=")]
     return queries
-
-
-@dataclass(frozen=True)
-class LayoutChange:
-    """Best layout after a change of the conditions, such as half the memory."""
-
-    what: str
-    seconds: float | None
-    tokens_per_second: float | None
-    layout: str
-    note: str = ""
-
-
-def sensitivity(result: Plan, *, calibration: Calibration | None = None) -> list[LayoutChange]:
-    """Repeat the search with half and twice the network, the links, the memory and the batch."""
-    request = result.request
-    device = request.cluster.device
-
-    def on(**changes: Any) -> Request:
-        return replace(request, cluster=replace(request.cluster, device=replace(device, **changes)))
-
-    cases: list[tuple[str, Request]] = []
-    for label, factor in (("half", 0.5), ("twice", 2.0)):
-        nic = device.nic_bandwidth * factor
-        link = device.link_bandwidth * factor
-        memory = device.memory_bytes * factor
-        batch = int(request.global_batch * factor)
-        if request.cluster.devices > device.domain:
-            cases.append(
-                (f"{label} the network ({nic / 1e9:.3g} GB/s a device)", on(nic_bandwidth=nic))
-            )
-        cases += [
-            (f"{label} the links ({link / 1e9:.3g} GB/s)", on(link_bandwidth=link)),
-            (f"{label} the memory ({memory / GIB:.3g} GiB)", on(memory_bytes=memory)),
-            (f"{label} the batch ({batch})", replace(request, global_batch=max(batch, 1))),
-        ]
-
-    changes = []
-    for what, changed in cases:
-        try:
-            outcome = plan(changed, calibration=calibration, best=1)
-        except ConfigError as error:
-            changes.append(
-                LayoutChange(what, None, None, "", f"no layout: {error.problems[0].rule}")
-            )
-            continue
-        if not outcome.best:
-            changes.append(LayoutChange(what, None, None, "", "nothing fits"))
-            continue
-        best = outcome.best[0]
-        changes.append(
-            LayoutChange(what, best.seconds, best.tokens_per_second, describe(best.layout))
-        )
-
-    return changes

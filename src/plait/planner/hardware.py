@@ -251,7 +251,7 @@ def cluster(
 
 
 def cluster_of(topology: Topology, name: str, **changes: float | None) -> Cluster:
-    """Return the cluster of a cluster file or of detected machines. See `cluster`.
+    """Return the cluster of detected machines. See `cluster`.
 
     Raises:
         InputError: The machines have different numbers of devices.

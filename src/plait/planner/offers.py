@@ -1,14 +1,13 @@
 """Techniques that this version of Plait runs, which the search may propose.
 
-They are read from the configuration's own schema and the table of incompatible pairs.
+Pairs that do not work together are those of `parallel.compatibility`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from plait.cluster.layout import Layout
-from plait.config.schema.config import ParallelSection, ZeroSection
 from plait.errors import ConfigError
 from plait.parallel.compatibility import refuse_incompatible
 from plait.parallel.schedules import schedule as tables
@@ -56,13 +55,11 @@ class Offers:
     """Names in RECOMPUTE."""
     offload: bool
     """True if the optimizer can be on the host."""
-    compiled: bool | None = None
-    """True if blocks are compiled, which some layouts refuse. None for plans that do not run."""
+    compiled: bool
+    """True if blocks are compiled, which some layouts refuse."""
 
     def refusal(self, *, tp: int, pp: int) -> str | None:
         """Return the reason why this version does not run these degrees, or None."""
-        if self.compiled is None:
-            return None
         try:
             refuse_incompatible(
                 TechniqueContext(Layout(pp=pp, tp=tp), (Compile(enabled=self.compiled),))
@@ -86,8 +83,6 @@ class Offers:
         A split backward recomputes a block for each half. The engine supports this, but it is not
         priced yet, so such schedules are refused with recomputation.
         """
-        if self.compiled is None:
-            return micro_batches >= pp
         name = SCHEDULE_NAMES[schedule]
         if (zero == 3 or recompute) and schedule in SPLIT_BACKWARD:
             return False
@@ -97,29 +92,10 @@ class Offers:
         )
 
 
-EVERYTHING = Offers(True, SCHEDULES[1:], RECOMPUTE, True)
-"""Techniques that can be priced, whether they run or not."""
-
-
 def offered(*, compiled: bool = False) -> Offers:
     """Return the techniques that a configuration can enable and the engine runs."""
-    everything = Offers(
-        True,
-        tuple(SCHEDULE_NAMES),
-        ("none",),
-        "offload_optimizer" in ZeroSection.model_fields,
-        compiled,
-    )
     kinds: tuple[str, ...] = ("none", "full", "operators", "budget")
     if compiled:
         kinds = ("none", "full")
-    if "recompute" not in ParallelSection.model_fields:
-        kinds = ("none",)
-
-    return Offers(
-        pipeline=everything.refusal(tp=1, pp=2) is None,
-        schedules=everything.schedules,
-        recompute=kinds,
-        offload=everything.offload,
-        compiled=compiled,
-    )
+    offers = Offers(True, tuple(SCHEDULE_NAMES), kinds, True, compiled)
+    return replace(offers, pipeline=offers.refusal(tp=1, pp=2) is None)

@@ -17,7 +17,7 @@ from plait.planner.hardware import PRECISIONS, Cluster
 from plait.planner.job import Job, Layouts
 from plait.planner.memory import States
 from plait.planner.models import Model
-from plait.planner.offers import EVERYTHING, Offers, offered
+from plait.planner.offers import Offers, offered
 from plait.planner.space import Space, build_space
 from plait.planner.splits import Split, split_of
 from plait.planner.states import account_states
@@ -36,8 +36,6 @@ class Request:
     """Tokens per sample."""
     precision: str = "bf16"
     compile: bool = False
-    everything: bool = False
-    """True to include techniques that this version prices but does not run."""
     optimizer_states: str | None = None
     """Form of AdamW's moments (`optimizer.states`)."""
     reduce: str = "fp32"
@@ -46,7 +44,7 @@ class Request:
     @property
     def offers(self) -> Offers:
         """Techniques that the search may propose."""
-        offers = EVERYTHING if self.everything else offered(compiled=self.compile)
+        offers = offered(compiled=self.compile)
         if self.optimizer_states is not None:
             offers = replace(offers, offload=False)
         return offers
@@ -102,7 +100,7 @@ def space_of(request: Request, fixed: Mapping[str, int] | None = None) -> Space:
         global_batch=request.global_batch,
         sequence=request.sequence,
         offers=request.offers,
-        split=Split() if request.everything else request.split,
+        split=request.split,
         fixed=fixed,
     )
 
@@ -173,15 +171,12 @@ def estimate_of(request: Request, layouts: Layouts, rates: Rates) -> Estimate:
     return estimate(job, rates, states_of(request, job))
 
 
-def states_of(
-    request: Request, job: Job, *, inner: int | None = None, every_moment: bool = True
-) -> States:
+def states_of(request: Request, job: Job, *, every_moment: bool = True) -> States:
     """Return the bytes of model states of candidates, from the accounts of the techniques.
 
     Args:
         request: The request.
         job: Its candidates.
-        inner: Rank to price between the ends of a pipeline. By default the fullest one.
         every_moment: False considers few moments of a step. The peak may then be too low, but is
             never too high, and takes a fraction of the time.
     """
@@ -191,6 +186,4 @@ def states_of(
     reduce = SHORT_NAMES[request.reduce]
     form = request.optimizer_states
 
-    return account_states(
-        job, compute=compute, reduce=reduce, inner=inner, form=form, every_moment=every_moment
-    )
+    return account_states(job, compute=compute, reduce=reduce, form=form, every_moment=every_moment)

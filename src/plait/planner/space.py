@@ -284,8 +284,8 @@ def _refuse_tensor_degree(builder: _SpaceBuilder, tp: int, domain: int) -> Exclu
 def _stages(builder: _SpaceBuilder, ranks: int) -> list[int]:
     fixed = builder.fixed
     excluded = builder.excluded
-    if not builder.offers.pipeline:
-        rule = builder.offers.refusal(tp=1, pp=2) or "this version runs no pipeline"
+    rule = builder.offers.refusal(tp=1, pp=2)
+    if rule is not None:
         if fixed.get("pp", 1) > 1:
             _note(excluded, f"pp = {fixed['pp']}", rule)
             return []
@@ -343,13 +343,10 @@ def _schedules(
         if name in ("interleaved", "interleaved-zb"):
             # With embedding and head for a layer each, Megatron-LM has stages without a layer; here
             # every stage has one.
-            most = model.layers
-            if offers.compiled is None:
-                most = model.layers + 2
             chunks = [
                 count
                 for count in range(2, _MAX_CHUNKS + 1)
-                if pp * count <= most
+                if pp * count <= model.layers
                 and (model.layers % (pp * count) == 0 or (model.layers + 2) % (pp * count) == 0)
             ]
         elif name in ("zbv", "dualpipev"):

@@ -302,7 +302,6 @@ def account_states(
     *,
     compute: str | None = "bfloat16",
     reduce: str = "float32",
-    inner: int | None = None,
     form: str | None = None,
     every_moment: bool = True,
 ) -> States:
@@ -312,7 +311,6 @@ def account_states(
         job: The candidates.
         compute: Dtype of forward and backward. None computes in float32.
         reduce: Dtype of the gradient reduction.
-        inner: Rank to price between the ends of a pipeline. By default the one that holds most.
         form: Form of AdamW's moments.
         every_moment: See `holdings.holdings`.
     """
@@ -331,7 +329,7 @@ def account_states(
         )
     )
     parts = _parts_of_model(job, size, compute=compute, reduce=reduce, form=form)
-    ranks = _ranks(job, size, inner, every_moment=every_moment)
+    ranks = _ranks(job, size, every_moment=every_moment)
     presence = _presence_of_ends(job, size)
     bytes_of_rank = {}
     units_of_rank = {}
@@ -624,9 +622,7 @@ def _parts_of_model(
     )
 
 
-def _ranks(
-    job: Job, size: int, inner: int | None, *, every_moment: bool
-) -> list[tuple[np.ndarray, Holdings]]:
+def _ranks(job: Job, size: int, *, every_moment: bool) -> list[tuple[np.ndarray, Holdings]]:
     """Return the layers and holdings of the first and the last rank, and of one between them.
 
     The model is cut like the engine cuts it: equal blocks, and the head's product on the last stage
@@ -652,11 +648,8 @@ def _ranks(
         flights = in_flight(
             Layouts(pp=pp, vpp=chunks, schedule=kind, accumulation=micro_batches), np.arange(pp)
         )
-        between = range(1, pp - 1)
-        if inner is not None:
-            between = range(max(inner, 1), min(inner + 1, pp - 1))
         saved = [sum(blocks[rank]) * flights[rank] for rank in range(pp)]
-        fullest = max(between, key=saved.__getitem__, default=0)
+        fullest = max(range(1, pp - 1), key=saved.__getitem__, default=0)
         for index, rank in enumerate((0, pp - 1, fullest)):
             layers[index].append(sum(blocks[rank]))
             holding_rows[index].append(rank_holdings(kind, pp, micro_batches, rank, blocks[rank]))

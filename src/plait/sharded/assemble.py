@@ -193,7 +193,6 @@ def split(
         resolved.layout,
         timeout=timedelta(seconds=resolved.faults.timeout_seconds),
         host_tensors=resolved.optimizer_offload.device == "cpu",
-        library=resolved.library,
         groups=checked.groups,
         on_default_group=WATCH.arm,
     )

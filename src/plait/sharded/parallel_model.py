@@ -344,8 +344,7 @@ def _refuse_engine_settings(resolved: Resolved) -> None:
     rule = "plait.parallelize does not see the steps of the loop, which has its own tracker"
     remedy = "leave it out, or use plait.initialize"
     raise_problems(
-        Problem(resolved.tracker_setting(spec), spec.name, rule, remedy)
-        for spec in resolved.trackers
+        Problem(f"{spec.name}.enabled", True, rule, remedy) for spec in resolved.trackers
     )
 
     if resolved.data_parallel.update_in_backward:

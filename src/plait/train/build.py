@@ -235,8 +235,5 @@ def _check_fit(
     most = getattr(config, "max_position_embeddings", None)
     if most is not None and positions > most:
         rule = f"the model has {most} positions and the run needs {positions}"
-        remedy = (
-            "raise model.config.max_position_embeddings, or lower data.sequence_length and"
-            " run.sample.tokens"
-        )
+        remedy = "raise model.config.max_position_embeddings, or lower data.sequence_length"
         raise ConfigError(Problem("model max_position_embeddings", most, rule, remedy))

@@ -43,7 +43,6 @@ from plait.events import (
     Listener,
     RunEnded,
     RunStarted,
-    Sampled,
     StepDone,
     Validated,
 )
@@ -108,7 +107,6 @@ class TrainingContext:
         loader: Training data, by position.
         validation: Returns this rank's validation batches, the same at each call; no batches if no
             text is set aside for validation.
-        sample: Returns a text that the model writes. Collective. None for no text.
         checkpoints: Folder of the checkpoints.
         client_state: State that is saved with every checkpoint, in addition to the position.
         started: Event that is emitted before the first step.
@@ -122,7 +120,6 @@ class TrainingContext:
     section: RunSection
     loader: BatchSource
     validation: Callable[[], Iterable[Any]]
-    sample: Callable[[], str] | None
     checkpoints: Place
     client_state: Mapping[str, Any]
     started: RunStarted
@@ -188,8 +185,6 @@ def train(context: TrainingContext, start: Position) -> int:
     if saved_step < position.step:
         checkpoints.begin(position)
     checkpoints.report(wait=True)
-    if finished and context.sample is not None and section.sample is not None:
-        context.emit(Sampled(position.step, section.sample.prompt, context.sample()))
 
     reason = "interrupted"
     if finished:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ from plait.cluster import accelerator
 from plait.cluster.small_messages import all_gather_objects
 from plait.config.resolving.resolve import Resolved, resolve
 from plait.config.schema.config import Config
-from plait.config.schema.sections import DataSection, ModelSection, RunSection, SampleSection
+from plait.config.schema.sections import DataSection, ModelSection, RunSection
 from plait.data.loader import BatchSource, validation_batches
 from plait.data.prepare import PreparedData, prepare
 from plait.data.streamed_loader import StreamedSequences
@@ -47,9 +47,6 @@ from plait.train.callbacks import check_callbacks, load_callbacks
 from plait.train.folder import RunFolder
 from plait.train.loop import Position, TrainingContext, train
 from plait.train.stop import StopRequest
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 _CHECKED_STEPS = 200
 """Number of steps for which the learning-rate schedule is evaluated before the run."""
@@ -130,8 +127,7 @@ def check(
     check_all(preliminary.context(device_type=accelerator.available_type()))
     check_model(model)
     prepared = prepare(data, cache=cache, own_tokenizer=model.path, say=say)
-    positions = _longest_sequence(data, config.run or RunSection(), prepared)
-    built = build_model(model, prepared.tokenizer, positions=positions)
+    built = build_model(model, prepared.tokenizer, positions=data.sequence_length)
     resolved = resolve(config, world_size=world_size, hidden_size=built.hidden_size)
     if data.packing == "documents":
         _check_packing(built.kind)
@@ -270,19 +266,6 @@ def _check_packing(kind: str) -> None:
         rule = f"{kind} has not been tested to keep attention within the documents of a packed row"
         remedy = f"leave it out, or use a model of {', '.join(tested_kinds)}"
         raise ConfigError(Problem("data.packing", "documents", rule, remedy))
-
-
-def _longest_sequence(data: DataSection, run: RunSection, prepared: PreparedData) -> int:
-    """Return the tokens of the longest sequence, in training and in the sample at the end."""
-    if run.sample is None:
-        return data.sequence_length
-    prompt = prepared.tokenizer(run.sample.prompt, add_special_tokens=False)["input_ids"]
-    if not prompt:
-        rule = "the tokenizer returns no tokens for it"
-        raise ConfigError(
-            Problem("run.sample.prompt", run.sample.prompt, rule, "begin with some text")
-        )
-    return max(data.sequence_length, len(prompt) + run.sample.tokens)
 
 
 def run(checked: ValidatedRun, *, stop: StopRequest, listeners: Sequence[Listener]) -> int:
@@ -455,16 +438,11 @@ def _training_context(
             dp_size=engine.dp_size,
         )
 
-    def write_sample() -> str:
-        assert section.sample is not None
-        return sample(engine, data.tokenizer, section.sample, seed=resolved.seed)
-
     return TrainingContext(
         engine=engine,
         section=section,
         loader=loader,
         validation=validation,
-        sample=write_sample if section.sample is not None else None,
         checkpoints=checked.folder.checkpoints,
         client_state={"identity": checked.identity},
         started=RunStarted(
@@ -482,26 +460,3 @@ def _training_context(
         emit=emit,
         left_out=left_out,
     )
-
-
-def sample(
-    engine: Engine, tokenizer: PreTrainedTokenizerBase, section: SampleSection, *, seed: int
-) -> str:
-    """Return `section.prompt` and the text that the model adds to it. Collective.
-
-    The model in training generates on the layout that it is trained on, up to `section.tokens`
-    tokens, the end of the text, or its last position.
-    """
-    prompt = tokenizer(section.prompt, add_special_tokens=False)["input_ids"]
-    config = getattr(engine.model, "config", None)
-    positions = getattr(config, "max_position_embeddings", None) or len(prompt) + section.tokens
-    (output,) = engine.generate(
-        [prompt],
-        tokenizer=tokenizer,
-        max_new_tokens=max(1, min(section.tokens, positions - len(prompt))),
-        temperature=section.temperature,
-        top_k=section.top_k,
-        eos_token_id=tokenizer.eos_token_id,
-        seed=seed,
-    )
-    return str(tokenizer.decode([*prompt, *output.token_ids], skip_special_tokens=True))

@@ -8,11 +8,9 @@ shrink with the model, and a line of the report names each change.
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from importlib.util import find_spec
 from math import prod
 from typing import Any, Literal
 
@@ -21,7 +19,6 @@ from torch import nn
 
 from plait.cluster import accelerator
 from plait.cluster.accelerator import DeviceType
-from plait.cluster.nccl import NOT_READ, Library
 from plait.config.resolving.resolve import Resolved, resolve
 from plait.config.schema.config import Config, ParallelSection
 from plait.errors import ConfigError, InputError, Problem, raise_problems
@@ -34,7 +31,6 @@ from plait.verify.model_under_test import Built, TestedModel, build, seed_everyt
 
 Pass = Literal["float64", "configured"]
 Device = Literal["auto"] | DeviceType
-Peer = Literal["plait", "deepspeed", "accelerate"]
 
 MICRO_BATCH = 2
 """Most samples per micro-batch. Two samples can differ in length."""
@@ -53,7 +49,6 @@ class VerificationPlan:
 
     tested: TestedModel
     resolved: Resolved
-    engine: Peer
     passes: tuple[Pass, ...]
     steps: int
     dtype: str
@@ -63,8 +58,6 @@ class VerificationPlan:
     lines: tuple[tuple[str, str], ...]
     """Lines of the report as (topic, note), known before anything runs."""
     device: DeviceType = "cpu"
-    deepspeed: dict[str, Any] | None = None
-    """Content of the file if it is a DeepSpeed file, for DeepSpeed."""
 
     @property
     def world_size(self) -> int:
@@ -137,10 +130,8 @@ def prepare(
     most_processes: int,
     steps: int,
     passes: Sequence[Pass],
-    engine: Peer = "plait",
     device: Device = "auto",
     gpus: int = 0,
-    deepspeed: dict[str, Any] | None = None,
 ) -> VerificationPlan:
     """Check the arguments of a verification, and return its plan.
 
@@ -151,10 +142,8 @@ def prepare(
         most_processes: Largest number of processes to choose.
         steps: Optimizer steps to compare.
         passes: Precisions to compare in.
-        engine: Engine that trains.
         device: Device type, or "auto".
         gpus: Number of processes that can have a GPU.
-        deepspeed: Content of the file if it is a DeepSpeed file.
 
     Raises:
         ConfigError: The configuration cannot be verified.
@@ -177,10 +166,6 @@ def prepare(
             " use --device cpu, or a smaller --nproc-per-node"
         )
     where: DeviceType = accelerator.NAME if device != "cpu" and gpus >= world else "cpu"
-    if engine != "plait":
-        refuse_peer(engine, resolved, passes)
-        resolved, more = in_float32(resolved)
-        rest += more
     rule = (
         "the reference has the losses of Transformers, which are of one micro-batch and have no z"
         " loss"
@@ -201,9 +186,6 @@ def prepare(
         size = max(LEAST_BUCKET_BYTES, round(buckets.bucket_bytes * choice.share))
         changed |= {"bucket_bytes": size, "bucket_by_links": False}
     resolved = resolved.model_copy(update={"data_parallel": buckets.model_copy(update=changed)})
-    if where == "cpu" and resolved.library != Library():
-        resolved = resolved.model_copy(update={"library": Library()})
-        rest.append(NOT_READ)
     layout = resolved.layout
     batch = resolved.batch
     micro_batches = layout.dp * batch.accumulation
@@ -227,69 +209,13 @@ def prepare(
             else choice.tested
         ),
         resolved=resolved,
-        engine=engine,
         passes=tuple(passes),
         steps=steps,
-        dtype=choice.dtype if engine == "plait" else "float32",
+        dtype=choice.dtype,
         blocks=choice.names,
         lines=tuple(lines),
         device=where,
-        deepspeed=deepspeed,
     )
-
-
-def refuse_peer(
-    engine: Peer,
-    resolved: Resolved,
-    passes: Sequence[Pass],
-    *,
-    installed: Callable[[str], bool] | None = None,
-) -> None:
-    """Raise InputError or ConfigError if `engine` cannot run the plan."""
-    installed = installed or (lambda name: find_spec(name) is not None)
-    if not installed(engine):
-        raise InputError(
-            f"--engine {engine}: it is not installed here; {sys.executable} -m pip install {engine}"
-        )
-    if engine == "deepspeed" and "float64" in passes:
-        raise InputError(
-            "--dtype float64: DeepSpeed trains in float32, bfloat16 and float16 only; leave"
-            " --dtype out"
-        )
-    problems = [
-        Problem(
-            f"parallel.{axis}",
-            degree,
-            f"{engine} is compared on data parallelism and ZeRO",
-            "set it to 1 with --set",
-        )
-        for axis, degree in resolved.layout.degrees.items()
-        if degree > 1
-        and (
-            axis in ("pp", "cp", "tp") or (axis == "dp_replicate" and resolved.data_parallel.stage)
-        )
-    ]
-    stage = resolved.data_parallel.stage
-    if engine == "accelerate" and stage:
-        rule = "of accelerate, DistributedDataParallel is compared, which replicates"
-        problems.append(
-            Problem("zero_optimization.stage", stage, rule, "use --set zero_optimization.stage=0")
-        )
-    raise_problems(problems)
-
-
-def in_float32(resolved: Resolved) -> tuple[Resolved, list[str]]:
-    """Return the configuration that other engines run, and notes about it."""
-    compute = resolved.precision.compute
-    lines = (
-        [
-            f"computation {compute} -> float32, in which engines differ by their arithmetic and not"
-            " by their rounding"
-        ]
-        if compute
-        else []
-    )
-    return resolved.model_copy(update={"precision": Precision()}), lines
 
 
 def _counted(count: int, what: str) -> str:

@@ -28,7 +28,6 @@ from plait.losses.balance_loss import with_balance_loss
 from plait.optim.optimizer import build_optimizer
 from plait.parallel.micro_batches import to_device
 from plait.units import dtype_of
-from plait.verify import peers
 from plait.verify.model_under_test import Built, give_weights
 from plait.verify.parity import Trace, engine_trace, reference_trace
 from plait.verify.plan import Pass, VerificationPlan
@@ -87,8 +86,6 @@ def run_watched(plan: VerificationPlan, *, seconds: float) -> Traces:
 
 def run_layout(plan: VerificationPlan) -> Traces:
     """Run every pass of the plan in this process. Collective."""
-    if plan.engine != "plait":
-        return peers.traces(plan)
     engines: list[Engine] = []
     traces: Traces = {}
     try:
@@ -221,7 +218,6 @@ def compare(plan: VerificationPlan, traces: Traces, *, tolerance: float | None =
         why = "not compared: it computes in float64, and that comparison was not asked for"
         sections.append(Section("independent", INDEPENDENT, (), (why,)))
     facts = {
-        "engine": plan.engine,
         "processes": plan.world_size,
         "device": plan.device,
         "layout": plan.resolved.layout.degrees,

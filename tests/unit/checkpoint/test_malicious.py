@@ -274,7 +274,7 @@ def test_nothing_but_a_message(
         "verify RUN",
         "verify RUN/two",
         "diff RUN/one RUN/two",
-        f"export RUN/two --to hf --out {tmp_path}/out",
+        f"export RUN/two --out {tmp_path}/out",
         "prune RUN --keep 1",
     ):
         arguments = command.replace("RUN", str(folder)).split()

@@ -44,7 +44,7 @@ def test_what_is_ignored_stays_ignored() -> None:
 @pytest.mark.parametrize(
     ("verb", "inner"),
     [
-        (["export", "run", "--to", "hf", "--out", "out"], "plait.train.export.export"),
+        (["export", "run", "--out", "out"], "plait.train.export.export"),
         (["import", "folder", "--out", "out"], "plait.checkpoint.foreign.convert.convert"),
     ],
 )

@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-import json
 import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ from hypothesis import strategies as st
 
 from plait.cluster import meeting, mesh, topology
 from plait.cluster.launchers import claim, first_host, tasks_per_node
-from plait.cluster.machines import Node, Topology, load
+from plait.cluster.machines import Node, Topology
 from plait.cluster.topology import (
     RankInfo,
     default_processes,
@@ -24,7 +22,7 @@ from plait.cluster.topology import (
     place,
     thread_count,
 )
-from plait.errors import ConfigError, InputError
+from plait.errors import ConfigError
 
 TORCHRUN = {
     "RANK": "5",
@@ -340,79 +338,10 @@ class TestDiscover:
         )
         assert discover() == Topology((Node(socket.gethostname(), 3),), "cuda", 40)
 
-    def test_uneven_machines_need_a_file(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_uneven_machines_are_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         _set(monkeypatch, {**TORCHRUN, "WORLD_SIZE": "7"})
         with pytest.raises(ConfigError, match="WORLD_SIZE = 7: not a multiple of the 4"):
             discover()
-
-
-class TestLoad:
-    def test_yaml_and_json_say_the_same(self, tmp_path: Path) -> None:
-        (tmp_path / "c.yaml").write_text(
-            "device_type: cuda\nmemory_bytes: 85_899_345_920\nnodes:\n  - {name: a, devices: 8}\n  - {name: b, devices: 4}\n"
-        )
-        content = {
-            "memory_bytes": 80 * 1024**3,
-            "nodes": [{"name": "a", "devices": 8}, {"name": "b", "devices": 4}],
-        }
-        (tmp_path / "c.json").write_text(json.dumps(content))
-        expected = Topology((Node("a", 8), Node("b", 4)), "cuda", 80 * 1024**3)
-        assert load(tmp_path / "c.yaml") == expected
-        assert load(tmp_path / "c.json") == expected
-        assert expected.world_size == 12
-
-    def test_equal_machines(self, tmp_path: Path) -> None:
-        path = tmp_path / "c.yaml"
-        path.write_text("nodes: 128\ndevices_per_node: 8\n")
-        found = load(path)
-        assert found.world_size == 1024
-        assert found.nodes[127] == Node("node127", 8)
-        assert found.memory_bytes is None
-
-    @pytest.mark.parametrize(
-        ("text", "words"),
-        [
-            ("nodse: 2", "did you mean `nodes`?"),
-            ("nodes: 2", "devices_per_node"),
-            ("nodes: 0\ndevices_per_node: 8", "nodes = 0"),
-            ("nodes: []", "neither a list of machines nor a count"),
-            ("nodes: 2\ndevices_per_node: true", "devices_per_node = True"),
-            (
-                "nodes: [{name: a, devices: 8}, {name: a, devices: 8}]",
-                "nodes[1].name = 'a': named twice",
-            ),
-            ("nodes: [{name: a, devises: 8}]", "did you mean `devices`?"),
-            ("nodes: [a01]", "nodes[0] = 'a01'"),
-            ("nodes: 1\ndevices_per_node: 1\ndevice_type: tpu", "device_type = 'tpu'"),
-            ("nodes: 1\ndevices_per_node: 1\nmemory_bytes: 80 GiB", "memory_bytes = '80 GiB'"),
-        ],
-    )
-    def test_wrong_content(self, tmp_path: Path, text: str, words: str) -> None:
-        path = tmp_path / "c.yaml"
-        path.write_text(text)
-        with pytest.raises(ConfigError) as caught:
-            load(path)
-        assert words in str(caught.value)
-        assert str(path) in str(caught.value)
-
-    @pytest.mark.parametrize(
-        ("name", "text"), [("c.yaml", "a: [1"), ("c.json", "{"), ("c.yaml", "- 1")]
-    )
-    def test_files_that_are_no_description(self, tmp_path: Path, name: str, text: str) -> None:
-        (tmp_path / name).write_text(text)
-        with pytest.raises(InputError, match="cluster file"):
-            load(tmp_path / name)
-
-    def test_missing(self, tmp_path: Path) -> None:
-        with pytest.raises(InputError, match="No such file"):
-            load(tmp_path / "no.yaml")
-
-    def test_every_problem_is_told(self, tmp_path: Path) -> None:
-        path = tmp_path / "c.yaml"
-        path.write_text("nodes: [{name: 3, devices: 0}]\ndevice_type: tpu\nmemory: 3")
-        with pytest.raises(ConfigError) as caught:
-            load(path)
-        assert len(caught.value.problems) == 4
 
 
 class TestThreads:

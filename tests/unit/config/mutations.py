@@ -36,7 +36,6 @@ TRAINED: dict[str, Any] = {
         "steps": 4,
         "seed": 0,
         "processes": 1,
-        "sample": {"prompt": "x", "tokens": 4},
     },
 }
 BASES = [TRAINED, *(tree for tree, _ in ACCEPTED.values()), *(tree for tree, _ in REFUSED.values())]

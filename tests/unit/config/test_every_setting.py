@@ -142,8 +142,6 @@ CHANGES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "parallel.compress_weights": ({"zero_optimization.stage": 1}, "none", "int8"),
     "parallel.error_feedback": ({"parallel.compress_gradients": "int4"}, True, False),
     "parallel.powersgd_rank": ({"parallel.compress_gradients": "powersgd"}, 4, 8),
-    "parallel.nccl_algorithm": ({}, "Tree", "Ring"),
-    "parallel.nccl_protocol": ({}, "LL", "Simple"),
     "parallel.optimizer_in_backward": (
         {"zero_optimization.stage": 2, "parallel.unused_parameters": False},
         False,
@@ -186,7 +184,6 @@ CHANGES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "run.keep": ({}, 1, 2),
     "run.roll_backs": ({}, 0, 2),
     "run.callbacks": ({}, ["a:b"], ["a:c"]),
-    "run.trackers": ({}, ["csv_monitor"], [{"csv_monitor": {"job_name": "a"}}]),
     "tensorboard.enabled": ({}, False, True),
     "tensorboard.output_path": ({"tensorboard.enabled": True}, "a", "b"),
     "tensorboard.job_name": ({"tensorboard.enabled": True}, "a", "b"),
@@ -205,10 +202,6 @@ CHANGES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "comet.online": ({"comet.enabled": True}, True, False),
     "comet.mode": ({"comet.enabled": True}, "get", "create"),
     "run.checkpoints": ({}, "a", "s3://b/c"),
-    "run.sample.prompt": ({}, "a", "b"),
-    "run.sample.tokens": ({}, 1, 2),
-    "run.sample.temperature": ({}, 0.5, 1),
-    "run.sample.top_k": ({}, 0, 5),
 }
 
 

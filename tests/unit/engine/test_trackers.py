@@ -146,21 +146,21 @@ def test_a_tracker_that_cannot_start() -> None:
         )
 
 
-def test_run_trackers_and_sections() -> None:
-    tree = {
-        **CONFIG,
-        "run": {"folder": "f", "trackers": ["csv_monitor", {"wandb": {"project": "x"}}]},
+def test_defaults_of_a_file_with_a_run() -> None:
+    sections = {"csv_monitor": {"enabled": True}, "wandb": {"enabled": True}}
+    settings = {
+        spec.name: spec.settings
+        for spec in resolve(
+            load({**CONFIG, **sections, "run": {"folder": "f"}}), world_size=1
+        ).trackers
     }
-    resolved = resolve(load(tree), world_size=1)
-    settings = {spec.name: spec.settings for spec in resolved.trackers}
     assert settings["csv_monitor"] == {"output_path": "f", "job_name": "csv_monitor"}
-    assert settings["wandb"]["project"] == "x"
-    assert resolved.tracker_setting(resolved.trackers[0]) == "run.trackers"
-    with pytest.raises(ConfigError, match="enabled twice.*keep one entry"):
-        resolve(load({**tree, "wandb": {"enabled": True}}), world_size=1)
-    for wrong in ("mlflow", {"wandb": {"name": "x"}}, {"wandb": {}, "comet": {}}):
-        with pytest.raises(ConfigError, match="run.trackers"):
-            load({"run": {"trackers": [wrong]}})
+    assert settings["wandb"]["project"] == "plait"
+    sections = {"csv_monitor": {"enabled": True, "output_path": "o"}}
+    (spec,) = resolve(load({**CONFIG, **sections, "run": {"folder": "f"}}), world_size=1).trackers
+    assert spec.settings == {"output_path": "o", "job_name": "csv_monitor"}
+    (spec,) = resolve(load({**CONFIG, **sections}), world_size=1).trackers
+    assert spec.settings == {"output_path": "o", "job_name": "DeepSpeedJobName"}
 
 
 def test_explain_lists_what_is_honoured() -> None:

@@ -11,9 +11,7 @@ from plait.events import (
     CheckpointSaved,
     CommunicationSelected,
     Event,
-    RunEnded,
     RunStarted,
-    Sampled,
     StepDone,
     Validated,
 )
@@ -87,15 +85,6 @@ def test_a_line_has_the_mean_since_the_line_before() -> None:
 
 def test_a_skipped_step_is_always_told() -> None:
     assert "skipped, overflow at scale 64" in _shown(_step(1, skipped=True))
-
-
-def test_brackets_in_a_text_are_not_markup() -> None:
-    text = _shown(
-        Sampled(5, "def ", "def f(x: list[int]) -> [bold]x:\n    return x[0]"),
-        RunEnded(5, "finished", 61.0, "runs/x"),
-    )
-    assert "    def f(x: list[int]) -> [bold]x:\n        return x[0]\n" in text
-    assert text.endswith("step 5  finished after 1:01\n")
 
 
 def test_communication_has_lines_where_it_is_not_the_default() -> None:

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import json
-from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.errors import InputError
 from plait.observe.schedule import (
     schedule_names,
     timeline_json,
     timeline_lines,
     timeline_summary,
-    timeline_svg,
 )
 from plait.parallel.schedules.schedule import SCHEDULES, Schedule, make_schedule
 from plait.parallel.schedules.timeline import Timeline, even, peak_in_flight, simulate
 from tests.unit.parallel.tables import schedules, unhurried
-
-SVG = "{http://www.w3.org/2000/svg}"
 
 
 def timeline_of(schedule: Schedule, **durations: float) -> Timeline:
@@ -103,77 +98,6 @@ def test_the_drawing_is_the_timeline(schedule: Schedule, width: int, coloured: b
         assert bool(line.spans) == coloured
 
 
-@unhurried
-@given(schedules)
-def test_svg(schedule: Schedule) -> None:
-    """One rectangle an action at its time, none over another, inside the picture; a tooltip; what is idle and held."""
-    timeline = timeline_of(schedule, send=0.25)
-    root = ElementTree.fromstring(timeline_svg(timeline))
-    width, height = (float(size) for size in root.attrib["viewBox"].split()[2:])
-    actions = [rect for rect in root.iter(f"{SVG}rect") if rect.get("class") == "action"]
-    spans = [(rank, span) for rank, row in enumerate(timeline.ranks) for span in row]
-    assert len(actions) == len(spans)
-    scale = 1200 / timeline.total
-    ends: dict[float, float] = {}
-    for rect, (_, span) in zip(actions, spans, strict=True):
-        x, y, wide, high = (float(rect.attrib[name]) for name in ("x", "y", "width", "height"))
-        assert wide == pytest.approx((span.end - span.start) * scale, abs=0.001)
-        assert x - 96 == pytest.approx(span.start * scale, abs=0.001)
-        assert x >= ends.get(y, 0) - 0.01 and x + wide <= width and y + high <= height
-        ends[y] = x + wide
-        tip = rect.findtext(f"{SVG}title")
-        assert tip is not None and tip.startswith(f"{span.action}: ")
-    assert len(ends) == schedule.pp
-    text = [element.text for element in root.iter(f"{SVG}text")]
-    assert timeline_summary(timeline) in text
-    for rank in range(schedule.pp):
-        assert f"rank {rank}" in text
-        assert (
-            f"idle {100 * timeline.bubble(rank):.1f} %, {peak_in_flight(schedule)[rank]:.4g} in flight"
-            in text
-        )
-
-
-def test_a_window_draws_what_runs_in_it() -> None:
-    """Cut at its ends, on its own axis, with units."""
-    timeline = timeline_of(make_schedule("1f1b", pp=2, microbatches=8))
-    root = ElementTree.fromstring(timeline_svg(timeline, window=(4.0, 10.0), unit=" s"))
-    actions = [rect for rect in root.iter(f"{SVG}rect") if rect.get("class") == "action"]
-    inside = [span for row in timeline.ranks for span in row if span.end > 4 and span.start < 10]
-    assert len(actions) == len(inside) < 32
-    for rect, span in zip(actions, inside, strict=True):
-        assert float(rect.attrib["x"]) - 96 == pytest.approx(
-            (max(span.start, 4) - 4) * 200, abs=0.001
-        )
-        assert float(rect.attrib["width"]) == pytest.approx(
-            (min(span.end, 10) - max(span.start, 4)) * 200, abs=0.001
-        )
-        assert (rect.findtext(f"{SVG}title") or "").endswith(
-            f"{span.start:.6g} to {span.end:.6g} s"
-        )
-    text = [element.text or "" for element in root.iter(f"{SVG}text")]
-    assert (
-        text[0] == timeline_summary(timeline, unit=" s") + "; from 4 to 10 s"
-        and "step 27 s" in text[0]
-    )
-    assert "4 s" in text and "10 s" in text and "27 s" not in text
-
-
-def test_kinds_and_later_stages_have_their_own_colours() -> None:
-    """As the key says."""
-    root = ElementTree.fromstring(
-        timeline_svg(timeline_of(make_schedule("dualpipev", pp=2, microbatches=4)))
-    )
-    fills = {
-        (rect.findtext(f"{SVG}title") or "")[:2]: rect.get("fill")
-        for rect in root.iter(f"{SVG}rect")
-        if rect.get("class") == "action"
-    }
-    assert len({fills[name] for name in ("0F", "0B", "0I", "0W", "3F", "3B", "3I", "3W")}) == 8
-    keys = {rect.get("fill") for rect in root.iter(f"{SVG}rect") if rect.get("class") == "key"}
-    assert keys == {fills[name] for name in ("0F", "0B", "0I", "0W", "3F")}
-
-
 def test_json_says_everything() -> None:
     """Survives `json`; times, idle part and activations."""
     schedule = make_schedule("1f1b", pp=2, microbatches=1)
@@ -196,19 +120,6 @@ def test_json_says_everything() -> None:
             {"action": "0B0", "start": 5, "end": 7},
         ],
     }
-
-
-def test_nothing_to_draw() -> None:
-    """All durations 0."""
-    timeline = timeline_of(
-        make_schedule("1f1b", pp=2, microbatches=1), forward=0, input=0, weight=0
-    )
-    for draw in (
-        lambda: timeline_lines(timeline, width=80, coloured=False),
-        lambda: timeline_svg(timeline),
-    ):
-        with pytest.raises(InputError, match="every duration is 0"):
-            draw()
 
 
 def test_actions_without_duration_are_left_out() -> None:

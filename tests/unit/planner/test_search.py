@@ -13,7 +13,6 @@ from plait.planner.choice import price, ties
 from plait.planner.fixed import format_fixed, parse_fixed
 from plait.planner.hardware import cluster
 from plait.planner.models import find_model
-from plait.planner.offers import EVERYTHING, offered
 from plait.planner.relief import relieved
 from plait.planner.request import Request, space_of
 from plait.planner.search import FAMILY, plan, price_space
@@ -91,8 +90,7 @@ def test_layouts_that_cannot_be_told_apart_are_ties():
 
 
 def test_every_candidate_is_a_layout_of_the_cluster():
-    asked = request(everything=True)
-    at = space_of(replace(asked, everything=True)).layouts
+    at = space_of(request()).layouts
     assert np.all(at.world == 16)
     assert np.all(at.dp * at.micro_batch * at.accumulation == 128)
     assert np.all((at.pp == 1) | (at.accumulation >= at.pp))
@@ -111,8 +109,6 @@ def test_no_more_stages_than_layers():
     asked = request("llama-3-405b", gpus=2048, batch=512)
     at = space_of(asked).layouts
     assert (at.pp * at.vpp).max() == 64
-    at = space_of(replace(asked, everything=True)).layouts
-    assert (at.pp * at.vpp).max() == 128
 
 
 def test_only_what_this_version_runs_is_offered():
@@ -145,8 +141,6 @@ def test_only_what_this_version_runs_is_offered():
             )
             assert table.stages == choice.layout["pp"] * choice.layout["vpp"]
             assert not (table.splits_backward and choice.layout["stage"] == 3)
-    assert space_of(request(everything=True)).size > space_of(asked).size
-    assert set(offered().recompute) <= set(EVERYTHING.recompute)
 
 
 @pytest.mark.parametrize(
@@ -389,17 +383,6 @@ def test_why_names_the_deciding_term():
     assert refused.other is None and "does not fit" in refused.reason and "GiB" in refused.reason
 
 
-def test_sensitivity_goes_the_right_way():
-    changes = {
-        change.what.split(" (")[0]: change
-        for change in explain.sensitivity(plan(request(gpus=16, batch=32)))
-    }
-    # Which pipelines are walked depends on the closed form's order, so a plan may miss the best by a hair.
-    assert changes["half the network"].seconds >= 0.99 * changes["twice the network"].seconds
-    assert changes["half the links"].seconds >= 0.99 * changes["twice the links"].seconds
-    assert changes["twice the batch"].seconds > changes["half the batch"].seconds
-
-
 def test_why_keeps_what_is_fixed():
     """And says so where a query against it is faster."""
     fixed = {"pp": 4, "recompute": 2}
@@ -429,7 +412,7 @@ def test_neighbours_are_one_step_away():
 
 
 def test_sixteen_thousand_devices():
-    found = plan(request("llama-3-405b", gpus=16384, batch=16384, sequence=8192, everything=True))
+    found = plan(request("llama-3-405b", gpus=16384, batch=16384, sequence=8192))
     assert found.candidates > 50_000 and found.best
 
 

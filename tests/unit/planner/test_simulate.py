@@ -18,7 +18,7 @@ def walked(schedule, *, pp=4, vpp=1, m=16, vocab=64, **changes):
     """(closed form, walk) of a small head and 32 layers."""
     model = find_model("llama-3-8b", sequence=4096)
     model = replace(model, architecture=replace(model.architecture, vocab=vocab))
-    asked = Request(model, cluster("h100", 32), 64, 4096, everything=True)
+    asked = Request(model, cluster("h100", 32), 64, 4096)
     at = {
         "pp": pp,
         "vpp": vpp,

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from plait.cluster.host_copy import HostCopy
-from plait.config.schema.sections import RunSection, SampleSection
+from plait.config.schema.sections import RunSection
 from plait.data.loader import Loader
 from plait.data.packing import Sequences, Stream
 from plait.errors import NumbersError, PlaitError
-from plait.events import CheckpointSaved, Event, RunEnded, RunStarted, Sampled, StepDone, Validated
+from plait.events import CheckpointSaved, Event, RunEnded, RunStarted, StepDone, Validated
 from plait.train.loop import Position, TrainingContext, train
 from plait.train.stop import StopRequest
 from tests.checkpoints import put
@@ -92,7 +92,6 @@ def _run(
             section=RunSection(**section),
             loader=Loader(sequences, 2 * ranks[1], seed=0, dp_rank=ranks[0], dp_size=ranks[1]),
             validation=lambda: iter([{}] * batches),
-            sample=lambda: "def f",
             checkpoints=folder / "checkpoints",
             client_state={"identity": {"a": 1}},
             started=RunStarted(start.step, section["steps"], 1, 10, "one process", str(folder)),
@@ -118,7 +117,6 @@ def test_a_whole_run_in_order(tmp_path: Path) -> None:
         steps=5,
         validate_every=2,
         checkpoint_every=3,
-        sample=SampleSection(),
     )
     assert ended == 0
     assert _told(events) == [
@@ -133,7 +131,6 @@ def test_a_whole_run_in_order(tmp_path: Path) -> None:
         ("StepDone", 5),
         ("Validated", 5),
         ("CheckpointSaved", 5),
-        ("Sampled", 5),
         ("RunEnded", 5),
     ]
     step = next(event for event in events if isinstance(event, StepDone))
@@ -217,7 +214,7 @@ def test_old_checkpoints_go(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_ends_after_the_step_with_a_checkpoint(tmp_path: Path, number: int) -> None:
     engine = FakeEngine(before=lambda step: os.kill(os.getpid(), number) if step == 2 else None)
-    ended, events = _run(tmp_path, engine, steps=9, sample=SampleSection())
+    ended, events = _run(tmp_path, engine, steps=9)
     assert ended == number
     assert isinstance(events[-1], RunEnded)
     assert events[-1].reason == "interrupted"
@@ -229,9 +226,9 @@ def test_a_signal_in_the_last_step_does_not_spoil_the_end(tmp_path: Path) -> Non
     engine = FakeEngine(
         before=lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 2 else None
     )
-    ended, events = _run(tmp_path, engine, steps=2, sample=SampleSection())
+    ended, events = _run(tmp_path, engine, steps=2)
     assert ended == 0
-    assert any(isinstance(event, Sampled) for event in events)
+    assert isinstance(events[-1], RunEnded) and events[-1].reason == "finished"
 
 
 def test_a_second_interrupt_does_not_wait(tmp_path: Path) -> None:

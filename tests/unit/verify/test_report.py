@@ -28,7 +28,6 @@ def plan(*, exact: bool = True, **config: Any) -> VerificationPlan:
     return VerificationPlan(
         tested,
         resolved,
-        "plait",
         passes,
         steps=2,
         dtype="float32",

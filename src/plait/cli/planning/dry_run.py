@@ -36,6 +36,8 @@ from plait.planner.request import Request, job_of, states_of
 from plait.units import GIB, dtype_of, format_bytes, format_count
 from plait.verify.model_under_test import transformers_model
 
+_SHOWN_OPERATORS = 10
+
 
 @dataclass(frozen=True)
 class DryRun:
@@ -332,13 +334,10 @@ def _build_model(tree: Mapping[str, Any]) -> Any:
         ) from None
 
 
-def print_dry_run(run: DryRun, *, operators: int) -> None:
+def print_dry_run(run: DryRun) -> None:
     """Print the memory next to the prediction, the traffic by axis, and the largest operators.
 
-    Args:
-        run: The dry run.
-        operators: Number of operators to print: those with the most FLOPs, or on a device those
-            that take longest.
+    The largest operators are those with the most FLOPs, or on a device those that take longest.
     """
     console = Console(soft_wrap=True, highlight=False)
     measured_run = run.found
@@ -367,7 +366,7 @@ def print_dry_run(run: DryRun, *, operators: int) -> None:
     ]
     print_table(console, ("axis", "collective", "ranks", "calls", "sent by this rank"), traffic)
 
-    shown = measured_run.operators[:operators]
+    shown = measured_run.operators[:_SHOWN_OPERATORS]
     columns = ["operator", "calls", "FLOPs"]
     # Fake tensors take no time.
     has_times = any(operator.device_seconds for operator in shown)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -35,9 +34,6 @@ Nnodes = Annotated[
 NprocPerNode = Annotated[
     int | None,
     count("--nproc-per-node", help="GPUs per machine. (default: the usual number)", panel=DEVICES),
-]
-ClusterFile = Annotated[
-    Path | None, device_option(metavar="FILE", help="A cluster file, instead of the numbers.")
 ]
 MemoryGib = Annotated[
     float | None, device_option(metavar="GIB", help="Memory of a GPU. (default: the catalogue's)")

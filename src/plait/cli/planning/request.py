@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from plait.cli.planning.calibrations import live_devices
-from plait.cluster import accelerator
-from plait.cluster.machines import load
 from plait.cluster.topology import default_processes, device_count, machine_name
 from plait.config.dialects.examine import examine, value_at
 from plait.config.dialects.foreign import refuse_foreign
@@ -87,11 +85,9 @@ def read_request(
     seq: int | None,
     precision: str | None,
     fix: list[str] | None,
-    cluster: Path | None = None,
     compiled: bool = False,
     memory_gib: float | None = None,
     network: float | None = None,
-    everything: bool = False,
     as_it_is: bool = False,
 ) -> PlanQuery:
     """Read the query of a plan.
@@ -100,7 +96,6 @@ def read_request(
         file: A training configuration. Its values are planned for, and options override them with a
             note.
         as_it_is: Whether a complete layout of the file is run as it is, and fixes nothing.
-        everything: Whether to include techniques that this version does not run.
 
     The other arguments are the options of the command line; None stands for an unused option.
 
@@ -137,13 +132,12 @@ def read_request(
             " config.json, or a training configuration"
         )
 
-    if devices is None and gpu is None and cluster is None:
+    if devices is None and gpu is None:
         devices = default_processes() if config is None else process_count(config)
     machines = cluster_for(
         gpus=devices,
         gpu=gpu,
         per_node=nproc_per_node,
-        file=cluster,
         memory_gib=memory_gib,
         network=network,
     )
@@ -163,7 +157,7 @@ def read_request(
         if described and (refusal := why_refused(described)):
             notes.append(f"`plait train` refuses this model: {refusal}")
 
-    request = Request(planned_model, machines, batch, sequence, precision, compiled, everything)
+    request = Request(planned_model, machines, batch, sequence, precision, compiled)
     notes += formula_notes(request)
     if training_file is None:
         return PlanQuery(request, {}, {}, fixed, notes)
@@ -352,7 +346,6 @@ def cluster_for(
     gpus: int | None,
     gpu: str | None = None,
     per_node: int | None = None,
-    file: Path | None = None,
     memory_gib: float | None = None,
     network: float | None = None,
 ) -> hardware.Cluster:
@@ -362,7 +355,6 @@ def cluster_for(
         gpus: Total number of devices.
         gpu: Name of the GPU in the catalogue.
         per_node: Number of devices per machine.
-        file: A cluster file.
         memory_gib: Memory of a device in GiB.
         network: Bandwidth of a device to other machines in GB/s.
 
@@ -380,19 +372,6 @@ def cluster_for(
         changes["memory_bytes"] = memory_gib * GIB
     if network is not None:
         changes["nic_bandwidth"] = network * 1e9
-    if file is not None:
-        for name, count in (("--world-size", gpus), ("--nproc-per-node", per_node)):
-            if count is not None:
-                raise InputError(
-                    f"{name} {count}: --cluster {file} sets the number; leave one of the two out"
-                )
-        topology = load(file)
-        if gpu is None and topology.device_type == accelerator.NAME:
-            raise InputError(
-                f"{file}: a cluster file does not name the GPU model; add --gpu, for example --gpu"
-                " h100"
-            )
-        return hardware.cluster_of(topology, gpu or "cpu", **changes)
     if gpu is not None:
         if gpus is None:
             raise InputError(f"--gpu {gpu}: how many? add --world-size, for example --world-size 8")

@@ -1,24 +1,17 @@
-"""Output of `plait plan`: tables on a terminal, aligned lines in a pipe, and a trace in a file."""
+"""Output of `plait plan`: tables on a terminal, and aligned lines in a pipe."""
 
 from __future__ import annotations
 
-import json
 import sys
-from pathlib import Path
 
 from rich.console import Console
 
 from plait.cli.planning.tables import print_table
-from plait.errors import InputError
-from plait.observe.files import write_text
-from plait.observe.trace import chrome_trace
 from plait.planner import hardware
 from plait.planner import models as catalogue
-from plait.planner.calibrate import Calibration
 from plait.planner.choice import LayoutChoice
 from plait.planner.constants import coverage_of_intervals
-from plait.planner.detail import terms_outside_pipeline, timeline
-from plait.planner.explain import Comparison, LayoutChange, describe, ties_of
+from plait.planner.explain import Comparison, describe, ties_of
 from plait.planner.memory import TERMS as MEMORY_TERMS
 from plait.planner.search import Plan
 from plait.planner.step import TERMS
@@ -34,7 +27,6 @@ def print_plan(
     notes: list[str],
     reasons: list[Comparison],
     neighbours: list[Comparison],
-    changes: list[LayoutChange],
 ) -> None:
     """Print a plan.
 
@@ -43,7 +35,6 @@ def print_plan(
         notes: Notes about its query.
         reasons: Comparisons that the user requested.
         neighbours: Comparisons with the layouts one step away.
-        changes: Plans for other hardware.
     """
     console = _console()
     request = plan.request
@@ -70,9 +61,6 @@ def print_plan(
     if neighbours:
         columns = ("one step away", "step", "layout", "because")
         print_table(console, columns, _neighbour_rows(neighbours))
-    if changes:
-        columns = ("change", "step", "tokens/s", "best layout")
-        print_table(console, columns, [_change_row(change) for change in changes])
 
     left_out = [[exclusion.region, exclusion.rule] for exclusion in plan.excluded]
     left_out += [[shortage.region, str(shortage)] for shortage in plan.shortages]
@@ -123,14 +111,6 @@ def _print_terms(choice: LayoutChoice, console: Console) -> None:
         ["with the context", f"{choice.needed / GIB:.2f} GiB"],
     ]
     print_table(console, (f"1: memory at its peak, {choice.moment}", ""), sizes)
-
-
-def _change_row(change: LayoutChange) -> list[str]:
-    seconds = f"{change.seconds:.4g} s" if change.seconds else "-"
-    throughput = "-"
-    if change.tokens_per_second:
-        throughput = format_count(change.tokens_per_second)
-    return [change.what, seconds, throughput, change.layout or change.note]
 
 
 def _neighbour_rows(neighbours: list[Comparison]) -> list[list[str]]:
@@ -208,23 +188,3 @@ def print_names() -> None:
             ]
         )
     print_table(console, ("gpu", "", "memory", "16 bits", ""), devices)
-
-
-def write_trace(path: Path, plan: Plan, *, calibration: Calibration | None = None) -> None:
-    """Write the pipeline of the best choice as a Chrome trace.
-
-    Raises:
-        InputError: The schedule of the layout has no table, or the file cannot be written.
-    """
-    best = plan.best[0]
-    try:
-        simulated = timeline(plan.request, best, calibration=calibration)
-    except InputError as error:
-        raise InputError(
-            f"--trace: the best layout has no timeline: {error}; leave the option out, or --fix"
-            " another schedule"
-        ) from None
-    trace = chrome_trace(
-        simulated, title=describe(best.layout), after=terms_outside_pipeline(best, simulated)
-    )
-    write_text("--trace", path, json.dumps(trace) + "\n")

@@ -261,7 +261,7 @@ FLAGS: dict[str, Flag] = {
     ),
     **_refused(
         _TRACKER,
-        'leave it out, and write "run": {"trackers": ["tensorboard"]} or ["wandb"]',
+        'leave it out, and write "tensorboard": {"enabled": true} or "wandb": {"enabled": true}',
         "tensorboard_dir wandb_project",
         off=("",),
     ),

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from plait.cluster.layout import Layout
-from plait.cluster.nccl import Library
 from plait.config.reading.source import Source
 from plait.config.resolving.batch import Batch
 from plait.config.resolving.degrees import smallest_world
@@ -413,10 +412,6 @@ def _activation_offload_values(offload: ActivationOffload) -> dict[str, Any]:
     }
 
 
-def _library_values(library: Library) -> dict[str, Any]:
-    return {**library.explained()}
-
-
 def _parameter_offload_values(offload: ParameterOffload) -> dict[str, Any]:
     section = "zero_optimization.offload_param"
     device: str = offload.device
@@ -492,7 +487,6 @@ _LIST_VALUES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "tiled_mlp": _tiled_mlp_values,
     "recompute": _recompute_values,
     "activation_offload": _activation_offload_values,
-    "library": _library_values,
     "parameter_offload": _parameter_offload_values,
     "optimizer_offload": _optimizer_offload_values,
     "precision": _precision_values,

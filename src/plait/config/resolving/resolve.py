@@ -21,7 +21,6 @@ from pydantic import SerializeAsAny
 from torch import nn
 
 from plait.cluster.layout import Layout
-from plait.cluster.nccl import Library
 from plait.config.dialects.examine import ExaminedDocument, examine
 from plait.config.dialects.foreign import refuse_flags, refuse_foreign
 from plait.config.reading.source import Document, Source, parse_override, read
@@ -90,8 +89,6 @@ class Resolved(Policy):
     """Storage tier of optimizer states and gradients."""
     parameter_offload: ParameterOffload
     """Storage tier of the parameter shards."""
-    library: Library = Library()
-    """Settings of the collectives library of the GPUs."""
     faults: FaultsSection = FaultsSection()
     """Timeouts of collectives, and checks of every step."""
     loss_chunk_tokens: int = 0
@@ -120,12 +117,6 @@ class Resolved(Policy):
     """Source of each value: "file", "override", "default", "auto: ...", "derived: ...". The key is
     the name in the file, or else the path in this class.
     """
-
-    def tracker_setting(self, spec: TrackerSpec) -> str:
-        """Return the setting that enables a tracker."""
-        if any(entry.name == spec.name for entry in self.run.trackers):
-            return "run.trackers"
-        return f"{spec.name}.enabled"
 
     def assumed(self) -> str | None:
         """Return a warning about values of "auto" that Transformers' command line would decide.
@@ -387,9 +378,6 @@ def outline(
         "context_parallel": techniques.context_parallel(findings),
         "routing": Routing(**config.experts.model_dump()),
         "compile": compiled,
-        "library": Library(
-            algorithm=config.parallel.nccl_algorithm, protocol=config.parallel.nccl_protocol
-        ),
         "faults": config.faults,
         "loss_chunk_tokens": config.parallel.loss_chunk_tokens,
         "tiled_mlp": TiledMLP(tokens=config.parallel.mlp_tile_tokens),
@@ -401,6 +389,6 @@ def outline(
         "model": config.model,
         "data": config.data,
         "run": run,
-        "trackers": attempt(resolved_parts.trackers, config, run) or (),
+        "trackers": resolved_parts.trackers(config, run),
     }
     return Outline(values, findings.sources, tuple(findings.problems))

@@ -431,29 +431,22 @@ def _learning_rate(spec: OptimizerSpec) -> float | None:
 
 
 def trackers(config: Config, run: RunSection) -> tuple[TrackerSpec, ...]:
-    """Return the trackers of the sections and of `run.trackers`, with all of their settings.
+    """Return the enabled trackers with all of their settings.
 
-    Raises:
-        ConfigError: A tracker is named twice.
+    The defaults of the sections are DeepSpeed's. A file with a `run` section has its own.
     """
     specs = []
     for name in SECTIONS:
         section = getattr(config, name)
-        if section.enabled:
-            settings = section.model_dump(exclude={"enabled"})
-            specs.append(TrackerSpec(name=name, settings=settings))
-
-    for entry in run.trackers:
-        if entry.name in [spec.name for spec in specs]:
-            rule = "this tracker is enabled twice, and each step would be recorded twice"
-            remedy = f"keep one entry of run.trackers, or the section `{entry.name}`"
-            raise ConfigError(Problem("run.trackers", entry.name, rule, remedy))
-        # The sections have DeepSpeed's defaults. Entries of `run.trackers` write to the run's
-        # folder.
-        defaults = SECTIONS[entry.name]().model_dump(exclude={"enabled"})
-        if "output_path" in defaults:
-            defaults |= {"output_path": run.folder, "job_name": entry.name}
-        if entry.name == "wandb":
-            defaults["project"] = "plait"
-        specs.append(TrackerSpec(name=entry.name, settings=defaults | entry.settings))
+        if not section.enabled:
+            continue
+        settings = section.model_dump(exclude={"enabled"})
+        if config.run is not None:
+            defaults = {"output_path": run.folder, "job_name": name}
+            if name == "wandb":
+                defaults["project"] = "plait"
+            for key, value in defaults.items():
+                if key in settings and config.origin(f"{name}.{key}") == "default":
+                    settings[key] = value
+        specs.append(TrackerSpec(name=name, settings=settings))
     return tuple(specs)

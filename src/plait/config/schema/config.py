@@ -20,7 +20,6 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Discriminator, Field, PrivateAttr, Tag
 
-from plait.cluster.nccl import Algorithms, Protocols
 from plait.config.schema.optimization import OptimizerSpec, SchedulerSpec
 from plait.config.schema.provenance import Provenance
 from plait.config.schema.sections import (
@@ -444,14 +443,6 @@ class ParallelSection(Policy):
     """
     powersgd_rank: Count = 4
     """Rank of PowerSGD's factors."""
-    nccl_algorithm: Algorithms = None
-    """GPUs: algorithms that NCCL may use (NCCL_ALGO), such as "Ring" or "^Tree". If omitted,
-    NCCL decides for every call.
-    """
-    nccl_protocol: Protocols = None
-    """GPUs: protocols that NCCL may use (NCCL_PROTO): LL, LL128, Simple. If omitted, NCCL
-    decides for every call.
-    """
     optimizer_in_backward: Flag = False
     """Update every parameter as soon as its gradient is complete and free the gradient, so that
     only the gradients of one block exist at a time. It excludes accumulation, clipping, float16 and

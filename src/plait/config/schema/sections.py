@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from plait.config.schema.trackers import TrackerSpec
 from plait.config.values.numbers import (
     MAX_PROCESSES,
     Finite,
@@ -214,21 +213,6 @@ class DataSection(Policy):
         return self
 
 
-class SampleSection(Policy):
-    """Text that the model generates at the end of the run."""
-
-    prompt: str = Field(default="def ", min_length=1)
-    """Beginning of the generated text."""
-    tokens: Annotated[Integer, Field(ge=1)] = 64
-    """Number of tokens to generate."""
-    temperature: NotNegative = 0.8
-    """Sampling temperature. 0 selects the most likely token each time; 1 samples from the model's
-    own distribution.
-    """
-    top_k: Annotated[Integer, Field(ge=0)] = 50
-    """Sample among the `top_k` most likely tokens; 0 means all."""
-
-
 class RunSection(Policy):
     """Length, output and checkpoints of a run."""
 
@@ -239,7 +223,7 @@ class RunSection(Policy):
     steps: Annotated[Integer, Field(ge=1)] = 1000
     """Optimizer steps of the full run."""
     seed: Annotated[Integer, Field(ge=0)] = 0
-    """Seed of the initial weights, the order of the data, dropout and the sample."""
+    """Seed of the initial weights, the order of the data and dropout."""
     processes: Annotated[Integer, Field(le=MAX_PROCESSES)] | Literal["auto"] = "auto"
     """Number of processes on this machine. `auto`: one per GPU. On a machine without GPUs two (one
     if it has a single core), or as many as the layout in `parallel` needs.
@@ -271,17 +255,10 @@ class RunSection(Policy):
     faults.non_finite has raised for, whose batch is then skipped, or after replicas that differ. 0:
     such a step ends the run.
     """
-    sample: SampleSection | None = None
-    """Text that the model generates at the end. If omitted, none."""
     callbacks: tuple[str, ...] = ()
     """Your own functions, or classes of functions, as `package.module:name`. They are called with
     (event, engine) for every event of `plait.events`, on every process. If one returns True, the
     run writes a checkpoint and ends after the next step.
-    """
-    trackers: tuple[TrackerSpec, ...] = ()
-    """Trackers that record loss, learning rate, gradient norm and speed of every step, from the
-    first process: `tensorboard`, `wandb`, `comet` and `csv_monitor`, or `{"wandb": {"project":
-    "x"}}` with the settings of the section of that name in a DeepSpeed file.
     """
 
     @property

@@ -1,10 +1,10 @@
-"""Settings of experiment trackers: sections of DeepSpeed files, and entries of `run.trackers`."""
+"""Settings of experiment trackers, in DeepSpeed's sections."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator
 
 from plait.config.values.numbers import Flag, LocalPath
 from plait.policy import Policy
@@ -28,11 +28,11 @@ class TensorboardSection(Policy):
     enabled: Flag = False
     """Write the numbers of every step for TensorBoard, on the first process."""
     output_path: Folder = "."
-    """Folder that contains the folder of the run. If omitted, the working folder, or `run.folder`
-    for an entry of `run.trackers`.
+    """Folder that contains the folder of the tracker. If omitted, `run.folder`, or the working
+    folder in a file without `run`.
     """
     job_name: str = "DeepSpeedJobName"
-    """Name of the folder of the run."""
+    """Name of the folder of the tracker. If omitted in a file with `run`, the tracker's name."""
 
 
 class CsvMonitorSection(Policy):
@@ -41,11 +41,11 @@ class CsvMonitorSection(Policy):
     enabled: Flag = False
     """Write one CSV file per number, with a row per step, on the first process."""
     output_path: Folder = "."
-    """Folder that contains the folder of the run. If omitted, the working folder, or `run.folder`
-    for an entry of `run.trackers`.
+    """Folder that contains the folder of the tracker. If omitted, `run.folder`, or the working
+    folder in a file without `run`.
     """
     job_name: str = "DeepSpeedJobName"
-    """Name of the folder of the run."""
+    """Name of the folder of the tracker. If omitted in a file with `run`, the tracker's name."""
 
 
 class WandbSection(Policy):
@@ -54,7 +54,7 @@ class WandbSection(Policy):
     enabled: Flag = False
     """Send the numbers of every step to Weights & Biases, from the first process."""
     project: str = "deepspeed"
-    """Project of the run."""
+    """Project of the run. If omitted in a file with `run`, `plait`."""
     group: str | None = None
     """Group of the run."""
     team: str | None = None
@@ -90,30 +90,9 @@ SECTIONS: dict[TrackerName, type[Policy]] = {
 
 
 class TrackerSpec(Policy):
-    """Tracker of a run, written as a name or as an object with the name as its only key."""
+    """Enabled tracker of a run."""
 
     name: TrackerName
     """Tracker."""
-    settings: dict[str, Any] = Field(default_factory=dict)
+    settings: dict[str, Any]
     """Settings of the tracker, named as in its section."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _expand_short_form(cls, value: Any) -> Any:
-        if isinstance(value, str):
-            return {"name": value}
-        if isinstance(value, dict) and len(value) == 1 and next(iter(value)) in SECTIONS:
-            ((name, settings),) = value.items()
-            return {"name": name, "settings": settings}
-        return value
-
-    @model_validator(mode="after")
-    def _check_settings(self) -> Self:
-        section = SECTIONS[self.name]
-        known = [name for name in section.model_fields if name != "enabled"]
-        unknown = [name for name in self.settings if name not in known]
-        if unknown:
-            raise ValueError(f"{self.name} has no setting {unknown[0]!r}; use {', '.join(known)}")
-        # Raises ValidationError for an invalid value.
-        section(**self.settings)
-        return self

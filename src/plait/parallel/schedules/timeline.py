@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from plait.errors import InputError
-from plait.parallel.schedules.actions import Action, Kind, Message, Numbered
+from plait.parallel.schedules.actions import Action, Kind, Numbered
 from plait.parallel.schedules.schedule import Schedule, destination, in_order
 
 
@@ -81,17 +81,6 @@ class Span:
     end: float
 
 
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """Message in flight from one rank to another."""
-
-    message: Message
-    source: int
-    destination: int
-    start: float
-    end: float
-
-
 @dataclass(frozen=True)
 class Timeline:
     """Times of a step, from the start of the first action at 0 to the end of the last one."""
@@ -99,8 +88,6 @@ class Timeline:
     schedule: Schedule
     ranks: tuple[tuple[Span, ...], ...]
     """Actions of each pp rank, in order."""
-    transfers: tuple[Transfer, ...] = ()
-    """Messages between ranks. Those of a pair are in order."""
 
     @property
     def total(self) -> float:
@@ -131,7 +118,6 @@ def simulate(schedule: Schedule, durations: Durations) -> Timeline:
     """
     _check(schedule, durations)
     rows: list[list[Span]] = [[] for _ in schedule.ranks]
-    transfers: list[Transfer] = []
     numbered = Numbered(stages=schedule.stages, microbatches=schedule.microbatches)
     free = [0.0] * len(schedule.ranks)
     link_free: dict[tuple[int, int], float] = {}
@@ -165,8 +151,7 @@ def simulate(schedule: Schedule, durations: Durations) -> Timeline:
             arrival = begin + durations.send[boundary]
             link_free[rank, to] = arrival
             arrived[produced] = arrival
-            transfers.append(Transfer(message, rank, to, begin, arrival))
-    return Timeline(schedule, tuple(tuple(row) for row in rows), tuple(transfers))
+    return Timeline(schedule, tuple(tuple(row) for row in rows))
 
 
 def _check(schedule: Schedule, durations: Durations) -> None:

@@ -23,7 +23,6 @@ from plait.errors import InputError, Problem, raise_problems, warn
 from plait.model.adapters import without_wrapper
 from plait.model.facts import ModelFacts
 from plait.parallel.accounting.ledger import Ledger
-from plait.parallel.containers import entries, rebuild
 from plait.parallel.containers import map_tensors
 from plait.parallel.context import interface, visible
 from plait.parallel.context.families import (

@@ -175,8 +175,8 @@ def test_a_name_unlike_any_other_gets_the_list() -> None:
         ),
         ({"tensor-model-parallel-size": 2}, "did you mean tensor_model_parallel_size?"),
         (
-            {"run": {"sample": {"promt": "x"}}},
-            "run.sample.promt = 'x': unknown key; did you mean run.sample.prompt?",
+            {"parallel": {"recompute": {"mod": "full"}}},
+            "parallel.recompute.mod = 'full': unknown key; did you mean parallel.recompute.mode?",
         ),
         ({"parallel": {"tpp": 2}}, "did you mean parallel.pp or parallel.tp?"),
     ],

@@ -297,7 +297,7 @@ def test_every_resolved_value_has_a_source() -> None:
 
 
 def test_all_of_a_resolved_configuration_is_shown() -> None:
-    sections = {"model": {"config": {"model_type": "llama"}}, "data": {}, "run": {"sample": {}}}
+    sections = {"model": {"config": {"model_type": "llama"}}, "data": {}, "run": {}}
     made = resolved(
         {
             **sections,

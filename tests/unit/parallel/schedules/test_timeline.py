@@ -32,7 +32,7 @@ from plait.parallel.schedules.timeline import (
     simulate,
 )
 from tests.unit.parallel.tables import schedules, unhurried
-from tests.unit.parallel.waited_for import needed_by, produced_by
+from tests.unit.parallel.waited_for import needed_by
 
 ranks = st.integers(1, 8)
 quarters = st.integers(1, 12).map(lambda n: n / 4)
@@ -354,20 +354,3 @@ def test_wrong_durations() -> None:
 def test_all_schedules_are_covered() -> None:
     """A new schedule needs its formula here."""
     assert set(SCHEDULES) == {*WAVES, "interleaved-zero-bubble", "zbv", "dualpipev"}
-
-
-@unhurried
-@given(schedules)
-def test_transfers_are_the_messages(schedule: Schedule) -> None:
-    """Each once, after its producer and before its consumer, one at a time on a pair's link."""
-    timeline = simulate(schedule, even(schedule, send=0.5))
-    sent: dict[tuple[int, int], list[Message]] = {}
-    free: dict[tuple[int, int], float] = {}
-    made = {produced_by(span.action): span.end for row in timeline.ranks for span in row}
-    for transfer in timeline.transfers:
-        pair = transfer.source, transfer.destination
-        sent.setdefault(pair, []).append(transfer.message)
-        assert transfer.end - transfer.start == pytest.approx(0.5)
-        assert transfer.start == max(made[transfer.message], free.get(pair, 0.0))
-        free[pair] = transfer.end
-    assert {pair: tuple(found) for pair, found in sent.items()} == messages(schedule)
