@@ -5,14 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from plait.checkpoint.manifest import (
-    FORMAT,
-    LATEST,
-    MANIFEST,
-    MANIFEST_HASH,
-    Manifest,
-    Pointer,
-)
+from plait.checkpoint.format import FORMAT, LATEST, MANIFEST, MANIFEST_HASH, Manifest, Pointer
 from plait.hashing import sha256_of
 
 

@@ -1,4 +1,4 @@
-"""A file layer of checkpoints (`checkpoint/files.py`) in which something happens at a call: it fails, takes long, or ends the process."""
+"""A file layer of checkpoints (`checkpoint/places.py`) in which something happens at a call: it fails, takes long, or ends the process."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from plait.checkpoint import files
-from plait.checkpoint.files import Files
+from plait.checkpoint import places
+from plait.checkpoint.places import Files
 
 WRITING = (
     "make_folder",
@@ -112,8 +112,8 @@ def slow(seconds: float) -> Callable[[int], None]:
 @contextmanager
 def planted(layer: Files) -> Iterator[None]:
     """In place of this process's."""
-    before, files.FILES = files.FILES, layer
+    before, places.FILES = places.FILES, layer
     try:
         yield
     finally:
-        files.FILES = before
+        places.FILES = before

@@ -10,9 +10,8 @@ import sys
 from pathlib import Path
 
 from benchmarks.common.table import markdown
-from plait.comm.choose import choose_buckets, price_quantised
-from plait.comm.links import GroupLinks, Link, describe
-from plait.units import GIB, KIB, MIB, format_bytes
+from plait.comm.choose import GroupLinks, Link, choose_buckets, describe, price_quantised
+from plait.sizes import GIB, KIB, MIB, format_bytes
 
 ROOT = Path(__file__).parents[1]
 TOPOLOGIES = ROOT / "tests" / "unit" / "comm" / "topologies.json"

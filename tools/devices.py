@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.results import rounded
-from plait.units import format_bytes
-from plait.validation.document import FORMAT
-from plait.validation.summary import summary_of
+from plait.sizes import format_bytes
+from plait.validation.rows import FORMAT, summary_of
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "benchmarks" / "results" / "devices"

@@ -25,17 +25,16 @@ from plait._torch.groups import delivered_at_once
 from plait.cluster.layout import Layout
 from plait.cluster.mesh import build_mesh
 from plait.config.resolving.resolve import load, resolve
-from plait.dryrun.dry_model import token_batch
+from plait.dryrun.dry_model import rank_activations, token_batch
 from plait.dryrun.predicted_peak import predict_peak, predict_peak_on
-from plait.dryrun.rank_activations import rank_activations
 from plait.engine.single_rank import predict_messages
 from plait.model.blocks import find_blocks
-from plait.parallel.accounting.timeline_points import PEAK_KINDS
+from plait.parallel.accounting.peak import PEAK_KINDS
 from plait.parallel.micro_batches import default_forward
 from plait.parallel.parts import Parts
 from plait.parallel.techniques.recompute import Recompute
 from plait.parallel.techniques.tensor_parallel import TensorParallel
-from plait.units import GIB, MIB
+from plait.sizes import GIB, MIB
 from tests.measured.memory import measure_activations, measure_in_flight, measure_peak
 
 SAMPLES, LENGTH = 2, 128

@@ -20,7 +20,7 @@ from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.order import account_all
 from plait.parallel.techniques.data_parallel import DataParallel
 from plait.parallel.techniques.mixed_precision import Precision
-from plait.units import GIB
+from plait.sizes import GIB
 
 RANKS = 2 ** np.arange(11)
 KINDS = {

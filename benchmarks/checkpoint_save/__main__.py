@@ -21,8 +21,7 @@ import torch.distributed.checkpoint as dcp
 from benchmarks.common.machine import facts
 from plait.checkpoint.folder import find_checkpoint
 from plait.checkpoint.load import Reader
-from plait.checkpoint.save import snapshot
-from plait.checkpoint.writer import Writer
+from plait.checkpoint.save import Writer, snapshot
 from plait.cluster.layout import Layout
 from plait.cluster.mesh import build_mesh
 

@@ -25,9 +25,8 @@ from benchmarks.common.results import write
 from benchmarks.common.table import aligned, markdown
 from benchmarks.common.workers import WorkerGroup
 from benchmarks.two_nodes.network import Lab, NoLab, lab
-from plait.comm.choose import AlgorithmChoice, choose_all_reduce, refined
-from plait.comm.links import GroupLinks, Level
-from plait.units import KIB, MIB, format_bytes
+from plait.comm.choose import AlgorithmChoice, GroupLinks, Level, choose_all_reduce, refined
+from plait.sizes import KIB, MIB, format_bytes
 
 SIZES = (32 * KIB, 128 * KIB, 512 * KIB, 2 * MIB, 8 * MIB, 32 * MIB, 48 * MIB)
 """None is a size of the measurement (`comm.measure.SIZES`)."""

@@ -15,8 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from plait._torch.operators import FakeTensorMode, TorchDispatchMode
 from plait.parallel.context.kernel import AttentionRule, Kernel
-from plait.parallel.context.kinds import Kind, SequencePlacement, attention
-from plait.parallel.context.layout import SequenceLayout
+from plait.parallel.context.kinds import Kind, SequenceLayout, SequencePlacement, attention
 
 HEADS, KV_HEADS, HEAD_DIM, LAYERS = 32, 8, 128, 32
 """Of Llama-3-8B."""

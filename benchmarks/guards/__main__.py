@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import plait
 from benchmarks.common.machine import facts
 from plait.parallel.techniques import data_parallel
-from plait.sharded.unchanged import STEPS, UnchangedParameters
+from plait.sharded.guard import STEPS, UnchangedParameters
 
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "guards.json"

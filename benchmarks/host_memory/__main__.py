@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.common.machine import facts
-from plait.cluster import huge_pages
+from plait.cluster import host_memory
 
 RESULT = Path(__file__).parents[1] / "results" / "host_memory.json"
 WORTH = 0.02
@@ -30,7 +30,10 @@ def products() -> dict[str, float]:
     """One token's products with 24 matrices of 16 MiB, in memory of both kinds in turn: seconds, and the median of the ratios."""
     torch.set_num_threads(1)
     plain = [torch.empty(2048, 2048).normal_() for _ in range(24)]
-    huge = [huge_pages.empty((2048, 2048), torch.float32).copy_(weight) for weight in plain]
+    huge = [
+        host_memory.empty_on_huge_pages((2048, 2048), torch.float32).copy_(weight)
+        for weight in plain
+    ]
     token = torch.randn(1, 2048)
 
     def seconds(weights: list[torch.Tensor]) -> float:

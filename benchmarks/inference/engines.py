@@ -23,14 +23,19 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from plait.cluster import huge_pages
+from plait.cluster import host_memory
 from plait.inference.deployment import InferenceWork, deploy_streamed
 from plait.inference.generate import generate
-from plait.inference.load import load_model
-from plait.inference.reading import CONCURRENT_READS, MAX_IMAGE_READ_BYTES, FileBlock, FileReader
+from plait.inference.model_placement import load_model
 from plait.inference.source import open_source
-from plait.inference.stream import WeightStream
-from plait.inference.streamed import load_streamed
+from plait.inference.streamed_model import load_streamed
+from plait.inference.weight_files import (
+    CONCURRENT_READS,
+    MAX_IMAGE_READ_BYTES,
+    FileBlock,
+    FileReader,
+)
+from plait.inference.weight_stream import WeightStream
 
 PLACES = 96 << 20
 """Bytes of memory for reads that nobody looks at: as many as Plait's places for two layers. What is read into so few that they stay in the
@@ -122,7 +127,7 @@ def plait(
 @cache
 def written(size: int) -> np.ndarray:
     """Memory whose pages are there."""
-    return huge_pages.empty((size,), torch.uint8).zero_().numpy()
+    return host_memory.empty_on_huge_pages((size,), torch.uint8).zero_().numpy()
 
 
 @contextmanager

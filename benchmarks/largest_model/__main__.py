@@ -27,7 +27,7 @@ from benchmarks.largest_model.search import largest
 from benchmarks.largest_model.worker import OUT_OF_MEMORY
 from plait.errors import InputError
 from plait.planner.hardware import device as device_of
-from plait.units import GIB
+from plait.sizes import GIB
 
 RESULTS = Path(__file__).parents[1] / "results"
 TITLES = {

@@ -16,7 +16,7 @@ from benchmarks.planner_accuracy import runs
 from benchmarks.planner_accuracy.row import Row
 from plait.planner import constants
 from plait.planner.constants import Knowledge
-from plait.planner.frameworks import ATTENTION, Framework, plait
+from plait.planner.job import ATTENTION, Framework, plait
 
 DATA = Path(__file__).parent / "data"
 STACKS = DATA / "stacks.json"

@@ -34,10 +34,10 @@ from plait.planner.calibrate import (
     time_of,
     uncalibrated,
 )
-from plait.planner.choice import NINETY
 from plait.planner.constants import Knowledge
-from plait.planner.estimate import estimate
 from plait.planner.memory import MOMENTS
+from plait.planner.request import estimate
+from plait.planner.search import NINETY
 
 Array = NDArray[np.float64]
 LIKELY = 0.5

@@ -17,15 +17,14 @@ from benchmarks.planner_accuracy.held_out import left_out
 from benchmarks.planner_accuracy.learn import rows_of
 from benchmarks.planner_accuracy.predict import evaluate
 from benchmarks.planner_accuracy.row import Row
-from plait.planner.choice import price
 from plait.planner.explain import describe
 from plait.planner.hardware import cluster
 from plait.planner.job import Layouts
 from plait.planner.models import find_model
 from plait.planner.request import Request
-from plait.planner.search import plan
-from plait.planner.step import TERMS
-from plait.units import GIB
+from plait.planner.search import plan, price
+from plait.planner.step_time import STEP_TERMS
+from plait.sizes import GIB
 
 _MEGATRON = {
     "gated_mlp": "n",
@@ -292,8 +291,10 @@ def _beside(one: Published, row: Row) -> dict[str, Any]:
     (theirs,) = price(request, [layout])
     ours = plan(request, best=1).best[0]
     faster = float(np.sign(theirs.seconds - ours.seconds))
-    saved = {name: (theirs.terms[name] - ours.terms[name]) * faster for name in TERMS}
-    reasons = sorted((name for name in TERMS if saved[name] > 0), key=lambda name: -saved[name])
+    saved = {name: (theirs.terms[name] - ours.terms[name]) * faster for name in STEP_TERMS}
+    reasons = sorted(
+        (name for name in STEP_TERMS if saved[name] > 0), key=lambda name: -saved[name]
+    )
     reasons = [name for name in reasons if saved[name] >= saved[reasons[0]] / 4][:3]
     measured = predicted.measured_seconds
     return {
@@ -315,5 +316,5 @@ def _beside(one: Published, row: Row) -> dict[str, Any]:
         "theirs_seconds": theirs.seconds,
         "theirs_gib": theirs.needed / GIB,
         "theirs_fits": theirs.fit_probability,
-        "reasons": {TERMS[name]: saved[name] * faster for name in reasons},
+        "reasons": {STEP_TERMS[name]: saved[name] * faster for name in reasons},
     }

@@ -14,9 +14,8 @@ import numpy as np
 from plait.errors import InputError
 from plait.planner import hardware, models
 from plait.planner.architecture import Architecture
-from plait.planner.frameworks import Framework, plait
-from plait.planner.hardware import FAMILIES, PRECISIONS, DeviceSpec
-from plait.planner.job import RECOMPUTE, SCHEDULES
+from plait.planner.hardware import DEVICE_FAMILIES, PRECISIONS, DeviceSpec
+from plait.planner.job import RECOMPUTE, SCHEDULES, Framework, plait
 
 Row = Mapping[str, str]
 
@@ -68,7 +67,7 @@ def variants_of(index: int, row: Row, framework_of: FrameworkOf = plait_only) ->
     if np.isnan(device.flops.get(PRECISIONS[precision], np.nan)):
         raise NotPriced(f"{device.title} has no {PRECISIONS[precision]}")
     newer = (
-        FAMILIES[device.family] in _NEW_FAMILIES
+        DEVICE_FAMILIES[device.family] in _NEW_FAMILIES
         or precision >= PRECISIONS.index("fp8")
         or (count_of(row, "year") or 0) >= 2023
     )

@@ -28,11 +28,11 @@ from benchmarks.planner_accuracy.row import (
 from plait.errors import InputError
 from plait.planner import calibrate as calibration_of
 from plait.planner.calibrate import Calibration, merged_rates, uncalibrated
+from plait.planner.calibration_runs import MeasuredRuns
 from plait.planner.constants import Knowledge
-from plait.planner.estimate import estimate
 from plait.planner.hardware import stack
 from plait.planner.job import Job, Layouts
-from plait.planner.measured import MeasuredRuns
+from plait.planner.request import estimate
 
 Array = NDArray[np.float64]
 REQUIRED = ("gpu", "gpus_total", "seq_len")

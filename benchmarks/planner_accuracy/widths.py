@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from benchmarks.planner_accuracy.frameworks import open_kernels, unlearned
 from benchmarks.planner_accuracy.predict import evaluate, interval_of_time
 from benchmarks.planner_accuracy.runs import Row
-from plait.planner.choice import NINETY
 from plait.planner.constants import Knowledge
+from plait.planner.search import NINETY
 
 Array = NDArray[np.float64]
 COVERAGE = 0.90

@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.planner_memory.clusters import tried
 from benchmarks.planner_memory.layouts import CASES, compare, describe
-from plait.units import GIB, MIB
+from plait.sizes import GIB, MIB
 
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "benchmarks/results/planner_memory.json"

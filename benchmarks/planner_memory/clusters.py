@@ -8,10 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from plait.cli.planning.dry_run import dry_run
-from plait.planner.dropouts import DROPOUTS
 from plait.planner.explain import describe
 from plait.planner.hardware import cluster
-from plait.planner.models import Model, find_model
+from plait.planner.models import DROPOUTS, Model, find_model
 from plait.planner.output import config_of
 from plait.planner.request import Request
 from plait.planner.search import plan

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from plait.errors import CheckpointError
-from plait.units import dtype_name
+from plait.sizes import dtype_name
 
 _MAX_ELEMENTS = 1 << 20
 """Largest number of elements of a tensor in JSON. Larger tensors belong in shard files."""

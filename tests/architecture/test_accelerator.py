@@ -13,15 +13,17 @@ ONE_PLACE = ("cluster/accelerator.py", "cluster/nccl.py")
 NAMES_IT = re.compile("cuda|nccl", re.IGNORECASE)
 ELSEWHERE = {
     "config/dialects/deepspeed.py": (2, "what fields of DeepSpeed's files mean"),
-    "config/convert/megatron_flags.py": (1, "what flags of Megatron-LM mean"),
+    "config/convert/megatron.py": (1, "what flags of Megatron-LM mean"),
     "_torch/attention.py": (
         7,
         "torch's own names of the switches and operators of fused attention",
     ),
     "validation/catalogue.py": (5, "rows about NCCL"),
-    "validation/profile.py": (6, "names of CUDA's calls and of NCCL's kernels in a profile"),
-    "validation/summary.py": (1, "the rows about NCCL"),
-    "validation/waits.py": (1, "torch's warning of a wait"),
+    "validation/profile.py": (
+        7,
+        "names of CUDA's calls and of NCCL's kernels in a profile, and torch's warning of a wait",
+    ),
+    "validation/rows.py": (1, "the rows about NCCL"),
     "cli/doctor.py": (6, "the option --nccl, its help and what contradicts it"),
 }
 """File to uses that it needs, and for what."""

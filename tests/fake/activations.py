@@ -8,8 +8,7 @@ import torch
 
 from plait.cluster.mesh import build_mesh
 from plait.config.resolving.resolve import load, resolve
-from plait.dryrun.dry_model import token_batch
-from plait.dryrun.rank_activations import rank_activations
+from plait.dryrun.dry_model import rank_activations, token_batch
 from plait.losses.loss import causal_lm_loss
 from plait.model.blocks import find_blocks
 from plait.parallel.accounting.activations import RankActivations

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from plait._torch.dtensor import forget_meshes
+from plait._torch.tensors import forget_meshes
 
 
 def write_outputs(monkeypatch: pytest.MonkeyPatch) -> None:

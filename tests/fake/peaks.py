@@ -11,7 +11,7 @@ import plait
 from plait.cluster.mesh import build_mesh
 from plait.config.resolving.resolve import load, resolve
 from plait.dryrun.predicted_peak import PredictedPeak, predict_peak_on
-from plait.parallel.accounting.timeline_points import PEAK_KINDS
+from plait.parallel.accounting.peak import PEAK_KINDS
 from tests.fake.worlds import FakeWorld
 from tests.measured.memory import MeasuredPeak, measure_peak
 from tests.parity import cases

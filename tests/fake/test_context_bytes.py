@@ -10,8 +10,7 @@ import torch
 import plait
 from plait.cluster.mesh import build_mesh
 from plait.config.resolving.resolve import load, resolve
-from plait.dryrun.dry_model import token_batch
-from plait.dryrun.rank_activations import rank_activations
+from plait.dryrun.dry_model import rank_activations, token_batch
 from plait.model.blocks import find_blocks
 from plait.model.facts import model_facts
 from plait.model.plans import make_plan

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import plait
-from plait._torch.dtensor import local_tensor
+from plait._torch.tensors import local_tensor
 from plait._torch.units import shard_buffers, sharded_modules
 from plait.config.resolving.resolve import load, resolve
 from plait.model.blocks import find_blocks

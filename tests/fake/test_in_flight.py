@@ -11,7 +11,7 @@ import torch
 from plait._torch.groups import delivered_at_once
 from plait.config.resolving.resolve import load, resolve
 from plait.errors import ConfigError
-from plait.units import GIB
+from plait.sizes import GIB
 from tests.fake import pipelines
 from tests.fake.activations import LAYERS, LENGTH, foretold
 from tests.fake.worlds import FakeWorld

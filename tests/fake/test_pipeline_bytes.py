@@ -9,7 +9,7 @@ import pytest
 
 from plait._torch.units import unsharded_gradient_bytes, unsharded_parameter_bytes
 from plait.parallel.pipeline.account import UnshardedBytes, unsharded_after
-from plait.parallel.schedules.actions import Action
+from plait.parallel.schedules.schedule import Action
 from tests.covers import cover
 from tests.fake.pipelines import batch, build, predicted
 from tests.fake.worlds import FakeWorld

@@ -13,15 +13,14 @@ import torch
 from benchmarks.planner_memory.layouts import CASES, MODELS, Case, compare, describe
 from plait.cluster.layout import Layout
 from plait.cluster.mesh import build_mesh
-from plait.dryrun.dry_model import token_batch
-from plait.dryrun.rank_activations import MODES, rank_activations
+from plait.dryrun.dry_model import MODES, rank_activations, token_batch
 from plait.model.blocks import find_blocks
 from plait.parallel.techniques.tensor_parallel import TensorParallel
+from plait.planner.block_bytes import logits_bytes, saved_bytes
 from plait.planner.hardware import cluster
 from plait.planner.job import RECOMPUTE, Layouts
 from plait.planner.memory import layer_activations
 from plait.planner.models import Model, from_config
-from plait.planner.own import logits_bytes, saved_bytes
 from plait.planner.request import Request, job_of
 from tests.covers import cover
 from tests.fake.worlds import FakeWorld

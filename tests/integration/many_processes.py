@@ -23,7 +23,7 @@ from torch import nn
 
 import plait
 import plait.engine.build  # all of Plait before the forks: `plait` alone imports the engine when it is first asked for
-from plait.cluster.ending import end_process
+from plait.cluster.process_groups import end_process
 from plait.verify.keep_float64 import keeping_float64
 from tests.parity import cases
 

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 import plait
 from plait.cli.main import main
 from plait.inference.source import open_source
-from plait.inference.stored import stored_tensors
+from plait.inference.weight_files import stored_tensors
 from tests.integration.model_folder import PAGE, adapter_of, model_folder
 
 LINES = [{"prompt": "def read", "id": 7}, {"token_ids": [5, 6, 7]}, {"prompt": "a"}]
@@ -535,7 +535,7 @@ def test_the_folder_of_a_run(
     }
     data = {
         "source": "files",
-        "paths": [str(Path(plait.__file__).parent / "units.py")],
+        "paths": [str(Path(plait.__file__).parent / "sizes.py")],
         "sequence_length": 32,
         "vocab_size": 300,
     }

@@ -18,12 +18,11 @@ from typing import Any
 import pytest
 
 from plait.cli import generate as command
-from plait.cli.launching.settings import LaunchSettings
+from plait.cli.launching.launch_settings import LaunchSettings
 from plait.cli.main import main
-from plait.cluster import ending
+from plait.cluster import process_groups
 from plait.errors import InputError
-from plait.inference.answer_file import AnswerFile, answer_file
-from plait.inference.prompt_file import PromptLine, read_prompts
+from plait.inference.prompt_files import AnswerFile, PromptLine, answer_file, read_prompts
 from plait.inference.requests import Generation
 from tests.integration.model_folder import model_folder
 
@@ -410,7 +409,7 @@ def test_a_disk_that_is_full_at_the_end(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "fsync", full)
     (tmp_path / "in").mkdir()
     lines = lines_of(tmp_path / "in")
-    monkeypatch.setattr("plait.inference.answer_file.write_atomically", lambda *_: None)
+    monkeypatch.setattr("plait.inference.prompt_files.write_atomically", lambda *_: None)
     with pytest.raises(InputError, match="out: No space left on device"):
         write_one(tmp_path / "out", lines)
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["out.partial"]
@@ -443,7 +442,7 @@ def test_standard_output_that_takes_no_more(
     monkeypatch.setattr("builtins.print", full)
     ended: list[int] = []
     monkeypatch.setattr(command, "close_stdout", lambda error: code if error.errno == number else 0)
-    monkeypatch.setattr(ending, "end_process", ended.append)
+    monkeypatch.setattr(process_groups, "end_process", ended.append)
     asked = command.GenerateArguments("m", None, "stored", 2, 1, "a", None, None, 1, None)
     command._write(asked, "text")
     assert ended == [code]

@@ -24,7 +24,7 @@ import plait.engine.build
 import plait.engine.engine
 import plait.parallel.techniques.pipeline_parallel
 from plait.cli.main import main
-from plait.comm.pending import AsyncAllReduce
+from plait.comm.collectives import AsyncAllReduce
 from plait.config.resolving.resolve import load
 from plait.errors import ParityError
 from plait.parallel import materialise

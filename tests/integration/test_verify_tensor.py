@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from plait._torch.dtensor import local_window
+from plait._torch.tensors import local_window
 from plait.comm.collectives import enter
 from plait.config.resolving.resolve import load
 from plait.parallel import materialise

@@ -11,25 +11,23 @@ from typing import Any
 
 import torch
 
-from plait._torch.dtensor import local_tensor
 from plait._torch.operators import tree_leaves
-from plait._torch.storage import storage_bytes, storage_id
+from plait._torch.tensors import local_tensor, storage_bytes, storage_id
 from plait._torch.units import (
     unsharded_gradient_bytes,
     unsharded_parameter_bytes,
     unsharded_parameters,
 )
 from plait.comm.messages import Arriving
-from plait.dryrun.recorder import BACKWARD, Recorder, watch
-from plait.dryrun.storage_tracker import LiveStorages
+from plait.dryrun.recorder import BACKWARD, LiveStorages, Recorder, watch
 from plait.engine.engine import Engine
 from plait.parallel.accounting.ledger import MEMORY_KINDS
-from plait.parallel.accounting.timeline_points import BESIDE, HEAD
-from plait.parallel.activations.saved_tensors import OffloadedActivations
+from plait.parallel.accounting.peak import BESIDE, HEAD
+from plait.parallel.activations.activation_store import OffloadedActivations
+from plait.parallel.data.compression import Residuals
 from plait.parallel.data.reducer import Reducer
-from plait.parallel.data.residuals import Residuals
 from plait.parallel.micro_batches import to_device
-from plait.parallel.schedules.actions import Action, Kind, Message, Payload
+from plait.parallel.schedules.schedule import Action, Kind, Message, Payload
 from plait.parallel.techniques.data_parallel import free_gathered
 from tests.measured.storage_tracker import StorageTracker
 

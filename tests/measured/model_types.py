@@ -24,7 +24,7 @@ from plait.verify.model_under_test import TestedModel, build, give_weights
 from plait.verify.parity import Trace, compare, engine_trace, worst
 from plait.verify.plan import VerificationPlan
 from plait.verify.report import EXACT_BAR, ROUNDED_BAR
-from plait.verify.second import second_trace
+from plait.verify.run import second_trace
 
 LAYOUTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {

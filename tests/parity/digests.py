@@ -7,7 +7,7 @@ import hashlib
 import torch
 
 import plait
-from plait._torch.dtensor import local_tensor
+from plait._torch.tensors import local_tensor
 from plait.verify.parity import Trace
 from tests.parity import cases
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import plait
-from plait._torch.dtensor import local_tensor
+from plait._torch.tensors import local_tensor
 from plait.engine.engine import Engine
 from plait.losses.loss import Weighted
 from plait.model.facts import ModelFacts

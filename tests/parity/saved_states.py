@@ -14,7 +14,7 @@ import torch
 
 import plait
 from plait import exact
-from plait.checkpoint import writer as writer_module
+from plait.checkpoint import save as writer_module
 from plait.checkpoint.inspect import open_checkpoint, verify
 from plait.engine import generators
 from tests.parity import cases

@@ -9,9 +9,8 @@ import torch
 
 import plait
 from plait.config.resolving.resolve import load, resolve
-from plait.dryrun.dry_model import token_batch
-from plait.dryrun.rank_activations import rank_activations
-from plait.parallel.activations.saved_tensors import OffloadedActivations
+from plait.dryrun.dry_model import rank_activations, token_batch
+from plait.parallel.activations.activation_store import OffloadedActivations
 from plait.verify.parity import engine_trace
 from tests.measured.memory import measure_activations
 from tests.parity import cases

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from plait.cluster.mesh import Levels, split_by_node
-from plait.comm.algorithms import Name, advance, launch, run, sum_over, wire_bytes
+from plait.comm.all_reduce import Name, advance, launch, run, sum_over, wire_bytes
 from plait.verify.parity import Trace, compare, worst
 from tests.measured.traffic import count_traffic
 from tests.parity.data_parallel import reference, settings, train

@@ -14,16 +14,20 @@ import torch
 import torch.distributed as dist
 
 import plait
-from plait.comm import startup
-from plait.comm.buckets import AlgorithmBuckets
+from plait.comm import measure
+from plait.comm.all_reduce import AlgorithmBuckets
+from plait.comm.choose import Cost, GroupLinks, Level
+from plait.comm.collectives import AllToAllReduceScatter
 from plait.comm.compress import PowerSGDBuckets, QuantisedBuckets, QuantisedReduceScatter
-from plait.comm.links import Cost, GroupLinks, Level
-from plait.comm.reduce_scatter import AllToAllReduceScatter
 from plait.config.resolving.resolve import load, resolve
 from plait.errors import ConfigError
-from plait.parallel.data.autotune import CompressionAutotuner, CompressionCandidate, best_of
+from plait.parallel.data.compression import (
+    CompressionAutotuner,
+    CompressionCandidate,
+    Residuals,
+    best_of,
+)
 from plait.parallel.data.reducer import Reducer
-from plait.parallel.data.residuals import Residuals
 from plait.parallel.hooks import StepEnd
 from tests.clock import Clock
 from tests.parity import cases
@@ -77,7 +81,7 @@ def trained(
 ) -> dict[str, Any]:
     """Runs in a worker."""
     clock = Clock()
-    with patch.object(startup, "measure_algorithms", lambda *args, **options: LINKS):
+    with patch.object(measure, "measure_algorithms", lambda *args, **options: LINKS):
         model = cases.build("plain", tied=False)
         model.register_forward_pre_hook(lambda *_: clock.sleep(slow.get(COMPUTATION, 0)))
         engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
@@ -330,7 +334,7 @@ def resumed(
     """(losses of an uninterrupted run after its checkpoint, those of the one that goes on there, whether that compresses at once). Runs in
     a worker."""
     batch = cases.steps_for("plain", world)[0][rank]
-    with patch.object(startup, "measure_algorithms", lambda *args, **options: LINKS):
+    with patch.object(measure, "measure_algorithms", lambda *args, **options: LINKS):
         one = plait.initialize(
             cases.build("plain", tied=False), config_of(), loss_fn=plait.causal_lm_loss
         )
@@ -363,7 +367,7 @@ def test_a_restart_goes_on_with_what_was_decided(
 def in_a_loop(rank: int, world: int) -> int:
     """What the steps of your own training loop decide. Runs in a worker."""
     clock = Clock()
-    with patch.object(startup, "measure_algorithms", lambda *args, **options: LINKS):
+    with patch.object(measure, "measure_algorithms", lambda *args, **options: LINKS):
         model = cases.build("plain", tied=False)
         sharded = plait.parallelize(model, config_of())
     optimizer, batch = (

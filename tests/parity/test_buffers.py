@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import plait
 from plait.cluster.layout import SAMPLE_AXES
-from plait.parallel.buffers import ChangingBuffers
+from plait.parallel.data.buffers import ChangingBuffers
 from tests.measured.traffic import count_traffic
 from tests.parity.data_parallel import settings
 from tests.pool import Pool

@@ -9,10 +9,9 @@ import pytest
 
 from plait.engine import calibration as live
 from plait.planner.calibrate import calibrate, errors_with, uncalibrated
-from plait.planner.calibration_runs import priors_from_rates
+from plait.planner.calibration_runs import priors_from_rates, runs_of
 from plait.planner.constants import knowledge
 from plait.planner.hardware import cluster
-from plait.planner.measured import runs_of
 from tests.pool import Pool
 
 TINY = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import plait
 from plait.checkpoint import save as save_module
-from plait.checkpoint import writer as writer_module
+from plait.checkpoint import save as writer_module
 from plait.checkpoint.folder import list_complete
 from plait.checkpoint.inspect import differences, open_checkpoint
 from plait.cluster.mesh import Mesh
@@ -140,7 +140,7 @@ def test_what_is_saved_is_the_state_of_the_call(
 
 def manifest(found: Any, rank: int) -> dict[str, Any]:
     """The entries of a rank's file."""
-    from plait.checkpoint.manifest import RankManifest, rank_file, read_json
+    from plait.checkpoint.format import RankManifest, rank_file, read_json
 
     return read_json(RankManifest, found.path / rank_file(rank, "json")).shards.entries
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import plait
-from plait.cluster import ending, mesh
+from plait.cluster import mesh, process_groups
 from tests.parity import cases
 from tests.pool import Pool
 
@@ -48,7 +48,7 @@ def engines(rank: int, world: int, folder: Path) -> None:
     """Runs in a worker. The pool keeps one mesh a layout for all of its tasks; here each engine has its own."""
     with (
         mock.patch.object(mesh, "init_device_mesh", init_device_mesh),
-        mock.patch.object(mesh, "end_groups", ending.end_groups),
+        mock.patch.object(mesh, "end_groups", process_groups.end_groups),
     ):
         built(None).close()
         before = held()
@@ -104,7 +104,7 @@ def one_after_the_other(rank: int, world: int) -> None:
     }
     with (
         mock.patch.object(mesh, "init_device_mesh", init_device_mesh),
-        mock.patch.object(mesh, "end_groups", ending.end_groups),
+        mock.patch.object(mesh, "end_groups", process_groups.end_groups),
     ):
         for _ in range(2):
             engine = plait.initialize(

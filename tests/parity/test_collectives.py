@@ -164,7 +164,7 @@ def cross_entropy(rank: int, ranks: int, vocabulary: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-    from plait.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
+    from plait.losses.loss import vocab_parallel_cross_entropy
 
     logits, targets = whole(5, 2, 6, vocabulary) * 4, torch.arange(12).view(2, 6) % vocabulary
     targets[0, 1] = -100
@@ -209,7 +209,7 @@ def test_vocab_parallel_cross_entropy(pool: Pool, ranks: int, vocabulary: int) -
 
 def reduce_scatter(rank: int, ranks: int) -> None:
     """Sum and mean, by definition. Runs in a worker."""
-    from plait.comm.reduce_scatter import AllToAllReduceScatter
+    from plait.comm.collectives import AllToAllReduceScatter
 
     inputs = [whole(r, ranks * 5) for r in range(ranks)]
     total = torch.stack(inputs).sum(0)[rank * 5 : (rank + 1) * 5]

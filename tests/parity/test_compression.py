@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import plait
 from plait.cluster.mesh import Levels, split_by_node
-from plait.comm.buckets import Flat
+from plait.comm.all_reduce import Flat
 from plait.comm.compress import (
     POWERSGD_START,
     PowerSGDBuckets,
@@ -251,7 +251,7 @@ def resumed(
         losses.append(float(whole.train_batch(step[rank])))
     again = engine()
     again.load_checkpoint(folder)
-    with patch("plait.parallel.data.residuals.Residuals.load_state", lambda *_: None):
+    with patch("plait.parallel.data.compression.Residuals.load_state", lambda *_: None):
         forgetful = engine()
         forgetful.load_checkpoint(folder)
     return [

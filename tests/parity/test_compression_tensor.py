@@ -12,19 +12,19 @@ import torch
 import torch.distributed as dist
 
 import plait
-from plait._torch.dtensor import local_tensor
+from plait._torch.tensors import local_tensor
 from plait.cluster.mesh import Mesh
-from plait.comm.buckets import Flat
+from plait.comm.all_reduce import Flat
 from plait.comm.compress import POWERSGD_START, PowerSGDBuckets
 from plait.comm.transport import Transport, connect
 from plait.model.blocks import find_blocks
 from plait.parallel import materialise
-from plait.parallel.data import autotune
-from plait.parallel.data.autotune import CompressionAutotuner
+from plait.parallel.data import compression
+from plait.parallel.data.compression import CompressionAutotuner
 from plait.parallel.data.reducer import Reducer
 from plait.parallel.hooks import StepEnd
-from plait.parallel.reduction import sharded_axes
-from plait.parallel.techniques import collective_settings
+from plait.parallel.parameter_layout import sharded_axes
+from plait.parallel.techniques import data_collectives
 from plait.verify.parity import Trace, engine_trace, reference_trace
 from tests.parity import cases
 from tests.parity.data_parallel import CLIPPING, SEED
@@ -148,7 +148,7 @@ def decided(rank: int, world: int, stage: int) -> int:
         clock += (1.0 if deciding._active is None else 0.5) if slow else 1e-3
         return clock
 
-    with patch.object(autotune.time, "perf_counter", now):
+    with patch.object(compression.time, "perf_counter", now):
         for _ in range(60):
             if int(deciding.decision) >= 0:
                 break
@@ -171,7 +171,7 @@ def chosen(rank: int, world: int) -> tuple[str, str, int, str]:
         return connect(group, **{**how, "wanted": "torch"} if rank % 2 else how)
 
     config = settings(world, 2, 0, 1, 1, **plan("plain"))
-    with patch.object(collective_settings, "connect", half):
+    with patch.object(data_collectives, "connect", half):
         engine = plait.initialize(
             cases.build("plain", tied=False, dtype=torch.float32),
             config,
@@ -179,7 +179,7 @@ def chosen(rank: int, world: int) -> tuple[str, str, int, str]:
         )
     assert engine.hooks.of(Reducer) is not None
     mesh: Mesh = engine.mesh
-    agreed = collective_settings._broadcast_over_tp(mesh, (rank, rank * 10))
+    agreed = data_collectives._broadcast_over_tp(mesh, (rank, rank * 10))
     return (
         type(engine.hooks.of(Reducer).reduction).__name__,
         engine.communication,

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import plait
-from plait.comm.desync import ComparedCollectives
+from plait.comm.failures import ComparedCollectives
 from plait.errors import CommunicationError
 from plait.losses.loss import Weighted
 from tests.pool import Pool

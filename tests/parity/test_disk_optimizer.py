@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import plait
-from plait._torch.dtensor import local_tensor
+from plait._torch.tensors import local_tensor
 from plait.optim.disk_optimizer import DiskTier
 from plait.verify.parity import engine_trace
 from tests.parity import cases

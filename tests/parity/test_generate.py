@@ -13,7 +13,7 @@ import torch
 import plait
 from plait._torch.units import parameter_groups, sharded_modules, unsharded_parameter_bytes
 from plait.errors import InputError
-from plait.parallel.activations.saved_tensors import OffloadedActivations
+from plait.parallel.activations.activation_store import OffloadedActivations
 from plait.verify.keep_float64 import keeping_float64
 from tests.parity import cases
 from tests.parity.layouts import FOUR, TWO

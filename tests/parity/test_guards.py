@@ -11,7 +11,7 @@ import torch
 import plait
 from plait._torch.units import gathered_parameters
 from plait.errors import CommunicationError, InputError
-from plait.sharded.unchanged import STEPS
+from plait.sharded.guard import STEPS
 from tests.parity import cases
 from tests.parity.data_parallel import settings
 from tests.pool import Pool

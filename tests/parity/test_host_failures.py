@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from plait.comm.buckets import Flat
+from plait.comm.all_reduce import Flat
 from plait.comm.shared_memory.parameters import SharedParameters
 from plait.comm.transport import connect
 from plait.errors import CommunicationError

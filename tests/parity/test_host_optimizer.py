@@ -14,7 +14,7 @@ import plait
 from plait._torch.units import parameter_groups
 from plait.config.resolving.resolve import load, resolve
 from plait.errors import ConfigError
-from plait.parallel.techniques.optimizer_offload import OptimizerOffload
+from plait.parallel.techniques.offload import OptimizerOffload
 from plait.verify.parity import Trace, compare, engine_trace, worst
 from tests.parity import cases
 from tests.parity import pipelines as pipeline

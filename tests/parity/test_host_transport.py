@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 import plait
-from plait.comm.buckets import Flat
-from plait.comm.reduce_scatter import AllToAllReduceScatter
+from plait.comm.all_reduce import Flat
+from plait.comm.collectives import AllToAllReduceScatter
 from plait.comm.shared_memory import collectives
 from plait.comm.shared_memory import host as host_module
 from plait.comm.transport import Transport, connect

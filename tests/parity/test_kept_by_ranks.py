@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from plait.inference.cache_layout import CacheDemand, cache_bytes
-from plait.inference.dry_cache import cache_layout_of
+from plait.inference.capacity import CacheDemand, cache_bytes, cache_layout_of
 from plait.inference.generate import generate
-from plait.inference.load import load_model
+from plait.inference.model_placement import load_model
 from plait.inference.source import open_source
-from plait.parallel.pipeline.stage_cache import StageCaches
+from plait.parallel.pipeline.stage import StageCaches
 from tests.pool import Pool
 from tests.unit.inference.kept_models import model_of
 

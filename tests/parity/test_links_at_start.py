@@ -16,13 +16,13 @@ import pytest
 import torch.distributed as dist
 
 import plait
-from plait.comm import measure, startup
-from plait.comm.links import Cost, GroupLinks, Level, load_with_facts
+from plait.comm import measure
+from plait.comm.choose import Cost, GroupLinks, Level, load_with_facts
 from plait.config.resolving.resolve import load as load_config
 from plait.config.resolving.resolve import resolve
 from plait.parallel.data.reducer import Reducer
-from plait.parallel.techniques import collective_settings
-from plait.units import MIB
+from plait.parallel.techniques import data_collectives
+from plait.sizes import MIB
 from tests.clock import Clock
 from tests.parity import cases
 from tests.parity.data_parallel import settings
@@ -47,11 +47,11 @@ def links_with(cheap: str, *, times_as_slow: float = 1.0) -> GroupLinks:
 
 @contextmanager
 def instead_of_measuring(links: GroupLinks | None, agreement: float | None) -> Iterator[None]:
-    with patch.object(startup, "AGREEMENT", agreement or startup.AGREEMENT):
+    with patch.object(measure, "AGREEMENT", agreement or measure.AGREEMENT):
         if links is None:
             yield
             return
-        with patch.object(startup, "measure_algorithms", lambda *args, **options: links):
+        with patch.object(measure, "measure_algorithms", lambda *args, **options: links):
             yield
 
 
@@ -163,7 +163,7 @@ def settled(rank: int, world: int, config: dict[str, Any], fast: str) -> str:
     with (
         patch.object(measure, "all_reduce_operations", ways_of),
         patch.object(measure, "time", clock),
-        patch.object(startup, "time", slow),
+        patch.object(measure, "time", slow),
     ):
         return started(rank, world, config, None, (links,) * 2)[0]
 
@@ -178,7 +178,7 @@ def test_the_choice_is_settled_at_the_size_of_the_runs_own_messages(pool: Pool, 
 
 def no_measuring(rank: int, world: int, config: dict[str, Any]) -> str:
     """Runs in a worker."""
-    with patch.object(collective_settings, "find_links", side_effect=AssertionError("measured")):
+    with patch.object(data_collectives, "find_links", side_effect=AssertionError("measured")):
         return started(rank, world, config)[0]
 
 
@@ -199,7 +199,7 @@ def slow_rank(rank: int, world: int) -> float:
     import torch
 
     with patch.object(dist, "all_reduce", late):
-        found = startup.find_links(
+        found = measure.find_links(
             "dp_replicate", dist.group.WORLD, None, device=torch.device("cpu"), seconds=1.0
         )
     return found.links.whole.costs["all-reduce"].at(MIB)

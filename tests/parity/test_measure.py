@@ -15,11 +15,10 @@ import torch.distributed as dist
 
 import plait
 from plait.cluster.mesh import split_by_node
-from plait.comm import startup
-from plait.comm.choose import choose_all_reduce, prices
-from plait.comm.links import Cost, GroupLinks, Level, load_with_facts
+from plait.comm import measure
+from plait.comm.choose import Cost, GroupLinks, Level, choose_all_reduce, load_with_facts, prices
 from plait.comm.measure import measure_group
-from plait.units import MIB
+from plait.sizes import MIB
 from tests.parity import cases
 from tests.parity.data_parallel import settings
 from tests.pool import Pool
@@ -71,7 +70,7 @@ def trained(
     rank: int, world: int, config: dict[str, Any], measured: GroupLinks
 ) -> tuple[str, float]:
     """(what is said of the communication, loss of a step). Runs in a worker."""
-    with patch.object(startup, "measure_algorithms", lambda *args, **options: measured):
+    with patch.object(measure, "measure_algorithms", lambda *args, **options: measured):
         engine = plait.initialize(
             cases.build("plain", tied=False), config, loss_fn=plait.causal_lm_loss
         )

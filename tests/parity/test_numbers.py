@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import plait
-from plait._torch.dtensor import local_tensor
+from plait._torch.tensors import local_tensor
 from plait.errors import ConfigError, NumbersError
 from plait.losses.loss import Weighted
-from plait.sharded.replicas import bits_of
+from plait.sharded.alike import bits_of
 from tests.pool import Pool
 
 

@@ -13,7 +13,7 @@ from torch import nn
 import plait
 from plait._torch.units import unsharded_parameter_bytes
 from plait.errors import InputError
-from plait.model.outer_units import OuterUnits, outer_units
+from plait.model.outer_layers import OuterUnits, outer_units
 from plait.verify.parity import Trace, compare, engine_trace, reference_trace, whole, worst
 from tests.measured.traffic import count_traffic
 from tests.parity import cases

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from plait.errors import InputError
-from plait.hf.overridden import cautions_about_loss
+from plait.hf.transformers_trainer import cautions_about_loss
 from tests.parity import trainers
 from tests.parity.trainers import zero
 from tests.pool import Pool

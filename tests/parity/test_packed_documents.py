@@ -12,8 +12,7 @@ import pytest
 import torch
 
 import plait
-from plait.data.documents import Documents
-from plait.data.packing import Stream
+from plait.data.packing import Documents, Stream
 from plait.parallel.context.families import FAMILIES, WITHOUT_DOCUMENTS
 from plait.verify.keep_float64 import keeping_float64
 from plait.verify.parity import Trace, compare, engine_trace, reference_trace, worst

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import plait
-from plait._torch.dtensor import local_tensor
+from plait._torch.tensors import local_tensor
 from plait._torch.units import shard_buffers, sharded_modules
 from plait.errors import ConfigError
 from plait.optim.disk_optimizer import DiskTier

@@ -13,7 +13,7 @@ from torch import nn
 
 import plait
 from plait.parallel.pipeline import runtime
-from plait.parallel.schedules.actions import Action, Kind
+from plait.parallel.schedules.schedule import Action, Kind
 from plait.verify.keep_float64 import keeping_float64
 from plait.verify.parity import Trace, compare, engine_trace, reference_trace, whole, worst
 from tests.covers import cover

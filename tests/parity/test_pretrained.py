@@ -17,7 +17,7 @@ from transformers import (
 )
 
 import plait
-from plait._torch.dtensor import local_tensor
+from plait._torch.tensors import local_tensor
 from plait.errors import InputError
 from plait.model.experts import SCORE_CORRECTION_BIAS
 from plait.parallel.materialise import is_meta

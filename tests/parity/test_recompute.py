@@ -9,14 +9,13 @@ import torch
 import torch.distributed as dist
 
 import plait
-from plait._torch.dtensor import local_tensor
+from plait._torch.tensors import local_tensor
 from plait.cluster.layout import Layout
 from plait.cluster.mesh import build_mesh
-from plait.dryrun.dry_model import token_batch
-from plait.dryrun.rank_activations import rank_activations
+from plait.dryrun.dry_model import rank_activations, token_batch
 from plait.model.blocks import find_blocks
 from plait.parallel.techniques.tensor_parallel import TensorParallel
-from plait.units import GIB
+from plait.sizes import GIB
 from plait.verify.keep_float64 import keeping_float64
 from plait.verify.parity import Trace, compare, engine_trace, worst
 from tests.fake.activations import LAYERS, LENGTH, foretold

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 import plait
-from plait.checkpoint import model_content
+from plait.checkpoint import states
 from plait.errors import CheckpointError, InputError
 from plait.hf.checkpoints import refuse_empty_files
 from tests.parity import adapted, trainers
@@ -345,7 +345,7 @@ def test_checkpoints_have_what_the_optimizer_holds() -> None:
     """Of a model whose checkpoints leave out what was frozen: also what was unfrozen since."""
     model = Net()
     model.layers[1].requires_grad_(False)
-    model_content.save_trained_only(model)
-    assert len(model_content.content(model)[0]) == 2
+    states.save_trained_only(model)
+    assert len(states.model_content(model)[0]) == 2
     model.layers[1].requires_grad_(True)
-    assert len(model_content.content(model, trained=set(model.parameters()))[0]) == 4
+    assert len(states.model_content(model, trained=set(model.parameters()))[0]) == 4

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import plait
-from plait.comm.buckets import Flat
+from plait.comm.all_reduce import Flat
 from plait.comm.compress import PowerSGDBuckets, QuantisedBuckets
 from plait.losses.loss import Weighted
 from tests.parity import cases

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
-from plait._torch.flat_collectives import all_gather_single, reduce_scatter_single
+from plait._torch.groups import all_gather_single, reduce_scatter_single
 from plait.cluster.staged_group import BACKEND, StagedGroup, register_backend
 from tests.pool import Pool
 

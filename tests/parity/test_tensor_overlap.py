@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import plait
-from plait.comm.pending import AsyncAllReduce
+from plait.comm.collectives import AsyncAllReduce
 from plait.config.resolving.resolve import load, resolve
 from plait.errors import ConfigError
 from plait.parallel.tensor.overlap import DeferredGradient

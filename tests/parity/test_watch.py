@@ -13,7 +13,7 @@ from plait._torch.groups import timeout_of
 from plait.cluster.layout import Layout
 from plait.cluster.mesh import build_mesh
 from plait.comm import hang, watch
-from plait.comm.board import FORWARD, read_board
+from plait.comm.hang import FORWARD, read_board
 from plait.comm.transport import connect
 from plait.comm.watch import Watch
 from tests.pool import Pool

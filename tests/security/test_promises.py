@@ -19,7 +19,7 @@ from torch.distributed import TCPStore
 
 import plait
 from plait.checkpoint.foreign.unpickle import read_torch
-from plait.cli.launching.rendezvous import LOOPBACK, loopback_store
+from plait.cli.launching.agent import LOOPBACK, loopback_store
 from plait.comm import stacks
 from plait.errors import CheckpointError, InputError, PlaitError
 

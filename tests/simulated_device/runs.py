@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import plait
-from plait.parallel.data.residuals import Residuals
+from plait.parallel.data.compression import Residuals
 from plait.verify.keep_float64 import keeping_float64
 from plait.verify.parity import Trace, engine_trace
 from tests.parity import cases, pipelines, tensor_parallel

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import plait
-from plait.checkpoint.writer import Writer
+from plait.checkpoint.save import Writer
 from plait.cluster.layout import Layout
 from plait.cluster.mesh import build_mesh
 from plait.config.schema.sections import RunSection
@@ -27,9 +27,7 @@ from plait.errors import CheckpointError
 from plait.events import Event, RunStarted, StepDone
 from plait.observe.metrics import MetricsFile, read_metrics
 from plait.parallel.micro_batches import to_device
-from plait.train.clock import StepClock
-from plait.train.loop import Position, TrainingContext, train
-from plait.train.stop import StopRequest
+from plait.train.loop import Position, StepClock, StopRequest, TrainingContext, train
 from plait.verify.parity import compare, worst
 from tests.checkpoints import put
 from tests.parity import cases

@@ -11,8 +11,8 @@ import torch
 
 import plait
 from plait.cluster import accelerator
-from plait.parallel.data import autotune
-from plait.parallel.data.autotune import CompressionAutotuner
+from plait.parallel.data import compression
+from plait.parallel.data.compression import CompressionAutotuner
 from tests.measured.traffic import count_traffic
 from tests.parity import cases
 from tests.simulated_device.pool import SimulatedPool
@@ -46,8 +46,8 @@ def decided(rank: int, world: int, stage: int, uncompressed_seconds: float = 1.0
         accelerator.synchronize(device)
 
     with (
-        patch.object(autotune, "time", SimpleNamespace(perf_counter=now)),
-        patch.object(autotune, "accelerator", wraps=accelerator) as watched,
+        patch.object(compression, "time", SimpleNamespace(perf_counter=now)),
+        patch.object(compression, "accelerator", wraps=accelerator) as watched,
     ):
         watched.synchronize.side_effect = synchronize
         for step in range(24):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import plait
-from plait.cluster.host_copy import HostCopy
+from plait.cluster.accelerator import HostCopy
 from plait.parallel.experts import dispatch
 from plait.verify.parity import compare, worst
 from tests.parity.experts import Case, build, configured, reference, steps, train

@@ -10,11 +10,15 @@ import pytest
 import torch
 
 import plait
-from plait.inference import reading, stream, streamed
-from plait.inference.cache_layout import LAYERS_ON_DEVICE, CacheDemand, cache_bytes
-from plait.inference.dry_cache import cache_layout_of
+from plait.inference import streamed_model, weight_files, weight_stream
+from plait.inference.capacity import LAYERS_ON_DEVICE, CacheDemand, cache_bytes, cache_layout_of
 from plait.inference.source import open_source
-from plait.inference.streamed import WeightStreamHook, load_streamed, plan_streaming, tensors_of
+from plait.inference.streamed_model import (
+    WeightStreamHook,
+    load_streamed,
+    plan_streaming,
+    tensors_of,
+)
 from tests.simulated_device.conftest import Row
 from tests.simulated_device.pool import SimulatedPool
 
@@ -48,7 +52,7 @@ def generated(
     """Tokens of several calls, and how the model was kept. Runs in a worker."""
     device: Any = sys.modules["simulated_device.on_torch"]
     before = device.pinned_bytes()
-    read = reading.read_into
+    read = weight_files.read_into
 
     def seen_by_the_device(file: int, view: memoryview, *args: Any, **options: Any) -> None:
         """A read writes to memory behind torch's back; the device looks for races in what torch does."""
@@ -56,14 +60,14 @@ def generated(
         read(file, own, *args, **options)
         torch.frombuffer(view, dtype=torch.uint8).copy_(torch.frombuffer(own, dtype=torch.uint8))
 
-    class Busy(stream.WeightStream):
+    class Busy(weight_stream.WeightStream):
         """Made while the device computes: the memory of its places may be in use until then."""
 
         def __init__(self, *args: Any, **options: Any) -> None:
             torch.zeros(8, device="cuda").add_(1)
             super().__init__(*args, **options)
 
-    reading.read_into, streamed.WeightStream = seen_by_the_device, Busy
+    weight_files.read_into, streamed_model.WeightStream = seen_by_the_device, Busy
     sharded, planned = load_streamed(
         open_source(Path(folder)), budget_bytes=budget + OTHER, other_bytes=OTHER, host_bytes=host
     )
@@ -84,7 +88,7 @@ def generated(
         "held": held, "peak": torch.accelerator.max_memory_allocated(), "read": streaming.stream.bytes_read,
     }  # fmt: skip
     sharded.close()
-    reading.read_into, streamed.WeightStream = read, stream.WeightStream
+    weight_files.read_into, streamed_model.WeightStream = read, weight_stream.WeightStream
     del sharded, streaming
     torch.cuda.synchronize()
     seen["left"] = device.pinned_bytes() - before

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from plait.validation.context import NO_TIMES
-from plait.validation.waits import NO_WARNINGS
+from plait.validation.profile import NO_WARNINGS
 from tests.simulated_device.build import ROOT, environment
 
 SECONDS = 1500
@@ -89,7 +89,7 @@ def test_a_layout(device: Path, tmp_path: Path) -> None:
     assert outcomes(rows) == {"nccl/parity-zero-3": "passed"}, rows
 
 
-NO_SUM = ("optim/gradient_norm.py", "        dist.all_reduce(total, group=group)", "        pass")
+NO_SUM = ("sharded/step.py", "        dist.all_reduce(total, group=group)", "        pass")
 SCALED = (
     "dryrun/predicted_peak.py",
     "    return PredictedPeak(ledger, peak)",

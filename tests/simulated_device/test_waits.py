@@ -14,12 +14,11 @@ import torch
 import torch.distributed as dist
 
 from plait.comm import measure
-from plait.comm.algorithms import run, sum_over
-from plait.comm.buckets import Flat
+from plait.comm.all_reduce import Flat, run, sum_over
+from plait.comm.collectives import AsyncAllReduce
 from plait.comm.compress import PowerSGDBuckets, QuantisedBuckets
 from plait.comm.messages import Messenger
-from plait.comm.pending import AsyncAllReduce
-from plait.engine import device_rates, single_rank
+from plait.engine import calibration, single_rank
 from plait.parallel.activations.activation_store import DiskStore, HostStore
 from tests.parity import pipelines, tensor_parallel
 from tests.pool import Pool
@@ -189,8 +188,8 @@ def timed(rank: int, world: int) -> tuple[list[bool], list[bool]]:
     """The clock is looked at twice around every product, and around a step that is profiled. Runs in a worker."""
     torch.cuda.synchronize()
     with pytest.MonkeyPatch.context() as monkeypatch:
-        watch = Watch(monkeypatch, device_rates, single_rank)
-        device_rates.measure_products([(4, 4, 4)], dtype=torch.float32, device=CUDA)
+        watch = Watch(monkeypatch, calibration, single_rank)
+        calibration.measure_products([(4, 4, 4)], dtype=torch.float32, device=CUDA)
         products, watch.behind = watch.behind, []
         x = torch.ones(4, device=CUDA)
         with single_rank._DeviceProfile(SimpleNamespace(device=CUDA)).step():  # type: ignore[arg-type]

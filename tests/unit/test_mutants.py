@@ -31,7 +31,7 @@ def test_probes_stand_before_what_mutants_change() -> None:
 
 
 def test_a_list_that_has_rotted_is_refused() -> None:
-    mutant = Mutant("x", "nothing", "src/plait/units.py", "no such text", "other", "known")
+    mutant = Mutant("x", "nothing", "src/plait/sizes.py", "no such text", "other", "known")
     with pytest.raises(ValueError, match="occurs 0 times"):
         check([mutant])
 

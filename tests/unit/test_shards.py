@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.shards import shard_length, shard_lengths, shard_size
+from plait.cluster.layout import shard_length, shard_lengths, shard_size
 
 
 @given(st.integers(0, 300), st.integers(1, 20))

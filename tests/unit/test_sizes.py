@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from plait.errors import InputError
-from plait.units import GIB, KIB, MIB, parse_bytes
+from plait.sizes import GIB, KIB, MIB, parse_bytes
 
 
 def test_sizes() -> None:

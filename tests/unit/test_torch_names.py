@@ -25,23 +25,20 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from plait._torch import (
     attention,
-    dtensor,
-    gathered_writes,
     gathering,
     groups,
-    learning_rates,
+    ignored_changes,
     modules,
     operators,
-    outer_units,
     passes,
     pipelining,
     starting,
-    storage,
     unit_order,
     units,
-    watched_shards,
 )
-from plait.comm.reduce_scatter import AllToAllReduceScatter
+from plait._torch import tensors as dtensor
+from plait._torch import tensors as storage
+from plait.comm.collectives import AllToAllReduceScatter
 from plait.errors import InputError
 from tests import fused_attention
 from tests.measured.storage_tracker import StorageTracker
@@ -216,7 +213,7 @@ def test_outputs_in_dataclasses(nested: bool) -> None:
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
     seen: list[str] = []
     for unit in units.sharded_modules(model):
-        watched_shards.watch_shards(unit)
+        ignored_changes.watch_shards(unit)
         gathering.on_shard_reads(unit, lambda when: seen.append(when[0]), lambda: None)
     loss = model(torch.ones(1, 4), nested=nested).states.sum()
     assert seen == ["forward"] * 2
@@ -525,7 +522,7 @@ def test_fake_tensors_and_a_collective_that_is_not_carried_out() -> None:
 def test_writes_to_gathered_parameters(assigns: bool) -> None:
     """Also if `load_state_dict(assign=True)` replaces the parameters after the units are known."""
     model = sharded()
-    writes = gathered_writes.GatheredWrites(model)  # type: ignore[arg-type]
+    writes = ignored_changes.GatheredWrites(model)  # type: ignore[arg-type]
     if assigns:
         model.load_state_dict(model.state_dict(), assign=True)
     model[0].register_forward_pre_hook(lambda module, _: module.weight.data.mul_(0.5))  # type: ignore[index]
@@ -823,7 +820,7 @@ def test_follow_root() -> None:
         for module in (model.embed, model.head)
     )
     root = fully_shard(model, reshard_after_forward=False)
-    outer_units.follow_root(root, embeddings=[embed], heads=[head])
+    gathering.follow_root(root, embeddings=[embed], heads=[head])
     table, layer, scale = 4 * 8 * 4, 4 * (8 * 4 + 8), 4 * 4
 
     def step() -> list[int]:
@@ -886,7 +883,7 @@ def test_watch_shards() -> None:
     """What shards cannot see is refused in the forward of its unit, and gathering in inference mode serves training."""
     model = sharded()
     for unit in units.sharded_modules(model):
-        watched_shards.watch_shards(unit)
+        ignored_changes.watch_shards(unit)
     with torch.inference_mode():
         model(torch.ones(1, 4))
     model(torch.ones(1, 4)).sum().backward()
@@ -1038,7 +1035,7 @@ def test_scale_rates() -> None:
     optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=1.0)
     inner = [torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0) for _ in range(2)]
     schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, inner, milestones=[2])
-    learning_rates.scale_rates(schedule, [3.0])
+    modules.scale_rates(schedule, [3.0])
     assert [one.base_lrs for one in inner] == [[3.0], [3.0]] and schedule.get_last_lr() == [3.0]
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from plait.checkpoint.folder import candidates
+from plait.checkpoint.format import RankManifest, read_json
 from plait.checkpoint.load import Reader
-from plait.checkpoint.manifest import RankManifest, read_json
 from plait.checkpoint.save import Snapshot, write
 from plait.checkpoint.windows import record_of
 from plait.cluster.layout import Layout

@@ -19,7 +19,7 @@ from typing import Any
 
 from plait.checkpoint.folder import find_checkpoint
 from plait.cluster.topology import WATCH_FOLDER
-from plait.comm import board, stacks
+from plait.comm import hang, stacks
 from tools.faults.forks import Ranks
 from tools.faults.runs import ROOT
 
@@ -127,7 +127,7 @@ class Train:
         found = {}
         for process, variables in self.processes().items():
             folder = variables.get(WATCH_FOLDER)
-            reading = board.read_board(Path(folder, f"{process}.board")) if folder else None
+            reading = hang.read_board(Path(folder, f"{process}.board")) if folder else None
             if reading is not None and stacks.state(process) not in stacks.ENDED:
                 found[reading.rank] = process
         return found

@@ -181,7 +181,7 @@ def recorded(rank: int, folder: str, steps: int) -> None:
     from unittest.mock import patch
 
     import plait
-    from plait.checkpoint.manifest import read_manifest
+    from plait.checkpoint.format import read_manifest
 
     notes, honest = Notes(Path(folder) / "notes"), plait.Engine.save_checkpoint
 

@@ -22,21 +22,21 @@ NAMES = (
 )
 
 OF_THE_HOST = {
-    "checkpoint/writer.py:self.wait()": "a thread that writes",
+    "checkpoint/save.py:self.wait()": "a thread that writes",
     "engine/engine.py:self._writer.wait()": "a thread that writes",
     "cli/launching/": "processes",
     "cluster/staged_group.py:": "gloo, on copies in host memory",
     "validation/runner.py:": "processes",
     "comm/shared_memory/": "memory that processes of one machine share",
-    "parallel/buffers.py:work.wait": "the CPU's branch: gloo",
-    "comm/desync.py:": "a key of the store",
+    "parallel/data/buffers.py:work.wait": "the CPU's branch: gloo",
+    "comm/failures.py:": "a key of the store",
     "comm/watch.py:": "threads",
     "hf/accelerator.py:": "a setting of Accelerate's that is passed on",
     "comm/hang.py:": "a field: what a rank waits for",
 }
 """Places (a part of the path, `:` and the beginning of the code) that wait for no device."""
 ONLY_TIMED = {
-    "parallel/data/autotune.py": "a step's time ends when the device is done; only the choice of compression reads it",
+    "parallel/data/compression.py": "a step's time ends when the device is done; only the choice of compression reads it",
     "validation/": "`plait doctor --validate` measures: a time begins and ends when the device is done, and nothing else reads what it did",
 }
 """Places that only a measured time needs, which the simulated device has none of."""

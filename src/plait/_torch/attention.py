@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from plait.units import dtype_name
+from plait.sizes import dtype_name
 
 _ALIGNMENT = 8
 """Multiple to which head dimensions are padded.

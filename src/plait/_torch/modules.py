@@ -1,8 +1,8 @@
-"""Registries of modules and parameters: their dictionaries, hooks and reset methods."""
+"""Registries of modules and parameters, and the rates that LR schedulers store."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -91,3 +91,20 @@ def reset_method(module: nn.Module) -> Callable[[], Any] | None:
 def is_compiled(module: nn.Module) -> bool:
     """Return whether `module.compile()` was called. A call then runs the compiled code."""
     return module._compiled_call_impl is not None
+
+
+def scale_rates(scheduler: Any, ratios: Sequence[float]) -> None:
+    """Multiply the learning rates that a scheduler stores, including those of inner schedulers.
+
+    Args:
+        scheduler: LR scheduler of torch, for example a `SequentialLR`.
+        ratios: One factor per parameter group.
+    """
+    for name in ("base_lrs", "_last_lr"):
+        rates = getattr(scheduler, name, None)
+        if isinstance(rates, list) and len(rates) == len(ratios):
+            scaled = [rate * ratio for rate, ratio in zip(rates, ratios, strict=True)]
+            setattr(scheduler, name, scaled)
+
+    for inner in getattr(scheduler, "_schedulers", ()):
+        scale_rates(inner, ratios)

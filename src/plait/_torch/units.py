@@ -23,7 +23,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 )
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
-from plait._torch.dtensor import local_tensor
+from plait._torch.tensors import local_tensor
 
 # Before torch 2.15 FSDP stores the sum of gradients in the dtype of the reduction in a separate
 # attribute. Since 2.15 `grad` of the gathered parameter has the sum, and the old name is a

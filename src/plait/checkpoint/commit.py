@@ -21,7 +21,10 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
-from plait.checkpoint.durable import (
+from plait.checkpoint.format import LATEST, MANIFEST, MANIFEST_HASH, Pointer, read_manifest
+from plait.checkpoint.places import (
+    Place,
+    StorePath,
     make_folder,
     publish,
     remove,
@@ -31,14 +34,6 @@ from plait.checkpoint.durable import (
     sync_folder,
     write_text,
 )
-from plait.checkpoint.manifest import (
-    LATEST,
-    MANIFEST,
-    MANIFEST_HASH,
-    Pointer,
-    read_manifest,
-)
-from plait.checkpoint.places import Place, StorePath
 from plait.errors import CheckpointError
 from plait.hashing import sha256_of
 

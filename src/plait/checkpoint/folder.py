@@ -21,8 +21,7 @@ from plait.checkpoint.commit import (
     holds_own_files_only,
     is_unfinished,
 )
-from plait.checkpoint.durable import is_temporary, remove
-from plait.checkpoint.manifest import (
+from plait.checkpoint.format import (
     LATEST,
     MANIFEST,
     MANIFEST_HASH,
@@ -33,7 +32,7 @@ from plait.checkpoint.manifest import (
     read_json,
     read_manifest,
 )
-from plait.checkpoint.places import Place, entries
+from plait.checkpoint.places import Place, entries, is_temporary, remove
 from plait.errors import CheckpointError, warn
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 
 from plait.checkpoint.commit import is_unfinished
-from plait.checkpoint.durable import is_temporary, remove, size_of_folder
 from plait.checkpoint.folder import (
     CheckpointFolder,
     find_checkpoint,
@@ -21,9 +20,9 @@ from plait.checkpoint.folder import (
     reading,
     remove_old,
 )
+from plait.checkpoint.format import LATEST, MANIFEST, Pointer, read_json, read_manifest
 from plait.checkpoint.load import Reader
-from plait.checkpoint.manifest import LATEST, MANIFEST, Pointer, read_json, read_manifest
-from plait.checkpoint.places import Place, entries
+from plait.checkpoint.places import Place, entries, is_temporary, remove, size_of_folder
 from plait.errors import CheckpointError, InputError
 from plait.files import RUN_LOCK, try_lock
 

@@ -3,6 +3,8 @@
 The layout of the reading ranks is independent of the layout that wrote the checkpoint: each rank
 reads the parts of files that overlap with its shards (see Note [Windows] in
 `plait.checkpoint.windows`).
+
+`build_described_model` builds the model that a checkpoint of `plait train` describes.
 """
 
 from __future__ import annotations
@@ -14,15 +16,23 @@ from typing import Literal
 import torch
 from torch import nn
 
-from plait._torch.dtensor import local_tensor
-from plait.checkpoint.content import ContentHash, tensor_blocks
+from plait import exact
+from plait._torch.tensors import local_tensor
 from plait.checkpoint.folder import CheckpointFolder, candidates
-from plait.checkpoint.manifest import RankManifest, rank_file, read_json
-from plait.checkpoint.model_content import START, content, put_values, shapes
+from plait.checkpoint.format import (
+    RankManifest,
+    ShardReader,
+    check_entry,
+    check_size,
+    rank_file,
+    read_json,
+    verify_shards,
+)
 from plait.checkpoint.places import Place, place_of
 from plait.checkpoint.save import OWN
-from plait.checkpoint.shard_file import ShardReader, check_entry, check_size, verify_shards
+from plait.checkpoint.states import MODEL_START, model_content, model_shapes, put_values
 from plait.checkpoint.windows import (
+    ContentHash,
     TensorRecord,
     Window,
     dtype_of,
@@ -30,9 +40,11 @@ from plait.checkpoint.windows import (
     merge_stages,
     overlap,
     record_of,
+    tensor_blocks,
     window_of,
 )
 from plait.errors import CheckpointError, InputError, warn
+from plait.model.float32 import keep_in_float32
 
 Verify = Literal["full", "sample", "off"]
 """Extent of the verification.
@@ -127,7 +139,7 @@ class Reader:
         Raises:
             CheckpointError: A file cannot be read.
         """
-        content = ContentHash()
+        model_content = ContentHash()
         own_content = ContentHash()
         for rank in range(len(self.manifest.ranks)):
             shards = self._rank_manifest(rank).shards
@@ -151,12 +163,12 @@ class Reader:
                     else:
                         window = record.window(coordinates, self.layout.all_degrees)
                         tensor = file.read(name, record, window)
-                        observe = content.observer(
+                        observe = model_content.observer(
                             name, record, window, begins=record.begins_at(coordinates)
                         )
                     for block in tensor_blocks(name, tensor):
                         observe(block)
-        return str(content), str(own_content)
+        return str(model_content), str(own_content)
 
     def read(self, name: str) -> torch.Tensor:
         """Return a full tensor on the CPU.
@@ -268,13 +280,13 @@ def load_trained(
                 raise
             warn(f"{checkpoint.path.name} is damaged, so an older checkpoint is loaded: {error}")
 
-    tensors, _ = content(model)
+    tensors, _ = model_content(model)
     if any(tensor.is_meta for tensor in tensors.values()):
         raise InputError(
             "plait.load_trained fills a model that has memory, and this one is on the meta device;"
             " build it outside of the meta device"
         )
-    compare_model(reader, shapes(tensors))
+    compare_model(reader, model_shapes(tensors))
     reader.fill(tensors)
     put_values(model, reader.values)
     return reader.path
@@ -290,7 +302,7 @@ def compare_model(reader: Reader, model_shapes: Mapping[str, tuple[int, ...]]) -
     Raises:
         CheckpointError: Names or shapes differ. The error names the first difference.
     """
-    saved = {name: record.shape for name, record in reader.under(START)}
+    saved = {name: record.shape for name, record in reader.under(MODEL_START)}
     missing = [name for name in model_shapes if name not in saved]
     _refuse_other_names(reader.path, "lacks", missing, "this model has")
     surplus = [name for name in saved if name not in model_shapes]
@@ -313,3 +325,41 @@ def _refuse_other_names(checkpoint: Place, verb: str, names: list[str], differen
         f"{checkpoint} is of another model: it {verb} {len(names)} tensors that {difference}:"
         f" {listed}"
     )
+
+
+def build_described_model(
+    checkpoint: CheckpointFolder, *, dtype: torch.dtype | None = None
+) -> nn.Module:
+    """Build the model of a checkpoint on the meta device.
+
+    Args:
+        checkpoint: Checkpoint that `plait train` wrote.
+        dtype: dtype of the parameters, except those that the model's class keeps in float32. None
+            uses that of the saved configuration.
+
+    Raises:
+        CheckpointError: `plait train` did not write the checkpoint.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    client = exact.decode(checkpoint.manifest.metadata.get("client_state"), where="client_state")
+    identity = client.get("identity") if isinstance(client, dict) else None
+    if not isinstance(identity, dict):
+        raise CheckpointError(
+            f"{checkpoint.path} was not written by plait train, so it does not say which model it"
+            " is; plait.load_trained(model, folder) loads its weights into yours"
+        )
+    fields = {
+        name.removeprefix("model."): value
+        for name, value in identity.items()
+        if name.startswith("model.") and name != "model.dtype"
+    }
+    model_type = fields.pop("model_type")
+    settings = {name: value for name, value in fields.items() if value is not None}
+    config = AutoConfig.for_model(model_type, **settings)
+    with torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, trust_remote_code=False
+        )
+    keep_in_float32(model, dtype or config.dtype)
+    return model

@@ -16,11 +16,11 @@ from typing import Annotated
 import typer
 
 from plait.cli import launch
-from plait.cli.launching.settings import LaunchSettings
+from plait.cli.launching.launch_settings import LaunchSettings
 from plait.cli.options import Json, Nproc
 from plait.cluster.launchers import claim
 from plait.cluster.topology import default_processes, machine_name, place
-from plait.observe.files import require_writable
+from plait.observe.output_files import require_writable
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -74,11 +74,9 @@ def _run_process(out: str, rounds: str, steps: str, quiet: str = "") -> None:
         progress,
     )
     from plait.engine.calibration import Pace, calibration_request, measure, measurements
-    from plait.planner.calibrate import calibrate
-    from plait.planner.calibration_file import CalibrationOrigin, save
-    from plait.planner.calibration_runs import priors_from_rates
+    from plait.planner.calibrate import CalibrationOrigin, calibrate, save_calibration
+    from plait.planner.calibration_runs import priors_from_rates, runs_of
     from plait.planner.constants import knowledge
-    from plait.planner.measured import runs_of
 
     process = place()
     cluster = live_cluster()
@@ -107,7 +105,9 @@ def _run_process(out: str, rounds: str, steps: str, quiet: str = "") -> None:
         "runs": len(measured.runs),
         "rates": asdict(measured.rates),
     }
-    save(Path(out), calibration, CalibrationOrigin(str(cluster.device.name), origin_machine, facts))
+    save_calibration(
+        Path(out), calibration, CalibrationOrigin(str(cluster.device.name), origin_machine, facts)
+    )
     if not quiet:
         print_rates(measured.rates)
         print_calibration(calibration, runs, known=known)
@@ -123,7 +123,7 @@ def _run_process(out: str, rounds: str, steps: str, quiet: str = "") -> None:
 
 if __name__ == "__main__":
     # A process that `calibrate` has started.
-    from plait.cluster.ending import end_process
+    from plait.cluster.process_groups import end_process
 
     _run_process(*sys.argv[1:])
     end_process(0)

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from plait.cli.options import Json
-from plait.cli.planning.tables import print_table
+from plait.cli.tables import print_table
 from plait.cli.terminal import progress_bar
 from plait.errors import CheckpointError
 
@@ -43,7 +43,7 @@ def ls_command(folder: Folder, as_json: Json = False) -> None:
     """
     from plait.checkpoint.inspect import checkpoints_of, summarize
     from plait.checkpoint.places import place_of
-    from plait.units import format_bytes
+    from plait.sizes import format_bytes
 
     checkpoints = summarize(checkpoints_of(place_of(folder, "FOLDER")))
     if as_json:

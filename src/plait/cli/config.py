@@ -15,14 +15,14 @@ from rich.console import Console
 from rich.table import Table
 
 from plait.cli.options import Json, Set, count
-from plait.cli.planning.tables import aligned
+from plait.cli.tables import aligned
 from plait.config.convert.conversion import convert
-from plait.config.resolving.degrees import format_processes
 from plait.config.resolving.explain import Explanation, explain
 from plait.config.resolving.json_schema import json_schema
-from plait.config.schema.provenance import KeyReport, Status
+from plait.config.resolving.resolved_parts import format_processes
+from plait.config.schema.config import KeyReport, Status
 from plait.errors import ConfigError, InputError
-from plait.observe.files import require_writable, write_text
+from plait.observe.output_files import require_writable, write_text
 
 app = typer.Typer(
     help="Explain or convert a configuration file, or print the schema.",

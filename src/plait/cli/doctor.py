@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from plait.cli import launch
-from plait.cli.launching.settings import LaunchSettings
+from plait.cli.launching.launch_settings import LaunchSettings
 from plait.cli.options import Json, Nproc
 from plait.cluster import accelerator
 from plait.cluster.launchers import claim
 from plait.cluster.topology import default_processes, place
 from plait.errors import InputError
-from plait.observe.files import require_writable
+from plait.observe.output_files import require_writable
 
 if TYPE_CHECKING:
-    from plait.comm.links import GroupLinks
+    from plait.comm.choose import GroupLinks
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -201,7 +201,7 @@ def _run_process(out: Path, seconds: float, *, prints: bool) -> None:
     """Measure in one of the processes. Rank 0 writes the file and prints the costs."""
     from plait.cluster.layout import Layout
     from plait.cluster.mesh import Groups, build_mesh
-    from plait.comm.links import save
+    from plait.comm.choose import save
     from plait.comm.measure import measure_group
 
     axis = "dp_replicate"
@@ -234,7 +234,7 @@ def _run_process(out: Path, seconds: float, *, prints: bool) -> None:
 
 def _print_costs(links: GroupLinks) -> None:
     from plait.comm.choose import choose_all_reduce, choose_buckets
-    from plait.units import KIB, MIB, format_bytes
+    from plait.sizes import KIB, MIB, format_bytes
 
     levels = {
         "all ranks": links.whole,

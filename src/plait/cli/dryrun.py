@@ -13,17 +13,18 @@ from typing import Annotated
 
 import typer
 
-from plait.cli.options import Json, in_panel
-from plait.cli.planning.options import (
+from plait.cli.options import (
     Batch,
     Fix,
     Gpu,
+    Json,
     Model,
-    Nnodes,
     NprocPerNode,
+    PlannedNnodes,
     PrecisionName,
     Seq,
     WorldSize,
+    in_panel,
 )
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -45,7 +46,7 @@ def dryrun(
     fix: Fix = None,
     gpu: Gpu = None,
     world_size: WorldSize = None,
-    nnodes: Nnodes = None,
+    nnodes: PlannedNnodes = None,
     nproc_per_node: NprocPerNode = None,
     rank: Annotated[
         int | None,
@@ -64,7 +65,7 @@ def dryrun(
     memory, traffic and operators. Exit code 1 if no layout fits.
     """
     from plait.cli.planning.dry_run import dry_run, print_dry_run
-    from plait.cli.planning.request import own_layout, read_request
+    from plait.cli.planning.query import own_layout, read_request
     from plait.cli.planning.show import print_nothing_fits
     from plait.planner import output
     from plait.planner import search as searching

@@ -56,10 +56,9 @@ def export_command(
 
     from plait.checkpoint.inspect import open_checkpoint
     from plait.checkpoint.places import place_of
-    from plait.train.export import export
-    from plait.train.exported import ExportComparison, compare_generated, compare_reloaded
-    from plait.train.folder import GENERATION
-    from plait.units import format_bytes
+    from plait.sizes import format_bytes
+    from plait.train.export import ExportComparison, compare_generated, compare_reloaded, export
+    from plait.train.run_folder import GENERATION
 
     out = user_path(out, "--out")
     checkpoint = open_checkpoint(place_of(source, "FOLDER"))

@@ -2,24 +2,34 @@
 
 The command checks everything, chooses the layout and starts the processes if there are several.
 Each of them runs this module again. Generation itself is in `plait.inference`.
+
+Answers of `plait generate` to a file of prompts, in batches.
+
+Finished answers are saved, so that a command which is repeated after an interruption continues
+after them.
+
+Input of a chat: the lines that the user types.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from io import TextIOWrapper
 from pathlib import Path
+from queue import Empty, Queue
 from tempfile import TemporaryDirectory
+from threading import Thread
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
-from plait.cli import answer_lines, launch
-from plait.cli.chat_lines import chat_lines
-from plait.cli.launching.settings import LaunchSettings
+from plait.cli import launch
+from plait.cli.launching.launch_settings import LaunchSettings
 from plait.cli.options import (
     Adapters,
     WeightDtype,
@@ -28,17 +38,147 @@ from plait.cli.options import (
     refuse_options,
     single_adapter,
 )
-from plait.cli.terminal import close_stdout, exit_on_signals
+from plait.cli.terminal import close_stdout, exit_on_signals, progress_bar
 from plait.cluster.topology import place
 from plait.errors import InputError
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from plait.inference.prompt_file import PromptLine
+    from plait.inference.prompt_files import AnswerFile, PromptLine
     from plait.inference.requests import Generation
     from plait.inference.source import Source
     from plait.sharded.model import ShardedModel
+
+Answer = Callable[["ShardedModel", list[Any], int | None], "list[Generation]"]
+"""Function from the model, prompts and the seed of the first prompt to the generated answers."""
+
+
+@dataclass(frozen=True)
+class AnswerJob:
+    """File of prompts that the processes of a command answer together."""
+
+    lines: list[PromptLine]
+    out: Path
+    batch_size: int
+    seed: int | None
+    """Seed of the first line. Each following line has the next number."""
+    command: dict[str, Any]
+    """Everything besides the lines that the tokens of an answer depend on.
+
+    The layout and the batches are not part of it, so that a command can continue on others.
+    """
+    writes: bool
+    """True if this process writes the answers."""
+    several: bool
+    """True if other processes take part."""
+
+
+def answer_lines(job: AnswerJob, load: Callable[[], ShardedModel], answer: Answer) -> None:
+    """Answer all lines that have no answer yet. Collective over the processes of the command.
+
+    Args:
+        job: The lines and the output.
+        load: Loads the model.
+        answer: Generates the answers of a batch.
+    """
+    new_tokens = 0
+    lines = job.lines
+    with (
+        _open_answers(job) if job.writes else nullcontext() as answers,
+        closing(load()) as sharded,
+        progress_bar("generate") as progress,
+    ):
+        for start in range(_finished_lines(answers, job), len(lines), job.batch_size):
+            prompts = [line.prompt for line in lines[start : start + job.batch_size]]
+            seed = job.seed
+            if seed is not None:
+                seed += start
+            generations = answer(sharded, prompts, seed)
+            new_tokens += sum(len(generation.token_ids) for generation in generations)
+            if answers is not None:
+                answers.add(generations)
+            progress(start + len(prompts), len(lines))
+    if job.writes:
+        print(f"wrote {job.out}: {len(lines)} answers, {new_tokens:,} new tokens", file=sys.stderr)
+
+
+@contextmanager
+def _open_answers(job: AnswerJob) -> Iterator[AnswerFile]:
+    from plait.inference.prompt_files import answer_file
+
+    count = len(job.lines)
+    with answer_file(job.out, job.lines, job.command) as answers:
+        if answers.done:
+            print(
+                f"{answers.done} of {count} answers are in {answers.partial} already; continuing"
+                " after them",
+                file=sys.stderr,
+            )
+        try:
+            yield answers
+        except BaseException:
+            if answers.done:
+                print(
+                    f"{answers.done} of {count} answers are finished and kept in {answers.partial};"
+                    " the same command continues after them",
+                    file=sys.stderr,
+                )
+            raise
+
+
+def _finished_lines(answers: AnswerFile | None, job: AnswerJob) -> int:
+    """Return the number of finished lines, which only the writing process knows. Collective."""
+    count = answers.done if answers is not None else 0
+    if job.several:
+        from plait.cluster.small_messages import broadcast_object
+
+        return broadcast_object(count)
+    return count
+
+
+POLL_SECONDS = 20.0
+"""Time after which processes that wait for a line hear that there is none yet."""
+
+
+def chat_lines(reads_input: bool, *, several: bool) -> Iterator[str | None]:
+    """Yield the lines of the user, and "" at the end of the input.
+
+    Args:
+        reads_input: Whether this process reads standard input. Other processes yield "" forever,
+            because they receive the lines from it.
+        several: Whether other processes wait for each line. A long wait would be taken for a hang,
+            so that None is yielded every `POLL_SECONDS` while there is no line.
+    """
+    console = Console(stderr=True, highlight=False)
+    while not reads_input:
+        yield ""
+
+    # Bytes of another encoding would raise in the thread below.
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
+    requests: Queue[None] = Queue()
+    lines: Queue[str] = Queue()
+
+    def read() -> None:
+        while True:
+            requests.get()
+            lines.put(sys.stdin.readline().strip())
+
+    # A thread, because readline has no timeout.
+    Thread(target=read, daemon=True).start()
+    timeout = POLL_SECONDS if several else None
+    while True:
+        if sys.stdin.isatty():
+            console.print("> ", end="")
+        requests.put(None)
+        while True:
+            try:
+                yield lines.get(timeout=timeout)
+                break
+            except Empty:
+                yield None
+
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 AUTO = "auto"
@@ -181,7 +321,7 @@ def generate_command(
     generation_config.json of the model.
     """
     from plait.inference.deployment import InferenceWork, deploy, deploy_in_budget
-    from plait.inference.prompt_file import read_prompts
+    from plait.inference.prompt_files import read_prompts
     from plait.inference.source import open_source
 
     _check_files(prompt, prompts, out)
@@ -338,9 +478,8 @@ def _longest_request(
         InputError: The model cannot answer a prompt. The message names the prompt.
     """
     from plait.inference.capacity import check_positions
+    from plait.inference.generation_settings import settings_of, tokens_of_model
     from plait.inference.requests import check_ids, check_room, prompt_token_ids
-    from plait.inference.settings import settings_of
-    from plait.inference.vocabulary import tokens_of_model
 
     generation_settings = settings_of(model, settings)
     vocabulary = tokens_of_model(model)
@@ -378,7 +517,7 @@ def _optional_text(path: Path | None) -> str | None:
 
 def _run_process(arguments: GenerateArguments) -> int:
     """Run one of several processes, and return its exit code."""
-    from plait.inference.prompt_file import read_prompts
+    from plait.inference.prompt_files import read_prompts
     from plait.inference.source import open_source
 
     source = open_source(Path(arguments.model), _optional_path(arguments.adapter))
@@ -404,7 +543,7 @@ def _run(
                 settings = _generate_settings(arguments)
                 return generate(sharded, prompts, tokenizer=tokenizer, seed=seed, **settings)
 
-            job = answer_lines.AnswerJob(
+            job = AnswerJob(
                 lines=lines,
                 out=Path(arguments.out),
                 batch_size=arguments.batch_size,
@@ -413,7 +552,7 @@ def _run(
                 writes=is_first,
                 several=arguments.processes > 1,
             )
-            answer_lines.answer_lines(job, lambda: _load(arguments, source), answer)
+            answer_lines(job, lambda: _load(arguments, source), answer)
             return 0
         with closing(_load(arguments, source)) as sharded:
             if arguments.prompt is not None:
@@ -424,8 +563,8 @@ def _run(
 
 
 def _load(arguments: GenerateArguments, source: Source) -> ShardedModel:
-    from plait.inference.load import load_model
-    from plait.inference.streamed import load_streamed
+    from plait.inference.model_placement import load_model
+    from plait.inference.streamed_model import load_streamed
 
     dtype = WeightDtype(arguments.dtype).torch_dtype()
     if arguments.budget_bytes is None:
@@ -477,8 +616,7 @@ def _answer(
         The answer as a turn of a conversation, without the space between prompt and answer.
     """
     from plait.inference.generate import generate
-    from plait.inference.requests import prompt_token_ids
-    from plait.inference.text_stream import TextStream, text_of
+    from plait.inference.requests import TextStream, prompt_token_ids, text_of
 
     stream = TextStream(
         tokenizer, prompt_token_ids(prompt, "the prompt", tokenizer) if prints else ()
@@ -511,7 +649,7 @@ def _write(arguments: GenerateArguments, text: str) -> None:
     except OSError as error:
         if arguments.processes == 1:
             raise
-        from plait.cluster.ending import end_process
+        from plait.cluster.process_groups import end_process
 
         end_process(close_stdout(error))
 
@@ -541,7 +679,7 @@ def _chat(
 
 
 if __name__ == "__main__":
-    from plait.cluster.ending import end_process
+    from plait.cluster.process_groups import end_process
 
     content = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     end_process(_run_process(GenerateArguments(**content)))

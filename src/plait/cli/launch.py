@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from plait.cli.launching import remote
-from plait.cli.launching.settings import (
+from plait.cli.launching.launch_settings import (
     DEFAULT_GRACE_SECONDS,
     DEFAULT_PORT,
     DEFAULT_TIMEOUT_SECONDS,
@@ -25,8 +25,8 @@ from plait.cli.launching.settings import (
     common_problems,
     parse_nodes,
     parse_processes,
+    with_variables,
 )
-from plait.cli.launching.torchruns_variables import with_variables
 from plait.cli.options import (
     NODES,
     PROCESSES,
@@ -39,8 +39,8 @@ from plait.cli.options import (
     machines_option,
     refuse_options,
 )
-from plait.cluster import hostfile as hostfiles
 from plait.cluster.launchers import claim
+from plait.cluster.machines import HostfileEntry, read_hostfile, select_hosts
 from plait.cluster.topology import cpu_count, default_processes
 from plait.errors import ConfigError, InputError, Problem, raise_problems, warn
 from plait.files import is_file, require_folder
@@ -224,12 +224,12 @@ def launch(
         "leave one of them out",
     )
     raise_problems(common_problems(grace=grace, timeout=timeout, port=master_port))
-    hosts: tuple[hostfiles.HostfileEntry, ...]
+    hosts: tuple[HostfileEntry, ...]
     if hostfile is None:
-        hosts = (hostfiles.HostfileEntry("localhost", tuple(range(default_processes()))),)
+        hosts = (HostfileEntry("localhost", tuple(range(default_processes()))),)
     else:
-        hosts = hostfiles.read(hostfile)
-    hosts = hostfiles.select(hosts, include=include, exclude=exclude)
+        hosts = read_hostfile(hostfile)
+    hosts = select_hosts(hosts, include=include, exclude=exclude)
     remote_launch = remote.RemoteLaunch(
         hosts=hosts,
         command=tuple(command),

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from plait.cli.options import PROCESSES, Json, Nnodes, RunFile, Set, count
-from plait.cli.planning.tables import print_table
+from plait.cli.tables import print_table
 from plait.cluster import accelerator
 from plait.cluster.machines import Node, Topology
 from plait.errors import InputError
@@ -65,11 +65,11 @@ def layout(
     states on a rank. With --peak, predict the peak memory of a rank in a training step, by kind of
     tensor and with the point of the step at which it occurs.
     """
-    from plait.cluster.placement import grid, warning
-    from plait.config.resolving.degrees import smallest_world
+    from plait.cluster.layout import crossing_warning, rank_grid
     from plait.config.resolving.resolve import load as load_config
     from plait.config.resolving.resolve import resolve
-    from plait.units import dtype_of
+    from plait.config.resolving.resolved_parts import smallest_world
+    from plait.sizes import dtype_of
     from plait.verify.choose import fields_of
     from plait.verify.model_under_test import transformers_model
 
@@ -98,8 +98,8 @@ def layout(
     if peak:
         peaks, no_peak = _predict_peaks(module, resolved, length)
 
-    placement_warning = warning(resolved.layout, topology)
-    machines = grid(resolved.layout, topology)
+    placement_warning = crossing_warning(resolved.layout, topology)
+    machines = rank_grid(resolved.layout, topology)
     if as_json:
         content = {
             "model": title,
@@ -216,8 +216,8 @@ def _predict_peaks(
 def _print_peaks(
     resolved: Resolved, peaks: dict[int, Peak], no_peak: str | None, length: int | None
 ) -> None:
-    from plait.parallel.accounting.timeline_points import PEAK_KINDS
-    from plait.units import format_bytes
+    from plait.parallel.accounting.peak import PEAK_KINDS
+    from plait.sizes import format_bytes
 
     console = Console(soft_wrap=True, highlight=False)
     if no_peak is not None:
@@ -267,7 +267,7 @@ def _print_layout(
     memory: dict[str, int],
     placement_warning: str | None,
 ) -> None:
-    from plait.units import format_bytes, format_count
+    from plait.sizes import format_bytes, format_count
 
     console = Console(soft_wrap=True, highlight=False)
     facts = model_layout.facts

@@ -63,7 +63,7 @@ VERBS = {
 }
 """Module of each verb, which has a Typer `app`, and the line of `plait --help`."""
 
-NESTED_VERBS = {("plan", "infer"): "plait.cli.planning.infer"}
+NESTED_VERBS = {("plan", "infer"): "plait.cli.plan_infer"}
 """Modules of verbs with two words, whose first word is also a verb with a positional argument."""
 
 

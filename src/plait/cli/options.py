@@ -3,6 +3,8 @@
 The options for processes and machines are those of torchrun: `--nproc-per-node` counts the
 processes of one machine, `--nnodes` machines, and `--world-size` all processes or devices. Every
 option can also be written with underscores, as in torchrun and DeepSpeed (see `cli.main`).
+
+Options for the model and the devices of a plan, which `plait plan` and `plait dryrun` share.
 """
 
 from __future__ import annotations
@@ -126,7 +128,7 @@ def refuse_options(options: Mapping[str, object], rule: str, remedy: str) -> Non
 
 def parse_budget(text: str | None, name: str) -> int | None:
     """Return the bytes of a budget such as `2GiB`, or None if the option is not used."""
-    from plait.units import parse_bytes
+    from plait.sizes import parse_bytes
 
     if text is None:
         return None
@@ -147,3 +149,58 @@ def single_adapter(adapters: list[Path] | None) -> Path | None:
             " with PEFT (add_weighted_adapter), or merge one into the model"
         )
     return adapters[0]
+
+
+DEVICES = "The devices"
+device_option = in_panel(DEVICES)
+
+Model = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="A public model, a config.json, or a folder with one."),
+]
+Gpu = Annotated[
+    str | None,
+    device_option(metavar="NAME", help="h100, a100, mi300x and others. (default: this machine's)"),
+]
+WorldSize = Annotated[
+    int | None,
+    count(
+        "--world-size",
+        "--gpus",
+        help="Total number of GPUs. (default: this machine's)",
+        panel=DEVICES,
+    ),
+]
+PlannedNnodes = Annotated[
+    int | None, count(*NODES, help="Number of machines, instead of --world-size.", panel=DEVICES)
+]
+NprocPerNode = Annotated[
+    int | None,
+    count("--nproc-per-node", help="GPUs per machine. (default: the usual number)", panel=DEVICES),
+]
+MemoryGib = Annotated[
+    float | None, device_option(metavar="GIB", help="Memory of a GPU. (default: the catalogue's)")
+]
+Network = Annotated[
+    float | None,
+    device_option(
+        metavar="GB/S",
+        help="Bandwidth per GPU to other machines; 200 Gb/s is 25. (default: the catalogue's)",
+    ),
+]
+Batch = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Samples per optimizer step. (default: about 4 Mi tokens)"),
+]
+Seq = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Tokens per sample. (default: the file's, or 4096)"),
+]
+PrecisionName = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="bf16, fp16 or fp32. (default: bf16 if supported)"),
+]
+Fix = Annotated[
+    list[str] | None,
+    typer.Option(metavar="A=B", help="A fixed value of the layout: tp=4, stage=3, pp=8."),
+]

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from plait.cli.options import Json
-from plait.cli.planning.options import (
+from plait.cli.options import (
     Batch,
     Fix,
     Gpu,
+    Json,
     MemoryGib,
     Model,
     Network,
-    Nnodes,
     NprocPerNode,
+    PlannedNnodes,
     PrecisionName,
     Seq,
     WorldSize,
@@ -30,7 +30,7 @@ from plait.cli.planning.options import (
 from plait.errors import InputError
 
 if TYPE_CHECKING:
-    from plait.cli.planning.request import PlanQuery
+    from plait.cli.planning.query import PlanQuery
     from plait.planner.calibrate import Calibration
     from plait.planner.explain import Comparison
     from plait.planner.search import Plan
@@ -58,7 +58,7 @@ def plan(
     fix: Fix = None,
     gpu: Gpu = None,
     world_size: WorldSize = None,
-    nnodes: Nnodes = None,
+    nnodes: PlannedNnodes = None,
     nproc_per_node: NprocPerNode = None,
     memory_gib: MemoryGib = None,
     network: Network = None,
@@ -88,7 +88,7 @@ def plan(
     """Search all layouts of a model on a cluster, and print which fit, how fast they are, and why.
     Exit code 1 if nothing fits. See also `plan infer`.
     """
-    from plait.cli.planning.request import read_calibration, read_request
+    from plait.cli.planning.query import read_calibration, read_request
     from plait.cli.planning.show import (
         names_as_json,
         print_names,
@@ -97,7 +97,7 @@ def plan(
     )
     from plait.planner import explain, output
     from plait.planner import search as searching
-    from plait.planner.fixed import parse_fixed
+    from plait.planner.offers import parse_fixed
 
     if file == Path(_LIST_NAMES) and not file.exists():
         if as_json:
@@ -162,7 +162,7 @@ def _compare(
 ) -> list[Comparison]:
     """Compare the best layout with the best layouts that have certain values, such as `tp=4`."""
     from plait.planner import explain
-    from plait.planner.fixed import parse_fixed
+    from plait.planner.offers import parse_fixed
 
     return [
         explain.why(result, parse_fixed([text]), text, fixed=fixed, calibration=calibration)

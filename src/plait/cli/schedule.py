@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from plait.cli.options import Json
-from plait.cli.planning.tables import aligned
+from plait.cli.tables import aligned
 from plait.errors import InputError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -18,9 +18,14 @@ import typer
 from rich.console import Console
 
 from plait.cli import launch
-from plait.cli.launching import settings
-from plait.cli.launching.settings import LaunchSettings, parse_nodes, parse_processes
-from plait.cli.launching.torchruns_variables import names_machines, with_variables
+from plait.cli.launching import launch_settings as settings
+from plait.cli.launching.launch_settings import (
+    LaunchSettings,
+    names_machines,
+    parse_nodes,
+    parse_processes,
+    with_variables,
+)
 from plait.cli.options import (
     MasterAddr,
     MasterPort,
@@ -169,7 +174,7 @@ def _start_node(
     They check the run themselves when they have met, because the number of processes may depend on
     the other machines.
     """
-    from plait.cli.planning.automatic import refuse_auto
+    from plait.cli.planning.query import refuse_auto
     from plait.config.resolving.resolve import load
 
     refuse_auto(file, overrides)
@@ -210,8 +215,7 @@ def _start(
     standby: bool,
 ) -> int:
     """Check the run, and then train here or start the processes of this machine."""
-    from plait.cli.planning.automatic import planned_file
-    from plait.cli.planning.request import process_count
+    from plait.cli.planning.query import planned_file, process_count
     from plait.config.resolving.resolve import load
 
     # Options are refused before the plan and the check of the data, which can take minutes.
@@ -270,7 +274,7 @@ def _run_process(file: Path, overrides: list[str], *, announced: bool) -> int:
     Returns:
         The exit code.
     """
-    from plait.cli.planning.automatic import refuse_auto
+    from plait.cli.planning.query import refuse_auto
     from plait.config.resolving.resolve import load
 
     process = place()
@@ -343,8 +347,8 @@ def _train(
     """
     from plait.observe.metrics import MetricsFile
     from plait.observe.progress import ProgressLines
+    from plait.train.loop import STOP_REQUESTED, StopRequest
     from plait.train.session import run
-    from plait.train.stop import STOP_REQUESTED, StopRequest
 
     def confirm_signal() -> None:
         # The console is not used, because a signal handler may interrupt its output.
@@ -406,7 +410,7 @@ def _residuals(
 
 def _announce(checked: ValidatedRun, console: Console, config: Config, *, processes: int) -> None:
     from plait.observe.progress import describe_run
-    from plait.train.cautions import cautions
+    from plait.train.session import cautions
 
     for note in (config.provenance.warning(), checked.resolved.assumed()):
         if note is not None:
@@ -453,7 +457,7 @@ def _console(*, quiet: bool = False) -> Console:
 
 if __name__ == "__main__":
     # A process that `_start` or `_start_node` has started.
-    from plait.cluster.ending import end_process
+    from plait.cluster.process_groups import end_process
 
     # The processes of several machines check and describe the run themselves.
     is_one_of_several = sys.argv[1] == "--one-of-several"

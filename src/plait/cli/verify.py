@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from plait.cli import launch
-from plait.cli.launching.settings import LaunchSettings
+from plait.cli.launching.launch_settings import LaunchSettings
 from plait.cli.options import PROCESSES, Json, RunFile, Set, count
 from plait.cluster import accelerator
 from plait.cluster.launchers import claim

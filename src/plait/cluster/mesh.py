@@ -32,10 +32,14 @@ from plait._torch.groups import (
     timeout_of,
 )
 from plait.cluster import accelerator
-from plait.cluster.ending import end_default_group, end_groups, finish_at_exit
-from plait.cluster.fake_group import is_fake
 from plait.cluster.layout import AXES, EXPERT_AXES, SAMPLE_AXES, SPLIT_AXES, TOKEN_AXES, Layout
-from plait.cluster.meeting import store_of_next_group
+from plait.cluster.process_groups import (
+    end_default_group,
+    end_groups,
+    finish_at_exit,
+    is_fake,
+    store_of_next_group,
+)
 from plait.cluster.small_messages import all_gather_objects, max_over_ranks
 from plait.cluster.topology import RankInfo, place
 from plait.errors import ConfigError, Problem

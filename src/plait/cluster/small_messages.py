@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from plait._torch.flat_collectives import all_gather_single
+from plait._torch.groups import all_gather_single
 
 T = TypeVar("T")
 Number = TypeVar("Number", int, float)

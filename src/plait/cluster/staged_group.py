@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from plait._torch.groups import add_legacy_names, make_gloo, register_cpu_backend
 from plait.cluster import accelerator
-from plait.cluster.meeting import store_of_next_group
 from plait.cluster.mesh import DEFAULT_TIMEOUT
+from plait.cluster.process_groups import store_of_next_group
 from plait.cluster.topology import place
 
 BACKEND = "plait_staged"

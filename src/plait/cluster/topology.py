@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from plait.cluster import accelerator, allocator
+from plait.cluster import accelerator
 from plait.cluster.accelerator import DeviceType
 from plait.cluster.launchers import Claim, claim
 from plait.cluster.machines import Node, Topology
@@ -129,7 +129,9 @@ def keep_host_memory() -> bool:
     Returns:
         Whether the settings of `cluster.allocator` were made.
     """
-    return allocator.keep_freed_memory(os.environ)
+    from plait.cluster.host_memory import keep_freed_memory
+
+    return keep_freed_memory(os.environ)
 
 
 def watch_folder() -> Path | None:

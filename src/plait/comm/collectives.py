@@ -1,6 +1,6 @@
-"""Differentiable collectives for tensor parallelism.
+"""Collectives that are differentiable, ordered, or asynchronous.
 
-Each function is named after its forward. Its backward is the adjoint.
+For tensor parallelism, each function is named after its forward. Its backward is the adjoint.
 
     function       forward                   backward                  used for
     enter          identity                  all-reduce                replicated input of a
@@ -17,23 +17,148 @@ Each function is named after its forward. Its backward is the adjoint.
                                                                        sequence shards
 
 `gather` and `split` assume that every rank performs the same computation after (before) them.
-`gather_sum` sums the gradients of different computations. Shards follow `plait.shards`, which is
-the rule of `torch.chunk`, so sizes need not be divisible. With `group=None` (a mesh dimension of
-size 1) every function is the identity.
+`gather_sum` sums the gradients of different computations. Shards follow the rule of
+`torch.chunk`, so sizes need not be divisible. With `group=None` (a mesh dimension of size 1) every
+function is the identity.
+
+`reduce_scatter` for gloo is an all-to-all and a local sum. It sends the same bytes as gloo's own
+reduce-scatter in less than half the time (measured at 4 to 16 MB on 2 and 4 ranks of one machine).
+`fully_shard` uses it as a custom reduce-scatter. With NCCL torch's own is used.
+
+Differentiable all-to-all of rows, with a different number of rows for every pair of ranks.
+
+Asynchronous all-reduces of small tensors, overlapped with computation.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from plait._torch.flat_collectives import all_gather_single
-from plait._torch.storage import is_view
-from plait.comm.reduce_scatter import reduce_scatter
-from plait.shards import shard_length, shard_size
+from plait._torch.groups import all_gather_single, reduce_scatter_single
+from plait._torch.operators import FakeTensor
+from plait._torch.tensors import is_view
+from plait._torch.units import DefaultAllocMixin, ReduceScatter
+from plait.cluster import accelerator
+from plait.cluster.accelerator import HostCopy
+from plait.cluster.layout import shard_length, shard_size
+from plait.comm.failures import naming
+
+_BLOCK_BYTES = 256 * 1024
+"""Size of the blocks of a sum. A block fits a core's cache, so memory is read and written once."""
+_MOST_ORDERED_ROWS = 4
+"""Largest number of rows that `torch.sum` adds in the same order in every column.
+
+With more rows, the last columns of a tensor are added in another order than the other columns. A
+parameter that is replicated over the tp dimension has other columns on each rank if the dimension
+splits its neighbours unevenly, and its gradients would get different bits.
+"""
+
+
+def reduce_scatter(output: torch.Tensor, stacked: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Write this rank's shard of the sum of `stacked` to `output`. Collective.
+
+    Rows are added in the order of the ranks.
+
+    Args:
+        output: Contiguous tensor [n, ...].
+        stacked: Contiguous tensor [ranks x n, ...] of this rank.
+        group: The process group.
+    """
+    if stacked.device.type != "cpu":
+        reduce_scatter_single(output, stacked, group=group)
+        return
+    shards = torch.empty_like(stacked)
+    dist.all_to_all_single(shards, stacked, group=group)
+    ranks = group.size()
+    if ranks <= _MOST_ORDERED_ROWS or isinstance(shards, FakeTensor):
+        # [ranks, n, ...] -> [n, ...]
+        torch.sum(shards.view(ranks, *output.shape), 0, out=output)
+    else:
+        add_in_order(list(shards.view(ranks, -1)), [output.view(-1)])
+
+
+def add_in_order(addends: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+    """Write the sum of two or more tensors to every output, with the same bits on every rank.
+
+    Tensors are added in their order. float16 and bfloat16 are summed in float32 and rounded once.
+
+    Args:
+        addends: Tensors [n] of one dtype.
+        outputs: Tensors like the addends. The first one may be the first addend, and the others
+            may be any addends.
+    """
+    first, second, *further = addends
+    dtype = first.dtype
+    numel = first.numel()
+    block = max(1, _BLOCK_BYTES // dtype.itemsize)
+    wide = None
+    # A sum of two tensors is rounded once even without float32.
+    if dtype in (torch.float16, torch.bfloat16) and further:
+        wide = torch.empty(min(block, numel), dtype=torch.float32)
+
+    for start in range(0, numel, block):
+        stop = min(start + block, numel)
+        total = outputs[0][start:stop]
+        if wide is None:
+            torch.add(first[start:stop], second[start:stop], out=total)
+            for addend in further:
+                total.add_(addend[start:stop])
+        else:
+            wide_total = wide[: stop - start]
+            wide_total.copy_(first[start:stop])
+            for addend in (second, *further):
+                wide_total.add_(addend[start:stop])
+            total.copy_(wide_total)
+        for output in outputs[1:]:
+            output[start:stop].copy_(total)
+
+
+class SynchronousReduceScatter(ReduceScatter):
+    """Base class of reduce-scatters of `fully_shard` that have ended when the call returns."""
+
+    @abstractmethod
+    def reduce(self, output: torch.Tensor, stacked: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """Write this rank's shard of the sum of `stacked` [ranks x n] to `output` [n]."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Reduce `input_tensor` [ranks x n] to `output_tensor` [n]. Synchronous.
+
+        Args:
+            output_tensor: This rank's shard of the result.
+            input_tensor: Contribution of this rank.
+            group: The process group.
+            op: SUM or AVG.
+            async_op: Not used.
+        """
+        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            raise NotImplementedError(f"reduce-scatter by {op}")
+        self.reduce(output_tensor, input_tensor, group)
+        if op == dist.ReduceOp.AVG:
+            output_tensor.div_(group.size())
+
+
+class AllToAllReduceScatter(DefaultAllocMixin, SynchronousReduceScatter):
+    """Reduce-scatter of `fully_shard` that adds in the order of the ranks.
+
+    Every run therefore gets the same bits.
+    """
+
+    def reduce(self, output: torch.Tensor, stacked: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """Write this rank's shard of the sum, see `reduce_scatter`."""
+        reduce_scatter(output, stacked, group)
 
 
 def shard_range(length: int, group: ProcessGroup | None) -> tuple[int, int]:
@@ -278,3 +403,119 @@ class _LeaveScatter(_Split):
         ctx.dim = dim
         ctx.length = x.shape[dim]
         return reduce_scatter_dim(x, group, dim=dim)
+
+
+def exchange_rows(
+    x: torch.Tensor, group: ProcessGroup, *, sent: Sequence[int], received: Sequence[int]
+) -> torch.Tensor:
+    """Send rows to every rank of a group, and receive rows from every rank. Collective.
+
+    The backward sends the gradients of the rows back, and is collective too.
+
+    Args:
+        x: Rows [sum(sent), ...], ordered by the rank that receives them.
+        group: The process group.
+        sent: Number of rows for each rank.
+        received: Number of rows that each rank sends to this one.
+
+    Returns:
+        Rows [sum(received), ...], ordered by the rank that sent them.
+    """
+    return _RowExchange.apply(x, group, tuple(sent), tuple(received))
+
+
+def exchange_counts(counts: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    """Send row r of `counts` [ranks, n] to rank r, and return the rows for this rank. Collective.
+
+    Returns:
+        Counts [ranks, n], with one row from every rank.
+    """
+    received = torch.empty_like(counts)
+    dist.all_to_all_single(received, counts.contiguous(), group=group)
+    return received
+
+
+class _RowExchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        group: ProcessGroup,
+        sent: tuple[int, ...],
+        received: tuple[int, ...],
+    ) -> torch.Tensor:
+        ctx.group = group
+        ctx.sent = sent
+        ctx.received = received
+        return _all_to_all(x, group, sent, received)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _all_to_all(gradient, ctx.group, ctx.received, ctx.sent), None, None, None
+
+
+def _all_to_all(
+    x: torch.Tensor, group: ProcessGroup, sent: tuple[int, ...], received: tuple[int, ...]
+) -> torch.Tensor:
+    output = x.new_empty(sum(received), *x.shape[1:])
+    dist.all_to_all_single(output, x.contiguous(), list(received), list(sent), group=group)
+    return output
+
+
+class AsyncAllReduce:
+    """All-reduce that starts when the object is created. Collective.
+
+    Args:
+        tensor: Tensor that is reduced in place.
+        group: The process group. Without one the value is the tensor as it is.
+        op: The reduction.
+    """
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        group: dist.ProcessGroup | None,
+        op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    ) -> None:
+        self._tensor = tensor
+        self._work: dist.Work | None = None
+        if group is not None:
+            self._work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
+
+    def value(self) -> torch.Tensor:
+        """Wait for the all-reduce and return the reduced tensor.
+
+        Every rank must call this at some time.
+        """
+        if self._work is not None:
+            with naming("all-reduce of a small value"):
+                self._work.wait()
+            self._work = None
+        return self._tensor
+
+
+class AsyncMaximum:
+    """Maximum over ranks that is computed while they continue. Collective.
+
+    Neither the creation nor `value` waits for kernels that are queued after the creation.
+
+    Args:
+        number: This rank's number, from 0 to 255.
+        device: Device of the group's tensors.
+        group: The process group, or None if there are no other ranks.
+    """
+
+    def __init__(self, number: int, device: torch.device, group: dist.ProcessGroup | None) -> None:
+        # `full` launches a kernel. A copy from the host would wait for the device.
+        flag = torch.full((1,), number, dtype=torch.uint8, device=device)
+        self._reduction = AsyncAllReduce(flag, group, dist.ReduceOp.MAX)
+        if accelerator.is_accelerator(device):
+            # On a device this makes the stream wait, so that the copy below follows the
+            # all-reduce. It does not block this thread.
+            self._reduction.value()
+        self._flag = HostCopy(flag)
+
+    def value(self) -> int:
+        """Return the largest number of all ranks."""
+        self._reduction.value()
+        return int(self._flag.values())

@@ -33,15 +33,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from plait._torch.flat_collectives import all_gather_single
+from plait._torch.groups import all_gather_single
 from plait._torch.units import AllGather, DefaultAllocMixin
+from plait.cluster.layout import shard_size
 from plait.cluster.mesh import Levels
-from plait.comm.algorithms import launched
-from plait.comm.buckets import Flat
+from plait.comm.all_reduce import Flat, launched
+from plait.comm.collectives import SynchronousReduceScatter
 from plait.comm.quantise import BLOCK, Bits, Packing, Segment, blocks_of
-from plait.comm.reduce_scatter import SynchronousReduceScatter
-from plait.shards import shard_size
-from plait.units import wide_dtype
+from plait.sizes import wide_dtype
 
 _FIRST_MESSAGES = 2
 """Buckets whose first message is under way before the oldest one is waited for."""

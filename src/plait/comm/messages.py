@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 
 from plait.cluster.mesh import LANES
-from plait.comm.board import Wait, describe_tensor
 from plait.comm.failures import naming
+from plait.comm.hang import Wait, describe_tensor
 from plait.comm.watch import WATCH
 from plait.errors import CommunicationError
 

@@ -23,9 +23,9 @@ from typing import Any, Literal
 
 import torch
 
-from plait.comm.reduce_scatter import add_in_order
+from plait.comm.collectives import add_in_order
 from plait.errors import ModelError
-from plait.units import wide_dtype
+from plait.sizes import wide_dtype
 
 Bits = Literal[4, 8]
 BLOCK = 256

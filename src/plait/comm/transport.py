@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from plait._torch.units import AllGather, ReduceScatter
-from plait.comm.buckets import Buckets, Flat, GroupBuckets
-from plait.comm.reduce_scatter import AllToAllReduceScatter
+from plait.comm.all_reduce import Buckets, Flat, GroupBuckets
+from plait.comm.collectives import AllToAllReduceScatter
 from plait.comm.shared_memory.collectives import SharedAllGather, SharedBuckets, SharedReduceScatter
 from plait.comm.shared_memory.host import SharedMemoryGroup, SharedMemoryUnavailable
 from plait.errors import ConfigError, Problem

@@ -31,17 +31,20 @@ from types import FrameType
 
 import torch.distributed as dist
 
-from plait._torch.flight import UnfinishedCollective, unfinished_collectives
-from plait._torch.groups import set_timeout, timeout_of
+from plait._torch.groups import (
+    UnfinishedCollective,
+    set_timeout,
+    timeout_of,
+    unfinished_collectives,
+)
 from plait._torch.unit_order import last_collective
-from plait.cluster.ending import end_process
-from plait.cluster.fake_group import is_fake
 from plait.cluster.layout import EXPERT_AXES
 from plait.cluster.mesh import Mesh
+from plait.cluster.process_groups import end_process, is_fake
 from plait.cluster.small_messages import all_gather_objects
 from plait.cluster.topology import watch_folder
 from plait.comm import hang, stacks
-from plait.comm.board import Board, BoardContent, Wait, read_board
+from plait.comm.hang import Board, BoardContent, Wait, read_board
 from plait.files import anonymous_file
 
 LOOK_SECONDS = 0.5

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING
 
 from plait.config.schema.sections import DataSection
 from plait.data.cache import build_once, digest
-from plait.data.documents import Documents
+from plait.data.conversations import encoder, template_warnings
 from plait.data.loader import BatchSource, Loader
 from plait.data.packing import (
     FORMAT,
+    Documents,
     Encode,
     Sequences,
     SequenceSource,
@@ -26,9 +27,7 @@ from plait.data.packing import (
     read_tokens,
     write_tokens,
 )
-from plait.data.streamed_loader import StreamedLoader, StreamedSequences
-from plait.data.streamed_text import StreamedText
-from plait.data.templates import encoder, template_warnings
+from plait.data.streamed_text import StreamedLoader, StreamedSequences, StreamedText
 from plait.data.text import open_corpus
 from plait.data.tokenizer import (
     load_tokenizer,
@@ -37,7 +36,7 @@ from plait.data.tokenizer import (
     vocabulary_size,
 )
 from plait.errors import InputError
-from plait.units import format_count
+from plait.sizes import format_count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

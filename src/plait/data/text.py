@@ -18,7 +18,7 @@ from typing import Any
 
 from plait.config.schema.sections import DataSection
 from plait.data.cache import build_once, digest
-from plait.data.rows import COLUMNS, row_text
+from plait.data.conversations import COLUMNS, row_text
 from plait.errors import InputError, first_lone_surrogate
 from plait.files import user_path
 

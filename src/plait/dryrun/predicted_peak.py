@@ -21,32 +21,28 @@ from torch.distributed.tensor import DTensor, Shard
 
 from plait._torch.groups import FakeStore
 from plait._torch.operators import FakeTensorMode
-from plait._torch.storage import storage_bytes
-from plait.cluster.fake_group import FAKE
+from plait._torch.tensors import storage_bytes
 from plait.cluster.mesh import Mesh, build_mesh
+from plait.cluster.process_groups import FAKE
 from plait.config.resolving.resolve import Resolved
-from plait.dryrun.dry_model import DryModel, handed_on, token_batch
-from plait.dryrun.rank_activations import solved_recompute
-from plait.dryrun.storage_tracker import LiveStorages
+from plait.dryrun.dry_model import DryModel, handed_on, solved_recompute, token_batch
+from plait.dryrun.recorder import LiveStorages
 from plait.errors import InputError
 from plait.losses.chunked_loss import ChunkedCausalLMLoss, deferred
 from plait.losses.loss import causal_lm_loss
 from plait.model.blocks import find_blocks
 from plait.model.facts import ModelFacts, model_facts
-from plait.optim.fake_states import make_states
-from plait.optim.optimizer import build_optimizer
+from plait.optim.optimizer import build_optimizer, make_fake_states
 from plait.parallel.accounting.ledger import Ledger, parameter_part
-from plait.parallel.accounting.peak import Peak, step_peak
-from plait.parallel.accounting.timeline_points import StageMoments, StepFacts
-from plait.parallel.containers import tensors_in
-from plait.parallel.micro_batches import default_forward
+from plait.parallel.accounting.peak import Peak, StageMoments, StepFacts, step_peak
+from plait.parallel.micro_batches import default_forward, tensors_in
 from plait.parallel.order import account_all, apply_all
 from plait.parallel.parts import Parts, Plans
 from plait.parallel.pipeline.account import facts_of_rank, stage_counts
 from plait.parallel.pipeline.stage import StagedModel
-from plait.parallel.schedules.actions import Action, Kind
+from plait.parallel.schedules.schedule import Action, Kind
 from plait.parallel.techniques.context_parallel import local_batch
-from plait.units import dtype_of
+from plait.sizes import dtype_of
 
 
 @dataclass(frozen=True)
@@ -303,7 +299,7 @@ def _optimizer_bytes(
                 )
             named.append((fact.name, nn.Parameter(weight)))
         optimizer = build_optimizer(resolved.optimizer, named)
-        make_states(optimizer)
+        make_fake_states(optimizer)
         for _, parameter in named:
             parameter.grad = torch.empty_like(parameter)
         states = [

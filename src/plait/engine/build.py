@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from plait.checkpoint.agreement import run_on_all_ranks
 from plait.cluster.topology import keep_host_memory
+from plait.comm.failures import run_on_all_ranks
 from plait.config.resolving.resolve import Resolved
 from plait.engine.engine import Engine
 from plait.engine.generators import generator_seed
@@ -23,14 +23,19 @@ from plait.losses.chunked_loss import ChunkedCausalLMLoss, deferred
 from plait.losses.loss import CausalLMLoss, Loss, Weighted
 from plait.optim.backward_optimizer import BackwardOptimizer
 from plait.optim.lr_schedules import Scheduler, ScheduleSource, build_scheduler
-from plait.optim.optimizer import build_optimizer
-from plait.optim.placement_groups import step_by_placement
+from plait.optim.optimizer import build_optimizer, step_by_placement
 from plait.parallel.hooks import Hooks
 from plait.parallel.micro_batches import Forward, default_forward
 from plait.parallel.technique import Technique
 from plait.sharded.alike import refuse_different_optimizers
-from plait.sharded.assemble import ConfigLike, destroying_new_group, resolved_for, shard
-from plait.sharded.check import CheckedModel, checked_model
+from plait.sharded.assemble import (
+    CheckedModel,
+    ConfigLike,
+    checked_model,
+    destroying_new_group,
+    resolved_for,
+    shard,
+)
 from plait.sharded.misuse import (
     checked_optimizer,
     refuse_loss_of_samples,
@@ -38,8 +43,7 @@ from plait.sharded.misuse import (
     warn_of_unused_sections,
     with_callers_seed,
 )
-from plait.sharded.model import ShardedModel
-from plait.sharded.ownership import refuse_taken, take_over
+from plait.sharded.model import ShardedModel, refuse_taken, take_over
 from plait.sharded.shards_as_weights import refuse_shards_as_weights
 
 _FULL_WEIGHTS = (

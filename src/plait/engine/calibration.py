@@ -2,14 +2,28 @@
 
 They are the rates of matrix products, memory and links, and the times of a few steps of a small
 model on several layouts. The same processes run all layouts. It takes minutes at most.
+
+Rates of matrix products and of memory, while all processes of the run compute.
+
+Collective. All operations are timed in turn, for several rounds, and the median of each counts, as
+in `comm.measure`.
+
+Timed training steps of a layout, for calibration and benchmarks of the planner.
+
+The model is built from a configuration of Transformers on meta, the data are random tokens, and the
+engine is that of any run. An engine is closed before the next is made, so layouts can follow each
+other in the same processes.
 """
 
 from __future__ import annotations
 
+import gc
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -19,17 +33,168 @@ import torch.distributed as dist
 from plait.cluster import accelerator
 from plait.cluster.layout import Layout
 from plait.cluster.mesh import Groups, Mesh, build_mesh
+from plait.cluster.small_messages import max_over_ranks
 from plait.comm.measure import measure_group
-from plait.engine.device_rates import measure_addition, measure_products
-from plait.engine.timed_steps import TimedSteps, time_steps
-from plait.planner.calibration_runs import DeviceRates, calibration_layouts
-from plait.planner.choice import price
+from plait.engine.build import initialize
+from plait.engine.engine import Engine
+from plait.losses.loss import causal_lm_loss
+from plait.planner.calibration_runs import (
+    DeviceRates,
+    Measured,
+    calibration_layouts,
+    facts_of,
+    layout_facts,
+)
 from plait.planner.hardware import Cluster
-from plait.planner.measured import Measured, facts_of, layout_facts
 from plait.planner.models import Model, from_config
 from plait.planner.output import config_of
 from plait.planner.request import Request
-from plait.units import MIB, dtype_of
+from plait.planner.search import price
+from plait.sizes import MIB, dtype_of
+
+_ROUNDS = 7
+
+
+def measure_products(
+    shapes: list[tuple[int, int, int]], *, dtype: torch.dtype, device: torch.device
+) -> dict[str, float]:
+    """Return the FLOP/s of matrix products on the slowest rank. Collective.
+
+    Args:
+        shapes: (rows, inner, columns) of each product [rows, inner] x [inner, columns].
+        dtype: Dtype of the matrices.
+        device: Device of this rank.
+
+    Returns:
+        FLOP/s, keyed by a text such as "2048 x 2048 x 2048".
+    """
+    operations: dict[str, Callable[[], object]] = {}
+    for rows, inner, columns in shapes:
+        left = torch.randn(rows, inner, dtype=dtype, device=device)
+        right = torch.randn(inner, columns, dtype=dtype, device=device)
+        operations[f"{rows} x {inner} x {columns}"] = partial(torch.mm, left, right)
+    seconds = _time_operations(operations, device)
+    return {
+        name: 2.0 * rows * inner * columns / seconds[name]
+        for name, (rows, inner, columns) in zip(seconds, shapes, strict=True)
+    }
+
+
+def measure_addition(nbytes: int, *, device: torch.device) -> float:
+    """Return the bytes/s of an addition on the slowest rank. Collective.
+
+    Args:
+        nbytes: Size of each of the two float32 tensors that are read, and of the one written.
+        device: Device of this rank.
+    """
+    left, right = (torch.ones(nbytes // 4, dtype=torch.float32, device=device) for _ in range(2))
+    out = torch.empty_like(left)
+    seconds = _time_operations({"add": partial(torch.add, left, right, out=out)}, device)
+    return 3.0 * nbytes / seconds["add"]
+
+
+def _time_operations(
+    operations: dict[str, Callable[[], object]], device: torch.device
+) -> dict[str, float]:
+    """Return the median seconds of each operation on the slowest rank. Collective."""
+    times: dict[str, list[float]] = {name: [] for name in operations}
+    for _ in range(_ROUNDS):
+        for name, operation in operations.items():
+            # All processes compute at the same time, as in a training step.
+            if dist.is_initialized():
+                dist.barrier()
+            start = time.perf_counter()
+            operation()
+            accelerator.synchronize(device)
+            times[name].append(time.perf_counter() - start)
+
+    # The first round selects kernels and allocates memory.
+    medians = [median(rounds[1:]) for rounds in times.values()]
+    # A step waits for the slowest rank.
+    slowest = max_over_ranks(medians, dist.group.WORLD, device=device)
+    return dict(zip(times, slowest, strict=True))
+
+
+@dataclass(frozen=True)
+class TimedSteps:
+    """Times of steps, without the first one, which makes buffers and optimizer states.
+
+    Attributes:
+        seconds: Wall-clock seconds of each step on the slowest rank.
+        processor_seconds: Processor seconds of each step on the rank that used most. This is the
+            cost without waiting; other programs hardly change it.
+        peak_bytes: Peak of the allocator on the rank with the highest. None on CPUs, where
+            processes keep memory that no layout asked for.
+    """
+
+    seconds: tuple[float, ...]
+    processor_seconds: tuple[float, ...]
+    peak_bytes: int | None = None
+
+
+def time_steps(
+    model: Mapping[str, Any], config: Mapping[str, Any], *, sequence: int, steps: int, warm: int = 1
+) -> TimedSteps:
+    """Time training steps of a causal language model with random tokens. Collective.
+
+    Args:
+        model: Fields of the model's configuration in Transformers.
+        config: The configuration of the run.
+        sequence: Tokens per sample.
+        steps: Number of timed steps.
+        warm: Number of steps before them.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = {"use_cache": False, **model}
+    with torch.device("meta"):
+        meta_model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(fields.pop("model_type"), **fields), dtype=torch.float32
+        )
+    engine = initialize(
+        meta_model.train(), config, loss_fn=causal_lm_loss, total_steps=warm + steps
+    )
+    try:
+        accelerator.reset_peak(engine.device)
+        samples = engine.config.batch.micro_batch_size * engine.config.batch.accumulation
+        # Ranks that share a slice of the batch need the same tokens.
+        generator = torch.Generator().manual_seed(engine.dp_rank)
+        times = []
+        for _ in range(warm + steps):
+            tokens = torch.randint(
+                0, fields["vocab_size"], (samples, sequence), generator=generator
+            )
+            times.append(_time_step(engine, {"input_ids": tokens, "labels": tokens}))
+        wall_seconds, processor_seconds = zip(*times[warm:], strict=True)
+        return TimedSteps(wall_seconds, processor_seconds, _peak(engine.device))
+    finally:
+        engine.close()
+        # The next layout needs the memory now, also that of reference cycles.
+        del engine, meta_model
+        gc.collect()
+
+
+def _time_step(engine: Engine, batch: Any) -> tuple[float, float]:
+    """Return the largest wall-clock and processor seconds over all ranks. Collective."""
+    # All ranks start together, so that none waits for a late one inside of the measured time.
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier()
+    start = time.perf_counter()
+    processor_start = time.process_time()
+    # Reading the loss waits for the step.
+    float(engine.train_batch(batch).loss)
+    seconds = [time.perf_counter() - start, time.process_time() - processor_start]
+    wall_seconds, processor_seconds = max_over_ranks(
+        seconds, dist.group.WORLD, device=engine.device
+    )
+    return wall_seconds, processor_seconds
+
+
+def _peak(device: torch.device) -> int | None:
+    if not accelerator.is_accelerator(device):
+        return None
+    return max_over_ranks([accelerator.peak_bytes(device)], dist.group.WORLD, device=device)[0]
+
 
 # Fields of the configuration of Transformers for the measured model, on CPU cores and on GPUs.
 ON_CPU: Mapping[str, Any] = {

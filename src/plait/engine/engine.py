@@ -8,6 +8,12 @@ Note [Division of gradients]
     divides by the global weight of the step (usually its number of targets), so the result does not
     depend on how samples are distributed over ranks and micro-batches. The three calls take
     DeepSpeed's mean of means, unless `backward` is passed weights.
+
+Check that the weight which a loss returns is the one that its step was divided by.
+
+`train_batch` divides before the first backward by `Loss.weight` of the batch (Note [Weight of a
+loss]). A loss that returns another weight would be scaled wrongly, without any visible sign. Both
+weights are summed over the ranks in any case, so the check costs no communication.
 """
 
 from __future__ import annotations
@@ -23,28 +29,92 @@ import torch.distributed as dist
 
 from plait.checkpoint.load import Verify
 from plait.checkpoint.places import Place, place_of
-from plait.checkpoint.writer import Writer
+from plait.checkpoint.save import Writer
 from plait.cluster import accelerator
-from plait.comm import board
-from plait.comm.pending import AsyncAllReduce
+from plait.cluster.accelerator import HostCopy
+from plait.comm import hang
+from plait.comm.collectives import AsyncAllReduce
 from plait.comm.watch import WATCH
-from plait.engine.facts import EngineFacts
-from plait.engine.loader_state import StatefulLoader, refuse_stateless
-from plait.engine.state import load_engine, snapshot_of
+from plait.engine.state import (
+    EngineFacts,
+    StatefulLoader,
+    load_engine,
+    refuse_stateless,
+    snapshot_of,
+)
 from plait.engine.trackers import EngineTrackers
 from plait.errors import InputError, PlaitError
 from plait.inference.generate import generate
 from plait.inference.requests import Generation
 from plait.inference.score import score
 from plait.losses.balance_loss import without_balance_loss
-from plait.losses.loss import Loss, checked_total
-from plait.losses.weight_check import WeightCheck
+from plait.losses.chunked_loss import ChunkedCausalLMLoss
+from plait.losses.loss import CausalLMLoss, Loss, PerSample, checked_total
 from plait.model.positions import call_model
+from plait.sharded.alike import compare_replicas
 from plait.sharded.guard import checked_loss
 from plait.sharded.misuse import refuse_own_batches
 from plait.sharded.model import ShardedModel
-from plait.sharded.replicas import compare_replicas
 from plait.sharded.step import StepOutcome, Stepper
+
+_CONSISTENT = (CausalLMLoss, ChunkedCausalLMLoss, PerSample)
+"""Losses whose two weights are always the same."""
+_ROUNDING = 1e-6
+"""Relative tolerance for sums of weights that are not integers."""
+
+
+class WeightCheck:
+    """Compares the two weights of a step. It is called once per step.
+
+    On a GPU the weights are read one step later, when their copy has arrived, so that nothing waits
+    for the device.
+    """
+
+    def __init__(self) -> None:
+        self._tolerance = _ROUNDING
+        self._copied: tuple[HostCopy, int] | None = None
+        """Weights of the previous step and its number."""
+
+    def applies_to(self, loss_fn: Loss) -> bool:
+        """Return True if a loss may return another weight than its `weight` function."""
+        return type(loss_fn) not in _CONSISTENT
+
+    def note(self, weight: Any) -> None:
+        """Adapt the tolerance to the dtype of a weight."""
+        if isinstance(weight, torch.Tensor) and weight.is_floating_point():
+            self._tolerance = max(self._tolerance, 2 * torch.finfo(weight.dtype).eps)
+
+    def __call__(self, *, divided_by: torch.Tensor, returned: torch.Tensor, step: int) -> None:
+        """Compare the weights of a step, both summed over all ranks.
+
+        Args:
+            divided_by: Weight before the forward, 0-dimensional.
+            returned: Weight that the loss returned, 0-dimensional.
+            step: Number of the step.
+
+        Raises:
+            InputError: They differ. It is raised on all ranks.
+        """
+        # On a CPU reading the numbers waits for nothing.
+        if divided_by.device.type == "cpu":
+            self._compare(float(divided_by), float(returned), step)
+            return
+        previous = self._copied
+        weights = torch.stack([divided_by.double(), returned.double()])
+        self._copied = (HostCopy(weights), step)
+        if previous is not None:
+            copy, previous_step = previous
+            previous_divided_by, previous_returned = copy.values().tolist()
+            self._compare(previous_divided_by, previous_returned, previous_step)
+
+    def _compare(self, divided_by: float, returned: float, step: int) -> None:
+        if not abs(divided_by - returned) <= self._tolerance * max(abs(divided_by), abs(returned)):
+            raise InputError(
+                f"step {step}: the loss returned weights that add up to {returned:g}, and its"
+                f" weight function (weight_fn, or the loss's `weight`) said {divided_by:g} of the"
+                " same batch; train_batch divides by the second, before the first backward, so"
+                " both must count the same"
+            )
 
 
 @dataclass(frozen=True)
@@ -128,7 +198,7 @@ class Engine(EngineFacts):
         """Description of what the hooks decided in the last step."""
         self._writer = Writer(sharded.mesh)
         self.trackers: EngineTrackers | None = None
-        WATCH.progress(1, board.BETWEEN)
+        WATCH.progress(1, hang.BETWEEN)
 
     def train_batch(self, batch: Any) -> StepResult:
         """Take one optimizer step. Collective.
@@ -346,7 +416,7 @@ class Engine(EngineFacts):
         every = self.config.faults.compare_replicas_every
         if every and self.global_steps % every == 0:
             compare_replicas(self.model, self.optimizer, self.sharded.mesh, step=self.global_steps)
-        WATCH.progress(self.global_steps + 1, board.BETWEEN)
+        WATCH.progress(self.global_steps + 1, hang.BETWEEN)
         self.skipped_steps += outcome.skipped
         return outcome
 
@@ -524,7 +594,7 @@ class Engine(EngineFacts):
             )
         if loader is not None:
             refuse_stateless(loader, "engine.save_checkpoint")
-        with WATCH.during(board.CHECKPOINT):
+        with WATCH.during(hang.CHECKPOINT):
             snapshot = snapshot_of(
                 self, place_of(folder), tag=tag, client_state=client_state or {}, loader=loader
             )
@@ -586,13 +656,13 @@ class Engine(EngineFacts):
             # These gradients belong to other weights.
             self.zero_grad()
             self._restart_step()
-        with WATCH.during(board.CHECKPOINT):
+        with WATCH.during(hang.CHECKPOINT):
             # The newest checkpoint may still be on its way to the disk.
             self._writer.wait()
             loaded = load_engine(
                 self, place_of(folder), tag=tag, verify=verify, on_note=on_note, loader=loader
             )
-        WATCH.progress(self.global_steps + 1, board.BETWEEN)
+        WATCH.progress(self.global_steps + 1, hang.BETWEEN)
         return loaded
 
     def close(self) -> None:

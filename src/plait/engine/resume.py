@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from plait import exact
-from plait._torch.learning_rates import scale_rates
+from plait._torch.modules import scale_rates
 from plait.errors import CheckpointError, InputError
 from plait.optim.lr_schedules import Scheduler, ScheduleSource, build_scheduler
 

@@ -23,31 +23,29 @@ from torch.utils.flop_counter import flop_registry
 
 from plait._torch.groups import FakeStore, delivered_at_once, process_group_of
 from plait._torch.operators import FakeTensorMode, refusing_triton_kernels
-from plait._torch.storage import storage_bytes
+from plait._torch.tensors import storage_bytes
 from plait.cluster import accelerator
-from plait.cluster.fake_group import FAKE
 from plait.cluster.layout import AXES, EXPERT_AXES
 from plait.cluster.mesh import Mesh
+from plait.cluster.process_groups import FAKE
 from plait.comm.record import Call, call_of
 from plait.config.resolving.resolve import Resolved
 from plait.dryrun.dry_model import handed_on
-from plait.dryrun.storage_tracker import LiveStorages
+from plait.dryrun.recorder import LiveStorages
 from plait.errors import InputError, ModelError
 from plait.losses.chunked_loss import ChunkedCausalLMLoss, deferred
 from plait.losses.loss import causal_lm_loss
 from plait.model.experts import find_experts
 from plait.model.positions import skip_packed_row_search
-from plait.optim.fake_states import make_states
-from plait.optim.optimizer import build_optimizer
+from plait.optim.optimizer import build_optimizer, make_fake_states
 from plait.parallel import materialise
 from plait.parallel.micro_batches import Forward, default_forward, micro_batches
 from plait.parallel.order import attach_all
 from plait.parallel.parts import Parts
 from plait.parallel.techniques.pipeline_parallel import PipelineRank
-from plait.sharded.assemble import split
-from plait.sharded.check import checked_model
+from plait.sharded.assemble import checked_model, split
 from plait.sharded.model import ShardedModel
-from plait.units import dtype_name
+from plait.sizes import dtype_name
 
 
 @dataclass(frozen=True)
@@ -202,7 +200,7 @@ def run_single_rank(
                 f"one step: {resolved.batch.accumulation} micro-batches of {samples} x {length}"
                 f" tokens on {mesh.device.type}"
             )
-            make_states(rank_step.optimizer)
+            make_fake_states(rank_step.optimizer)
             run = rank_step.run()
         return replace(
             run,

@@ -3,34 +3,225 @@
 Note [Errors of one rank]
     Work that may fail on a single rank runs in `run_on_all_ranks`. All ranks then raise the error,
     instead of waiting for the failed rank in the next collective.
+
+Read-only properties of an engine: its model, its place among the ranks, its batch sizes.
+
+State of a user's data loader in a checkpoint.
+
+A loader is any object with `state_dict` and `load_state_dict`, such as torchdata's
+StatefulDataLoader. Each rank has its own, so a state fits the layout that it was saved on.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 
 from plait import exact
-from plait.checkpoint import model_content, optimizer_content
-from plait.checkpoint.agreement import run_on_all_ranks
+from plait.checkpoint import states
 from plait.checkpoint.folder import CheckpointFolder, candidates
 from plait.checkpoint.load import Reader, Verify, compare_model
 from plait.checkpoint.places import Place
 from plait.checkpoint.save import SEEN_WITHIN, Snapshot, snapshot
-from plait.engine import generators, loader_state
-from plait.engine.facts import EngineFacts
-from plait.engine.loader_state import StatefulLoader
+from plait.cluster.layout import Layout
+from plait.cluster.mesh import Mesh
+from plait.comm.failures import run_on_all_ranks
+from plait.config.resolving.resolve import Resolved
+from plait.engine import generators
 from plait.engine.resume import Group, Resume, configured_groups, schedule_facts
-from plait.errors import CheckpointError, warn
+from plait.errors import CheckpointError, InputError, warn
+from plait.parallel.hooks import Hooks
+from plait.parallel.parts import Parts
 from plait.parallel.techniques.data_parallel import free_gathered
+from plait.sharded.model import ShardedModel
 from plait.sharded.step import Stepper
+
+
+class EngineFacts:
+    """Properties of an engine that follow from its parts. It has no state of its own.
+
+    Attributes:
+        sharded: The model on its layout, with the hooks of its steps.
+        config: The resolved configuration.
+        stepper: Optimizer step of the model.
+        global_steps: Number of steps so far, skipped ones included.
+        skipped_steps: Number of steps that were skipped.
+    """
+
+    sharded: ShardedModel
+    config: Resolved
+    stepper: Stepper
+    global_steps: int
+    skipped_steps: int
+
+    @property
+    def parts(self) -> Parts:
+        """The model after all techniques were applied, and their notes."""
+        return self.sharded.parts
+
+    @property
+    def hooks(self) -> Hooks:
+        """Hooks of a step."""
+        return self.sharded.hooks
+
+    @property
+    def mesh(self) -> Mesh:
+        """Mesh of the ranks."""
+        return self.sharded.mesh
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's model, sharded in place."""
+        return self.sharded.model
+
+    module = model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Optimizer over this rank's shards."""
+        return self.stepper.optimizer
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """LR scheduler, or None."""
+        return self.stepper.scheduler
+
+    @property
+    def device(self) -> torch.device:
+        """Device of this rank."""
+        return self.mesh.device
+
+    @property
+    def rank(self) -> int:
+        """Global rank of this process."""
+        return self.mesh.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self.mesh.layout.world_size
+
+    @property
+    def dp_rank(self) -> int:
+        """Index of the slice of the batch that this rank reads."""
+        return self.mesh.dp_index
+
+    @property
+    def dp_size(self) -> int:
+        """Number of slices of the batch."""
+        return self.mesh.layout.dp
+
+    def train_batch_size(self) -> int:
+        """Return the number of samples per step over all ranks."""
+        return self.config.batch.train_batch_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Return the number of samples per micro-batch on one rank."""
+        return self.config.batch.micro_batch_size
+
+    def gradient_accumulation_steps(self) -> int:
+        """Return the number of micro-batches per step."""
+        return self.config.batch.accumulation
+
+
+_LOADER = "loader"
+
+
+class StatefulLoader(Protocol):
+    """A data loader that can save and restore its position."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain data: numbers, texts, lists, mappings, small tensors."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a state."""
+
+
+def refuse_stateless(loader: Any, call: str) -> None:
+    """Raise InputError for a loader that cannot save its position.
+
+    Args:
+        loader: The argument of a call.
+        call: Name of the call, for the message.
+    """
+    missing = [
+        name
+        for name in ("state_dict", "load_state_dict")
+        if not callable(getattr(loader, name, None))
+    ]
+    if missing:
+        rule = f"{type(loader).__name__} has no {missing[0]}, so its position cannot be saved"
+        raise InputError(
+            f"{call}: loader: {rule}; use torchdata's StatefulDataLoader, or leave `loader` out"
+        )
+
+
+def saved_loader(loader: StatefulLoader | None) -> dict[str, torch.Tensor]:
+    """Return the state of this rank's loader as a tensor: uint8, [bytes]. Empty without a loader.
+
+    Raises:
+        CheckpointError: The state is not plain data.
+    """
+    if loader is None:
+        return {}
+    text = json.dumps(exact.encode(loader.state_dict(), "loader.state_dict()"))
+    return {_LOADER: torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)}
+
+
+def refuse_loader_misfit(
+    loader: StatefulLoader | None,
+    metadata: Mapping[str, Any],
+    *,
+    then: Mapping[str, int],
+    now: Layout,
+) -> None:
+    """Raise CheckpointError if a checkpoint has no state for this rank's loader.
+
+    Args:
+        loader: This rank's loader, or None.
+        metadata: Metadata of the checkpoint.
+        then: Degrees of the layout that the checkpoint was saved on.
+        now: The current layout.
+    """
+    if loader is None:
+        return
+    if not metadata.get(_LOADER):
+        raise CheckpointError(
+            "load_checkpoint(loader=...): the checkpoint was saved without a loader; leave"
+            " `loader` out"
+        )
+    if dict(then) != now.all_degrees:
+        different = ", ".join(
+            f"{axis} {then.get(axis, 1)} -> {degree}"
+            for axis, degree in now.all_degrees.items()
+            if then.get(axis, 1) != degree
+        )
+        raise CheckpointError(
+            "load_checkpoint(loader=...): the checkpoint has the position of one loader per rank,"
+            f" and the layout has changed ({different}), so samples would be left out or repeated;"
+            " use the same layout, or leave `loader` out and start the epoch again"
+        )
+
+
+def restore_loader(loader: StatefulLoader | None, rank_state: Mapping[str, torch.Tensor]) -> None:
+    """Restore this rank's loader.
+
+    Args:
+        loader: The loader, or None.
+        rank_state: Tensors that the checkpoint stores for this rank.
+    """
+    if loader is not None:
+        text = bytes(rank_state[_LOADER].cpu().tolist()).decode()
+        loader.load_state_dict(exact.decode(json.loads(text), where="loader"))
+
 
 T = TypeVar("T")
 _HOOKS = "hooks."
@@ -43,7 +234,7 @@ class _RankContent:
 
     client: Any
     loader: dict[str, torch.Tensor]
-    optimizer: optimizer_content.Content
+    optimizer: states.OptimizerContent
     schedule: Any
     tensors: dict[str, torch.Tensor]
     """Parameters and buffers of the model."""
@@ -79,15 +270,15 @@ def snapshot_of(
 
     def collect() -> _RankContent:
         client = exact.encode(client_state, "client_state")
-        position = loader_state.saved(loader)
-        content = optimizer_content.content(
+        position = saved_loader(loader)
+        content = states.optimizer_content(
             engine.model, stepper.optimizer, configured=_configured(stepper)
         )
         # An evaluation may have left parameters gathered. The shards are saved.
         free_gathered(engine.model)
         schedule = schedule_facts(stepper.scheduler, stepper.schedule_source)
         trained = trained_parameters(stepper.optimizer)
-        tensors, values = model_content.content(engine.model, trained=trained)
+        tensors, values = states.model_content(engine.model, trained=trained)
         return _RankContent(client, position, content, schedule, tensors, values)
 
     # See Note [Errors of one rank].
@@ -95,9 +286,7 @@ def snapshot_of(
     metadata = {
         "global_steps": engine.global_steps,
         "skipped_steps": engine.skipped_steps,
-        "optimizer": optimizer_content.merge_stages(
-            local.optimizer.record, engine.mesh.group("pp")
-        ),
+        "optimizer": states.merge_stages(local.optimizer.record, engine.mesh.group("pp")),
         "scheduler": local.schedule,
         "loss_scaler": stepper.scaler.state_dict() if stepper.scaler is not None else None,
         "zero_stage": engine.config.data_parallel.stage,
@@ -140,7 +329,7 @@ class _Comparison:
     resume: Resume
     groups: list[Group]
     """Values for the optimizer's parameter groups."""
-    fill: optimizer_content.Fill
+    fill: states.Fill
     """Allocated optimizer states."""
 
 
@@ -188,20 +377,20 @@ def load_engine(
         return run_on_all_ranks(work, device=mesh.device, doing=f"checkpoint {reader.path}")[0]
 
     trained = trained_parameters(stepper.optimizer)
-    tensors, _ = agreed(lambda: model_content.content(model, trained=trained))
-    shapes = model_content.shapes(tensors, mesh.group("pp"))
+    tensors, _ = agreed(lambda: states.model_content(model, trained=trained))
+    shapes = states.model_shapes(tensors, mesh.group("pp"))
     comparison = agreed(lambda: _compare(engine, reader, shapes, loader))
     resume = comparison.resume
     resume.notes += notes
 
     agreed(lambda: reader.fill(tensors | _optimizer_tensors(comparison.fill.tensors)))
-    model_content.put_values(model, reader.values)
-    optimizer_content.load_states(
+    states.put_values(model, reader.values)
+    states.load_states(
         stepper.optimizer, model, comparison.fill, facts["optimizer"], comparison.groups
     )
     resume.restore_schedule()
     resume.notes += _training_changes(
-        optimizer_content.parameter_names(model), trained, facts["optimizer"]["groups"]
+        states.parameter_names(model), trained, facts["optimizer"]["groups"]
     )
 
     # Each rank has its own generators, so their states fit the same layout only.
@@ -211,7 +400,7 @@ def load_engine(
         generators.seed(engine.config.seed, mesh, step=facts["global_steps"])
         resume.notes.append(_seeded_note(same_layout=same_layout))
     _load_hooks(engine, rank_state, zero_stage=facts["zero_stage"])
-    loader_state.restore(loader, rank_state)
+    restore_loader(loader, rank_state)
     engine.global_steps = facts["global_steps"]
     engine.skipped_steps = facts["skipped_steps"]
     if stepper.scaler is not None and facts["loss_scaler"] is not None:
@@ -240,10 +429,10 @@ def _compare(
     facts = reader.manifest.metadata
     record = facts["optimizer"]
     client = exact.decode(facts["client_state"], where="client_state")
-    loader_state.refuse_misfit(loader, facts, then=reader.manifest.degrees, now=engine.mesh.layout)
+    refuse_loader_misfit(loader, facts, then=reader.manifest.degrees, now=engine.mesh.layout)
     compare_model(reader, shapes)
 
-    names = optimizer_content.parameter_names(engine.model)
+    names = states.parameter_names(engine.model)
     resume = Resume(
         optimizer=stepper.optimizer,
         configured=_configured(stepper),
@@ -256,9 +445,7 @@ def _compare(
     )
     groups = resume.groups()
     place = stepper.tier.place if stepper.tier is not None else None
-    fill = optimizer_content.allocate(
-        engine.model, stepper.optimizer, reader.tensors, record, place=place
-    )
+    fill = states.allocate(engine.model, stepper.optimizer, reader.tensors, record, place=place)
     return _Comparison(client, resume, groups, fill)
 
 

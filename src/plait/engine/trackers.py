@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from plait.cluster.host_copy import HostCopy
+from plait.cluster.accelerator import HostCopy
 from plait.config.resolving.resolve import Resolved
-from plait.config.schema.trackers import TrackerSpec
+from plait.config.schema.sections import TrackerSpec
 from plait.errors import Problem, raise_problems, warn
 from plait.events import Event, RunEnded, StepDone, Validated
 from plait.files import user_path

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from plait.checkpoint import model_content
+from plait.checkpoint import states
 from plait.checkpoint.folder import candidates
 from plait.checkpoint.load import Reader
 from plait.checkpoint.places import place_of
@@ -72,9 +72,7 @@ def _adapter_tensors(model: nn.Module, adapters: Collection[str]) -> dict[str, t
         name: parameter
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if parameter.requires_grad
-        or not (
-            set(adapters).isdisjoint(name.split(".")) and model_content.is_left_out(model, name)
-        )
+        or not (set(adapters).isdisjoint(name.split(".")) and states.is_left_out(model, name))
     }
 
 
@@ -98,9 +96,9 @@ def load_weights_of(engine: Engine, folder: str | Path, *, tag: str | None) -> R
         return None
     reader = Reader(checkpoints[0])
     reader.verify("full", rank=engine.rank, world=engine.world_size)
-    tensors, _ = model_content.content(engine.model, trained=trained_parameters(engine.optimizer))
+    tensors, _ = states.model_content(engine.model, trained=trained_parameters(engine.optimizer))
     reader.fill(tensors)
-    model_content.put_values(engine.model, reader.values)
+    states.put_values(engine.model, reader.values)
     return reader
 
 

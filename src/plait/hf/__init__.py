@@ -13,8 +13,12 @@ require_extra("plait.hf", "hf", transformers="Hugging Face Transformers", accele
 
 from plait.hf.arguments import Seq2SeqTrainingArguments, TrainingArguments  # noqa: E402
 from plait.hf.loop_accelerator import Accelerator  # noqa: E402
-from plait.hf.mixin import TrainerMixin  # noqa: E402
-from plait.hf.trainer import Seq2SeqTrainer, Trainer, wrap  # noqa: E402
+from plait.hf.trainer import (  # noqa: E402
+    Seq2SeqTrainer,
+    Trainer,
+    TrainerMixin,
+    wrap,
+)
 
 __all__ = [
     "Accelerator",

@@ -3,6 +3,8 @@
 The Trainer counts and gathers over all processes. That is right if every process has its own batch,
 and wrong under tensor and pipeline parallelism, where several processes share one. The Trainer asks
 this class for everything about processes.
+
+`EngineOptimizerProxy` is the optimizer that schedules and callbacks see. It steps the engine.
 """
 
 from __future__ import annotations
@@ -22,9 +24,15 @@ from torch.utils.data import DataLoader, IterableDataset
 from plait.cluster.layout import SAMPLE_AXES, Layout
 from plait.cluster.small_messages import all_gather_objects, max_over_ranks
 from plait.config.resolving.resolve import Resolved
-from plait.data.split_rows import refuse_differing_stream, refuse_split_stream, split_sampler
-from plait.data.stream_part import StreamPart, is_datasets_library
+from plait.data.split_rows import (
+    StreamPart,
+    is_datasets_library,
+    refuse_differing_stream,
+    refuse_split_stream,
+    split_sampler,
+)
 from plait.engine.engine import Engine
+from plait.engine.optimizer_proxy import OptimizerProxy
 from plait.engine.weights import full_weights
 from plait.errors import InputError
 from plait.hf.batches import OwnRounds, Rounds
@@ -450,3 +458,34 @@ def _shapes(
 def _listed(shapes: list[tuple[int, ...]]) -> str:
     text = ", ".join(str(list(shape)) for shape in shapes[:4])
     return f"{text}, ..." if len(shapes) > 4 else text
+
+
+class EngineOptimizerProxy(OptimizerProxy):
+    """Proxy whose `step` reduces gradients, clips and updates.
+
+    Attributes:
+        norm: Norm of the gradients of the coming step, which `step` writes.
+    """
+
+    _is_accelerate_prepared = True
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self.norm = torch.zeros((), dtype=torch.float64)
+
+    def new_norm(self) -> torch.Tensor:
+        """Return a tensor that `step` will fill with the gradient norm before clipping.
+
+        It is 0-dimensional, float64, on the CPU.
+        """
+        self.norm = torch.zeros((), dtype=torch.float64)
+        return self.norm
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """End the engine's step. Collective."""
+        self.engine.set_gradient_accumulation_boundary(True)
+        self.engine.step()
+        self.norm.fill_(self.engine.get_global_grad_norm())
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Do nothing: the step has dropped the gradients."""

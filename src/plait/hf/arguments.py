@@ -1,4 +1,4 @@
-"""`TrainingArguments(deepspeed=...)` and `fsdp=` for Plait.
+"""`TrainingArguments` for Plait: `deepspeed=`, `fsdp=`, and the configuration they complete.
 
 Transformers' own handling of `deepspeed` requires DeepSpeed, and switches loading and saving to it.
 That of `fsdp` makes a plugin of Accelerate.
@@ -8,11 +8,16 @@ Note [Changes to Transformers]
     `Trainer.create_accelerator_and_postprocess` of Transformers in this process. The first leaves
     both fields to Plait. The second refuses arguments with one of them in a Trainer that is not
     Plait's.
+
+The rule by which arguments complete the file is that of Transformers' DeepSpeed integration:
+"auto", and every size that the file leaves out, is filled from the arguments. A value that
+contradicts the arguments is refused.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
@@ -24,8 +29,20 @@ from transformers import TrainingArguments as TheirTrainingArguments
 
 from plait.cluster.topology import without_variable
 from plait.config.convert.conversion import load_foreign
-from plait.config.schema.config import Config
-from plait.errors import InputError
+from plait.config.resolving.resolve import Resolved, load, resolve
+from plait.config.resolving.resolved_parts import ACCUMULATION_KEY, MICRO_KEY, TRAIN_KEY
+from plait.config.schema.config import (
+    Bf16Section,
+    CompileSection,
+    Config,
+    Fp16Section,
+    RecomputeSection,
+)
+from plait.config.schema.optimization import SchedulerSpec
+from plait.config.schema.sections import RunSection
+from plait.engine.resume import are_equal
+from plait.errors import ConfigError, InputError, Problem, raise_problems
+from plait.hf.transformers_trainer import recompute_arguments, recompute_fields
 
 _USE_DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
 """Environment variable that `accelerate launch --use_deepspeed` sets."""
@@ -143,3 +160,222 @@ class Seq2SeqTrainingArguments(TheirSeq2SeqTrainingArguments):
             )
         },
     )
+
+
+ConfigSource = str | Path | Mapping[str, Any] | Config
+
+
+def settings_of(
+    source: ConfigSource | None, args: Any, *, world_size: int, hidden_size: int | None
+) -> tuple[Config, Resolved]:
+    """Return the configuration of a run.
+
+    Args:
+        source: The file, or None.
+        args: Arguments of the Trainer.
+        world_size: Number of processes.
+        hidden_size: Hidden size of the model, if it is known.
+
+    Returns:
+        The configuration with the values of the arguments, and the same resolved. The second one
+        has no schedule; see `schedule_of`.
+
+    Raises:
+        ConfigError: The file contradicts the arguments, or has a setting that no Trainer supports.
+    """
+    config = load(source if source is not None else {})
+    config = _with_arguments(config, args)
+    # The schedule may need the number of steps, which the Trainer knows later.
+    unscheduled = config.model_copy(update={"scheduler": None})
+    resolved = resolve(
+        unscheduled, world_size=world_size, hidden_size=hidden_size, auto=_auto(args)
+    )
+    raise_problems([*_contradictions(config, resolved, args), *_unsupported(resolved)])
+    return config, resolved
+
+
+def schedule_of(
+    config: Config, args: Any, *, world_size: int, max_steps: int
+) -> SchedulerSpec | None:
+    """Return the schedule of the file, or None if it has none.
+
+    Args:
+        config: The first result of `settings_of`.
+        args: Arguments of the Trainer.
+        world_size: Number of processes.
+        max_steps: Length of the run in optimizer steps.
+
+    Raises:
+        ConfigError: The schedule contradicts the arguments.
+    """
+    if config.scheduler is None:
+        return None
+    values = {
+        "warmup_min_lr": 0.0,
+        "warmup_max_lr": args.learning_rate,
+        "warmup_num_steps": max(1, args.get_warmup_steps(max_steps)),
+        "total_num_steps": max_steps,
+    }
+    auto = {f"scheduler.params.{name}": value for name, value in values.items()}
+    resolved = resolve(
+        config, world_size=world_size, total_steps=max_steps, auto=_auto(args) | auto
+    )
+    spec = resolved.scheduler
+    assert spec is not None
+
+    argument_names = {
+        "warmup_max_lr": "learning_rate",
+        "warmup_num_steps": "warmup_steps",
+        "total_num_steps": "max_steps",
+    }
+    problems = []
+    for name, argument in argument_names.items():
+        if name in spec.params and not are_equal(spec.params[name], values[name]):
+            path = f"scheduler.params.{name}"
+            problems.append(_contradiction(path, spec.params[name], values[name], argument))
+    raise_problems(problems)
+    return spec
+
+
+def _auto(args: Any) -> dict[str, Any]:
+    """Return the values that "auto" stands for, keyed by setting."""
+    return {
+        MICRO_KEY: args.per_device_train_batch_size,
+        ACCUMULATION_KEY: args.gradient_accumulation_steps,
+        TRAIN_KEY: None,
+        "gradient_clipping": args.max_grad_norm,
+        "fp16.enabled": args.fp16,
+        "bf16.enabled": args.bf16,
+        "optimizer.params.lr": args.learning_rate,
+        "optimizer.params.betas": [args.adam_beta1, args.adam_beta2],
+        "optimizer.params.eps": args.adam_epsilon,
+        "optimizer.params.weight_decay": args.weight_decay,
+    }
+
+
+def _with_arguments(config: Config, args: Any) -> Config:
+    """Return the configuration with values of the arguments for settings that it leaves out."""
+    update: dict[str, Any] = {}
+    if config.train_batch_size is None and config.train_micro_batch_size_per_gpu is None:
+        update[MICRO_KEY] = args.per_device_train_batch_size
+    if config.gradient_accumulation_steps is None:
+        update[ACCUMULATION_KEY] = args.gradient_accumulation_steps
+    if config.origin("gradient_clipping") == "default":
+        update["gradient_clipping"] = args.max_grad_norm
+    if config.origin("fp16.enabled") == "default" and config.origin("bf16.enabled") == "default":
+        update |= {"fp16": Fp16Section(enabled=args.fp16), "bf16": Bf16Section(enabled=args.bf16)}
+    if args.torch_compile:
+        _refuse_both(config, "compile.enabled", "torch_compile")
+        update["compile"] = CompileSection(
+            enabled=True, backend=args.torch_compile_backend, mode=args.torch_compile_mode
+        )
+    recompute_kwargs = recompute_arguments(args)
+    if recompute_kwargs is not None:
+        _refuse_both(config, "parallel.recompute.mode", recompute_fields(args)[0])
+        recompute = RecomputeSection(mode="full", every=recompute_kwargs.get("every_n_layers", 1))
+        update["parallel"] = config.parallel.model_copy(update={"recompute": recompute})
+    if config.run is None or config.origin("run.seed") == "default":
+        update["run"] = (config.run or RunSection()).model_copy(update={"seed": args.seed})
+    return config.model_copy(update=update).with_provenance(config.provenance)
+
+
+def _refuse_both(config: Config, path: str, argument: str) -> None:
+    if config.origin(path) != "default":
+        rule = f"the file sets `{path}` too, and the two may differ"
+        remedy = f"leave `{argument}` out, or `{path}`"
+        raise ConfigError(Problem(f"TrainingArguments.{argument}", True, rule, remedy))
+
+
+def _contradictions(config: Config, resolved: Resolved, args: Any) -> list[Problem]:
+    batch = resolved.batch
+    samples = args.per_device_train_batch_size
+    accumulation = args.gradient_accumulation_steps
+    # (setting, its value, value of the argument, name of the argument)
+    pairs: list[tuple[str, Any, Any, str]] = [
+        (MICRO_KEY, batch.micro_batch_size, samples, "per_device_train_batch_size"),
+        (ACCUMULATION_KEY, batch.accumulation, accumulation, "gradient_accumulation_steps"),
+        ("gradient_clipping", resolved.gradient_clipping, args.max_grad_norm, "max_grad_norm"),
+        ("bf16.enabled", config.bf16.enabled, args.bf16, "bf16"),
+        ("fp16.enabled", config.fp16.enabled, args.fp16, "fp16"),
+    ]
+    if config.optimizer is not None:
+        params = resolved.optimizer.params
+        names = {"lr": "learning_rate", "eps": "adam_epsilon", "weight_decay": "weight_decay"}
+        for key, name in names.items():
+            if key in params:
+                path = f"optimizer.params.{key}"
+                pairs.append((path, params[key], getattr(args, name), name))
+        if "betas" in params:
+            betas = [args.adam_beta1, args.adam_beta2]
+            path = "optimizer.params.betas"
+            pairs.append((path, list(params["betas"]), betas, "adam_beta1, adam_beta2"))
+    return [
+        _contradiction(path, value, argument_value, name)
+        for path, value, argument_value, name in pairs
+        if value != "auto" and not are_equal(value, argument_value)
+    ]
+
+
+def _contradiction(path: str, value: Any, argument_value: Any, argument: str) -> Problem:
+    rule = f"TrainingArguments.{argument} is {argument_value}, and both decide it"
+    return Problem(path, value, rule, f'write "auto" in the file, or {value} in both')
+
+
+def tracker_problems(resolved: Resolved, rule: str, argument: str, *, csv: str) -> list[Problem]:
+    """Return a problem for each tracker of a file whose caller has trackers of its own.
+
+    Args:
+        resolved: Configuration.
+        rule: Reason of the refusal.
+        argument: What to do instead, with `{name}` for Accelerate's name of the tracker.
+        csv: What to do instead of `csv_monitor`.
+    """
+    problems = []
+    for spec in resolved.trackers:
+        name = "comet_ml" if spec.name == "comet" else spec.name
+        instead = csv if spec.name == "csv_monitor" else argument.format(name=name)
+        problems.append(Problem(f"{spec.name}.enabled", True, rule, f"leave it out, and {instead}"))
+    return problems
+
+
+def _unsupported(resolved: Resolved) -> list[Problem]:
+    """Return a problem for each setting that no Trainer supports."""
+    layout = resolved.layout
+    problems = []
+    causal_lm = "use 1, or train_batch with plait.causal_lm_loss"
+    if layout.cp > 1:
+        rule = (
+            "the model computes its loss inside its forward, from labels that it shifts itself, and"
+            " no process has all of a sequence"
+        )
+        problems.append(Problem("parallel.cp", layout.cp, rule, causal_lm))
+    if layout.ep > 1 and layout.tp > 1:
+        rule = f"with parallel.tp = {layout.tp} the Trainer has not been run"
+        problems.append(Problem("parallel.ep", layout.ep, rule, causal_lm))
+
+    for setting, value, off in resolved.routing.added:
+        rule = (
+            "the Trainer takes the loss from the model, not plait.causal_lm_loss, which adds those"
+            " of routers"
+        )
+        problems.append(Problem(setting, value, rule, f"use {json.dumps(off)}, or train_batch"))
+    chunk_tokens = resolved.loss_chunk_tokens
+    if chunk_tokens:
+        rule = "the Trainer takes the loss from the model, not plait.causal_lm_loss"
+        remedy = "use 0, or train_batch"
+        problems.append(Problem("parallel.loss_chunk_tokens", chunk_tokens, rule, remedy))
+
+    problems += tracker_problems(
+        resolved,
+        "the Trainer has trackers of its own",
+        'set TrainingArguments(report_to="{name}")',
+        csv="read log_history in trainer_state.json",
+    )
+    if resolved.data_parallel.update_in_backward:
+        rule = "the Trainer clips and calls callbacks between the backward and the update"
+        problems.append(Problem("parallel.optimizer_in_backward", True, rule, "use false"))
+    for name in ("model", "data"):
+        if getattr(resolved, name) is not None:
+            remedy = "leave the section out, or use plait train"
+            problems.append(Problem(name, None, "the script passes it to the Trainer", remedy))
+    return problems

@@ -14,9 +14,12 @@ from typing import Any
 
 import torch
 
-from plait.data.draws import seeded_generators
-from plait.data.split_rows import digest_of_rows, refuse_differing_digest
-from plait.data.stream_part import StreamPart
+from plait.data.split_rows import (
+    StreamPart,
+    digest_of_rows,
+    refuse_differing_digest,
+    seeded_generators,
+)
 
 
 class Rounds:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from plait.cluster.layout import Layout
 from plait.errors import Problem
-from plait.hf.transformers_versions import RECOMPUTE_FIELDS, recompute_fields
+from plait.hf.transformers_trainer import RECOMPUTE_FIELDS, recompute_fields
 
 Effect = Literal["honoured", "noted", "refused"]
 _ELEMENTWISE = ("adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad")

@@ -17,9 +17,9 @@ from plait.config.resolving.resolve import Resolved
 from plait.engine.engine import Engine
 from plait.errors import InputError, Problem
 from plait.inference.capacity import USABLE_SHARE, free_bytes, gathered_bytes, is_sharded
-from plait.inference.settings import NAMES, settings_of
+from plait.inference.generation_settings import NAMES, settings_of
 from plait.parallel.techniques.data_parallel import free_gathered
-from plait.units import dtype_of, format_bytes
+from plait.sizes import dtype_of, format_bytes
 
 DEFAULT_NEW_TOKENS = 20
 """Default number of new tokens in Transformers."""

@@ -19,24 +19,22 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, IterableDataset
 
-from plait.checkpoint.model_content import save_trained_only
+from plait.checkpoint.states import save_trained_only
 from plait.cluster.topology import place
 from plait.data.split_rows import refuse_differing_rows
 from plait.engine.build import initialize
 from plait.errors import InputError, warn
-from plait.hf.accelerator import FULL_WEIGHTS, RanksAccelerator
+from plait.hf.accelerator import FULL_WEIGHTS, EngineOptimizerProxy, RanksAccelerator
+from plait.hf.arguments import ConfigSource
 from plait.hf.batches import plan_of
-from plait.hf.checkpoints import has_adapters
-from plait.hf.loop_checkpoints import DrawnOrder, LoopCheckpoints
-from plait.hf.loop_refused import refuse_arguments
+from plait.hf.checkpoints import DrawnOrder, LoopCheckpoints, has_adapters
 from plait.hf.loop_settings import (
     checked_config,
     precision_of,
     refuse_another_clipping,
+    refuse_arguments,
     resolved_of,
 )
-from plait.hf.optimizer import EngineOptimizerProxy
-from plait.hf.settings import ConfigSource
 from plait.sharded.model import owner_of
 from plait.sharded.shards_as_weights import refuse_shards_as_weights
 

@@ -20,8 +20,8 @@ from torch import nn
 
 from plait.errors import CheckpointError, InputError
 from plait.importing import require_extra
-from plait.inference.stored import StoredTensor, stored_tensors
-from plait.model.tied import tied_names
+from plait.inference.weight_files import StoredTensor, stored_tensors
+from plait.model.layers import tied_names
 from plait.sharded.load_weights import open_safetensors, read_tensor
 
 CONFIG = "adapter_config.json"

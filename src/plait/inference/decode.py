@@ -16,12 +16,11 @@ from typing import Any
 import torch
 
 from plait.errors import InputError
+from plait.inference.generation_settings import GenerationSettings, tokens_of_tokenizer
 from plait.inference.predictor import LogitsReader, Predictor
 from plait.inference.requests import Answer, GenerationRequest
 from plait.inference.rope_by_length import rope_by_length
 from plait.inference.sampling import ENDS, UNFINISHED, TokenSampler
-from plait.inference.settings import GenerationSettings
-from plait.inference.vocabulary import tokens_of_tokenizer
 from plait.sharded.cache import cache_argument, keep_rows, wait_for_layers
 from plait.sharded.model import ShardedModel
 

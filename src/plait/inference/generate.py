@@ -19,22 +19,26 @@ import torch
 from torch import nn
 
 from plait._torch.units import leave_gathered
-from plait.checkpoint.agreement import run_on_all_ranks
 from plait.cluster.host_memory import free_host_bytes
 from plait.cluster.small_messages import broadcast_object
+from plait.comm.failures import run_on_all_ranks
 from plait.errors import InputError
-from plait.inference.cache_layout import CacheDemand, cache_bytes, growing_bytes, offloaded_cache
 from plait.inference.capacity import (
     USABLE_SHARE,
+    CacheDemand,
+    cache_bytes,
+    cache_layout_of,
     check_cache,
     check_positions,
     free_bytes,
     gathered_bytes,
+    growing_bytes,
     is_sharded,
+    offloaded_cache,
 )
 from plait.inference.decode import Decoder, OnToken
-from plait.inference.dry_cache import cache_layout_of
-from plait.inference.predictor import Predictor
+from plait.inference.generation_settings import GenerationSettings, settings_of
+from plait.inference.predictor import Predictor, untouched
 from plait.inference.requests import (
     Answer,
     Generation,
@@ -42,16 +46,14 @@ from plait.inference.requests import (
     check_count,
     check_room,
     checked_ids,
+    text_after,
     token_ids,
 )
 from plait.inference.rope_by_length import group_requests, refuse_past, rope_by_length
-from plait.inference.settings import GenerationSettings, settings_of
-from plait.inference.text_stream import text_after
-from plait.inference.untouched import untouched
 from plait.sharded.cache import arguments_of, counts_tokens, requires_single_prefill, supports_cache
 from plait.sharded.misuse import refuse_split_experts
 from plait.sharded.model import ShardedModel
-from plait.units import dtype_of, is_integer
+from plait.sizes import dtype_of, is_integer
 
 
 def generate(
@@ -92,7 +94,7 @@ def generate(
         on_token: Function that is called as `on_token(request, token)` on the ranks that have the
             request.
         settings: Transformers' settings (`max_new_tokens`, `temperature`, `top_k`, `eos_token_id`,
-            `stop_strings`, ...), see `inference.settings`.
+            `stop_strings`, ...), see `inference.generation_settings`.
 
     Returns:
         The results, in the order of the prompts.

@@ -1,24 +1,30 @@
-"""Forwards without gradients on a layout.
+"""Forwards without gradients on a layout, without effects on a model in training.
 
 Note [Errors of a forward]
     The ranks that hold parts of one model (tp, pp) wait for each other in collectives. If one of
     them raised an error and left, the others would wait forever. An error of a pipeline stage is
     therefore stored and raised by the next `compute_on_first`, which all of these ranks call. The
     failed rank raises its own error, and the others raise an InputError with the same message.
+
+`untouched` undoes the changes that generation makes to a model in training.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from plait._torch.tensors import version_of
+from plait.cluster import accelerator
 from plait.cluster.small_messages import max_over_ranks
 from plait.errors import InputError
-from plait.parallel.pipeline.boundary import EarlierStageFailed
+from plait.parallel.pipeline.runtime import EarlierStageFailed
 from plait.sharded.cache import arguments_of
 from plait.sharded.model import ShardedModel
 
@@ -303,3 +309,56 @@ def _logits_of(output: Any) -> torch.Tensor:
             f" {type(output).__name__} without them; return a tensor, or an object with `logits`"
         )
     return logits
+
+
+_PLAIN_TYPES = (bool, int, float, str, type(None))
+
+
+@contextmanager
+def untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Restore buffers, plain attributes of modules and torch's generators at the end.
+
+    A forward over a longer input changes some of them: rotary frequencies that depend on the length
+    of the input, and the length that they were computed for.
+
+    Args:
+        model: The model.
+        device: Its device, whose generator is restored as well.
+    """
+    buffers = []
+    attributes = []
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            buffers.append((module, name, buffer, buffer.detach().clone(), version_of(buffer)))
+        attributes.append((module, _plain_attributes(module)))
+
+    device_type = accelerator.NAME if device.type == "cpu" else device.type
+    devices = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices=devices, device_type=device_type):
+        try:
+            yield
+        finally:
+            for module, name, buffer, before, version in buffers:
+                # Without a write there is nothing to copy, and no version counter to increase.
+                if version_of(buffer) != version:
+                    buffer.detach().copy_(before)
+                if getattr(module, name, None) is not buffer:
+                    setattr(module, name, buffer)
+            for module, values in attributes:
+                _restore_attributes(module, values)
+
+
+def _plain_attributes(module: nn.Module) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, _PLAIN_TYPES) or type(value) is torch.Tensor
+    }
+
+
+def _restore_attributes(module: nn.Module, values: dict[str, Any]) -> None:
+    missing = object()
+    for name, value in values.items():
+        # The caller restores the training mode.
+        if name != "training" and module.__dict__.get(name, missing) is not value:
+            module.__dict__[name] = value

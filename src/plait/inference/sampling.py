@@ -18,10 +18,8 @@ import torch.nn.functional as F
 
 from plait.errors import InputError
 from plait.importing import MissingExtraError, install_line
-from plait.inference.requests import GenerationRequest
-from plait.inference.settings import GenerationSettings
-from plait.inference.text_stream import text_after
-from plait.inference.vocabulary import tokens_of_tokenizer
+from plait.inference.generation_settings import GenerationSettings, tokens_of_tokenizer
+from plait.inference.requests import GenerationRequest, text_after
 
 ENDS = ("", "length", "stop")
 """Finish reasons, by the numbers that ranks send each other. An unfinished request has ""."""

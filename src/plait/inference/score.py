@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from plait.checkpoint.agreement import run_on_all_ranks
+from plait.comm.failures import run_on_all_ranks
 from plait.errors import InputError
 from plait.inference.capacity import check_positions, is_sharded
 from plait.inference.generate import check_model, of_first_rank
-from plait.inference.predictor import LogitsReader, Predictor
+from plait.inference.generation_settings import tokens_of_tokenizer
+from plait.inference.predictor import LogitsReader, Predictor, untouched
 from plait.inference.requests import (
     GenerationRequest,
     check_count,
@@ -29,8 +30,6 @@ from plait.inference.rope_by_length import (
     rope_by_length,
 )
 from plait.inference.sampling import log_softmax
-from plait.inference.untouched import untouched
-from plait.inference.vocabulary import tokens_of_tokenizer
 from plait.sharded.model import ShardedModel
 
 

@@ -17,17 +17,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from plait.checkpoint.described import build_described_model
 from plait.checkpoint.folder import CheckpointFolder
 from plait.checkpoint.inspect import open_checkpoint
-from plait.checkpoint.load import Reader
-from plait.checkpoint.model_content import START, content
+from plait.checkpoint.load import Reader, build_described_model
+from plait.checkpoint.states import MODEL_START, model_content
 from plait.errors import CheckpointError, InputError, first_line
 from plait.inference.adapters import Adapter, base_folder, is_adapter_folder, open_adapter
-from plait.inference.stored import stored_tensors
+from plait.inference.weight_files import stored_tensors
 from plait.model.described import require_transformers
 from plait.model.float32 import keep_in_float32
-from plait.model.tied import tied_names
+from plait.model.layers import tied_names
 from plait.sharded.assemble import WeightFiller
 from plait.sharded.load_weights import (
     INDEX_FILE,
@@ -158,7 +157,7 @@ class Source:
         destinations = {}
         for name, tensor in tensors.items():
             # A tied tensor may be stored under any of its names.
-            stored_names = [f"{START}{alias}" for alias in (name, *ties.get(name, ()))]
+            stored_names = [f"{MODEL_START}{alias}" for alias in (name, *ties.get(name, ()))]
             stored_name = next((alias for alias in stored_names if alias in reader.tensors), None)
             if stored_name is None:
                 raise CheckpointError(f"{reader.path} lacks {name}, a tensor of its model")
@@ -198,7 +197,7 @@ class Source:
 def _fill_from_checkpoint(
     reader: Reader, model: nn.Module, *, whole: nn.Module, filled: Any
 ) -> None:
-    tensors, _ = content(model)
+    tensors, _ = model_content(model)
     missing = [name for name in tensors if name not in reader.tensors]
     if missing:
         raise CheckpointError(

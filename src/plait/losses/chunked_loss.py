@@ -27,14 +27,13 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from plait._torch.dtensor import local_tensor
 from plait._torch.modules import has_tensor_hooks, hooks_of
 from plait._torch.operators import tree_leaves
 from plait._torch.passes import keeps_graph, leaves_of_graph
-from plait._torch.storage import is_view, storage_key
+from plait._torch.tensors import is_view, local_tensor, storage_key
 from plait.errors import ModelError
 from plait.losses.loss import CausalLMLoss, cross_entropy_sum
-from plait.model.boundary_layers import head_name
+from plait.model.outer_layers import head_name
 from plait.parallel.micro_batches import IGNORED, Forward, shift_labels
 from plait.parallel.tensor.hook_checks import is_foreign
 from plait.parallel.tensor.styles import Region

@@ -2,6 +2,9 @@
 
 The facts are read from a module on any device (`meta` included) before it is distributed. Tied
 parameters are listed once, under their first name.
+
+Sizes in a Transformers configuration may differ between layers, as those of Gemma 4 do. Such a
+configuration raises an error if the size is read from it directly (see `largest_of_layers`).
 """
 
 from __future__ import annotations
@@ -9,13 +12,35 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 
 from torch import nn
 
 from plait.model.experts import find_experts
-from plait.model.layer_sizes import largest_of_layers
-from plait.model.outer_units import OuterUnits, outer_units
+from plait.model.outer_layers import OuterUnits, outer_units
 from plait.model.plans import TensorPlan
+
+
+def sizes_of_layers(config: Any, name: str) -> list[int]:
+    """Return a size of every layer, in model order.
+
+    Args:
+        config: A configuration of Transformers.
+        name: Name of its field.
+
+    Returns:
+        One entry per layer; a single entry if the layers do not differ; an empty list if the
+        configuration does not define the size for all layers.
+    """
+    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    sizes = [getattr(layer, name, None) for layer in layers]
+    return [size for size in sizes if size] if all(sizes) else []
+
+
+def largest_of_layers(config: Any, name: str) -> int | None:
+    """Return the largest size of any layer, or None if the configuration does not define it."""
+    return max(sizes_of_layers(config, name), default=None)
+
 
 ROOT = -1
 """Sharding unit of the parameters that belong to no block and to no outer unit."""

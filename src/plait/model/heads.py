@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from plait.errors import Problem, raise_problems
-from plait.model.rules import Style
+from plait.model.layers import Style
 
 HEADS = (
     "num_heads",

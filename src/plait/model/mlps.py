@@ -22,11 +22,10 @@ from plait._torch.modules import DROPOUTS, HookKind, hooks_of
 from plait.errors import ModelError
 from plait.model.adapters import adapted_layers
 from plait.model.experts import find_experts
-from plait.model.guess import signature
+from plait.model.guess import signature, takes_one_tensor
 from plait.model.heads import count_attributes
 from plait.model.layers import count_parameters, in_features, is_linear, out_features
 from plait.model.sequence import is_inside
-from plait.model.split_check import takes_one_tensor
 
 _SIZE_ATTRIBUTES = (
     "in_features",

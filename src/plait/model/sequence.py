@@ -24,8 +24,7 @@ from torch import nn
 
 from plait._torch.modules import DROPOUTS
 from plait.model.experts import SPLIT_FAMILIES, find_experts
-from plait.model.layers import is_norm
-from plait.model.rules import COLUMN_STYLES, ROW_STYLES, Style
+from plait.model.layers import COLUMN_STYLES, ROW_STYLES, Style, is_norm
 
 _CROSS_ATTENTION_PARTS = ("cross", "encoder_attn", "encoder_attention", "encdec")
 """Parts of the names of modules that read a second sequence."""

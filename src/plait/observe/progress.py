@@ -26,7 +26,7 @@ from plait.events import (
 )
 from plait.model.facts import model_facts
 from plait.parallel.pipeline.account import rank_imbalance, stage_rows
-from plait.units import format_bytes, format_count, format_seconds
+from plait.sizes import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from plait.train.session import ValidatedRun

@@ -14,9 +14,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from plait.events import Event, RunEnded, StepDone
-from plait.planner.auto import layout_of
-from plait.planner.unpriced import unpriced
-from plait.units import format_bytes
+from plait.planner.configuration import layout_of, unpriced
+from plait.sizes import format_bytes
 
 if TYPE_CHECKING:
     from plait.config.schema.config import Config

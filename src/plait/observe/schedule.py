@@ -11,8 +11,7 @@ from typing import Any
 
 from rich.text import Text
 
-from plait.parallel.schedules.actions import Kind
-from plait.parallel.schedules.schedule import SCHEDULES, Schedule, ScheduleSpec
+from plait.parallel.schedules.schedule import SCHEDULES, Kind, Schedule, ScheduleSpec
 from plait.parallel.schedules.timeline import Durations, Span, Timeline, peak_in_flight
 
 MEANINGS = {

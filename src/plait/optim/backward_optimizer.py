@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from plait._torch.dtensor import local_tensor
+from plait._torch.tensors import local_tensor
 from plait.errors import ModelError, PlaitError
 from plait.optim.disk_optimizer import is_elementwise
 from plait.optim.gradient_math import norms_of

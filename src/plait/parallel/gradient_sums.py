@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from plait._torch.dtensor import local_tensor
+from plait._torch.tensors import local_tensor
 from plait.cluster import accelerator
-from plait.cluster.fake_group import is_fake
+from plait.cluster.process_groups import is_fake
 
 
 def sum_gradients(

@@ -23,12 +23,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from plait._torch.dtensor import local_window
 from plait._torch.modules import own_buffers, own_parameters, reset_method
-from plait._torch.storage import version_of
+from plait._torch.tensors import local_window, version_of
 from plait.errors import ModelError
 from plait.hashing import seed_of
-from plait.model.tied import tied_names
+from plait.model.layers import tied_names
 
 Initialise = Callable[[nn.Module], None]
 """Function that fills the parameters and buffers that a module owns itself, in place.

@@ -1,9 +1,22 @@
-"""Batches of `train_batch`: micro-batches, transfer to the device, call of the model."""
+"""Batches of `train_batch`: micro-batches, transfer to the device, call of the model.
+
+Containers of a batch: mappings, tuples, named tuples, lists and dataclasses, nested.
+
+They keep their class when their entries change, because a loss may access `batch.labels`.
+
+Token masks of a forward: which positions of a micro-batch are tokens, and which are padding.
+
+If sequences are split over cp, code that counts tokens cannot read `attention_mask`: the mask of a
+sequence shard has another form, and splitting may add padding. The token mask is attached to it.
+"""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import inspect
 from collections import UserDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -14,8 +27,65 @@ from torch import nn
 from plait.cluster import accelerator
 from plait.errors import InputError
 from plait.model.positions import call_model
-from plait.parallel.containers import entries as entries_of
-from plait.parallel.containers import rebuild, tensors_in
+
+
+def entries(value: Any) -> Mapping[Any, Any] | None:
+    """Return the entries of a container by key, position or field, or None for any other value."""
+    if isinstance(value, Mapping):
+        return value
+    if isinstance(value, tuple | list):
+        return dict(enumerate(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return None
+
+
+def rebuild(value: Any, inside: Mapping[Any, Any]) -> Any:
+    """Return a container of the same class with other entries.
+
+    Args:
+        value: The container.
+        inside: The new entries, with the keys of `entries(value)`.
+    """
+    if isinstance(value, Mapping):
+        if type(value) is dict or not isinstance(value, MutableMapping):
+            return dict(inside)
+        changed: Any = copy.copy(value)
+        for key, entry in inside.items():
+            changed[key] = entry
+        return changed
+    if isinstance(value, tuple):
+        # A named tuple.
+        if hasattr(value, "_fields"):
+            return type(value)(*inside.values())
+        return tuple(inside.values())
+    if isinstance(value, list):
+        return list(inside.values())
+    changed = copy.copy(value)
+    for name, entry in inside.items():
+        # A dataclass may be frozen.
+        object.__setattr__(changed, name, entry)
+    return changed
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """Return a nested container with `function(tensor)` in place of every tensor."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    inside = entries(value)
+    if inside is None:
+        return value
+    return rebuild(value, {key: map_tensors(function, entry) for key, entry in inside.items()})
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield every tensor of a nested container, in order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    for entry in (entries(value) or {}).values():
+        yield from tensors_in(entry)
+
 
 Forward = Callable[[nn.Module, Any], Any]
 """Function (model, micro-batch) -> output."""
@@ -112,7 +182,7 @@ def micro_batches(batch: Any, *, count: int, size: int | None) -> list[Any]:
             return _require_count(batch, count)
     elif isinstance(batch, Iterator):
         return _require_count(list(islice(batch, count)), count)
-    elif entries_of(batch) is None and not isinstance(batch, torch.Tensor):
+    elif entries(batch) is None and not isinstance(batch, torch.Tensor):
         if isinstance(batch, Iterable):
             raise InputError(
                 f"train_batch got a {type(batch).__name__}, which would restart at every step;"
@@ -146,7 +216,7 @@ def samples(batch: Any) -> int:
     Raises:
         InputError: The batch has no tensor with dimensions.
     """
-    fields = list((entries_of(batch) or {}).values())
+    fields = list((entries(batch) or {}).values())
     if isinstance(batch, torch.Tensor):
         fields = [batch]
     for field in fields:
@@ -241,7 +311,7 @@ def _slice(value: Any, start: int, size: int, sample_count: int) -> Any:
                 f" {sample_count} samples in dim 0"
             )
         return value.narrow(0, start, size)
-    inside = entries_of(value)
+    inside = entries(value)
     if inside is None:
         return value
     if (
@@ -281,10 +351,54 @@ def to_device(value: Any, device: torch.device) -> Any:
     # Transformers' BatchEncoding, a UserDict, would change in place.
     if callable(getattr(value, "to", None)) and not isinstance(value, UserDict | nn.Module | type):
         return value.to(device)
-    inside = entries_of(value)
+    inside = entries(value)
     if inside is None:
         return value
     moved = {key: to_device(entry, device) for key, entry in inside.items()}
     if all(moved[key] is entry for key, entry in inside.items()):
         return value
     return rebuild(value, moved)
+
+
+_TOKENS_ATTRIBUTE = "_plait_tokens"
+
+
+def mark_tokens(mask: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:
+    """Attach the token mask of a part of sequences to the mask that replaces `attention_mask`.
+
+    Args:
+        mask: The replacement.
+        tokens: Token mask [batch, seq], 0 for padding, or None if there is no padding.
+
+    Returns:
+        `mask` itself.
+    """
+    # In a tuple, so that None (no padding) differs from a mask without the attribute.
+    setattr(mask, _TOKENS_ATTRIBUTE, (tokens,))
+    return mask
+
+
+def tokens_of(mask: Any) -> Any:
+    """Return the tokens that `mark` attached to a mask, or the mask itself if none are attached."""
+    (tokens,) = getattr(mask, _TOKENS_ATTRIBUTE, (mask,))
+    return tokens
+
+
+class TokensOfForward:
+    """Observer of the token mask of a model's forward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.now: torch.Tensor | None = None
+        """Token mask of the running or the last forward (see `mark`), or None."""
+        self._signature = inspect.signature(model.forward)
+        self._handle = model.register_forward_pre_hook(self._record_mask, with_kwargs=True)
+
+    def _record_mask(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        arguments = self._signature.bind_partial(*args, **kwargs).arguments
+        self.now = tokens_of(arguments.get("attention_mask"))
+
+    def release(self) -> None:
+        """Remove the hook from the model."""
+        self._handle.remove()

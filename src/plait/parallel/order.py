@@ -2,43 +2,121 @@
 
 `check_all` refuses impossible settings, `apply_all` changes the modules of the engine, and
 `account_all` adds up the numbers of the planner.
+
+Combinations of settings that are not supported yet.
+
+Each one is refused with its reason until a test proves it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 from plait.cluster.layout import AXES
 from plait.cluster.mesh import Groups, Mesh
-from plait.errors import ModelError
+from plait.errors import ConfigError, ModelError, Problem
 from plait.model.facts import ModelFacts
 from plait.parallel.accounting.ledger import Ledger
-from plait.parallel.activations.saved_tensors import OffloadedActivations
-from plait.parallel.buffers import ChangingBuffers
-from plait.parallel.compatibility import refuse_incompatible
-from plait.parallel.data.autotune import CompressionAutotuner
+from plait.parallel.activations.activation_store import OffloadedActivations
+from plait.parallel.data.buffers import ChangingBuffers
+from plait.parallel.data.compression import CompressionAutotuner, Residuals
 from plait.parallel.data.reducer import Reducer
-from plait.parallel.data.residuals import Residuals
 from plait.parallel.data.unused import UnusedTracker
-from plait.parallel.experts.bias_update import BiasUpdate
 from plait.parallel.hooks import Hooks, StepHook
 from plait.parallel.parts import Parts, Plans
 from plait.parallel.technique import Technique, TechniqueContext
-from plait.parallel.techniques.activation_offload import ActivationOffload
 from plait.parallel.techniques.compile import Compile
-from plait.parallel.techniques.compression import Compression
 from plait.parallel.techniques.context_parallel import ContextParallel, SequenceParts
+from plait.parallel.techniques.data_collectives import Compression
 from plait.parallel.techniques.data_parallel import DataParallel, ShardedSteps
-from plait.parallel.techniques.expert_parallel import ExpertGradients, ExpertParallel
+from plait.parallel.techniques.experts import (
+    BiasUpdate,
+    ExpertGradients,
+    ExpertParallel,
+    RecordedBalance,
+    Routing,
+)
 from plait.parallel.techniques.mixed_precision import Precision
-from plait.parallel.techniques.optimizer_offload import OptimizerOffload
-from plait.parallel.techniques.parameter_offload import ParameterOffload
+from plait.parallel.techniques.offload import ActivationOffload, OptimizerOffload, ParameterOffload
 from plait.parallel.techniques.pipeline_parallel import Pipeline, PipelineRank
 from plait.parallel.techniques.recompute import Recompute
-from plait.parallel.techniques.routing import RecordedBalance, Routing
 from plait.parallel.techniques.tensor_parallel import TensorParallel
 from plait.parallel.techniques.tiled_mlp import TiledMLP
+
+
+@dataclass(frozen=True)
+class UnsupportedCombination:
+    """A combination of settings that is refused."""
+
+    field: str
+    """Setting that the error names."""
+    value: Callable[[TechniqueContext], object]
+    """Returns the value of the setting."""
+    applies: Callable[[TechniqueContext], bool]
+    """Returns True if a context has the combination."""
+    rule: str
+    remedy: str
+
+
+UNSUPPORTED_COMBINATIONS: tuple[UnsupportedCombination, ...] = (
+    UnsupportedCombination(
+        field="parallel.cp",
+        value=lambda context: context.layout.cp,
+        applies=lambda context: (
+            context.layout.cp > 1
+            and not any("cp" in technique.batch_axes for technique in context.techniques)
+        ),
+        rule="no technique cuts sequences over cp",
+        remedy="use 1; the processes become data parallel",
+    ),
+    UnsupportedCombination(
+        field="compile.enabled",
+        value=lambda _: "true",
+        applies=lambda context: context.chosen(Compile).enabled and context.layout.tp > 1,
+        rule=(
+            "blocks that tensor parallelism has split are not proven to keep their gradients under"
+            " torch.compile"
+        ),
+        remedy="use false, or parallel.tp = 1",
+    ),
+    UnsupportedCombination(
+        field="compile.enabled",
+        value=lambda _: "true",
+        applies=lambda context: context.chosen(Compile).enabled and context.layout.pp > 1,
+        rule="pipeline stages are not proven under torch.compile",
+        remedy="use false, or parallel.pp = 1",
+    ),
+    UnsupportedCombination(
+        field="parallel.secondary_partition",
+        value=lambda context: context.chosen(DataParallel).secondary_partition,
+        applies=lambda context: (
+            context.chosen(DataParallel).secondary_partition > 0
+            and context.layout.pp * context.layout.tp > 1
+        ),
+        rule=(
+            "all processes create the groups of a secondary partition together, but other pipeline"
+            " stages and tp slices create other groups: it would hang"
+        ),
+        remedy="use 0, or parallel.pp = 1 and parallel.tp = 1",
+    ),
+)
+
+
+def refuse_incompatible(context: TechniqueContext) -> None:
+    """Refuse all unsupported combinations at once.
+
+    Raises:
+        ConfigError: It lists every combination that applies.
+    """
+    problems = [
+        Problem(combination.field, combination.value(context), combination.rule, combination.remedy)
+        for combination in UNSUPPORTED_COMBINATIONS
+        if combination.applies(context)
+    ]
+    if problems:
+        raise ConfigError(*problems)
+
 
 ORDER: tuple[type[Technique], ...] = (
     Precision,

@@ -22,19 +22,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from plait.comm.shared_memory.collectives import SharedMemoryGroup
 from plait.model.experts import Experts
 from plait.model.mlps import TokenModules
-from plait.model.outer_units import OuterUnits
+from plait.model.outer_layers import OuterUnits
 from plait.model.plans import TensorPlan
 from plait.parallel.accounting.activations import BlockMode
 from plait.parallel.accounting.compression_scheme import Scheme
-from plait.parallel.activations.saved_tensors import OffloadedActivations
-from plait.parallel.context.interface import InstalledAttention
-from plait.parallel.data.autotune import CompressionAutotuner
+from plait.parallel.activations.activation_store import OffloadedActivations
+from plait.parallel.context.attention_function import InstalledAttention
+from plait.parallel.data.compression import CompressedUnits, CompressionAutotuner
 from plait.parallel.data.reducer import Reducer
-from plait.parallel.data.residuals import CompressedUnits
 from plait.parallel.experts.router_statistics import RouterStatistics
 from plait.parallel.hooks import Hooks, StepHook
+from plait.parallel.parameter_layout import Reduction, sharded_axes
 from plait.parallel.pipeline.stage import PipelinePlan
-from plait.parallel.reduction import Reduction, sharded_axes
 from plait.parallel.tensor.styles import Region
 
 

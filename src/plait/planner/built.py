@@ -1,24 +1,42 @@
-"""Model of a configuration as Transformers builds it, on the meta device.
+"""What is counted on the model of a configuration as Transformers builds it, without memory for it.
 
-Its parameters are counted for families that the planner has no formulas for.
+Its parameters are counted on the meta device, for families that the planner has no formulas for
+(`as_built`).
+
+The bytes that its blocks save for their backward are counted by running them on fake tensors
+(`counted`). `block_bytes` has formulas that are exact for a few families. For other families they
+approximate: they leave out what a family adds (soft caps on scores, norms after attention, head
+sizes that torch's kernel does not support). If Transformers is installed, blocks of such a family
+run once without data, at the planned sequence on one rank, and the formula is corrected by the
+result.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 from torch import nn
 
+from plait._torch.operators import TorchFunctionMode, without_failed_operators
+from plait.dryrun.dry_model import DryModel, StageTrace, token_batch
 from plait.errors import ModelError, PlaitError, first_line
+from plait.losses.loss import causal_lm_loss
 from plait.model.blocks import find_blocks
 from plait.model.described import described_config
 from plait.model.stages import block_list
+from plait.parallel.accounting.activations import BlockMode
+from plait.parallel.micro_batches import default_forward
+from plait.parallel.parts import Parts
+from plait.parallel.techniques.recompute import Recompute
 from plait.planner.architecture import Architecture
 
 COUNTED_BY_FORMULA = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "deepseek_v2", "deepseek_v3")
@@ -170,3 +188,312 @@ def why_refused(config: Mapping[str, Any]) -> str | None:
         return f"Transformers builds no such model ({type(error).__name__}: {first_line(error)})"
 
     return None
+
+
+TOO_LOW = {
+    **dict.fromkeys(
+        (
+            "afmoe",
+            "bitnet",
+            "codegen",
+            "falcon",
+            "gemma2",
+            "gemma3_text",
+            "gpt_neo",
+            "gpt_oss",
+            "gptj",
+        ),
+        "more than a third",
+    ),
+    **dict.fromkeys(("glm4", "olmo2", "apertus", "exaone4", "flex_olmo"), "up to a quarter"),
+}
+"""Families for which formulas leave out this much of the saved bytes of a block."""
+_MAX_BLOCKS = 8
+"""Blocks that are run: enough for the patterns in which families mix kinds of blocks."""
+
+_RECURRENT_TOKENS = 32
+"""Tokens that a recurrence is run with. Its bytes per token do not depend on the length."""
+_SAMPLES = 2
+"""Samples per run. With a single one, some families copy less per sample."""
+
+
+@dataclass(frozen=True)
+class SavedBytes:
+    """Saved bytes per token."""
+
+    linear: float
+    """Bytes per token that do not depend on the sequence length."""
+    scores: float
+    """Bytes per token that grow with the sequence length: attention scores of all heads."""
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Saved bytes of a block, averaged over a model's blocks."""
+
+    none: SavedBytes
+    """Saved bytes without recomputation."""
+    operators: SavedBytes
+    """Saved bytes if attention and every second product are saved."""
+    full: float
+    """Bytes per token of the inputs, which full recomputation saves."""
+    working: SavedBytes
+    """Bytes at the peak of the backward of the largest block, including what it saved."""
+    dropping: bool = False
+    """True if the model was counted with the dropout of the configuration.
+
+    Without dropout no masks are counted; formulas add them.
+    """
+    dropped_scores: float = 0.0
+    """Bytes per token of dropout masks and results of attention scores.
+
+    For models that have dropout but were counted without, if their scores are in memory.
+    """
+
+
+def counted(
+    section: Mapping[str, Any], kind: str, *, sequence: int, precision: str, on_cores: bool
+) -> Counted | None:
+    """Count the saved bytes of a model.
+
+    Args:
+        section: `model` section of a configuration.
+        kind: model_type.
+        sequence: Tokens per sample.
+        precision: Name in `hardware.PRECISIONS`.
+        on_cores: Whether the run is on CPU cores, like the count. Then dropout is counted as it
+            runs. Kernels of GPUs apply dropout inside of attention, so for them the model is
+            counted without dropout, except for attention whose scores are in memory.
+
+    Returns:
+        None for families that formulas cover, for models whose code reads values, and without
+        Transformers.
+    """
+    if find_spec("transformers") is None or kind in COUNTED_BY_FORMULA:
+        return None
+    config = section.get("config") or _config_of_folder(section.get("path"))
+    if not config:
+        return None
+
+    # As text, because the cached function needs hashable arguments.
+    text = json.dumps(config, sort_keys=True, default=str)
+    return _counted(text, sequence, precision, on_cores)
+
+
+def not_counted(
+    section: Mapping[str, Any],
+    kind: str,
+    *,
+    sequence: int,
+    precision: str,
+    on_cores: bool,
+    compiled: bool,
+) -> str | None:
+    """Return a note on a family that needs a count but has none, or None."""
+    if kind in COUNTED_BY_FORMULA:
+        return None
+    if compiled:
+        reason = "blocks are compiled"
+    elif find_spec("transformers") is None:
+        reason = "Transformers is not installed"
+    elif (
+        counted(section, kind, sequence=sequence, precision=precision, on_cores=on_cores)
+        is not None
+    ):
+        return None
+    else:
+        reason = "its blocks do not run without data"
+
+    much = TOO_LOW.get(kind)
+    direction = "may be too low"
+    if much:
+        direction = f"leaves out {much} of what they keep"
+    return (
+        f"{kind}: what its blocks keep for the backward is by formula and not counted ({reason}),"
+        f" which {direction}"
+    )
+
+
+def _config_of_folder(path: Any) -> Mapping[str, Any] | None:
+    try:
+        config: Mapping[str, Any] = json.loads(
+            (Path(str(path)) / "config.json").read_text(encoding="utf-8")
+        )
+    except (OSError, ValueError):
+        return None
+    return config
+
+
+@lru_cache(maxsize=64)
+def _counted(config: str, sequence: int, precision: str, on_cores: bool) -> Counted | None:
+    try:
+        with without_failed_operators():
+            return _count(json.loads(config), sequence, precision, on_cores)
+    except Exception:  # `plait train` reports the error when it builds the model
+        return None
+
+
+def _count(config: dict[str, Any], sequence: int, precision: str, on_cores: bool) -> Counted:
+    dropping = drops(config)
+    if dropping and on_cores:
+        return _count_model(built(config, dropout=True), sequence, precision, dropping=True)
+    counted_model = _count_model(built(config, dropout=False), sequence, precision, dropping=False)
+    if not dropping or not counted_model.none.scores:
+        return counted_model
+    scores = (
+        _saved_bytes(built(config, dropout=True), sequence, precision).scores
+        - counted_model.none.scores
+    )
+    width = 2 if precision in ("bf16", "fp16") else 4
+
+    # A mask is a byte an element on GPUs, and on CPU cores as wide as the result.
+    return replace(counted_model, dropped_scores=max(scores, 0.0) * (1 + width) / (2 * width))
+
+
+def _count_model(model: nn.Module, sequence: int, precision: str, *, dropping: bool) -> Counted:
+    blocks, shares = _keep_one_block_per_kind(model)
+    lengths = _lengths(model, blocks, sequence, precision)
+    long = _run(model, blocks, "none", lengths[0], precision)
+    short = _run(model, blocks, "none", lengths[1], precision)
+    results = _run(model, blocks, "selective", lengths[0], precision)
+    inputs = _run(model, blocks, "full", lengths[0], precision)
+    return Counted(
+        none=_extrapolate(long.saved(shares), short.saved(shares), lengths, sequence),
+        operators=SavedBytes(results.saved(shares), 0.0),
+        full=inputs.saved(shares),
+        working=_extrapolate(long.working, short.working, lengths, sequence),
+        dropping=dropping,
+    )
+
+
+def _saved_bytes(model: nn.Module, sequence: int, precision: str) -> SavedBytes:
+    """Return the saved bytes without recomputation."""
+    blocks, shares = _keep_one_block_per_kind(model)
+    lengths = _lengths(model, blocks, sequence, precision)
+    long = _run(model, blocks, "none", lengths[0], precision).saved(shares)
+    short = _run(model, blocks, "none", lengths[1], precision).saved(shares)
+    return _extrapolate(long, short, lengths, sequence)
+
+
+def _lengths(
+    model: nn.Module, blocks: tuple[str, ...], sequence: int, precision: str
+) -> tuple[int, int]:
+    """Return two sequence lengths, from whose bytes the growth with the length is derived.
+
+    Some recurrences of Transformers call operators per token. A count of a full sequence would take
+    minutes to hours, so they are run with few tokens.
+    """
+    calls = []
+    for length in (4, 8):
+        with _CountCalls() as mode:
+            _run(model, blocks, "none", length, precision)
+        calls.append(mode.count)
+    most = sequence
+    if calls[1] > calls[0]:
+        # Twice the tokens take more calls: the model has a recurrence.
+        most = min(sequence, _RECURRENT_TOKENS)
+    return most, max(most // 2, 1)
+
+
+class _CountCalls(TorchFunctionMode):
+    """Counts the calls of torch's functions."""
+
+    count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _keep_one_block_per_kind(model: nn.Module) -> tuple[tuple[str, ...], list[float]]:
+    """Truncate the lists of blocks of a model to one block of each kind.
+
+    Returns:
+        Names of the remaining blocks, and the share of all blocks that each of them stands for.
+    """
+    names = find_blocks(model)
+    kinds = {name: (name.rpartition(".")[0], *_kind(model.get_submodule(name))) for name in names}
+    many = Counter(kinds.values())
+    lists: dict[str, list[str]] = {}
+    for name in names:
+        lists.setdefault(name.rpartition(".")[0], []).append(name)
+
+    blocks = []
+    shares = []
+    for container, inside in lists.items():
+        first = {kinds[name]: index for index, name in reversed(list(enumerate(inside)))}
+        run = min(max(first.values()) + 1, _MAX_BLOCKS)
+        blocks += inside[:run]
+        shares += [
+            many[kinds[name]] / len(names) if first[kinds[name]] == index else 0.0
+            for index, name in enumerate(inside[:run])
+        ]
+        del cast("nn.ModuleList", model.get_submodule(container))[run:]
+
+    return tuple(blocks), [share / sum(shares) for share in shares]
+
+
+def _kind(block: nn.Module) -> tuple[Any, ...]:
+    """Return a key that is equal for blocks that save the same bytes.
+
+    It consists of modules, shapes of parameters, and attention windows."""
+    shapes = tuple((name, tuple(parameter.shape)) for name, parameter in block.named_parameters())
+    windows = tuple(bool(getattr(module, "is_sliding", False)) for module in block.modules())
+    return tuple(type(module).__name__ for module in block.modules()), shapes, windows
+
+
+def _extrapolate(
+    at_long: float, at_short: float, lengths: tuple[int, int], sequence: int
+) -> SavedBytes:
+    """Compute the bytes per token at the planned length from those at two lengths.
+
+    Recurrences are run with few tokens. Nothing of theirs grows with the length, and bytes per
+    sequence are spread over more tokens.
+    """
+    long, short = lengths
+    if long < sequence:
+        each = (at_long * long - at_short * short) / max(long - short, 1)
+        return SavedBytes(each + (at_long - each) * long / sequence, 0.0)
+    each = max((at_long - at_short) / max(long - short, 1), 0.0)
+    return SavedBytes(at_long - each * long, each * sequence)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Result of one forward and backward."""
+
+    trace: StageTrace
+    tokens: int
+
+    def saved(self, shares: list[float]) -> float:
+        """Return the saved bytes per token, averaged over blocks."""
+        by_block = zip(shares, self.trace.figures.kept, strict=True)
+        return sum(share * nbytes for share, nbytes in by_block) / self.tokens
+
+    @property
+    def working(self) -> float:
+        """Bytes per token at the peak of a block's backward, except those of earlier blocks."""
+        saved = self.trace.figures.kept
+        peak = max(
+            moment.peak.activations + moment.peak.temporaries - sum(saved[: moment.unit])
+            for moment in self.trace.moments.backward
+            if moment.unit >= 0
+        )
+        return peak / self.tokens
+
+
+def _run(
+    model: nn.Module, blocks: tuple[str, ...], mode: BlockMode, length: int, precision: str
+) -> _Run:
+    recompute = Recompute(mode=mode, every=1)
+    alone = cast("Any", SimpleNamespace())  # stands in for a mesh, which is not used
+    dry = DryModel(
+        model,
+        lambda fake: (recompute.apply(Parts(fake, blocks), alone), None),
+        device=torch.device("cpu"),
+        batch=token_batch(_SAMPLES, length),
+        compute_dtype={"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision),
+        loss_fn=causal_lm_loss,
+        forward=lambda _: default_forward,
+    )
+    return _Run(dry.trace()[0], _SAMPLES * length)

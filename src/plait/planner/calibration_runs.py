@@ -1,19 +1,33 @@
-"""Runs and priors of a live calibration: layouts to measure, and constants from measured rates.
+"""Runs and priors of a calibration: layouts to measure, constants from rates, and measured runs.
 
 A few short runs are chosen that separate the constants from each other. The rates of the device
-become the priors of the fit. The engine measures; this module is pure.
+become the priors of the fit. The engine measures; this module is pure. `runs_of` turns
+measured runs into a job, which calibration fits to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from plait.planner import hardware
+from plait.planner.architecture import Architecture
 from plait.planner.constants import Knowledge
-from plait.planner.hardware import FAMILIES, DeviceSpec
-from plait.planner.job import RECOMPUTE, SCHEDULES
-from plait.planner.traffic import BASE, INSIDE_STEP
+from plait.planner.hardware import DEVICE_FAMILIES, PRECISIONS, DeviceSpec, stack
+from plait.planner.job import (
+    RECOMPUTE,
+    SCHEDULES,
+    Framework,
+    Job,
+    Layouts,
+    plait,
+    with_compiled_blocks,
+)
+from plait.planner.step_time import BASE, INSIDE_STEP
 
 RATE_WIDTH = 0.15
 """Uncertainty of a rate that was measured alone, compared to that in a step, as a logarithm."""
@@ -43,7 +57,7 @@ def priors_from_rates(
         processes: Processes of one machine that were measured together.
         precision: Precision of the products.
     """
-    family = FAMILIES[int(device.family)]
+    family = DEVICE_FAMILIES[int(device.family)]
     suffix = ""
     crowd = 1.0
     if family == "cpu":
@@ -139,3 +153,116 @@ def _layout(
         "micro_batch": micro,
         "accumulation": batch // (replicate * shard * micro),
     }
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Measured run of Plait.
+
+    Attributes:
+        gpu: Device of the catalogue.
+        machine: Processor and threads per process if the device is a CPU. Empty for GPUs.
+        devices: Number of processes.
+        devices_per_node: Processes per machine.
+        precision: Name in `hardware.PRECISIONS`.
+        compiled: Whether blocks were compiled.
+        sequence: Tokens per sample.
+        architecture: Fields of `Architecture`.
+        layout: Fields of `Layouts`; schedule and recompute by name.
+        seconds: Measured seconds per step.
+        bytes: Peak of the fullest rank's allocator. None if the memory of the process was measured.
+        predicted_seconds: Seconds per step predicted with the constants that ship.
+        predicted_bytes: Peak bytes predicted with the constants that ship.
+        steps: Number of timed steps.
+        at: Time of the measurement, ISO 8601.
+    """
+
+    gpu: str
+    machine: str
+    devices: int
+    devices_per_node: int
+    precision: str
+    compiled: bool
+    sequence: int
+    architecture: Mapping[str, Any]
+    layout: Mapping[str, Any]
+    seconds: float
+    bytes: float | None = None
+    predicted_seconds: float | None = None
+    predicted_bytes: float | None = None
+    steps: int = 0
+    at: str = ""
+
+
+@dataclass(frozen=True)
+class MeasuredRuns:
+    """Measured runs as one job, for `calibrate`.
+
+    Attributes:
+        job: The runs, one entry each.
+        seconds: Seconds per step [runs]; NaN if not measured.
+        peaks: Peak bytes and their kind (allocated, reserved, total) per run; None if not measured.
+    """
+
+    job: Job
+    seconds: NDArray[np.float64]
+    peaks: Sequence[tuple[float, str] | None]
+
+    def take(self, indices: NDArray[np.int64]) -> MeasuredRuns:
+        """Return the runs at these indices."""
+        return MeasuredRuns(
+            self.job.take(indices), self.seconds[indices], [self.peaks[index] for index in indices]
+        )
+
+
+def facts_of(model: Architecture) -> dict[str, Any]:
+    """Return the fields of an Architecture as plain values."""
+    values = asdict(model)
+    for name, value in values.items():
+        if hasattr(value, "item"):
+            values[name] = value.item()
+    return values
+
+
+def layout_facts(layout: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a layout with schedule and recomputation by name."""
+    values = {f.name: layout.get(f.name, getattr(Layouts(), f.name)) for f in fields(Layouts)}
+    return values | {
+        "schedule": SCHEDULES[int(values["schedule"])],
+        "recompute": RECOMPUTE[int(values["recompute"])],
+    }
+
+
+def runs_of(measured: Iterable[Measured]) -> MeasuredRuns:
+    """Convert at least one measured run to a job."""
+    runs = list(measured)
+    models = [Architecture(**run.architecture) for run in runs]
+    devices = [
+        hardware.cluster(run.gpu, run.devices, devices_per_node=run.devices_per_node).device
+        for run in runs
+    ]
+
+    job = Job(
+        model=stack(models),
+        device=stack(devices),
+        framework=stack([_framework(run) for run in runs]),
+        layouts=Layouts.of([_layout_of_run(run) for run in runs]),
+        sequence=np.array([run.sequence for run in runs]),
+        precision=np.array([PRECISIONS.index(run.precision) for run in runs]),
+        own=all(
+            not run.compiled and model.is_counted for run, model in zip(runs, models, strict=True)
+        ),
+    )
+    peaks = [None if run.bytes is None else (run.bytes, "allocated") for run in runs]
+    return MeasuredRuns(job, np.array([run.seconds for run in runs], dtype=float), peaks)
+
+
+def _framework(run: Measured) -> Framework:
+    framework = plait(precision=run.precision)
+    return with_compiled_blocks(framework) if run.compiled else framework
+
+
+def _layout_of_run(run: Measured) -> dict[str, Any]:
+    schedule = SCHEDULES.index(run.layout["schedule"])
+    recompute = RECOMPUTE.index(run.layout["recompute"])
+    return {**run.layout, "schedule": schedule, "recompute": recompute}

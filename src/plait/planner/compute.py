@@ -13,11 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from plait.parallel.context.families import WITH_CAPPED_SCORES
+from plait.planner.architecture import Products, again_share, products_of
 from plait.planner.constants import Rates
-from plait.planner.frameworks import ATTENTION
 from plait.planner.hardware import PRECISIONS, Numbers
-from plait.planner.job import RECOMPUTE, Job, recompute_share
-from plait.planner.products import Products, again_share, products_of
+from plait.planner.job import ATTENTION, RECOMPUTE, Job, recompute_share
 
 _TILE = (128, 256)
 """Rows and columns of a product per multiprocessor: the usual tile of cuBLAS since Ampere."""

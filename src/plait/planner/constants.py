@@ -16,8 +16,8 @@ from importlib.resources import files
 
 import numpy as np
 
-from plait.planner.frameworks import Framework
-from plait.planner.hardware import FAMILIES, DeviceSpec, Numbers
+from plait.planner.hardware import DEVICE_FAMILIES, DeviceSpec, Numbers
+from plait.planner.job import Framework
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,8 @@ class Rates:
     def by_family(self, name: str, device: DeviceSpec) -> Numbers:
         """Return the constant `name` of each candidate's device family."""
         return np.choose(
-            np.asarray(device.family), [self.values[f"{name}.{family}"] for family in FAMILIES]
+            np.asarray(device.family),
+            [self.values[f"{name}.{family}"] for family in DEVICE_FAMILIES],
         )
 
     def on(self, name: str, device: DeviceSpec) -> Numbers:

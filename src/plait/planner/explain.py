@@ -8,12 +8,10 @@ from typing import Any
 
 from plait.errors import ConfigError
 from plait.planner.calibrate import Calibration
-from plait.planner.choice import LayoutChoice
-from plait.planner.fixed import format_fixed
 from plait.planner.job import CONTEXT, RECOMPUTE, SCHEDULES
-from plait.planner.offers import RECOMPUTE_NAMES
-from plait.planner.search import Plan, plan
-from plait.planner.step import TERMS
+from plait.planner.offers import RECOMPUTE_NAMES, format_fixed
+from plait.planner.search import LayoutChoice, Plan, plan
+from plait.planner.step_time import STEP_TERMS
 
 
 @dataclass(frozen=True)
@@ -120,7 +118,7 @@ def why(
 
     alternative = other.best[0]
     differences = sorted(
-        ((name, winner.terms[name], alternative.terms[name]) for name in TERMS),
+        ((name, winner.terms[name], alternative.terms[name]) for name in STEP_TERMS),
         key=lambda entry: -abs(entry[2] - entry[1]),
     )
     name, ours, theirs = max(differences, key=lambda entry: entry[2] - entry[1])
@@ -141,7 +139,7 @@ def why(
     reason = (
         f"{text} is {slower:.1%} slower ({alternative.seconds:.3g} s, not {winner.seconds:.3g} s): "
     )
-    reason += f"{TERMS[name]} takes {theirs:.3g} s, not {ours:.3g} s"
+    reason += f"{STEP_TERMS[name]} takes {theirs:.3g} s, not {ours:.3g} s"
     if winner.seconds_high > alternative.seconds and slower < 0.1:
         reason += "; the difference is within the uncertainty"
     return Comparison(text, winner, alternative, reason, tuple(differences))

@@ -19,13 +19,13 @@ import yaml
 from plait.cluster.machines import Topology
 from plait.errors import InputError
 from plait.names import did_you_mean
-from plait.units import GIB
+from plait.sizes import GIB
 
 T = TypeVar("T")
 Numbers = Any
 """Scalar, or array with one entry per candidate."""
 
-FAMILIES = ("volta", "ampere", "hopper", "blackwell", "cdna3", "cpu")
+DEVICE_FAMILIES = ("volta", "ampere", "hopper", "blackwell", "cdna3", "cpu")
 """Device families. Devices of one family share fitted constants."""
 
 _HOST_GIB = {"volta": 64, "ampere": 128, "hopper": 256, "blackwell": 256, "cdna3": 256, "cpu": 8}
@@ -78,7 +78,7 @@ class DeviceSpec:
 
         Kernels are not queued there, and communication uses the cores that compute.
         """
-        return np.asarray(self.family) == FAMILIES.index("cpu")
+        return np.asarray(self.family) == DEVICE_FAMILIES.index("cpu")
 
 
 @cache
@@ -113,7 +113,7 @@ def device(name: str) -> DeviceSpec:
     return DeviceSpec(
         name=key,
         title=entry["title"],
-        family=FAMILIES.index(entry["family"]),
+        family=DEVICE_FAMILIES.index(entry["family"]),
         memory_bytes=entry["memory_gib"] * GIB,
         memory_bandwidth=entry["memory_tb_s"] * 1e12,
         link_bandwidth=link["gb_s"] * 1e9,

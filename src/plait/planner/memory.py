@@ -13,17 +13,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from plait.planner.architecture import products_of, saved_columns
+from plait.planner.block_bytes import logits_bytes, saved_bytes
 from plait.planner.constants import Rates
-from plait.planner.hardware import FAMILIES, PRECISIONS, Numbers
+from plait.planner.hardware import DEVICE_FAMILIES, PRECISIONS, Numbers
 from plait.planner.job import RECOMPUTE, Job, Layouts, recompute_share, stage_layers
-from plait.planner.own import logits_bytes, saved_bytes
-from plait.planner.peak import MOMENTS as OWN_MOMENTS
-from plait.planner.peak import RANKS, States, moments
+from plait.planner.peak_moments import MOMENTS as OWN_MOMENTS
+from plait.planner.peak_moments import RANKS, States, moments
 from plait.planner.pipeline import in_flight, in_flight_last
-from plait.planner.products import products_of, saved_columns
-from plait.units import GIB, MIB
+from plait.sizes import GIB, MIB
 
-TERMS = {
+MEMORY_TERMS = {
     "weights": "weights",
     "gradients": "gradients",
     "optimizer": "optimizer states",
@@ -152,7 +152,7 @@ def _memory_by_formula(job: Job, rates: Rates, states: States | None) -> Memory:
                 for each in moments_of_step
             ],
         )
-        for name in TERMS
+        for name in MEMORY_TERMS
     }
     return _with_slack(job, rates, terms, moment)
 
@@ -166,7 +166,7 @@ def _largest_moment(
     there = {"first": np.ones_like(pp, dtype=bool), "last": pp > 1, "inner": pp > 2}
     offset = MOMENTS.index(OWN_MOMENTS[0])
     most = chosen = np.zeros(1)
-    terms: dict[str, Numbers] = dict.fromkeys(TERMS, 0.0)
+    terms: dict[str, Numbers] = dict.fromkeys(MEMORY_TERMS, 0.0)
 
     for rank in ranks:
         if not there[rank].any():
@@ -178,7 +178,9 @@ def _largest_moment(
                 continue
             most = np.where(larger, total, most)
             chosen = np.where(larger, offset + index, chosen)
-            terms = {name: np.where(larger, part.get(name, 0.0), terms[name]) for name in TERMS}
+            terms = {
+                name: np.where(larger, part.get(name, 0.0), terms[name]) for name in MEMORY_TERMS
+            }
 
     return terms, chosen.astype(int)
 
@@ -187,7 +189,7 @@ def _with_slack(job: Job, rates: Rates, terms: dict[str, Numbers], moment: Numbe
     at = job.layouts
     allocated = sum(terms.values())
     groups = sum(np.asarray(degree) > 1 for degree in (at.tp, at.pp, at.cp, at.dp, at.ep))
-    on_gpu = np.asarray(job.device.family) != FAMILIES.index("cpu")
+    on_gpu = np.asarray(job.device.family) != DEVICE_FAMILIES.index("cpu")
     context = np.where(on_gpu, 0.8 * GIB + 0.25 * GIB * groups, 0.3 * GIB) * rates["memory:context"]
     moving = terms["activations"] + terms["working"] + terms["logits"] + terms["gathered"]
     slack = job.framework.slack * rates["memory:slack"] * moving + 0.01 * allocated

@@ -1,19 +1,40 @@
 """Techniques that this version of Plait runs, which the search may propose.
 
 Pairs that do not work together are those of `parallel.compatibility`.
+
+`split_of` has the restrictions of tensor, context and pipeline parallelism per model family. The
+engine decides from the model itself (`model.plans`); tests build every family named here and
+compare. For other families no tensor parallelism is planned, and the plan prints the reason.
+
+`parse_fixed` reads layout fields that a user fixes: `tp=4`, `stage=3`, `recompute=full`.
+
+Note [Relief]
+    Measures that reduce the memory of a layout are recomputation, a chunked loss, and the optimizer
+    on the host.
+    A layout is first priced with the least computation and with the least memory. The measures
+    between these ends are only tried if the first does not fit and the second does. The optimizer
+    is moved to the host only if nothing else fits.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+from numpy.typing import NDArray
 
 from plait.cluster.layout import Layout
-from plait.errors import ConfigError
-from plait.parallel.compatibility import refuse_incompatible
+from plait.errors import ConfigError, Problem
+from plait.model.experts import SPLIT_FAMILIES
+from plait.parallel.context.families import FAMILIES
+from plait.parallel.order import refuse_incompatible
 from plait.parallel.schedules import schedule as tables
 from plait.parallel.technique import TechniqueContext
 from plait.parallel.techniques.compile import Compile
-from plait.planner.job import RECOMPUTE, SCHEDULES
+from plait.planner.architecture import Architecture
+from plait.planner.hardware import DEVICE_FAMILIES, DeviceSpec, Numbers
+from plait.planner.job import CONTEXT, RECOMPUTE, SCHEDULES, Layouts
 
 SCHEDULE_NAMES = {
     "gpipe": "gpipe",
@@ -99,3 +120,330 @@ def offered(*, compiled: bool = False) -> Offers:
         kinds = ("none", "full")
     offers = Offers(True, tuple(SCHEDULE_NAMES), kinds, True, compiled)
     return replace(offers, pipeline=offers.refusal(tp=1, pp=2) is None)
+
+
+WHOLE_ATTENTION = ("gpt2", "gpt_bigcode", "codegen", "bloom", "mpt", "phi3", "olmo2", "glm", "glm4")
+"""Families with fused or jointly normalized queries, keys and values.
+
+Their projections are split and the outputs gathered, so that every rank computes all heads.
+"""
+SPLIT = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "phi",
+    "olmo",
+    "granite",
+    "cohere",
+    "cohere2",
+    "starcoder2",
+    "gptj",
+    "stablelm",
+    "gpt_neox",
+    "smollm3",
+    "persimmon",
+    "nemotron",
+    "exaone4",
+    "helium",
+    "opt",
+    *WHOLE_ATTENTION,
+)
+"""Families whose layers are known to split."""
+_NO_SEQUENCE = {"opt": "OPT's blocks flatten batch and sequence into one dimension before the MLP"}
+
+
+@dataclass(frozen=True)
+class Split:
+    """Restrictions for a model. Each is a reason why a technique is not planned, or None."""
+
+    tensor: str | None = None
+    sequence: str | None = None
+    whole_attention: bool = False
+    context: str | None = None
+    """Reason against context parallelism."""
+    pipeline: str | None = None
+    with_experts: bool = False
+    """True if tensor parallelism requires that ep splits the experts over its ranks.
+
+    Otherwise each of these ranks would compute all experts.
+    """
+
+
+def split_of(model: Architecture) -> Split:
+    """Return the restrictions for a model."""
+    return replace(_split_of(model), pipeline=str(model.uncut) or None)
+
+
+def _split_of(model: Architecture) -> Split:
+    kind = str(model.model_type)
+    context = None
+    if kind not in FAMILIES:
+        context = f"{kind} is not among the families whose sequences are cut: {', '.join(FAMILIES)}"
+    if model.experts and (kind not in SPLIT_FAMILIES or model.latent_rank):
+        rule = f"{kind} has experts, beside which the planner splits no attention of its kind"
+        return Split(tensor=rule, sequence="no tensor parallelism", context=context)
+    if model.experts:
+        return Split(context=context, with_experts=True)
+    if kind not in SPLIT:
+        rule = (
+            f"how {kind} splits is not known to the planner; `plait layout` asks the model itself"
+        )
+        return Split(tensor=rule, sequence="no tensor parallelism", context=context)
+
+    dropout = bool(model.dropout or model.attention_dropout or model.embedding_dropout)
+    sequence = _NO_SEQUENCE.get(kind)
+    if sequence is None and dropout and kind in WHOLE_ATTENTION:
+        sequence = (
+            "dropout is on, and every rank computes all of attention, of which each would drop"
+            " other places"
+        )
+
+    if context is None and dropout:
+        context = "dropout is on, which parts of a sequence do not draw as one process does"
+    return Split(sequence=sequence, whole_attention=kind in WHOLE_ATTENTION, context=context)
+
+
+LOSS_CHUNK = 1024
+"""Tokens per chunk of the loss."""
+ON_HOST = (0.25, 0.5, 0.75, 1.0)
+"""Shares of the parameters whose optimizer states are on the host.
+
+The other parameters are updated on the device, which is faster.
+"""
+
+
+@dataclass(frozen=True)
+class Relief:
+    """Values of the fields of `Layouts` that reduce memory."""
+
+    recompute: int = 0
+    every: int = 1
+    kept_operators: float = 0.0
+    loss_chunk: int = 0
+    offload: float = 0.0
+
+
+@dataclass(frozen=True)
+class Reliefs:
+    """Measures that the offers and the fixed fields allow."""
+
+    on_device: tuple[Relief, ...]
+    """Measures with the optimizer on the device, the lightest first. If the host is fixed, they are
+    on the host.
+    """
+    on_host: tuple[Relief, ...]
+    """Measures with the optimizer on the host; empty if that is fixed or not offered."""
+
+    @property
+    def ends(self) -> tuple[Relief, ...]:
+        """Lightest measure, and those that need the least memory on the device and on the host.
+
+        The latter come without and with recomputation, because split backwards have none.
+        """
+        ends = [*self.on_device[:1]]
+        for reliefs in (self.on_device, self.on_host):
+            without = [relief for relief in reliefs if not relief.recompute]
+            ends += [*without[-1:], *reliefs[-1:]]
+        return tuple(dict.fromkeys(ends))
+
+    def between(self, *, on_host: bool) -> tuple[Relief, ...]:
+        """Return the measures that are not `ends`."""
+        ends = self.ends
+        reliefs = self.on_host if on_host else self.on_device
+        return tuple(relief for relief in reliefs if relief not in ends)
+
+
+def reliefs_of(offers: Offers, device: DeviceSpec, fixed: Mapping[str, int]) -> Reliefs:
+    """Return the measures for a device."""
+    full, operators, budget = (RECOMPUTE.index(name) for name in ("full", "operators", "budget"))
+    kinds = {
+        "none": [Relief()],
+        "selective": [Relief(RECOMPUTE.index("selective"))],
+        "operators": [Relief(operators, every) for every in (4, 2, 1)],
+        "budget": [Relief(budget, kept_operators=share) for share in (0.75, 0.5, 0.25)],
+        "full": [Relief(full, every) for every in (4, 3, 2, 1)],
+    }
+    if fixed.get("every", 1) > 1:
+        # An interval has no meaning for blocks that do not recompute.
+        kinds |= {"none": [], "selective": []}
+    if "every" in fixed:
+        kinds |= {
+            "operators": [Relief(operators, fixed["every"])],
+            "full": [Relief(full, fixed["every"])],
+            "budget": [],
+        }
+
+    chunks = (fixed["loss_chunk"],) if "loss_chunk" in fixed else (0, LOSS_CHUNK)
+    reliefs = [
+        relief for kind, choices in kinds.items() if kind in offers.recompute for relief in choices
+    ]
+    reliefs = [
+        measure
+        for measure in reliefs
+        if fixed.get("recompute", measure.recompute) == measure.recompute
+    ]
+    reliefs = [replace(measure, loss_chunk=tokens) for measure in reliefs for tokens in chunks]
+    shares = (fixed["offload"] / 100,) if fixed.get("offload", 0) else ON_HOST
+    on_host = tuple(replace(measure, offload=share) for share in shares for measure in reliefs)
+
+    # The memory of a CPU device is host memory already.
+    offered = offers.offload and int(device.family) != DEVICE_FAMILIES.index("cpu")
+    if fixed.get("offload", 0):
+        return Reliefs(on_host if offered else (), ())
+    return Reliefs(tuple(reliefs), on_host if offered and "offload" not in fixed else ())
+
+
+def splits_backward(schedule: Numbers) -> NDArray[np.bool_]:
+    """Return True if a schedule, an index into SCHEDULES, has split backwards."""
+    return np.isin(np.asarray(schedule), [SCHEDULES.index(name) for name in SPLIT_BACKWARD])
+
+
+def relieves(layouts: Layouts) -> NDArray[np.bool_]:
+    """Return True if a layout can have its measures.
+
+    Split backwards do not recompute, a budget counts all experts, and the host supports sharded
+    states without expert parallelism only.
+    """
+    recomputes = np.asarray(layouts.recompute) > 0
+    halves = splits_backward(layouts.schedule)
+    budget = np.asarray(layouts.recompute) == RECOMPUTE.index("budget")
+    split = np.asarray(layouts.ep) > 1
+    on_host = np.asarray(layouts.offload) > 0
+
+    return (
+        ~(recomputes & halves)
+        & ~(budget & split)
+        & ~(on_host & (split | (np.asarray(layouts.stage) == 0)))
+    )
+
+
+def relieved(layouts: Layouts, reliefs: tuple[Relief, ...]) -> Layouts:
+    """Return every layout with every measure that it can have."""
+    count = np.size(layouts.tp)
+    base = layouts.take(np.repeat(np.arange(count), len(reliefs)))
+    relieved_layouts = replace(
+        base,
+        **{
+            f.name: np.tile([getattr(relief, f.name) for relief in reliefs], count)
+            for f in fields(Relief)
+        },
+    )
+    return relieved_layouts.take(relieves(relieved_layouts))
+
+
+FIXABLE = (
+    *(
+        "tp",
+        "pp",
+        "sp",
+        "vpp",
+        "schedule",
+        "cp",
+        "context",
+        "ep",
+        "dp_replicate",
+        "dp_shard",
+        "stage",
+    ),
+    *("recompute", "every", "offload", "loss_chunk", "micro_batch", "accumulation"),
+)
+"""Fields that a user can fix."""
+_MAX_DIGITS = 9
+"""Digits of the largest degree or count that is accepted."""
+_OTHER_NAMES = {
+    "zero": "stage",
+    "mbs": "micro_batch",
+    "micro-batch": "micro_batch",
+    "dp-shard": "dp_shard",
+    "dp-replicate": "dp_replicate",
+}
+
+
+_NAMED_VALUES = {
+    "schedule": {name: index for index, name in enumerate(SCHEDULES)} | SCHEDULE_INDEX,
+    "recompute": RECOMPUTE_INDEX,
+    "context": {name: index for index, name in enumerate(CONTEXT)},
+    "offload": {
+        "none": 0,
+        **{f"{share:.0%}": round(100 * share) for share in ON_HOST if share < 1},
+        "all": 100,
+    },
+}
+"""Values with names, as a configuration writes them."""
+_BOUNDS = {"sp": (0, 1), "stage": (0, 3), "loss_chunk": (0, 10**_MAX_DIGITS - 1)}
+
+
+def parse_fixed(texts: list[str] | tuple[str, ...]) -> dict[str, int]:
+    """Parse texts such as `tp=4`, `stage=3`, `recompute=full`, or several separated by commas.
+
+    Returns:
+        Numbers by field. A named value becomes its index (`recompute`, `schedule`, `context`), or
+        a percentage (`offload`).
+
+    Raises:
+        ConfigError: A field or value is unknown, or a field has two values.
+    """
+    fixed: dict[str, int] = {}
+    for text in (part.strip() for argument in texts for part in argument.split(",")):
+        name, _, value = text.partition("=")
+        name = name.strip()
+        value = value.strip()
+        key = _OTHER_NAMES.get(name, name)
+        if key not in FIXABLE or not value:
+            raise ConfigError(
+                Problem(
+                    text,
+                    None,
+                    "not a field of a layout with a value",
+                    f"use one of {', '.join(FIXABLE)}, for example tp=4",
+                )
+            )
+        values = _NAMED_VALUES.get(key)
+        if values is not None:
+            if value not in values:
+                raise ConfigError(
+                    Problem(name, value, "not a value of it", f"use {', '.join(values)}")
+                )
+            number = values[value]
+        else:
+            if value.lower() in ("true", "false", "yes", "no"):
+                value = str(int(value.lower() in ("true", "yes")))
+            number = -1
+            if value.isascii() and value.isdigit() and len(value) <= _MAX_DIGITS:
+                number = int(value)
+            least, most = _BOUNDS.get(key, (1, 10**_MAX_DIGITS - 1))
+            if not least <= number <= most:
+                raise ConfigError(
+                    Problem(
+                        name,
+                        value,
+                        f"not a whole number from {least} to {most}",
+                        f"write for example {name}={max(least, 1)}",
+                    )
+                )
+        if fixed.get(key, number) != number:
+            raise ConfigError(
+                Problem(
+                    name,
+                    value,
+                    "is asked for a second time, with another value",
+                    "keep one of them",
+                )
+            )
+        fixed[key] = number
+
+    return fixed
+
+
+def format_fixed(fixed: Mapping[str, int]) -> str:
+    """Return fixed fields as a user writes them, which `parse_fixed` reads."""
+    names = {
+        key: {value: name for name, value in table.items()} for key, table in _NAMED_VALUES.items()
+    }
+    return ", ".join(
+        f"{key}={names.get(key, {}).get(value, value)}" for key, value in fixed.items()
+    )

@@ -13,23 +13,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from plait.config.dialects.examine import examine, value_at
-from plait.config.dialects.overrides import apply_override
-from plait.config.reading.source import Document
+from plait.config.dialects.examine import apply_override, examine, value_at
 from plait.config.resolving.resolve import load, outline
+from plait.config.source import Document
 from plait.errors import InputError, raise_problems
 from plait.files import write_atomically_in_folder
 from plait.hashing import sha256_of
-from plait.planner.choice import LayoutChoice
-from plait.planner.estimate import lower_end
+from plait.planner.calibration_runs import facts_of, layout_facts
 from plait.planner.job import CONTEXT, RECOMPUTE, SCHEDULES
-from plait.planner.measured import facts_of, layout_facts
-from plait.planner.memory import TERMS as MEMORY_TERMS
+from plait.planner.memory import MEMORY_TERMS as MEMORY_TERMS
 from plait.planner.offers import RECOMPUTE_NAMES, SCHEDULE_NAMES
-from plait.planner.request import Request
-from plait.planner.search import Plan
-from plait.planner.step import TERMS
-from plait.units import GIB
+from plait.planner.request import Request, lower_end
+from plait.planner.search import LayoutChoice, Plan
+from plait.planner.step_time import STEP_TERMS
+from plait.sizes import GIB
 
 
 def config_of(
@@ -177,7 +174,7 @@ def choice_as_json(choice: LayoutChoice) -> dict[str, Any]:
             "tokens_per_second": choice.tokens_per_second,
             "mfu": choice.mfu,
             "terms_seconds": dict(choice.terms),
-            "meaning": TERMS,
+            "meaning": STEP_TERMS,
         },
         "memory": {
             "allocated_bytes": choice.allocated,

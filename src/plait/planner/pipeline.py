@@ -1,17 +1,37 @@
-"""Closed forms for pipeline schedules: idle time and micro-batches in flight.
+"""Pipeline schedules in the planner: idle time, and what a rank holds during a step.
 
 Idle shares are published formulas, or were read from torch's action lists. For the best candidates
 an event simulation of the schedule's table refines them. Micro-batches in flight here are those of
-other frameworks; those of Plait's ranks follow from their actions (`holdings`). Units are the time
-and activations of one micro-batch in one stage.
+other frameworks; those of Plait's ranks follow from their actions (`holdings`, below). Units are
+the time and activations of one micro-batch in one stage.
+
+`holdings` counts the tensors that a rank of Plait holds: micro-batches in flight and gradients. The
+counts follow from the order of the rank's actions, which is also what the runtime executes
+(`parallel.schedules.schedule.row_of`). Stages of unequal size, odd numbers of micro-batches and
+split backwards are therefore exact. GPipe and 1F1B have one stage per rank and simple formulas.
+Schedules without a table are treated as 1F1B.
+
+Note [Peaks of a rank]
+    The moment of the peak depends on sizes that are not known here. The moment with the largest sum
+    is therefore stored for each of several assumptions about relative sizes (`_WEIGHTS`).
+    `peak_moments` later computes the bytes of these COUNT moments and takes the largest.
 """
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from plait.parallel.schedules.schedule import SCHEDULES as TABLES
+from plait.parallel.schedules.schedule import Kind, problems_of, row_of
 from plait.planner.hardware import Numbers
 from plait.planner.job import SCHEDULES, Layouts
+from plait.planner.offers import SCHEDULE_NAMES
 
 _IDLE = {
     "none": 0.0,
@@ -95,3 +115,290 @@ def in_flight_last(layouts: Layouts) -> Numbers:
     return np.minimum(
         np.choose(np.asarray(layouts.schedule), np.broadcast_arrays(*deepest)), micro_batches
     )
+
+
+_ROUNDS = 3
+"""Rounds of micro-batches of interleaved stages after which the pattern repeats."""
+_WEIGHTS = (
+    (0.0, 0.0, 0.0, 0.0),
+    (0.6, 0.0, 0.0, 1.0),
+    (0.6, 0.1, 0.0, 1.0),
+    (0.6, 0.1, 0.1, 1.0),
+    (0.6, 1.0, 0.0, 1.0),
+    (0.6, 1.0, 1.0, 1.0),
+    (0.3, 10.0, 10.0, 0.3),
+    (0.6, 0.1, 0.0, 10.0),
+)
+"""Assumed sizes relative to the saved tensors of a block.
+
+They are: deferred gradients of a block, gradients of its weights, gradients of a stage that has
+finished, and what a loss saves. See Note [Peaks of a rank].
+"""
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Counts of the tensors that a rank holds at the start of a backward.
+
+    Arrays have one entry per candidate, or are [COUNT, candidates] for several moments. Counts of
+    blocks are sums over micro-batches of stages, which may have different numbers of blocks.
+    """
+
+    blocks: Numbers
+    """Blocks whose saved tensors exist."""
+    deferred: Numbers
+    """Blocks with computed input gradients and deferred weight gradients."""
+    messages: Numbers
+    """Boundary activations that stages received and sent, and one that arrives early."""
+    inputs: Numbers
+    """Boundary activations if the blocks of a stage save their input anyway."""
+    fronts: Numbers
+    """Micro-batches of the model's first stage."""
+    losses: Numbers
+    """Micro-batches of the model's last stage whose backward has not started."""
+    late_losses: Numbers
+    """Micro-batches whose input gradient is computed and whose weight gradients are not yet."""
+    growing: Numbers
+    """Blocks of stages with some of their backwards done in this step."""
+    ended: Numbers
+    """Blocks of stages with all of their backwards done."""
+    root: Numbers
+    """1 if parameters outside of the blocks had some of their backwards."""
+    root_ended: Numbers
+    """1 if they had all of their backwards."""
+    running: Numbers
+    """Blocks of the stage that is in its backward; 0 if there is no such moment."""
+    head: Numbers
+    """1 if this is the model's last stage, and its loss is in memory."""
+    ends_root: Numbers
+    """1 if this is the last backward of parameters outside of the blocks."""
+
+
+_USUAL_MOMENT = 2
+"""Index into _WEIGHTS of the moment that is the peak most often."""
+COUNT = len(_WEIGHTS)
+"""Number of moments per kind."""
+_COLUMN = {field.name: index for index, field in enumerate(fields(Holding))}
+_FIELDS = len(_COLUMN)
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """Moments at which a rank may have its peak."""
+
+    headed: Holding
+    """Moments with the model's last stage in its backward; zeros on a rank without it."""
+    others: Holding
+    """Moments with another stage in its backward."""
+    endings: Holding | None
+    """Moments with a stage in its last backward of the step, after which its gradients are
+    complete.
+
+    None in a first estimate.
+    """
+    closing: Holding
+    """Last backward of the rank."""
+
+
+def holdings(
+    rows: Sequence[NDArray[np.float64]],
+    row_indices: NDArray[np.int64],
+    *,
+    every_moment: bool = True,
+) -> Holdings:
+    """Return the holdings of candidates.
+
+    Args:
+        rows: Results of `rank_holdings` for different pipelines.
+        row_indices: Index into `rows` of every candidate.
+        every_moment: False returns only the most usual moment of each kind, for a fast first
+            estimate.
+    """
+    table = np.stack(rows, axis=-1)  # [kinds, COUNT, fields, rows]
+    selected = slice(None)
+    if not every_moment:
+        selected = slice(_USUAL_MOMENT, _USUAL_MOMENT + 1)
+
+    def chosen(moments: NDArray[np.float64]) -> Holding:
+        return Holding(
+            *(np.take(moments[..., place, :], row_indices, axis=-1) for place in range(_FIELDS))
+        )
+
+    headed, others = (chosen(kind[selected]) for kind in table[:2])
+    return Holdings(headed, others, chosen(table[2]) if every_moment else None, chosen(table[3, 0]))
+
+
+@lru_cache(maxsize=100_000)
+def rank_holdings(
+    kind: int, pp: int, microbatches: int, rank: int, blocks: tuple[int, ...]
+) -> NDArray[np.float64]:
+    """Return the holdings of a pipeline rank as [kinds, COUNT, fields].
+
+    Args:
+        kind: Index into SCHEDULES.
+        pp: Number of ranks.
+        microbatches: Micro-batches per step.
+        rank: The rank.
+        blocks: Blocks per stage of the rank, in the order of the model.
+    """
+    name = SCHEDULES[kind]
+    if name in ("zbv", "dualpipev") and pp > 1:
+        # Stages form a V: the last stage is on the first rank.
+        stages: tuple[int, ...] = (rank, 2 * pp - 1 - rank)
+    else:
+        stages = tuple(range(rank, pp * len(blocks), pp))
+
+    table = SCHEDULE_NAMES.get(name, "1f1b")
+    if len(stages) > 1 and not problems_of(
+        table, pp=pp, microbatches=microbatches, stages_per_rank=len(stages)
+    ):
+        moments, endings = _moments_of_table(table, pp, microbatches, rank, stages, blocks)
+    else:
+        moments, endings = _moments_without_table(name, pp, microbatches, rank, stages, sum(blocks))
+
+    has_head = moments[:, _COLUMN["head"]] > 0
+    kinds = []
+    for candidates in (moments[has_head], moments[~has_head], endings):
+        if len(candidates):
+            kinds.append(_select_moments(candidates))
+        else:
+            kinds.append(np.zeros((COUNT, _FIELDS)))
+
+    closing = np.repeat(endings[-1:], COUNT, axis=0)
+    return np.stack([*kinds, closing])
+
+
+def _select_moments(moments: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the moments with the largest sums by each of _WEIGHTS."""
+    names = ("blocks", "deferred", "growing", "ended", "losses", "late_losses")
+    blocks, deferred, growing, ended, losses, late = (moments[:, _COLUMN[name]] for name in names)
+    # Among equal moments, the one with more of everything else.
+    besides = 1e-6 * moments.sum(axis=1)
+    sums = (
+        blocks + a * deferred + b * growing + c * ended + d * (losses + late) + besides
+        for a, b, c, d in _WEIGHTS
+    )
+    return np.stack([moments[np.argmax(most)] for most in sums])
+
+
+def _moments_without_table(
+    name: str, pp: int, microbatches: int, rank: int, stages: tuple[int, ...], blocks: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return all moments, and those that end a stage, of GPipe and 1F1B.
+
+    Schedules without a table are priced for comparison only: all stages of a rank count as one.
+    """
+    first = 0 in stages
+    last = pp * len(stages) - 1 in stages
+    messages = 2 * len(stages) - first - last
+    inputs = len(stages)
+    # GPipe runs all forwards before the first backward.
+    deepest = microbatches
+    if name != "gpipe":
+        deepest = min(microbatches, pp - rank)
+
+    def moment(flight: int, *, grown: bool, early: int = 1) -> list[float]:
+        return [
+            flight * blocks,
+            0,
+            flight * messages + early,
+            flight * inputs + early,
+            flight * first,
+            (flight - 1) * last,
+            0,
+            grown * blocks,
+            0,
+            grown,
+            0,
+            blocks,
+            last,
+            1,
+        ]
+
+    has_several = microbatches > 1
+    later = deepest if microbatches > deepest else max(deepest - 1, 1)
+    return np.array(
+        [moment(deepest, grown=False), moment(later, grown=has_several)], dtype=float
+    ), np.array([moment(1, grown=has_several, early=0)], dtype=float)
+
+
+def _moments_of_table(
+    table: str,
+    pp: int,
+    microbatches: int,
+    rank: int,
+    stages: tuple[int, ...],
+    blocks: tuple[int, ...],
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return all moments, and those that end a stage, of a schedule with a table."""
+    of_row, kinds = _row(
+        table, pp, _representative_micro_batches(table, pp, microbatches), len(stages), rank
+    )
+    last = pp * len(stages) - 1
+    is_stage = of_row[:, None] == np.array(stages)
+    stage_index = is_stage.argmax(axis=1)
+
+    def before(*which: Kind) -> NDArray[np.int64]:
+        """Return how many of these actions of each stage are done before every action."""
+        done = np.cumsum(is_stage & np.isin(kinds, which)[:, None], axis=0)
+        return np.concatenate([np.zeros_like(done[:1]), done[:-1]])
+
+    forward = before(Kind.FORWARD)
+    ended = before(Kind.BACKWARD, Kind.WEIGHT)
+    in_flight = forward - ended
+    deferred = before(Kind.INPUT) - before(Kind.WEIGHT)
+    forwards = (is_stage & (kinds == Kind.FORWARD)[:, None]).sum(axis=0)
+    begun = ended > 0
+    finished = ended >= forwards
+    stage_blocks = np.array(blocks)
+    is_first = np.array(stages) == 0
+    is_last = np.array(stages) == last
+    ends = is_first | is_last
+
+    # A stage that sends to another of its rank shares with it what it sends.
+    message = 2 - is_first - is_last - np.array([stage - 1 in stages for stage in stages])
+    # The loss is not in memory during a separate backward of the weights.
+    halves = kinds == Kind.WEIGHT
+    index = np.arange(len(kinds))
+    ends_stage = np.isin(kinds, (Kind.BACKWARD, Kind.WEIGHT)) & (
+        ended[index, stage_index] == forwards[stage_index] - 1
+    )
+    head = is_last[stage_index] & ~halves
+    root_over = finished[:, ends].all(axis=1) & ends.any()
+    still_open = (~finished & ends).sum(axis=1)
+    has_next = index < len(kinds) - 1
+    columns = [
+        in_flight @ stage_blocks,
+        deferred @ stage_blocks,
+        in_flight @ message + has_next,
+        in_flight.sum(axis=1) + has_next,
+        in_flight @ is_first,
+        np.maximum((in_flight - deferred) @ is_last - head, 0),
+        deferred @ is_last,
+        (begun & ~finished) @ stage_blocks,
+        finished @ stage_blocks,
+        begun[:, ends].any(axis=1) & ~root_over,
+        root_over,
+        stage_blocks[stage_index],
+        head,
+        ends_stage & ends[stage_index] & (still_open == 1),
+    ]
+    moments = np.stack(columns, axis=1).astype(float)
+    return moments[kinds != Kind.FORWARD], moments[ends_stage]
+
+
+@lru_cache(maxsize=10_000)
+def _row(
+    table: str, pp: int, microbatches: int, each: int, rank: int
+) -> tuple[NDArray[np.int64], NDArray[Any]]:
+    """Return the stages and kinds of a rank's actions, in order."""
+    row = row_of(table, pp=pp, microbatches=microbatches, stages_per_rank=each, rank=rank)
+    return np.array([action.stage for action in row]), np.array([action.kind for action in row])
+
+
+def _representative_micro_batches(table: str, pp: int, microbatches: int) -> int:
+    """Return a number of micro-batches with all different moments of a longer step."""
+    if TABLES[table].placement == "v":
+        return min(microbatches, 3 * pp)
+    rounds = max(1, microbatches // pp)
+    return microbatches // rounds * min(rounds, _ROUNDS)

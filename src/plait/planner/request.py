@@ -1,4 +1,7 @@
-"""Request of a plan (model, devices, batch), and its candidates as jobs to price."""
+"""Request of a plan (model, devices, batch), and its candidates as jobs to price.
+
+`estimate` computes time and memory of candidates in one call, by the closed forms.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +12,50 @@ from typing import Any
 import numpy as np
 
 from plait.errors import InputError, Problem, raise_problems
-from plait.planner.constants import Rates
-from plait.planner.counted import Counted, counted, not_counted
-from plait.planner.estimate import Estimate, estimate
-from plait.planner.frameworks import plait, with_compiled_blocks
-from plait.planner.hardware import PRECISIONS, Cluster
-from plait.planner.job import Job, Layouts
-from plait.planner.memory import States
+from plait.planner.built import Counted, counted, not_counted
+from plait.planner.constants import Rates, knowledge
+from plait.planner.hardware import PRECISIONS, Cluster, Numbers
+from plait.planner.job import Job, Layouts, plait, with_compiled_blocks
+from plait.planner.memory import Memory, States, memory_bytes
 from plait.planner.models import Model
-from plait.planner.offers import Offers, offered
+from plait.planner.offers import Offers, Split, offered, split_of
 from plait.planner.space import Space, build_space
-from plait.planner.splits import Split, split_of
 from plait.planner.states import account_states
-from plait.units import SHORT_NAMES
+from plait.planner.step_time import Step, step_seconds
+from plait.sizes import SHORT_NAMES
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Predicted cost of candidates; arrays with one entry each."""
+
+    step: Step
+    memory: Memory
+
+    @property
+    def seconds(self) -> Numbers:
+        """Seconds per optimizer step."""
+        return self.step.seconds
+
+
+def estimate(job: Job, rates: Rates | None = None, states: States | None = None) -> Estimate:
+    """Predict time and memory of every candidate.
+
+    Args:
+        job: The candidates.
+        rates: Constants. None uses the shipped constants.
+        states: Bytes of model states. None computes them from the framework's bytes per parameter.
+    """
+    rates = rates or knowledge().rates
+    return Estimate(step_seconds(job, rates), memory_bytes(job, rates, states))
+
+
+def lower_end(value: float, high: float) -> float:
+    """Return the lower end of an interval around `value` with the upper end `high`.
+
+    Intervals are symmetric in the logarithm.
+    """
+    return value**2 / high
 
 
 @dataclass(frozen=True)

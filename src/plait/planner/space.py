@@ -17,12 +17,19 @@ from numpy.typing import NDArray
 
 from plait.errors import ConfigError, Problem
 from plait.planner.architecture import Architecture
-from plait.planner.fixed import format_fixed
 from plait.planner.hardware import Cluster
 from plait.planner.job import CONTEXT, SCHEDULES, Layouts
-from plait.planner.offers import Offers
-from plait.planner.relief import Relief, Reliefs, reliefs_of, relieved, relieves, splits_backward
-from plait.planner.splits import Split
+from plait.planner.offers import (
+    Offers,
+    Relief,
+    Reliefs,
+    Split,
+    format_fixed,
+    reliefs_of,
+    relieved,
+    relieves,
+    splits_backward,
+)
 
 _MAX_MICRO_BATCH = 64
 _MAX_CHUNKS = 8
@@ -76,7 +83,7 @@ class Space:
     def between(
         self, seconds: NDArray[np.float64], fits: NDArray[np.bool_], *, within: float = 1.3
     ) -> Layouts | None:
-        """Return further candidates between the ends of Note [Relief] in `plait.planner.relief`.
+        """Return further candidates between the ends of Note [Relief] in `plait.planner.offers`.
 
         Args:
             seconds: Predicted seconds of the candidates.

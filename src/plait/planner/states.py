@@ -16,17 +16,16 @@ from typing import Any
 import numpy as np
 
 from plait.model.facts import ModelFacts, ParameterFacts
-from plait.model.outer_units import LEAST_SHARE
+from plait.model.outer_layers import LEAST_SHARE
 from plait.parallel.accounting.ledger import Ledger
-from plait.parallel.pipeline.balance import cut
+from plait.parallel.pipeline.account import cut
 from plait.parallel.techniques.data_parallel import DataParallel
 from plait.parallel.techniques.mixed_precision import Precision
 from plait.planner.architecture import Architecture
 from plait.planner.hardware import PRECISIONS
-from plait.planner.holdings import Holdings, holdings, rank_holdings
 from plait.planner.job import SCHEDULES, Job, Layouts
-from plait.planner.peak import States, Units
-from plait.planner.pipeline import in_flight
+from plait.planner.peak_moments import States, Units
+from plait.planner.pipeline import Holdings, holdings, in_flight, rank_holdings
 
 _MASTER_BYTES = 4
 """Bytes of a parameter. Plait's optimizer updates float32 parameters unless `model.dtype` differs.

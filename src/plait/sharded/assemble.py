@@ -1,42 +1,142 @@
-"""Sharding of a checked model in place: its layout, its weights, and the hooks of its steps."""
+"""Sharding of a checked model in place: its layout, its weights, and the hooks of its steps.
+
+All checks of a model and a configuration that need no process group, run once.
+
+`plait train` runs them before it starts any process, `initialize` and `parallelize` before they
+change the model. The results of the checks (the plan of tensor parallelism, the stages of a
+pipeline) are kept, so that nothing is traced twice.
+
+`load_state_dict` of full tensors into a sharded model.
+
+Each rank loads its slice of every parameter. torch itself cannot copy a plain tensor into a
+DTensor.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from plait.cluster.mesh import Mesh, build_mesh
+from plait._torch.modules import own_parameters
+from plait._torch.tensors import local_window
+from plait.cluster import accelerator
+from plait.cluster.mesh import Groups, Mesh, build_mesh
 from plait.cluster.topology import place
 from plait.comm.watch import WATCH
 from plait.config.resolving.resolve import Resolved, load, resolve
 from plait.config.schema.config import Config
-from plait.dryrun.rank_activations import solved_recompute
+from plait.dryrun.dry_model import solved_recompute
 from plait.errors import InputError, warn
 from plait.losses.loss import Loss
+from plait.model.blocks import find_blocks
 from plait.model.experts import find_experts
 from plait.model.plans import TensorPlan, small_split_warning
-from plait.optim.disk_files import build_disk_tier
+from plait.optim.disk_optimizer import build_disk_tier
+from plait.optim.optimizer import refuse_nothing_to_train
 from plait.parallel import materialise
-from plait.parallel.buffers import bind_sync_batch_norm
-from plait.parallel.full_state import accept_full_tensors
+from plait.parallel.data.buffers import bind_sync_batch_norm
 from plait.parallel.micro_batches import Forward, default_forward
-from plait.parallel.order import apply_all, attach_all
-from plait.parallel.parts import Parts
+from plait.parallel.order import apply_all, attach_all, check_all, groups_of
+from plait.parallel.parameter_layout import like_parameter
+from plait.parallel.parts import Parts, Plans
 from plait.parallel.precision.optimizer_states import refuse_cut_blocks
 from plait.parallel.techniques.data_parallel import watch_shards_of
-from plait.sharded.alike import refuse_different_ranks
-from plait.sharded.check import CheckedModel
+from plait.sharded.alike import refuse_different_ranks, refuse_without_replicas
 from plait.sharded.load_weights import load_weights
-from plait.sharded.misuse import check_placement, explain_methods, warn_of_no_blocks
+from plait.sharded.misuse import (
+    check_placement,
+    explain_methods,
+    refuse_unfit_layers,
+    warn_of_no_blocks,
+)
 from plait.sharded.pretrained import weights_of
-from plait.sharded.saved_folders import refuse_partial_folders
-from plait.sharded.shards_as_weights import refuse_copies, refuse_pickled_shards
+from plait.sharded.shards_as_weights import (
+    refuse_copies,
+    refuse_partial_folders,
+    refuse_pickled_shards,
+)
+
+
+@dataclass(frozen=True)
+class CheckedModel:
+    """A model that the techniques of a configuration can be applied to.
+
+    Attributes:
+        model: The unsharded model.
+        resolved: The configuration.
+        blocks: Names (FQNs) of the model's repeated blocks.
+        plans: Results of the techniques' checks.
+        groups: Process groups that the techniques need, besides one per axis.
+    """
+
+    model: nn.Module
+    resolved: Resolved
+    blocks: tuple[str, ...]
+    plans: Plans
+    groups: Groups
+
+    @property
+    def parts(self) -> Parts:
+        """The model in the form that techniques are applied to."""
+        return Parts(model=self.model, blocks=self.blocks, plans=self.plans)
+
+    def with_resolved(self, resolved: Resolved) -> CheckedModel:
+        """Return a copy with another configuration.
+
+        It may differ only in settings that no check reads.
+        """
+        return replace(self, resolved=resolved)
+
+
+def checked_model(model: nn.Module, resolved: Resolved) -> CheckedModel:
+    """Check a model against a configuration. Changes nothing.
+
+    Raises:
+        ConfigError: A setting does not fit the model or the layout.
+        ModelError: The model cannot be trained, or cannot be split as the configuration says.
+    """
+    refuse_nothing_to_train(model)
+    refuse_without_replicas(resolved)
+    blocks = find_blocks(model, resolved.blocks or None)
+    refuse_unfit_layers(model, resolved)
+    context = resolved.context(device_type=accelerator.available_type(), model=model, blocks=blocks)
+    plans = check_all(context)
+    return CheckedModel(model, resolved, blocks, plans, groups_of(replace(context, plans=plans)))
+
+
+def accept_full_tensors(model: nn.Module) -> None:
+    """Let `load_state_dict` of a model, or of a part of it, also take full tensors."""
+    for module in model.modules():
+        if any(isinstance(parameter, DTensor) for parameter in own_parameters(module).values()):
+            module.register_load_state_dict_pre_hook(_slice_full_tensors)
+
+
+def _slice_full_tensors(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
+) -> None:
+    """Replace full tensors of the right shape by this rank's slice.
+
+    Tensors of a wrong shape stay, because torch's error names them.
+    """
+    own_parameters_by_name: dict[str, Any] = {**own_parameters(module)}
+    for leaf, parameter in own_parameters_by_name.items():
+        value: Any = state_dict.get(f"{prefix}{leaf}")
+        if not isinstance(parameter, DTensor) or type(value) not in (torch.Tensor, nn.Parameter):
+            continue
+        # torch's error names a tensor of another shape.
+        if value.shape == parameter.shape:
+            local = value.detach()[local_window(parameter)].to(parameter.device)
+            state_dict[f"{prefix}{leaf}"] = like_parameter(local, parameter)
+
 
 WeightFiller = Callable[..., None]
 """Function (model, whole=, filled=) that fills every parameter and persistent buffer of a rank.

@@ -19,8 +19,7 @@ from torch import nn
 from plait.cluster import accelerator
 from plait.model.adapters import without_wrapper
 from plait.parallel.micro_batches import CACHES
-from plait.parallel.pipeline.stage import StagedModel
-from plait.parallel.pipeline.stage_cache import StageCaches
+from plait.parallel.pipeline.stage import StageCaches, StagedModel
 
 
 def arguments_of(model: nn.Module) -> frozenset[str]:

@@ -21,7 +21,7 @@ from plait.cluster.small_messages import all_gather_objects
 from plait.errors import InputError
 from plait.parallel.techniques.data_parallel import free_gathered
 from plait.sharded.model import ShardedModel
-from plait.units import MIB
+from plait.sizes import MIB
 
 WeightBucket = dict[str, torch.Tensor]
 """Full tensors by name. Tied names share one tensor and are in one bucket."""

@@ -22,9 +22,9 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from plait._torch.dtensor import local_window
+from plait._torch.tensors import local_window
 from plait.errors import CheckpointError
-from plait.model.tied import tied_names
+from plait.model.layers import tied_names
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"

@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from plait._torch.passes import begin_sharded
+from plait.cluster.layout import crossing_warning, refuse_wider_than_a_node
 from plait.cluster.mesh import Mesh
-from plait.cluster.placement import refuse_wider_than_a_node, warning
 from plait.cluster.topology import discover, place
 from plait.config.resolving.resolve import Resolved
 from plait.errors import ConfigError, InputError, ModelError, Problem, warn
@@ -22,7 +22,7 @@ from plait.losses.loss import PerSample
 from plait.optim.optimizer import needs_closure, refuse_sharded
 from plait.parallel.hooks import StepHook
 from plait.parallel.parts import Parts
-from plait.parallel.pipeline.stage_cache import StageCaches
+from plait.parallel.pipeline.stage import StageCaches
 
 MIXED_TENSORS = "got mixed torch.Tensor and DTensor"
 """Part of torch's message for an operator that receives a shard and a full tensor."""
@@ -71,7 +71,7 @@ def check_placement(resolved: Resolved) -> None:
         return
     machines = discover()
     refuse_wider_than_a_node(resolved.layout, machines)
-    note = warning(resolved.layout, machines)
+    note = crossing_warning(resolved.layout, machines)
     if note and place().rank == 0:
         warn(note)
 

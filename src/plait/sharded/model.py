@@ -2,6 +2,12 @@
 
 It knows micro-batches, gradients and step hooks. It has no LR schedule and no files, which belong
 to the engine, and no optimizer: its caller passes one to `stepper`, and the result to `update`.
+
+Ownership of a model: it belongs to the engine or `ParallelModel` that it was passed to last.
+
+A replicated model is a plain module and may be passed on. Its previous owner removes its hooks, and
+raises an error when it is used. A model that was split (shards, tensor or pipeline parallelism) has
+changed for good and is refused.
 """
 
 from __future__ import annotations
@@ -14,33 +20,32 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DataParallel as TorchDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
-from plait.cluster.fake_group import is_fake
 from plait.cluster.mesh import Mesh
+from plait.cluster.process_groups import is_fake
 from plait.cluster.small_messages import broadcast_object
-from plait.comm import board
-from plait.comm.desync import ComparedCollectives
+from plait.comm import hang
+from plait.comm.failures import ComparedCollectives
 from plait.comm.watch import WATCH
-from plait.config.resolving.batch import CALLER_SOURCE, MICRO_KEY
 from plait.config.resolving.resolve import Resolved
-from plait.errors import InputError, NumbersError
+from plait.config.resolving.resolved_parts import CALLER_SOURCE, MICRO_KEY
+from plait.errors import InputError, ModelError, NumbersError
 from plait.losses.chunked_loss import DeferredLogits
 from plait.optim.backward_optimizer import BackwardOptimizer
 from plait.optim.disk_optimizer import DiskTier
-from plait.optim.gradient_norm import global_norm
 from plait.parallel.hooks import Hooks, StepEnd
 from plait.parallel.micro_batches import CACHES, Forward, micro_batches, to_device, with_cache
 from plait.parallel.parts import Parts
 from plait.parallel.pipeline.cut_check import LossFunction
-from plait.parallel.precision.loss_scale import LossScaler
 from plait.parallel.techniques.data_parallel import free_after_evaluation, free_gathered
+from plait.parallel.techniques.mixed_precision import LossScaler
 from plait.parallel.techniques.pipeline_parallel import PipelineRank
 from plait.sharded.cache import cache_argument, new_cache
-from plait.sharded.finite import non_finite_error
-from plait.sharded.guard import Guard, RunningForwards
+from plait.sharded.guard import Guard, RunningForwards, UnchangedParameters
 from plait.sharded.misuse import refuse_cache, refuse_resized
-from plait.sharded.step import StepOutcome, Stepper
-from plait.sharded.unchanged import UnchangedParameters
+from plait.sharded.step import StepOutcome, Stepper, global_norm, non_finite_error
 
 _ATTRIBUTE = "_plait"
 """Attribute of a user's model that refers to its `ShardedModel`."""
@@ -173,7 +178,7 @@ class ShardedModel:
         Args:
             last: Whether the micro-batch is the last of its step.
         """
-        WATCH.phase(board.FORWARD)
+        WATCH.phase(hang.FORWARD)
         refuse_resized(self._shapes)
         for callback in self.hooks.before_microbatch:
             callback(last)
@@ -331,7 +336,7 @@ class ShardedModel:
                 all ranks before anything has changed.
         """
         self.guard.check_update(stepper.optimizer)
-        WATCH.phase(board.UPDATE)
+        WATCH.phase(hang.UPDATE)
         self.finish_reduction()
         self.guard.reduced = False
 
@@ -449,7 +454,7 @@ class ShardedModel:
         self._evaluating_thread = threading.get_ident()
         self.model.eval()
         try:
-            with self.guard.running("forward"), WATCH.during(board.EVALUATION):
+            with self.guard.running("forward"), WATCH.during(hang.EVALUATION):
                 yield
         finally:
             self.is_evaluating = False
@@ -533,3 +538,43 @@ def owner_of(model: nn.Module) -> ShardedModel | None:
 # Pickled models refer to this name.
 def _nobody() -> None:
     return None
+
+
+def refuse_taken(model: nn.Module) -> None:
+    """Raise ModelError for a model that is already wrapped or split."""
+    if isinstance(model, DistributedDataParallel | TorchDataParallel):
+        raise ModelError(
+            f"the model is already wrapped in {type(model).__name__}, which would reduce every"
+            " gradient twice; pass the inner model (`model.module`) and delete the wrapping line:"
+            " Plait does its work"
+        )
+    # DeepSpeed marks the parameters that it has partitioned with `ds_id`.
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        raise ModelError(
+            "the model's parameters were cut by DeepSpeed itself (its zero.Init, or Transformers' "
+            "HfDeepSpeedConfig), and this process has a part of them; leave that out, and build "
+            "the model with plait.from_pretrained(name)"
+        )
+    owner = owner_of(model)
+    if owner is not None and owner.is_cut:
+        layout = owner.mesh.layout
+        raise ModelError(
+            f"the model was already sharded by Plait (ZeRO stage {owner.parts.zero_stage},"
+            f" parallel.pp {layout.pp},"
+            f" parallel.tp {layout.tp}), and its parameters are parts now; build it again (under"
+            " torch.device('meta'), at no cost) and load its checkpoint, or go on with the engine"
+            " that it has"
+        )
+    if any(isinstance(module, FSDPModule | DistributedDataParallel) for module in model.modules()):
+        raise ModelError(
+            "part of the model is already sharded or wrapped (fully_shard or"
+            " DistributedDataParallel); pass the plain model"
+        )
+
+
+def take_over(model: nn.Module) -> None:
+    """Release a model from its previous owner, if it has one."""
+    owner = owner_of(model)
+    if owner is not None:
+        owner.release()
+        owner.mesh.leave()

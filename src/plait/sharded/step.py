@@ -5,28 +5,107 @@ Note [Skipping a step]
     depends on the global norm and on the global loss only, and both are the same number on every
     rank after their all-reduce. A skipped step changes no state except the loss scale: neither
     parameters nor optimizer states nor the LR schedule.
+
+The global norm counts each element once on every layout and needs one all-reduce.
+
+The error of a step that is not finite names the ranks whose loss is not finite and the first bad
+gradient.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from plait._torch.dtensor import local_tensor
+from plait._torch.tensors import local_tensor
 from plait.cluster.mesh import Mesh
-from plait.errors import InputError
+from plait.cluster.small_messages import all_gather_bytes
+from plait.comm.hang import format_ranks
+from plait.errors import InputError, NumbersError
 from plait.optim.backward_optimizer import BackwardOptimizer
 from plait.optim.disk_optimizer import DiskTier
-from plait.optim.gradient_math import multiply_all
-from plait.optim.gradient_norm import clip_factor, global_norm, norm_of_norms
+from plait.optim.gradient_math import joined_norm, multiply_all, norms_of
 from plait.optim.lr_schedules import Scheduler, ScheduleSource
-from plait.parallel.precision.loss_scale import LossScaler
-from plait.parallel.reduction import sharded_axes
+from plait.parallel.parameter_layout import Reduction, sharded_axes
+from plait.parallel.techniques.mixed_precision import LossScaler
+
+
+def clip_factor(norm: torch.Tensor, largest: float) -> torch.Tensor:
+    """Return min(1, largest / (norm + 1e-6)), as torch and DeepSpeed do."""
+    return torch.clamp(largest / (norm + 1e-6), max=1.0)
+
+
+@torch.no_grad()
+def global_norm(
+    grads: Iterable[torch.Tensor], mesh: Mesh, *, tier: DiskTier | None = None
+) -> torch.Tensor:
+    """Return the Euclidean norm over all gradients: 0-dimensional, float64.
+
+    Collective over the model-parallel ranks.
+
+    Args:
+        grads: Gradients of this rank, plain or DTensor.
+        mesh: Mesh of the ranks.
+        tier: Files with the gradients, if they are not all in memory at once.
+    """
+    by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
+    for grad in grads:
+        by_axes.setdefault(sharded_axes(grad), []).append(local_tensor(grad))
+
+    local_norms: dict[tuple[str, ...], torch.Tensor] = {}
+    for axes, members in by_axes.items():
+        if tier is None:
+            norms = norms_of(members)
+        else:
+            norms = [norm for buffered in tier.walk(members) for norm in norms_of(buffered)]
+        local_norms[axes] = joined_norm(norms)
+    return _norm_over_ranks(local_norms, mesh)
+
+
+@torch.no_grad()
+def norm_of_norms(
+    norms: Iterable[tuple[tuple[str, ...], torch.Tensor]], mesh: Mesh
+) -> torch.Tensor:
+    """Return the result of `global_norm`, with the same bits, from norms of local gradients.
+
+    Collective over the model-parallel ranks.
+
+    Args:
+        norms: (sharded mesh dimensions, `norms_of` this rank's shard) of every gradient, in the
+            order of `global_norm`.
+        mesh: Mesh of the ranks.
+    """
+    by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
+    for axes, norm in norms:
+        by_axes.setdefault(axes, []).append(norm)
+    return _norm_over_ranks({axes: joined_norm(members) for axes, members in by_axes.items()}, mesh)
+
+
+def _norm_over_ranks(by_axes: Mapping[tuple[str, ...], torch.Tensor], mesh: Mesh) -> torch.Tensor:
+    """Return the global norm from local norms, keyed by the mesh dimensions of their shards."""
+    squares = []
+    # Sorted, so that the rounding of the sum does not depend on the order of parameters.
+    for axes, norm in sorted(by_axes.items(), key=lambda entry: entry[0]):
+        square = (norm**2).to(mesh.device)  # Gradients may be on the host.
+        # If another rank counts a replica, 0 times the square is added here. This keeps NaN and
+        # infinity.
+        squares.append(square if Reduction(axes).counts_at(mesh.coordinates) else square * 0)
+
+    if squares:
+        total = sum(squares[1:], squares[0])
+    else:
+        # A pipeline stage may have nothing to train.
+        total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    group = mesh.group(*mesh.norm_axes)
+    if group is not None:
+        dist.all_reduce(total, group=group)
+    return total.sqrt()
 
 
 @dataclass(frozen=True)
@@ -226,3 +305,53 @@ def _are_finite(norm: torch.Tensor, loss: Callable[[], torch.Tensor] | None) -> 
         return math.isfinite(norm.item())
     # Reading two scalars one after the other would stall the stream twice.
     return all(map(math.isfinite, torch.stack([norm, loss()]).tolist()))
+
+
+_ROW_BYTES = 256
+"""Bytes that each rank sends: a flag for the loss, and a parameter's name, which may be cut."""
+
+
+def non_finite_error(
+    model: nn.Module, *, step: int, norm: float, loss: float | None, device: torch.device
+) -> NumbersError:
+    """Return the error of a step whose gradients or loss are not finite. Collective.
+
+    Args:
+        model: The model with the gradients of the step.
+        step: Number of the step.
+        norm: Global norm of the gradients.
+        loss: Loss of this rank, if it is known.
+        device: Device for the exchange between ranks.
+    """
+    # One row per rank: flag of the loss, name of the first bad gradient (UTF-8).
+    is_bad_loss = loss is not None and not math.isfinite(loss)
+    name = _first_bad_gradient(model).encode()[: _ROW_BYTES - 1]
+    row = bytes([is_bad_loss]) + name
+    rows = all_gather_bytes(row.ljust(_ROW_BYTES, b"\0"), device)
+
+    causes = []
+    bad_losses = [rank for rank, row in enumerate(rows) if row[0]]
+    if bad_losses:
+        causes.append(f"the loss of {format_ranks(bad_losses)} is not finite")
+    bad_gradients = [rank for rank, row in enumerate(rows) if row[1]]
+    if bad_gradients:
+        rank = bad_gradients[0]
+        parameter = rows[rank][1:].rstrip(b"\0").decode(errors="replace")
+        causes.append(f"the gradient of `{parameter}` on rank {rank} is the first that is not")
+
+    cause = "; ".join(causes) or f"the norm of all gradients is {norm}"
+    return NumbersError(
+        f"step {step}: {cause}. Nothing was updated: parameters and optimizer are those of step"
+        f" {step - 1}. Look at the batch of this step, lower the learning rate or set"
+        ' gradient_clipping; faults.non_finite = "skip" leaves such steps out'
+    )
+
+
+def _first_bad_gradient(model: nn.Module) -> str:
+    """Return the name of the first parameter on this rank with a non-finite gradient, or ""."""
+    for name, parameter in model.named_parameters():
+        if parameter.grad is None:
+            continue
+        if not bool(torch.isfinite(local_tensor(parameter.grad)).all()):
+            return name
+    return ""

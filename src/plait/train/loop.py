@@ -14,26 +14,38 @@ Note [Reading a step's numbers]
     checkpoint, the end), all of them are read first, so a checkpoint never holds a step whose
     numbers nobody has looked at. All ranks read at the same positions, so they stop at the same
     one.
+
+Clock that measures the seconds between the ends of two steps.
+
+Request of SIGINT, SIGTERM or SIGUSR1 to stop a run, which the loop reads between steps.
+
+Note [Stopping together]
+    A signal reaches the ranks at different moments, or only one of them. A rank that stopped alone
+    would leave the others waiting in a collective forever. All ranks therefore stop after the first
+    step in which any of them was asked to.
 """
 
 from __future__ import annotations
 
 import math
 import resource
+import signal
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from types import FrameType
+from typing import Any, Protocol, Self
 
 import torch
+import torch.distributed as dist
 
 from plait.checkpoint.folder import remove_old
 from plait.checkpoint.places import Place
 from plait.cluster import accelerator
-from plait.cluster.host_copy import HostCopy
+from plait.cluster.accelerator import HostCopy
 from plait.config.schema.sections import RunSection
 from plait.data.loader import BatchSource
 from plait.errors import NumbersError
@@ -46,8 +58,123 @@ from plait.events import (
     StepDone,
     Validated,
 )
-from plait.train.clock import StepClock
-from plait.train.stop import STOP_REQUESTED, StopRequest
+
+
+class StepClock:
+    """Measures the time between the ends of consecutive steps.
+
+    A GPU runs behind the program: when the numbers of a step are read, the next step may be queued
+    or even finished. The clock therefore records the end of a step as an event on the device. On a
+    CPU a step has ended when `seconds` is called.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        accelerator = torch.accelerator.current_accelerator()
+        self._device: torch.device | None = None
+        if accelerator is not None and accelerator.type == device.type:
+            self._device = device
+        self.restart()
+
+    def restart(self) -> None:
+        """Start the next measurement now."""
+        self._last = self.mark()
+        if self._last is None:
+            self._last = time.perf_counter()
+
+    def mark(self) -> Any:
+        """Record an event after the work queued so far, and return it. None on a CPU."""
+        if self._device is None:
+            return None
+        event = torch.Event(self._device, enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, end: Any) -> float:
+        """Return the seconds since the previous end, or since `restart`. Waits for the device.
+
+        Args:
+            end: Result of `mark` at the end of a step. Steps must be passed in their order.
+        """
+        previous = self._last
+        if end is None:
+            self._last = time.perf_counter()
+            return float(self._last - previous)
+
+        self._last = end
+        end.synchronize()
+        return float(previous.elapsed_time(end)) / 1e3
+
+
+# Schedulers of clusters send SIGUSR1 shortly before a time limit.
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+STOP_REQUESTED = 1
+"""Number that stands for a request of the program itself, in place of a signal.
+
+It is less than any signal of `_SIGNALS`, so that the signal wins if both occur.
+"""
+
+
+class StopRequest:
+    """Context manager that turns signals into a request to stop.
+
+    The first SIGINT, SIGTERM or SIGUSR1 is recorded. A second SIGINT raises KeyboardInterrupt.
+
+    Args:
+        on_request: Called by the signal handler when a signal is recorded.
+
+    Attributes:
+        number: Signal that was received, ASKED, or 0 without a request.
+    """
+
+    def __init__(self, *, on_request: Callable[[], None] | None = None) -> None:
+        self.number = 0
+        self._on_request = on_request
+        self._previous_handlers: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        self._previous_handlers = {
+            number: signal.signal(number, self._handle) for number in _SIGNALS
+        }
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous_handlers.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        if self.number and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.number = number
+        if self._on_request is not None:
+            self._on_request()
+
+    def ask(self) -> None:
+        """Request the end of the run, as a signal does, but with exit code 0."""
+        self.number = self.number or STOP_REQUESTED
+
+    def shared(self, *, device: torch.device, is_due: bool = False) -> torch.Tensor:
+        """Return the request of all processes of the default group. Collective.
+
+        Every process calls this in every step. Without a process group the result is the request of
+        this process. See Note [Stopping together].
+
+        Args:
+            device: Device of the result.
+            is_due: Whether a checkpoint is due by the clock of this process. Clocks differ.
+
+        Returns:
+            A float64 tensor [1] on `device`, which the loop reads together with the other numbers
+            of the step. Its integral part is the signal that stops the run, ASKED, or 0. Its
+            fraction is 0.5 if a checkpoint is due on a process with the largest integral part. A
+            run that stops writes a checkpoint anyway.
+        """
+        number = self.number + 0.5 * is_due
+        # `full` is a kernel. A tensor made from a Python number would be copied to the device.
+        request = torch.full((1,), number, dtype=torch.float64, device=device)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(request, op=dist.ReduceOp.MAX)
+        return request
 
 
 class Trainable(Protocol):

@@ -2,6 +2,8 @@
 
 `check` finds what can be wrong before any process exists: the command calls it without a process
 group. `run` is what every process then does. Both print nothing; they notify listeners.
+
+Warnings before the first step about settings that are valid but probably not intended.
 """
 
 from __future__ import annotations
@@ -17,17 +19,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from plait.checkpoint.agreement import run_on_all_ranks
 from plait.checkpoint.folder import find_checkpoint
 from plait.checkpoint.places import Place, place_of
 from plait.cluster import accelerator
 from plait.cluster.small_messages import all_gather_objects
+from plait.comm.failures import run_on_all_ranks
 from plait.config.resolving.resolve import Resolved, resolve
 from plait.config.schema.config import Config
 from plait.config.schema.sections import DataSection, ModelSection, RunSection
 from plait.data.loader import BatchSource, validation_batches
 from plait.data.prepare import PreparedData, prepare
-from plait.data.streamed_loader import StreamedSequences
+from plait.data.streamed_text import StreamedSequences
 from plait.engine import generators
 from plait.engine.build import InitializeArguments, build_engine
 from plait.engine.engine import Engine
@@ -41,12 +43,11 @@ from plait.optim.optimizer import build_optimizer
 from plait.parallel.context.families import FAMILIES, WITHOUT_DOCUMENTS
 from plait.parallel.order import check_all
 from plait.parallel.techniques.pipeline_parallel import PipelinePlan
-from plait.sharded.check import CheckedModel, checked_model
-from plait.train.build import BuiltModel, build_model, check_model
+from plait.sharded.assemble import CheckedModel, checked_model
 from plait.train.callbacks import check_callbacks, load_callbacks
-from plait.train.folder import RunFolder
-from plait.train.loop import Position, TrainingContext, train
-from plait.train.stop import StopRequest
+from plait.train.language_model import BuiltModel, build_model, check_model
+from plait.train.loop import Position, StopRequest, TrainingContext, train
+from plait.train.run_folder import RunFolder
 
 _CHECKED_STEPS = 200
 """Number of steps for which the learning-rate schedule is evaluated before the run."""
@@ -460,3 +461,43 @@ def _training_context(
         emit=emit,
         left_out=left_out,
     )
+
+
+WARMUP_PARAMETERS = ("warmup_num_steps", "num_warmup_steps")
+"""Names of the warm-up steps in schedulers of DeepSpeed and of Transformers."""
+
+
+def cautions(resolved: Resolved, *, processes: int, cores: int, on_gpus: bool) -> list[str]:
+    """Return one line per questionable setting.
+
+    Args:
+        resolved: Configuration of the run.
+        processes: Number of processes on this machine.
+        cores: Number of CPU cores of this machine.
+        on_gpus: Whether the processes compute on GPUs.
+    """
+    lines = []
+    steps = resolved.run.steps
+    warmup_steps = _warmup_steps(resolved)
+    if warmup_steps >= steps:
+        assert resolved.scheduler is not None
+        lines.append(
+            f"scheduler {resolved.scheduler.type} warms up for {warmup_steps:,} steps and the run"
+            f" has {steps:,}: its full learning rate is never reached; lower the warm-up below"
+            f" {steps:,}, or raise run.steps"
+        )
+
+    if not on_gpus and processes > 2 * cores:
+        lines.append(
+            f"{processes} processes share {cores} cores and no GPU: each step takes about"
+            f" {processes / cores:.0f} times as long as with one process per core; lower"
+            " --nproc-per-node, or run.processes and the degrees in parallel"
+        )
+    return lines
+
+
+def _warmup_steps(resolved: Resolved) -> int:
+    if resolved.scheduler is None:
+        return 0
+    values = [resolved.scheduler.params.get(name) for name in WARMUP_PARAMETERS]
+    return max((value for value in values if isinstance(value, int)), default=0)

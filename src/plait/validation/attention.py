@@ -23,7 +23,7 @@ from plait.parallel.context.kernel import (
     attend_backward,
     kernel_for,
 )
-from plait.units import dtype_name
+from plait.sizes import dtype_name
 from plait.validation.context import Context, require_real_device
 from plait.validation.rows import Verdict, verdict
 

@@ -13,7 +13,7 @@ from fnmatch import fnmatch
 from typing import Any
 
 from plait.errors import InputError
-from plait.units import GIB
+from plait.sizes import GIB
 from plait.validation.rows import Row
 from plait.validation.runner import LAUNCH_PLANNED_SECONDS
 
@@ -115,7 +115,7 @@ def _on_machine(machine: Machine, gpus: int, row: Row) -> Row:
         row = replace(row, least_limit_seconds=SIMULATED_LIMIT_SECONDS)
     if row.unavailable:
         return row
-    if not machine.transformers and not row.check.startswith(("ceilings:", "links:")):
+    if not machine.transformers and not row.check.startswith("ceilings:"):
         # Not `install_line`, which names a folder: the validation's document has no paths.
         reason = (
             "Transformers, which has the models of the checks, is not installed; pip install"
@@ -159,7 +159,7 @@ def _waits() -> list[Row]:
         return Row(
             f"waits/{name}",
             full_title,
-            "waits:per_step",
+            "profile:per_step",
             planned_seconds=planned,
             settings=settings,
         )
@@ -354,7 +354,7 @@ def _on_several_gpus(gpus: int) -> list[Row]:
         Row(
             "nccl/collectives",
             "collectives over all GPUs",
-            "links:collectives",
+            "ceilings:collectives",
             ranks,
             12,
             unavailable=without,
@@ -398,7 +398,7 @@ def _memory() -> list[Row]:
         Row(
             f"memory/{name}",
             f"peak memory of a step and its prediction: {name}",
-            "memory:peaks",
+            "device_memory:peaks",
             planned_seconds=4,
             settings={"cases": {name: config}},
         )
@@ -408,13 +408,13 @@ def _memory() -> list[Row]:
         Row(
             "offload/optimizer",
             "optimizer states in host memory: seconds per step, largest model by extrapolation",
-            "offload:optimizer",
+            "device_memory:optimizer",
             planned_seconds=17,
         ),
         Row(
             "streaming/host-rate",
             "weights streamed from host memory: share of the link",
-            "streaming:weights",
+            "device_memory:weights",
             planned_seconds=12,
             settings={"source": "host", "rate": True},
         ),
@@ -631,7 +631,7 @@ def _more_memory() -> list[Row]:
             Row(
                 f"streaming/{source}",
                 f"generation with weights streamed from {source}: the tokens of the resident model",
-                "streaming:weights",
+                "device_memory:weights",
                 planned_seconds=30,
                 settings={"source": source},
                 by_default=False,
@@ -641,7 +641,7 @@ def _more_memory() -> list[Row]:
         Row(
             "memory/two-ranks",
             "peak memory of a step and its prediction, 2 ranks",
-            "memory:peaks",
+            "device_memory:peaks",
             2,
             planned_seconds=60,
             settings={"cases": two_ranks},
@@ -652,7 +652,7 @@ def _more_memory() -> list[Row]:
             Row(
                 f"largest/{name}",
                 title,
-                "memory:largest",
+                "device_memory:largest",
                 planned_seconds=90,
                 settings={"share": share, "trains": trains},
                 own_process=True,
@@ -668,7 +668,7 @@ def _planned() -> list[Row]:
         Row(
             f"planned/{name}",
             f"one rank of a planned layout of 8 GPUs ({name} 2) and the planner's time",
-            "planned:rank_of_plan",
+            "kernels:rank_of_plan",
             planned_seconds=60,
             settings={"fixed": fixed},
             own_process=True,

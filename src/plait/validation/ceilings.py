@@ -1,19 +1,24 @@
-"""Upper limits of the device: memory bandwidth, matrix products, and the link to host memory."""
+"""Upper limits of the device: memory bandwidth, matrix products, and the link to host memory.
+
+Rates of collectives between the GPUs of this machine.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from statistics import median
 from typing import Any
 
 import torch
 
 from plait.cluster import accelerator
+from plait.comm.measure import measure_group
 from plait.errors import InputError
 from plait.planner.hardware import DeviceSpec
 from plait.planner.hardware import device as device_of
-from plait.units import GIB, MIB
+from plait.sizes import GIB, MIB
 from plait.validation.context import Context, timed
 from plait.validation.rows import NotRun, Verdict, verdict
 
@@ -135,3 +140,37 @@ def seconds_of(context: Context, operation: Callable[[], object], *, calls: int 
         context.synchronize()
         seconds.append((time.perf_counter() - started) / calls)
     return median(seconds)
+
+
+def collectives(context: Context, settings: Mapping[str, Any]) -> Verdict:
+    """Measure all-reduce, all-gather, reduce-scatter and exchange over all ranks."""
+    figure = float(datasheet(context).link_bandwidth)
+    mesh = context.group()
+    group = mesh.group("dp_replicate")
+    assert group is not None
+    seconds = 0.2 if context.is_small else 6.0
+    measured = measure_group("dp_replicate", group, None, device=context.device, seconds=seconds)
+
+    # Share of a tensor's bytes that a ring sends over each link. An all-reduce passes it twice.
+    ranks = context.world
+    sent = {
+        "all_reduce": 2 * (ranks - 1) / ranks,
+        "all_gather": (ranks - 1) / ranks,
+        "reduce_scatter": (ranks - 1) / ranks,
+        "exchange": 1.0,
+    }
+    rates = {
+        name: sent[name] / cost.seconds_per_byte
+        for name, cost in measured.whole.costs.items()
+        if name in sent and cost.seconds_per_byte
+    }
+    problem = "no all-reduce was measured"
+    if "all_reduce" in rates:
+        problem = too_slow("all_reduce", rates["all_reduce"], figure)
+    numbers = {
+        "rates": rates,
+        "datasheet": figure,
+        "least_share": LEAST_SHARE,
+        "costs": {name: asdict(cost) for name, cost in measured.whole.costs.items()},
+    }
+    return timed(context, verdict([problem] if problem else [], **numbers))

@@ -25,11 +25,19 @@ import torch
 import torch.distributed as dist
 
 from plait.cluster import accelerator
-from plait.units import format_bytes
-from plait.validation import model_parallel_peers, peers
+from plait.sizes import format_bytes
+from plait.validation import peers
 from plait.validation.ceilings import datasheet
-from plait.validation.context import Context, require, require_compiler, timed
-from plait.validation.models import TINY, WIDE, Workload, random_batch
+from plait.validation.context import (
+    TINY,
+    WIDE,
+    Context,
+    Workload,
+    random_batch,
+    require,
+    require_compiler,
+    timed,
+)
 from plait.validation.rows import NotRun, Verdict, verdict
 
 SLOWEST = 1.2
@@ -47,7 +55,7 @@ LAYERS = "throughput layers"
 """Entry of `Context.results`: number of layers that fit."""
 STEP_SECONDS = "throughput step seconds"
 """Entry of `Context.results`: (workload, median seconds of Plait's step), for the planner."""
-TRAINERS = {**peers.TRAINERS, **model_parallel_peers.TRAINERS}
+TRAINERS = {**peers.TRAINERS, **peers.MODEL_PARALLEL_TRAINERS}
 PACKAGES = {"deepspeed": "deepspeed", "fsdp2-liger": "liger_kernel", "plait-liger": "liger_kernel"}
 
 

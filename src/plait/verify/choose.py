@@ -26,9 +26,8 @@ from plait.model.blocks import find_blocks
 from plait.model.described import check_sizes, described_config, require_transformers
 from plait.model.layers import count_parameters
 from plait.planner.models import find_model, named
-from plait.units import DTYPES, format_count
+from plait.sizes import DTYPES, format_count
 from plait.verify import shrink
-from plait.verify.batches import ragged_steps
 from plait.verify.keep_float64 import keeping_float64, roundings
 from plait.verify.model_under_test import (
     Built,
@@ -36,6 +35,7 @@ from plait.verify.model_under_test import (
     build,
     call_function,
     give_weights,
+    ragged_steps,
     transformers_model,
 )
 

@@ -23,11 +23,10 @@ from plait.config.resolving.resolve import Resolved, resolve
 from plait.config.schema.config import Config, ParallelSection
 from plait.errors import ConfigError, InputError, Problem, raise_problems
 from plait.parallel.techniques.mixed_precision import Precision
-from plait.units import dtype_of
-from plait.verify.batches import ragged_steps
+from plait.sizes import dtype_of
 from plait.verify.choose import choose
 from plait.verify.keep_float64 import keeping_float64
-from plait.verify.model_under_test import Built, TestedModel, build, seed_everything
+from plait.verify.model_under_test import Built, TestedModel, build, ragged_steps, seed_everything
 
 Pass = Literal["float64", "configured"]
 Device = Literal["auto"] | DeviceType

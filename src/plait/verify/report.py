@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 
 from plait.errors import ParityError
-from plait.units import dtype_of
+from plait.sizes import dtype_of
 from plait.verify.parity import Difference, Kind, Trace, compare
 from plait.verify.plan import Pass, VerificationPlan
 

@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from plait.cluster.layout import Layout
-from plait.units import is_count, is_integer
+from plait.sizes import is_count, is_integer
 
 Fields = dict[str, Any]
 

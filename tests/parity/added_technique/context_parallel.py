@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
-from plait._torch.dtensor import local_tensor
+from plait._torch.tensors import local_tensor
 from plait.cluster.mesh import Mesh
 from plait.comm.collectives import gather_sum, shard_range
 from plait.errors import ConfigError, InputError, ModelError, Problem

@@ -9,9 +9,9 @@ from unittest.mock import Mock
 import pytest
 
 from benchmarks.chooser.__main__ import SCENES, SIZES, Scene, _chosen, _point
-from plait.comm.links import Cost, GroupLinks, Level
+from plait.comm.choose import Cost, GroupLinks, Level
 from plait.comm.measure import SIZES as MEASURED
-from plait.units import MIB
+from plait.sizes import MIB
 
 FITTED = GroupLinks(
     "dp_replicate",

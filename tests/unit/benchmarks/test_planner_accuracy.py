@@ -14,8 +14,7 @@ from benchmarks.planner_accuracy.frameworks import framework, knowledge, read_ru
 from benchmarks.planner_accuracy.predict import Prediction, evaluate
 from benchmarks.planner_accuracy.sweep import paragraph, slow_runs
 from plait.planner import constants
-from plait.planner.frameworks import Framework
-from plait.planner.job import SCHEDULES
+from plait.planner.job import SCHEDULES, Framework
 from tests.unit.cli.planning import runs_file
 from tests.unit.planner.rows import ROW
 

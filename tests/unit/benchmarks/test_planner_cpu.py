@@ -7,8 +7,8 @@ import numpy as np
 from benchmarks.planner_cpu import report
 from benchmarks.planner_cpu.layouts import BATCH, CASES, QUICK, request
 from plait.planner.calibrate import Calibration, Fit, uncalibrated
-from plait.planner.choice import price, simulate_pipelines
 from plait.planner.constants import Rates
+from plait.planner.search import price, simulate_pipelines
 
 
 def machine(**factors: float) -> Calibration:

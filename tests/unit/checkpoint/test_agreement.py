@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from plait.checkpoint.agreement import run_on_all_ranks
+from plait.comm.failures import run_on_all_ranks
 from plait.errors import CheckpointError
 
 

@@ -8,9 +8,17 @@ from itertools import pairwise, product
 import pytest
 import torch
 
-from plait.checkpoint import content
-from plait.checkpoint.content import ContentHash, tensor_blocks
-from plait.checkpoint.windows import TensorRecord, Window, inside, overlap, record_of, window_of
+from plait.checkpoint import windows as content
+from plait.checkpoint.windows import (
+    ContentHash,
+    TensorRecord,
+    Window,
+    inside,
+    overlap,
+    record_of,
+    tensor_blocks,
+    window_of,
+)
 from tests.parity.live_content import lanes_of, total
 
 DTYPES = (

@@ -16,9 +16,8 @@ import torch.distributed as dist
 
 from plait.checkpoint.folder import CheckpointFolder, candidates, remove_old
 from plait.checkpoint.load import Reader
-from plait.checkpoint.save import Snapshot, write
+from plait.checkpoint.save import Snapshot, Writer, write
 from plait.checkpoint.windows import record_of
-from plait.checkpoint.writer import Writer
 from plait.cluster.layout import Layout
 from plait.cluster.mesh import Mesh, build_mesh
 from plait.errors import CheckpointError

@@ -11,7 +11,7 @@ import pytest
 from plait.checkpoint.folder import candidates, find_checkpoint, list_complete, remove_old
 from plait.checkpoint.inspect import prune
 from plait.errors import CheckpointError
-from plait.train.folder import RunFolder
+from plait.train.run_folder import RunFolder
 from tests.checkpoints import put
 
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 import plait
-from plait.checkpoint.content import ContentHash
 from plait.checkpoint.save import snapshot, write
+from plait.checkpoint.windows import ContentHash
 from plait.cli.main import main
 from plait.cluster.layout import Layout
 from plait.cluster.mesh import build_mesh

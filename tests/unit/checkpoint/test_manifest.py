@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from plait.checkpoint.manifest import RankManifest, read_json, read_manifest
+from plait.checkpoint.format import RankManifest, read_json, read_manifest
 from plait.errors import CheckpointError
 from plait.hashing import sha256_of
 from tests.checkpoints import put

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from plait.checkpoint import load
-from plait.checkpoint.model_content import content, put_values
+from plait.checkpoint.states import model_content, put_values
 from plait.errors import InputError
 
 
@@ -32,11 +32,11 @@ class Keeps(nn.Module):
 
 def test_a_parameter_is_no_extra_state_whatever_its_name() -> None:
     model = nn.ModuleDict({"ä/b": Keeps()})
-    tensors, values = content(model)
+    tensors, values = model_content(model)
     assert list(tensors) == ["model.ä/b.my_extra_state"] and list(values) == ["ä/b._extra_state"]
     other = nn.ModuleDict({"ä/b": Keeps()})
     model["ä/b"].seen = torch.tensor(3.0)
-    put_values(other, content(model)[1])
+    put_values(other, model_content(model)[1])
     assert other["ä/b"].seen == 3
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from plait.checkpoint.optimizer_content import content, merge_stages
+from plait.checkpoint.states import merge_stages, optimizer_content
 from plait.errors import CheckpointError
 
 
@@ -25,7 +25,7 @@ def record(names: list[str]) -> dict[str, Any]:
         for kind, decay in (("weight", 0.1), ("bias", 0.0))
     ]
     optimizer = torch.optim.SGD(groups, lr=0.1)
-    return content(model, optimizer, configured=optimizer.param_groups).record
+    return optimizer_content(model, optimizer, configured=optimizer.param_groups).record
 
 
 def test_a_pipelines_record_names_the_parameters_of_every_stage(
@@ -53,4 +53,4 @@ def test_a_state_that_no_name_would_find_again(key: object) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.state[model.weight][key] = torch.zeros(2)
     with pytest.raises(CheckpointError, match="which a checkpoint cannot name"):
-        content(model, optimizer, configured=optimizer.param_groups)
+        optimizer_content(model, optimizer, configured=optimizer.param_groups)

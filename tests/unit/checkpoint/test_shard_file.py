@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from plait.checkpoint.shard_file import FileManifest, ShardReader, verify_shards, write_shards
+from plait.checkpoint.format import FileManifest, ShardReader, verify_shards, write_shards
 from plait.errors import CheckpointError
 
 TENSORS = {

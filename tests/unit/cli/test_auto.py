@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from plait.cli.planning.automatic import planned_file, refuse_auto
+from plait.cli.planning.query import planned_file, refuse_auto
 from plait.config.resolving.resolve import load, resolve
 from plait.errors import ConfigError, InputError
 

@@ -11,10 +11,9 @@ from plait.cli import calibrate as command
 from plait.cli.main import main
 from plait.cluster.topology import machine_name
 from plait.engine import calibration as live
-from plait.engine.timed_steps import TimedSteps
-from plait.planner.calibrate import calibrate
-from plait.planner.calibration_file import CalibrationOrigin, load, save
-from plait.planner.measured import runs_of
+from plait.engine.calibration import TimedSteps
+from plait.planner.calibrate import CalibrationOrigin, calibrate, load_calibration, save_calibration
+from plait.planner.calibration_runs import runs_of
 from tests.unit.cli.planning import ASKED, runs_file
 from tests.unit.planner.rows import measured
 
@@ -42,7 +41,7 @@ def test_a_plan_takes_the_constants_of_its_device_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "h100.json"
-    save(
+    save_calibration(
         out,
         calibrate(runs_of([measured(factor=1.4, index=index) for index in range(3)])),
         CalibrationOrigin("h100"),
@@ -72,7 +71,7 @@ def test_a_live_calibration_of_one_process(
     for text in ("GFLOP/s", "GB/s", "gemm.cpu", "rates measured", "error left out"):
         assert text in shown.out, text
     assert "all-reduce" not in shown.out
-    calibration, origin = load(out)
+    calibration, origin = load_calibration(out)
     assert (origin.gpu, origin.machine) == ("cpu", machine_name(1))
     assert origin.facts["runs"] == calibration.time.rows == 4
     model = tmp_path / "config.json"

@@ -9,7 +9,7 @@ import pytest
 from plait.cli import launch as verb
 from plait.cli import main as command
 from plait.cli.launching import remote
-from plait.cli.launching.settings import LaunchSettings, check
+from plait.cli.launching.launch_settings import LaunchSettings, check
 from plait.errors import ConfigError
 
 

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from plait.cli import launch
-from plait.cli.launching.settings import LaunchSettings
+from plait.cli.launching.launch_settings import LaunchSettings
 from plait.cli.train import app
 from plait.errors import ConfigError
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import plait
-from plait.cluster import allocator
+from plait.cluster import host_memory
 from plait.engine import build
 from tests.parity import cases
 from tests.pool import Pool
@@ -39,7 +39,9 @@ PAGES = 16 * 20 * 2**20 // 4096
 
 
 def faults(*, kept: bool) -> int:
-    environment = {name: value for name, value in os.environ.items() if name not in allocator.USERS}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in host_memory.USERS
+    }
     script = FAULTS.format(kept=kept)
     return int(
         subprocess.run(
@@ -58,9 +60,9 @@ def test_fewer_pages_are_zeroed() -> None:
     assert faults(kept=True) < PAGES / 100
 
 
-@pytest.mark.parametrize("name", allocator.USERS)
+@pytest.mark.parametrize("name", host_memory.USERS)
 def test_who_sets_the_allocator_keeps_it_so(name: str) -> None:
-    assert not allocator.keep_freed_memory({name: "glibc.malloc.hugetlb=1"})
+    assert not host_memory.keep_freed_memory({name: "glibc.malloc.hugetlb=1"})
 
 
 def calls(rank: int, world: int, folder: str | None) -> int:

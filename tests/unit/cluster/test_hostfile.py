@@ -6,15 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.cluster.hostfile import HostfileEntry, parse, read, select
+from plait.cluster.machines import HostfileEntry, parse_hostfile, read_hostfile, select_hosts
 from plait.errors import ConfigError, InputError
 
-FILE = parse("a slots=4\nb slots=2\nc slots=1")
+FILE = parse_hostfile("a slots=4\nb slots=2\nc slots=1")
 
 
 def test_comments_blank_lines_and_order() -> None:
     text = "# head\n\nworker-2.local slots=2  # second\n10.0.0.1   slots = 1\n"
-    assert parse(text) == (HostfileEntry("worker-2.local", (0, 1)), HostfileEntry("10.0.0.1", (0,)))
+    assert parse_hostfile(text) == (
+        HostfileEntry("worker-2.local", (0, 1)),
+        HostfileEntry("10.0.0.1", (0,)),
+    )
 
 
 @given(
@@ -28,7 +31,7 @@ def test_comments_blank_lines_and_order() -> None:
 )
 def test_what_is_written_is_read(slots: dict[str, int], comment: str) -> None:
     text = "\n".join(f"{name} slots={count}{comment}" for name, count in slots.items())
-    assert parse(text) == tuple(
+    assert parse_hostfile(text) == tuple(
         HostfileEntry(name, tuple(range(count))) for name, count in slots.items()
     )
 
@@ -48,13 +51,13 @@ def test_what_is_written_is_read(slots: dict[str, int], comment: str) -> None:
 )
 def test_wrong_lines(text: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse(text)
+        parse_hostfile(text)
     assert words in str(caught.value)
 
 
 def test_every_wrong_line_is_told() -> None:
     with pytest.raises(ConfigError) as caught:
-        parse("a\nb slots=1\nb slots=1\nc slots=x")
+        parse_hostfile("a\nb slots=1\nb slots=1\nc slots=x")
     assert [problem.field for problem in caught.value.problems] == [
         "hostfile:1",
         "hostfile:3",
@@ -64,7 +67,7 @@ def test_every_wrong_line_is_told() -> None:
 
 def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="No such file"):
-        read(tmp_path / "hosts")
+        read_hostfile(tmp_path / "hosts")
 
 
 @pytest.mark.parametrize(
@@ -81,7 +84,7 @@ def test_missing_file(tmp_path: Path) -> None:
 def test_filters_keep_the_order_of_the_file(
     include: str, exclude: str, expected: dict[str, tuple[int, ...]]
 ) -> None:
-    assert select(FILE, include=include, exclude=exclude) == tuple(
+    assert select_hosts(FILE, include=include, exclude=exclude) == tuple(
         HostfileEntry(name, slots) for name, slots in expected.items()
     )
 
@@ -99,15 +102,15 @@ def test_filters_keep_the_order_of_the_file(
 )
 def test_filters_that_make_no_sense(include: str, exclude: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        select(FILE, include=include, exclude=exclude)
+        select_hosts(FILE, include=include, exclude=exclude)
     assert words in str(caught.value)
 
 
 @given(st.sets(st.integers(0, 3), min_size=1, max_size=3))
 def test_include_and_exclude_of_the_same_slots_divide_a_machine(slots: set[int]) -> None:
     text = f"a:{','.join(map(str, slots))}"
-    kept = select(FILE, include=text)[0].slots
-    dropped = select(FILE, exclude=text)[0].slots
+    kept = select_hosts(FILE, include=text)[0].slots
+    dropped = select_hosts(FILE, exclude=text)[0].slots
     assert sorted(kept + dropped) == [0, 1, 2, 3]
     assert set(kept) == slots
 
@@ -115,11 +118,11 @@ def test_include_and_exclude_of_the_same_slots_divide_a_machine(slots: set[int])
 def test_a_user_and_a_byte_order_mark(tmp_path: Path) -> None:
     """As DeepSpeed reads them; `@` stands between machines in a filter."""
     (tmp_path / "hosts").write_bytes(b"\xef\xbb\xbfroot@a slots=2\nb slots=2\n")
-    hosts = read(tmp_path / "hosts")
+    hosts = read_hostfile(tmp_path / "hosts")
     assert [(host.name, host.address) for host in hosts] == [("root@a", "a"), ("b", "b")]
-    assert select(hosts, include="a:1@b") == (
+    assert select_hosts(hosts, include="a:1@b") == (
         HostfileEntry("root@a", (1,)),
         HostfileEntry("b", (0, 1)),
     )
-    assert select(hosts, include="root@a") == (HostfileEntry("root@a", (0, 1)),)
-    assert select(hosts, exclude="a") == (HostfileEntry("b", (0, 1)),)
+    assert select_hosts(hosts, include="root@a") == (HostfileEntry("root@a", (0, 1)),)
+    assert select_hosts(hosts, exclude="a") == (HostfileEntry("b", (0, 1)),)

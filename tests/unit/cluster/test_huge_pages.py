@@ -7,29 +7,31 @@ import os
 import torch
 from torch import nn
 
-from plait.cluster import huge_pages
-from plait.cluster.host_memory import process_bytes
-from plait.cluster.huge_pages import PAGE
+from plait.cluster import host_memory
+from plait.cluster.host_memory import HUGE_PAGE, process_bytes
 
 
 def test_memory_begins_with_a_huge_page_and_can_be_written_to_its_end() -> None:
     for shape, dtype in (
         ((1024, 513), torch.float32),
-        ((PAGE + 1,), torch.uint8),
+        ((HUGE_PAGE + 1,), torch.uint8),
         ((3 << 20,), torch.bfloat16),
     ):
-        found = huge_pages.empty(shape, dtype)
-        assert found.shape == shape and found.dtype == dtype and found.data_ptr() % PAGE == 0
+        found = host_memory.empty_on_huge_pages(shape, dtype)
+        assert found.shape == shape and found.dtype == dtype and found.data_ptr() % HUGE_PAGE == 0
         assert found.untyped_storage().nbytes() == found.nbytes
         assert torch.equal(found.fill_(3), torch.full(shape, 3, dtype=dtype))
-    assert huge_pages.empty((0, 5), torch.float32).shape == (0, 5)
+    assert host_memory.empty_on_huge_pages((0, 5), torch.float32).shape == (0, 5)
 
 
 def test_what_is_beyond_the_last_huge_page_takes_no_more_than_its_bytes() -> None:
     before = process_bytes(os.getpid())
-    kept = [huge_pages.empty((PAGE + 4096,), torch.uint8).fill_(1) for _ in range(16)]
+    kept = [
+        host_memory.empty_on_huge_pages((HUGE_PAGE + 4096,), torch.uint8).fill_(1)
+        for _ in range(16)
+    ]
     taken = process_bytes(os.getpid()) - before
-    assert taken < sum(one.nbytes for one in kept) + PAGE // 2
+    assert taken < sum(one.nbytes for one in kept) + HUGE_PAGE // 2
 
 
 def test_parameters_keep_their_identity() -> None:
@@ -37,7 +39,7 @@ def test_parameters_keep_their_identity() -> None:
     model[2].weight = model[0].weight
     large, small = model[0].weight, model[1].weight
     before = small.data_ptr()
-    huge_pages.move_parameters(model)
+    host_memory.move_to_huge_pages(model)
     assert (
         model[0].weight is large
         and model[2].weight is large
@@ -45,7 +47,9 @@ def test_parameters_keep_their_identity() -> None:
         and large.requires_grad
     )
     assert (
-        large.data_ptr() % PAGE == 0 and large.shape == (1024, 1024) and small.data_ptr() == before
+        large.data_ptr() % HUGE_PAGE == 0
+        and large.shape == (1024, 1024)
+        and small.data_ptr() == before
     )
     with torch.no_grad():
         large.normal_()

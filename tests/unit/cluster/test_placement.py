@@ -6,9 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.cluster.layout import Layout
+from plait.cluster.layout import (
+    Layout,
+    crossing_warning,
+    crossings,
+    rank_grid,
+    refuse_wider_than_a_node,
+)
 from plait.cluster.machines import Node, Topology
-from plait.cluster.placement import crossings, grid, refuse_wider_than_a_node, warning
 from plait.errors import ConfigError
 
 
@@ -41,7 +46,7 @@ def test_tensor_parallel_stays_inside_a_node_wherever_it_can(
     assert (crossing["tp"].groups if "tp" in crossing else 0) == across
     if all(node.devices % layout.tp == 0 for node in topology.nodes):
         assert across == 0
-    said = warning(layout, topology)
+    said = crossing_warning(layout, topology)
     assert (said is None) == (across == 0)
     if said is not None:
         better = int(said.rsplit("use ", 1)[1].split()[0])
@@ -65,7 +70,7 @@ def test_wider_than_a_node_is_refused() -> None:
 
 def test_grid_and_mismatch() -> None:
     """A row a node."""
-    rows = grid(Layout(dp_shard=2, tp=2), machines(2, 2))
+    rows = rank_grid(Layout(dp_shard=2, tp=2), machines(2, 2))
     assert rows == [
         ["node0", "0 dp_shard0 tp0", "1 dp_shard0 tp1"],
         ["node1", "2 dp_shard1 tp0", "3 dp_shard1 tp1"],

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.cluster import meeting, mesh, topology
+from plait.cluster import mesh, process_groups, topology
 from plait.cluster.launchers import claim, first_host, tasks_per_node
 from plait.cluster.machines import Node, Topology
 from plait.cluster.topology import (
@@ -394,11 +394,11 @@ def test_groups_meet_where_the_launcher_implies(
     _gpus(monkeypatch, 0)
     asked: list[str] = []
     monkeypatch.setattr(
-        meeting,
+        process_groups,
         "rendezvous",
         lambda method, *_, **__: iter([(asked.append(method) or dist.HashStore(), 0, 2)]),
     )
-    monkeypatch.setattr(meeting, "_met", {})
+    monkeypatch.setattr(process_groups, "_met", {})
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
     try:
         mesh._make_default_group(

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.comm.board import BYTES, FORWARD, Board, read_board
-from plait.comm.hang import SIGN_SECONDS, condition
+from plait.comm.hang import BYTES, FORWARD, SIGN_SECONDS, Board, condition, read_board
 from plait.errors import InputError
 
 

@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from plait.comm.choose import choose_all_reduce, choose_buckets, price_quantised, prices, refined
-from plait.comm.links import Cost, GroupLinks, Level, Link, describe, measured_cost
-from plait.units import KIB, MIB
+from plait.comm.choose import (
+    Cost,
+    GroupLinks,
+    Level,
+    Link,
+    choose_all_reduce,
+    choose_buckets,
+    describe,
+    measured_cost,
+    price_quantised,
+    prices,
+    refined,
+)
+from plait.sizes import KIB, MIB
 from tools.choice_table import DOCUMENT, topologies, written
 
 NVLINK_NODE, PCIE_NODE, TWO_NODES_ON_ETHERNET, SIXTY_FOUR_NODES = topologies().values()

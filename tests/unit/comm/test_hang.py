@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from plait.comm import board, hang
-from plait.comm.board import Board, BoardContent, Wait, read_board
+from plait.comm import hang
+from plait.comm.hang import Board, BoardContent, Wait, read_board
 
 TIMEOUT = 5.0
 NOW = 100.0
@@ -18,9 +18,7 @@ NOW = 100.0
 def reading(
     rank: int, *waits: Wait, step: int = 3, sign: float = NOW, line: str = "train.py:33"
 ) -> BoardContent:
-    return BoardContent(
-        rank, 1000 + rank, TIMEOUT, step, board.BACKWARD, NOW - 6, sign, waits, line
-    )
+    return BoardContent(rank, 1000 + rank, TIMEOUT, step, hang.BACKWARD, NOW - 6, sign, waits, line)
 
 
 def reduce(
@@ -36,7 +34,7 @@ def reduce(
 class TestBoard:
     def test_what_is_written_is_read(self, tmp_path: Path) -> None:
         own = Board(rank=2, timeout_seconds=TIMEOUT, path=tmp_path / "board")
-        own.progress(7, board.FORWARD)
+        own.progress(7, hang.FORWARD)
         wait = Wait("all-gather", "dp_shard", 12.5, 4, "[8] float32", (1, 3), (0, 1, 2, 3))
         own.wait(wait)
         own.sign(
@@ -47,17 +45,17 @@ class TestBoard:
         assert (found.rank, found.step, found.phase, found.timeout_seconds, found.line) == (
             2,
             7,
-            board.FORWARD,
+            hang.FORWARD,
             TIMEOUT,
             "a.py:3",
         )
         assert found.waits[0] == replace(wait, seen=math.inf)
         assert found.waits[1].members == (2, 3) and found.waits[1].seen == 14.0
         own.waited()
-        own.phase(board.UPDATE)
+        own.phase(hang.UPDATE)
         own.sign()
         found = read_board(tmp_path / "board")
-        assert found is not None and (found.step, found.phase, found.waits) == (7, board.UPDATE, ())
+        assert found is not None and (found.step, found.phase, found.waits) == (7, hang.UPDATE, ())
         own.close()
 
     def test_without_a_path_nothing_is_left(self) -> None:
@@ -82,7 +80,7 @@ class TestBoard:
         own.close()
 
     def test_a_file_that_is_no_board(self, tmp_path: Path) -> None:
-        (tmp_path / "other").write_bytes(b"x" * board.BYTES)
+        (tmp_path / "other").write_bytes(b"x" * hang.BYTES)
         assert read_board(tmp_path / "other") is None
         assert read_board(tmp_path / "none") is None
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.comm.links import (
+from plait.comm.choose import (
     Cost,
     GroupLinks,
     Level,

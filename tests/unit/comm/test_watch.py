@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from plait._torch.flight import UnfinishedCollective
+from plait._torch.groups import UnfinishedCollective
 from plait.comm import watch
-from plait.comm.board import FORWARD, Board, Wait, read_board
+from plait.comm.hang import FORWARD, Board, Wait, read_board
 from plait.comm.watch import Watch
 
 

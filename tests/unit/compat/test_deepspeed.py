@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import plait.compat.deepspeed as deepspeed
-from plait.compat.deepspeed.constructor import refuse_lost_writes
 from plait.compat.deepspeed.refused import METHODS, missing
 from plait.compat.deepspeed.start import (
     _drop_last,
@@ -20,6 +19,7 @@ from plait.compat.deepspeed.start import (
     _select_config,
     _set_local_rank,
 )
+from plait.compat.deepspeed.zero import refuse_lost_writes
 from plait.errors import ConfigError, InputError
 from tests.parity.trainers import launched
 

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.data.documents import Documents, best_fit
-from plait.data.packing import IGNORED, Stream
+from plait.data.packing import IGNORED, Documents, Stream, best_fit
 
 PADDING = 9_999
 

@@ -11,10 +11,9 @@ import pytest
 from datasets import Dataset
 
 from plait.config.schema.sections import DataSection
+from plait.data.conversations import encoder, row_text, template_warnings
 from plait.data.packing import IGNORED
 from plait.data.prepare import PreparedData, prepare
-from plait.data.rows import row_text
-from plait.data.templates import encoder, template_warnings
 from plait.errors import InputError
 from tests.unit.data.byte_tokenizer import TEMPLATE, tokenizer
 

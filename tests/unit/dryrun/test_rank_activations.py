@@ -14,8 +14,7 @@ from torch import nn
 import plait
 from plait.cluster.layout import Layout
 from plait.cluster.mesh import Mesh
-from plait.dryrun.dry_model import token_batch
-from plait.dryrun.rank_activations import rank_activations
+from plait.dryrun.dry_model import rank_activations, token_batch
 from plait.errors import ModelError
 from plait.losses.loss import causal_lm_loss, per_sample
 from plait.model.blocks import find_blocks

@@ -14,7 +14,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from plait.data.stream_part import StreamPart
+from plait.data.split_rows import StreamPart
 from plait.hf.batches import EpochOrder, Rounds
 
 

@@ -12,11 +12,10 @@ import pytest
 from plait.cluster.layout import Layout
 from plait.errors import ConfigError, InputError
 from plait.hf import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments, wrap
-from plait.hf.arguments import fsdp_config_of
+from plait.hf.arguments import fsdp_config_of, schedule_of, settings_of
 from plait.hf.fields import FIELDS, SEQ2SEQ, examined
 from plait.hf.generation import problems_of
-from plait.hf.settings import schedule_of, settings_of
-from plait.hf.transformers_versions import recompute_fields
+from plait.hf.transformers_trainer import recompute_fields
 from tests.parity.trainers import arguments, launched_alone, model, samples
 from tools.trainer_fields import DOCUMENT, written
 

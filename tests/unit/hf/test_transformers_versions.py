@@ -11,7 +11,7 @@ import transformers
 
 from plait.errors import InputError
 from plait.hf import Trainer, TrainerMixin
-from plait.hf.transformers_versions import OLDEST_TRAINER, loss_is_scaled
+from plait.hf.transformers_trainer import OLDEST_TRAINER, loss_is_scaled
 
 OVERRIDDEN = (
     "_build_accelerator_args",
@@ -43,7 +43,7 @@ def test_overridden_methods_exist() -> None:
 
 @pytest.mark.parametrize("installed", ["5.0.0", "5.16.1"])
 def test_an_older_trainer_is_refused(installed: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("plait.hf.transformers_versions.version", lambda name: installed)
+    monkeypatch.setattr("plait.hf.transformers_trainer.version", lambda name: installed)
     with pytest.raises(
         InputError,
         match=rf"Transformers {installed} .*pip install 'transformers>={OLDEST_TRAINER}'",

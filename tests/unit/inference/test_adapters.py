@@ -13,9 +13,9 @@ import torch
 
 import plait
 from plait.errors import CheckpointError, InputError
-from plait.inference.load import load_model
+from plait.inference.model_placement import load_model
 from plait.inference.source import Source, open_source
-from plait.inference.streamed import load_streamed
+from plait.inference.streamed_model import load_streamed
 from plait.sharded.model import ShardedModel
 from tests.integration.model_folder import model_folder
 

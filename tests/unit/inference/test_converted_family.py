@@ -12,7 +12,7 @@ import torch
 import plait
 from plait.errors import CheckpointError
 from plait.inference.generate import generate
-from plait.inference.load import load_model
+from plait.inference.model_placement import load_model
 from plait.inference.source import open_source
 
 SIZES: dict[str, Any] = {

@@ -11,7 +11,7 @@ import torch
 
 from plait.errors import InputError
 from plait.inference import deployment
-from plait.inference.cache_layout import CacheLayout
+from plait.inference.capacity import CacheLayout, cache_layout_of
 from plait.inference.deployment import (
     Devices,
     InferenceWork,
@@ -19,13 +19,12 @@ from plait.inference.deployment import (
     deploy_in_budget,
     deploy_streamed,
 )
-from plait.inference.dry_cache import cache_layout_of
-from plait.inference.placement import DoesNotFit
+from plait.inference.model_placement import DoesNotFit
 from plait.inference.source import open_source
-from plait.inference.stored import StoredTensor
-from plait.inference.stream import HostMemory, pinned_bytes
-from plait.inference.streamed import plan_streaming
-from plait.units import parse_bytes
+from plait.inference.streamed_model import plan_streaming
+from plait.inference.weight_files import StoredTensor
+from plait.inference.weight_stream import HostMemory, pinned_bytes
+from plait.sizes import parse_bytes
 
 MIB = 1 << 20
 

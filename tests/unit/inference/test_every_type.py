@@ -13,8 +13,7 @@ import torch
 import transformers
 
 from plait.errors import PlaitError
-from plait.inference.cache_layout import CacheDemand, cache_bytes
-from plait.inference.dry_cache import cache_layout_of
+from plait.inference.capacity import CacheDemand, cache_bytes, cache_layout_of
 from plait.planner.built import as_built
 from plait.planner.models import from_config
 from plait.sharded.cache import supports_cache

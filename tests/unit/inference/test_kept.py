@@ -9,8 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from plait.inference.cache_layout import CacheDemand, cache_bytes, growing_bytes, offloaded_cache
-from plait.inference.dry_cache import cache_layout_of
+from plait.inference.capacity import (
+    CacheDemand,
+    cache_bytes,
+    cache_layout_of,
+    growing_bytes,
+    offloaded_cache,
+)
 from plait.sharded.cache import new_cache
 from tests.unit.inference.kept_models import KINDS, model_of, tensors
 

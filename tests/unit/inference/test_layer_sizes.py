@@ -9,10 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from plait.inference.cache_layout import LAYERS_ON_DEVICE, CacheDemand, cache_bytes, offloaded_cache
-from plait.inference.dry_cache import cache_layout_of
+from plait.inference.capacity import (
+    LAYERS_ON_DEVICE,
+    CacheDemand,
+    cache_bytes,
+    cache_layout_of,
+    offloaded_cache,
+)
 from plait.inference.generate import generate
-from plait.inference.load import load_model, needs_of
+from plait.inference.model_placement import load_model, needs_of
 from plait.inference.source import open_source
 from plait.model.facts import attention_facts
 

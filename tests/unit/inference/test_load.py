@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from plait.cluster.huge_pages import PAGE
-from plait.inference.load import load_model
+from plait.cluster.host_memory import HUGE_PAGE
+from plait.inference.model_placement import load_model
 from plait.inference.source import open_source
 
 
@@ -27,8 +27,8 @@ def test_large_weights_are_on_huge_pages(tmp_path: Path, tied: bool) -> None:
     saved.save_pretrained(tmp_path)
     sharded = load_model(open_source(tmp_path))
     try:
-        large = [p for p in sharded.model.parameters() if p.nbytes >= PAGE]
-        assert len(large) == 2 - tied and all(p.data_ptr() % PAGE == 0 for p in large)
+        large = [p for p in sharded.model.parameters() if p.nbytes >= HUGE_PAGE]
+        assert len(large) == 2 - tied and all(p.data_ptr() % HUGE_PAGE == 0 for p in large)
         for name, wanted in saved.state_dict().items():
             assert torch.equal(sharded.model.state_dict()[name], wanted), name
     finally:

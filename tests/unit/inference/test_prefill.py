@@ -10,10 +10,10 @@ import torch
 
 from plait.errors import InputError
 from plait.inference.generate import generate
-from plait.inference.load import load_model
+from plait.inference.model_placement import load_model
 from plait.inference.score import score
 from plait.inference.source import open_source
-from plait.inference.streamed import load_streamed
+from plait.inference.streamed_model import load_streamed
 from plait.sharded.cache import requires_single_prefill
 from tests.unit.inference.models import built, saved
 from tests.unit.inference.words import Words

@@ -11,18 +11,18 @@ import pytest
 import torch
 
 from plait.errors import CheckpointError
-from plait.inference import reading
-from plait.inference.reading import (
+from plait.inference import weight_files
+from plait.inference.weight_files import (
     MAX_BUFFERED_READ_BYTES,
     MAX_IMAGE_READ_BYTES,
     MIN_DIRECT_LAYER_BYTES,
     PAGE,
     FileImage,
     FileReader,
+    StoredTensor,
     TensorPart,
     blocks_of,
 )
-from plait.inference.stored import StoredTensor
 
 SIZES = (4097, 3 * MAX_BUFFERED_READ_BYTES + 11, 0, 1, 4096, MAX_BUFFERED_READ_BYTES, 200_000)
 """Bytes of tensors that lie one after another, behind a header of 123 bytes; the last behind a gap."""
@@ -70,9 +70,11 @@ def test_the_same_bytes_from_the_cache_and_past_it(
 ) -> None:
     reader, parts, content = make(keeps)
     path, through = parts[0].stored.path, []
-    read = reading.read_into
+    read = weight_files.read_into
     monkeypatch.setattr(
-        reading, "read_into", lambda *given, **options: (through.append(1), read(*given, **options))
+        weight_files,
+        "read_into",
+        lambda *given, **options: (through.append(1), read(*given, **options)),
     )
     used = []
     for is_cold in (True, True, False):
@@ -154,7 +156,7 @@ def test_a_file_that_ends_early_and_a_disk_that_fails(
     monkeypatch.setattr(os, "preadv", failing)
     with pytest.raises(CheckpointError, match="cannot be read at byte 123: Input/output error"):
         reader.read(parts)
-    assert reader._buffers.qsize() == reading.CONCURRENT_READS
+    assert reader._buffers.qsize() == weight_files.CONCURRENT_READS
 
 
 @pytest.mark.parametrize("keeps", [False, True])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from plait.errors import InputError
-from plait.inference.prompt_file import read_prompts
+from plait.inference.prompt_files import read_prompts
 from plait.inference.requests import token_ids
 from tests.unit.data.byte_tokenizer import TEMPLATE, tokenizer
 

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from plait.errors import InputError
-from plait.inference.settings import NAMES, NEW_TOKENS, GenerationSettings, settings_of
+from plait.inference.generation_settings import NAMES, NEW_TOKENS, GenerationSettings, settings_of
 
 
 class Model(nn.Module):

@@ -15,12 +15,17 @@ from safetensors.torch import save_file
 from torch import nn
 
 from plait.errors import CheckpointError, InputError
-from plait.inference import reading, stream
-from plait.inference import stored as stored_module
-from plait.inference.reading import FileBlock, FileReader
-from plait.inference.stored import StoredTensor, read_into, stored_tensors
-from plait.inference.stream import WeightStream
-from plait.inference.streamed import plan_streaming
+from plait.inference import weight_files, weight_stream
+from plait.inference import weight_files as stored_module
+from plait.inference.streamed_model import plan_streaming
+from plait.inference.weight_files import (
+    FileBlock,
+    FileReader,
+    StoredTensor,
+    read_into,
+    stored_tensors,
+)
+from plait.inference.weight_stream import WeightStream
 
 
 class Chain(nn.Module):
@@ -94,9 +99,9 @@ def test_large_layers_past_the_cache(
     model = copy.deepcopy(whole)
     made = WeightStream(model, ["0", "1", "2"], stored)
     reads: list[bool] = []
-    filled = reading._read_pages
+    filled = weight_files._read_pages
     monkeypatch.setattr(
-        reading,
+        weight_files,
         "_read_pages",
         lambda file, block, view: (
             reads.append(block.image is not None),
@@ -104,7 +109,7 @@ def test_large_layers_past_the_cache(
         )[1],
     )
     monkeypatch.setattr(made._files, "_keeps", False)
-    monkeypatch.setattr(reading._OpenFile, "has_in_cache", lambda *_: False)
+    monkeypatch.setattr(weight_files._OpenFile, "has_in_cache", lambda *_: False)
     for step in range(3):
         x = torch.randn(1, 1030, generator=torch.Generator().manual_seed(step))
         one, other = x, x
@@ -179,7 +184,7 @@ def test_a_file_that_shrinks_and_a_disk_that_fails(
     monkeypatch.setattr(stored_module.os, "preadv", failing)
     one = StoredTensor(saved[1], 100, 8, torch.float32, (2,))
     with pytest.raises(CheckpointError, match="cannot be read at byte 100: Input/output error"):
-        read_into(0, memoryview(bytearray(8)), one, stream.threading.Event())
+        read_into(0, memoryview(bytearray(8)), one, weight_stream.threading.Event())
 
 
 @torch.no_grad()
@@ -190,9 +195,9 @@ def test_a_disk_that_does_not_answer(
     model(torch.zeros(1, 8))
     for future, _ in made._coming.values():
         future.result()
-    release = stream.threading.Event()
-    monkeypatch.setattr(reading, "PATIENCE_SECONDS", 0.1)
-    monkeypatch.setattr(reading, "read_into", lambda *_, **__: release.wait(20))
+    release = weight_stream.threading.Event()
+    monkeypatch.setattr(weight_files, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(weight_files, "read_into", lambda *_, **__: release.wait(20))
     try:
         with pytest.raises(
             CheckpointError,
@@ -223,12 +228,12 @@ def test_a_disk_that_is_slow_and_answers(
         "PAGE": 64,
         "MAX_BUFFERED_READ_BYTES": 128,
     }.items():
-        monkeypatch.setattr(reading, name, value)
+        monkeypatch.setattr(weight_files, name, value)
     monkeypatch.setattr(FileReader, "_read_block", slow)
     model(torch.zeros(1, 8))
     x, began = torch.randn(1, 8), time.monotonic()
     assert torch.equal(model(x), saved[0](x))
-    assert time.monotonic() - began > len(made.blocks) * reading.PATIENCE_SECONDS
+    assert time.monotonic() - began > len(made.blocks) * weight_files.PATIENCE_SECONDS
 
 
 def test_what_stays_in_memory(tmp_path: Path, saved: tuple[Chain, Path]) -> None:

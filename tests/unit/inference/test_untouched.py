@@ -13,7 +13,7 @@ from torch import nn
 
 import plait
 from plait.errors import InputError
-from plait.inference.untouched import untouched
+from plait.inference.predictor import untouched
 from tests.parity import cases
 
 

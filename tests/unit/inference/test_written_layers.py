@@ -11,11 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from plait.errors import InputError
 from plait.inference.generate import generate
-from plait.inference.layer_files import _save_aligned
-from plait.inference.load import load_model
+from plait.inference.model_placement import load_model
 from plait.inference.source import Source, open_source
-from plait.inference.stream import WEIGHT_ALIGNMENT
-from plait.inference.streamed import WeightStreamHook, load_streamed
+from plait.inference.streamed_model import WeightStreamHook, _save_aligned, load_streamed
+from plait.inference.weight_stream import WEIGHT_ALIGNMENT
 from plait.sharded.model import ShardedModel
 from tests.unit.inference.models import saved
 

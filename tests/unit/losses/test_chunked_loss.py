@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import plait
-from plait.dryrun.storage_tracker import LiveStorages
+from plait.dryrun.recorder import LiveStorages
 from plait.errors import ConfigError, ModelError
 from plait.losses.chunked_loss import ChunkedCausalLMLoss, deferred
 from plait.losses.loss import causal_lm_loss, per_sample

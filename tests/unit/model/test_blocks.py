@@ -9,7 +9,7 @@ from torch import nn
 from plait.errors import ModelError
 from plait.model.blocks import find_blocks
 from plait.model.facts import model_facts
-from plait.model.tied import tied_names
+from plait.model.layers import tied_names
 
 
 def layer(width: int = 8) -> nn.Module:

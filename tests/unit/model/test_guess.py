@@ -10,8 +10,8 @@ from torch import nn
 from plait.errors import ModelError
 from plait.model.blocks import find_blocks
 from plait.model.guess import guess_rules
+from plait.model.layers import StyleRule
 from plait.model.plans import make_plan
-from plait.model.rules import StyleRule
 from tests.unit.model.families import VOCABULARY, family, logits
 from tests.unit.model.simulate import check, randomise
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from plait.errors import ModelError
-from plait.model.rules import RuleSet, StyleRule, assign, matches
+from plait.model.layers import RuleSet, StyleRule, assign, matches
 from plait.model.sources import rules_for
 from tests.unit.model.families import family
 

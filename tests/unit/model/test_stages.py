@@ -14,8 +14,13 @@ from torch import nn
 from plait.errors import ModelError
 from plait.model.blocks import find_blocks
 from plait.model.dataflow import Skeleton, Untraceable
-from plait.model.stages import StageCut, cut_model
-from plait.model.unavailable import UnavailableTensor, output_fields, with_unavailable_entries
+from plait.model.stages import (
+    StageCut,
+    UnavailableTensor,
+    cut_model,
+    output_fields,
+    with_unavailable_entries,
+)
 from plait.parallel.pipeline.stage import StagedModel, stage_model
 from tests.unit.model.families import TOKENS, family
 

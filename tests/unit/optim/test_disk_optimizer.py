@@ -13,8 +13,7 @@ from torch import nn
 
 from plait.config.schema.optimization import OptimizerSpec
 from plait.errors import ModelError
-from plait.optim.disk_files import large_states
-from plait.optim.disk_optimizer import ALIGNED, DiskTier
+from plait.optim.disk_optimizer import ALIGNED, DiskTier, large_states
 from plait.optim.optimizer import build_optimizer
 from plait.parallel.offload.arena import Arena
 

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from plait.optim.low_bit_codes import Codec, DynamicInt8, Float8, levels
+from plait.optim.low_bit_adam import Codec, DynamicInt8, Float8, levels
 from tests.unit.engine.torchao_numbers import BLOCK, FILE, numbers, unpacked
 
 CPU = torch.device("cpu")

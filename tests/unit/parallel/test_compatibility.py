@@ -6,7 +6,7 @@ import pytest
 
 from plait.cluster.layout import Layout
 from plait.errors import ConfigError
-from plait.parallel.compatibility import UNSUPPORTED_COMBINATIONS, refuse_incompatible
+from plait.parallel.order import UNSUPPORTED_COMBINATIONS, refuse_incompatible
 from plait.parallel.technique import TechniqueContext
 from plait.parallel.techniques.compile import Compile
 from plait.parallel.techniques.data_parallel import DataParallel

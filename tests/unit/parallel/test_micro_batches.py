@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from plait.engine.engine import WeightCheck
 from plait.errors import InputError
 from plait.losses.loss import Loss, Weighted, causal_lm_loss, per_sample
-from plait.losses.weight_check import WeightCheck
 from plait.parallel.hooks import Hooks, StepHook
 from plait.parallel.micro_batches import (
     IGNORED,

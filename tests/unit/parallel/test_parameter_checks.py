@@ -10,7 +10,7 @@ from torch import nn
 
 import plait
 from plait.errors import InputError, ModelError
-from plait.parallel.parameter_checks import refuse_complex, refuse_several_dtypes
+from plait.parallel.techniques.shard_units import refuse_complex, refuse_several_dtypes
 
 
 class Waves(nn.Module):

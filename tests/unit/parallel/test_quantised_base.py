@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from plait.errors import ModelError
-from plait.parallel.parameter_checks import refuse_quantised
+from plait.parallel.techniques.shard_units import refuse_quantised
 
 
 def model_with(library: str, kind: str) -> nn.Module:

@@ -1,6 +1,6 @@
 """What the computations of a pipeline send and need, written apart from `Numbered`, which the schedules themselves go by."""
 
-from plait.parallel.schedules.actions import Action, Kind, Message, Payload
+from plait.parallel.schedules.schedule import Action, Kind, Message, Payload
 
 
 def produced_by(action: Action) -> Message | None:

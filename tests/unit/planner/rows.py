@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from functools import cache
 
-from plait.planner.choice import price
+from plait.planner.calibration_runs import Measured, facts_of, layout_facts
 from plait.planner.hardware import cluster
-from plait.planner.measured import Measured, facts_of, layout_facts
 from plait.planner.models import find_model
 from plait.planner.request import Request
-from plait.planner.search import Plan, plan
+from plait.planner.search import Plan, plan, price
 
 ROW = {
     "id": "X-1",

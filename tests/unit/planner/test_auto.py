@@ -2,8 +2,8 @@ import pytest
 
 from plait.config.resolving.resolve import examine_source, load, resolve
 from plait.errors import ConfigError, InputError
-from plait.planner import auto
-from plait.planner.auto import auto_paths
+from plait.planner import configuration
+from plait.planner.configuration import auto_paths
 from plait.planner.hardware import cluster
 from plait.planner.models import find_model
 
@@ -18,7 +18,7 @@ TREE = {
 
 
 def complete(tree, *, cluster):
-    return auto.complete(auto.read_file(examine_source(tree)[1]), cluster=cluster)
+    return configuration.complete(configuration.read_file(examine_source(tree)[1]), cluster=cluster)
 
 
 def completed(gpus=16, **changes):

@@ -10,24 +10,36 @@ import numpy as np
 import pytest
 
 from plait.errors import InputError
-from plait.planner.calibrate import calibrate, errors_left_out, errors_with, uncalibrated
-from plait.planner.calibration_file import CalibrationOrigin, load, refuse_other, save
-from plait.planner.calibration_runs import DeviceRates, calibration_layouts, priors_from_rates
-from plait.planner.choice import price
+from plait.planner.calibrate import (
+    CalibrationOrigin,
+    calibrate,
+    errors_left_out,
+    errors_with,
+    load_calibration,
+    refuse_other,
+    save_calibration,
+    uncalibrated,
+)
+from plait.planner.calibration_runs import (
+    DeviceRates,
+    calibration_layouts,
+    priors_from_rates,
+    runs_of,
+)
 from plait.planner.constants import knowledge
 from plait.planner.hardware import cluster
 from plait.planner.job import Layouts
-from plait.planner.measured import runs_of
 from plait.planner.models import find_model
 from plait.planner.request import Request, job_of
-from plait.planner.traffic import collective_seconds, group
+from plait.planner.search import price
+from plait.planner.step_time import collective_seconds, group
 from tests.unit.planner.rows import measured
 
 
 def test_a_file_gives_back_the_same_predictions(tmp_path: Path) -> None:
     found = calibrate(runs_of([measured(factor=1.2, index=index) for index in range(4)]))
-    save(tmp_path / "here.json", found, CalibrationOrigin("h100", "", {"rows": 4}))
-    again, origin = load(tmp_path / "here.json")
+    save_calibration(tmp_path / "here.json", found, CalibrationOrigin("h100", "", {"rows": 4}))
+    again, origin = load_calibration(tmp_path / "here.json")
     assert origin == CalibrationOrigin("h100", "", {"rows": 4})
     request = Request(find_model("llama-3-8b"), cluster("h100", 16), 64, 2048)
     layout = {"dp_shard": 16, "stage": 3, "micro_batch": 1, "accumulation": 4}
@@ -39,8 +51,8 @@ def test_a_file_gives_back_the_same_predictions(tmp_path: Path) -> None:
 
 def test_a_file_of_another_device_or_form_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "here.json"
-    save(file, calibrate(runs_of([measured()])), CalibrationOrigin("h100"))
-    origin = load(file)[1]
+    save_calibration(file, calibrate(runs_of([measured()])), CalibrationOrigin("h100"))
+    origin = load_calibration(file)[1]
     refuse_other(file, origin, gpu="h100", machine="")
     with pytest.raises(InputError, match="calibration of h100, and the plan is for a100"):
         refuse_other(file, origin, gpu="a100", machine="")
@@ -62,16 +74,16 @@ def test_a_file_of_another_device_or_form_is_refused(tmp_path: Path) -> None:
     ):
         file.write_text(json.dumps(content | change))
         with pytest.raises(InputError, match=words):
-            load(file)
+            load_calibration(file)
     content["time"]["constants"]["link"]["value"] = -1
     file.write_text(json.dumps(content))
     with pytest.raises(InputError, match="not a positive number"):
-        load(file)
+        load_calibration(file)
     file.write_text("{")
     with pytest.raises(InputError, match="not JSON"):
-        load(file)
+        load_calibration(file)
     with pytest.raises(InputError, match="No such file"):
-        load(tmp_path / "none.json")
+        load_calibration(tmp_path / "none.json")
 
 
 @pytest.mark.parametrize("name", ["cpu", "h100"])

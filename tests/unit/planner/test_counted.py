@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from plait.model.blocks import find_blocks
-from plait.planner import counted as module
-from plait.planner.built import built
-from plait.planner.counted import counted, not_counted
+from plait.planner import built as module
+from plait.planner.built import built, counted, not_counted
 from plait.planner.hardware import cluster
 from plait.planner.models import Model, from_config
 from plait.planner.request import Request, formula_notes

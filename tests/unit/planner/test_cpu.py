@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 
 from plait.planner.calibrate import relevant
-from plait.planner.choice import price, simulate_pipelines
 from plait.planner.compute import layer_cost
 from plait.planner.constants import Rates, knowledge
-from plait.planner.estimate import estimate
 from plait.planner.hardware import cluster
 from plait.planner.job import SCHEDULES, Layouts
 from plait.planner.models import Model, from_config
-from plait.planner.request import Request, job_of
+from plait.planner.request import Request, estimate, job_of
+from plait.planner.search import price, simulate_pipelines
 
 FIELDS = {"model_type": "llama", "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 6,
           "num_key_value_heads": 6, "vocab_size": 8192, "tie_word_embeddings": False}  # fmt: skip

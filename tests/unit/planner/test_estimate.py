@@ -19,16 +19,20 @@ from plait.parallel.parts import Parts
 from plait.parallel.techniques.recompute import Recompute
 from plait.planner.compute import layer_cost
 from plait.planner.constants import Rates, knowledge, unlearned
-from plait.planner.estimate import estimate
-from plait.planner.frameworks import plait
 from plait.planner.hardware import PRECISIONS, cluster, device
-from plait.planner.job import RECOMPUTE, SCHEDULES, Job, Layouts, stage_layers
-from plait.planner.memory import TERMS as MEMORY_TERMS
+from plait.planner.job import RECOMPUTE, SCHEDULES, Job, Layouts, plait, stage_layers
+from plait.planner.memory import MEMORY_TERMS as MEMORY_TERMS
 from plait.planner.models import Model, from_config, named
-from plait.planner.request import Request, job_of
-from plait.planner.step import TERMS, layer_traffic
-from plait.planner.traffic import collective_seconds, expert_seconds, group, send_seconds
-from plait.units import GIB
+from plait.planner.request import Request, estimate, job_of
+from plait.planner.step_time import (
+    STEP_TERMS,
+    collective_seconds,
+    expert_seconds,
+    group,
+    layer_traffic,
+    send_seconds,
+)
+from plait.sizes import GIB
 
 ONE_PROCESS = Mesh(Layout(), torch.device("cpu"), 0, None, None)
 
@@ -65,7 +69,7 @@ LAYOUTS = st.fixed_dictionaries(
 @given(LAYOUTS)
 def test_terms_are_named_nonnegative_and_sum(fields):
     found = estimate(job(schedule=SCHEDULES.index("1f1b") if fields["pp"] > 1 else 0, **fields))
-    assert set(found.step.terms) == set(TERMS) and set(found.memory.terms) == set(MEMORY_TERMS)
+    assert set(found.step.terms) == set(STEP_TERMS) and set(found.memory.terms) == set(MEMORY_TERMS)
     for value in (*found.step.terms.values(), *found.memory.terms.values()):
         assert one(value) >= 0
     assert one(found.seconds) == pytest.approx(

@@ -4,7 +4,7 @@ from plait.cluster.machines import Node, Topology
 from plait.errors import InputError
 from plait.planner import hardware
 from plait.planner.hardware import cluster, cluster_of, device, device_names
-from plait.units import GIB
+from plait.sizes import GIB
 
 
 @pytest.mark.parametrize("name", device_names())

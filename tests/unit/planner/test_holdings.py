@@ -7,12 +7,11 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
-from plait.parallel.schedules.actions import Kind
-from plait.parallel.schedules.schedule import make_schedule, row_of
+from plait.parallel.schedules.schedule import Kind, make_schedule, row_of
 from plait.parallel.schedules.timeline import peak_in_flight
-from plait.planner.holdings import Holding, holdings, rank_holdings
 from plait.planner.job import SCHEDULES
 from plait.planner.offers import SCHEDULE_NAMES
+from plait.planner.pipeline import Holding, holdings, rank_holdings
 
 _NAMES = [field.name for field in fields(Holding)]
 _TABLES = [

@@ -8,14 +8,12 @@ import numpy as np
 import pytest
 
 from plait.planner.calibrate import calibrate, memory_of, merged_rates, uncalibrated
-from plait.planner.choice import price
+from plait.planner.calibration_runs import Measured, runs_of
 from plait.planner.constants import knowledge
-from plait.planner.estimate import estimate
 from plait.planner.hardware import cluster
-from plait.planner.measured import Measured, runs_of
 from plait.planner.models import find_model
-from plait.planner.request import Request
-from plait.planner.search import plan
+from plait.planner.request import Request, estimate
+from plait.planner.search import plan, price
 from tests.unit.planner.rows import measured
 
 

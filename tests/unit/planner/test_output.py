@@ -15,10 +15,10 @@ from plait.cli.main import main
 from plait.config.dialects.keys import schema_fields
 from plait.config.resolving.resolve import examine_source, load, resolve
 from plait.errors import ConfigError, InputError
-from plait.planner import auto, output
+from plait.planner import configuration, output
+from plait.planner.configuration import PRICED, WITHOUT_EFFECT, unpriced
 from plait.planner.hardware import cluster
 from plait.planner.search import plan
-from plait.planner.unpriced import PRICED, WITHOUT_EFFECT, unpriced
 
 MODEL = {
     "config": {
@@ -112,7 +112,9 @@ def check(tree: dict[str, Any]) -> bool:
     """Whether there is a plan for it; if there is, that it keeps the file and is what was priced."""
     before = copy.deepcopy(tree)
     try:
-        made, found = auto.complete(auto.read_file(examine_source(tree)[1]), cluster=CLUSTER)
+        made, found = configuration.complete(
+            configuration.read_file(examine_source(tree)[1]), cluster=CLUSTER
+        )
     except (ConfigError, InputError):
         return False
     assert tree == before
@@ -264,7 +266,9 @@ def test_what_a_plan_cannot_keep_is_refused() -> None:
         ({"bf16": {"enabled": "auto"}}, "bf16.enabled = 'auto': is a command line's choice"),
     ):
         with pytest.raises(ConfigError) as error:
-            auto.complete(auto.read_file(examine_source(base | more)[1]), cluster=CLUSTER)
+            configuration.complete(
+                configuration.read_file(examine_source(base | more)[1]), cluster=CLUSTER
+            )
         assert words in str(error.value)
 
 
@@ -308,8 +312,8 @@ def test_every_setting_is_priced_or_named() -> None:
 
 def test_compilation_says_why_it_has_no_pipeline() -> None:
     """D8: the rule that refuses the pair, not that there was no pipeline at all."""
-    request = auto.request_of(
-        auto.read_file(
+    request = configuration.request_of(
+        configuration.read_file(
             examine_source({"train_batch_size": 32, "model": MODEL, "compile": {"enabled": True}})[
                 1
             ]

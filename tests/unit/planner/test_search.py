@@ -9,15 +9,13 @@ from plait.errors import ConfigError, InputError
 from plait.parallel.schedules.schedule import make_schedule
 from plait.planner import explain, output
 from plait.planner.calibrate import uncalibrated
-from plait.planner.choice import price, ties
-from plait.planner.fixed import format_fixed, parse_fixed
 from plait.planner.hardware import cluster
 from plait.planner.models import find_model
-from plait.planner.relief import relieved
+from plait.planner.offers import format_fixed, parse_fixed, relieved
 from plait.planner.request import Request, space_of
-from plait.planner.search import FAMILY, plan, price_space
+from plait.planner.search import FAMILY, plan, price, price_space, ties
 from plait.planner.space import divisors
-from plait.units import GIB
+from plait.sizes import GIB
 
 
 def request(model="llama-3-8b", gpu="h100", gpus=16, batch=128, sequence=4096, **changes):

@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 
 from plait.planner.constants import knowledge
-from plait.planner.estimate import estimate
 from plait.planner.hardware import cluster
 from plait.planner.job import SCHEDULES, Layouts
 from plait.planner.models import find_model
-from plait.planner.request import Request, job_of
-from plait.planner.simulate import simulated_terms
+from plait.planner.request import Request, estimate, job_of
+from plait.planner.step_time import simulated_terms
 
 
 def walked(schedule, *, pp=4, vpp=1, m=16, vocab=64, **changes):

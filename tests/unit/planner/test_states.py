@@ -9,7 +9,7 @@ from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.order import account_all
 from plait.parallel.techniques.data_parallel import DataParallel
 from plait.parallel.techniques.mixed_precision import Precision
-from plait.parallel.techniques.optimizer_offload import OptimizerOffload
+from plait.parallel.techniques.offload import OptimizerOffload
 from plait.parallel.techniques.tensor_parallel import TensorParallel
 from plait.planner.job import SCHEDULES, Layouts
 from plait.planner.request import job_of

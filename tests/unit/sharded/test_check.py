@@ -16,7 +16,7 @@ from plait.errors import ConfigError, ModelError
 from plait.parallel.order import ORDER, check_all
 from plait.parallel.parts import Plans
 from plait.parallel.technique import Technique, TechniqueContext
-from plait.sharded.check import checked_model
+from plait.sharded.assemble import checked_model
 from tests.parity import cases
 
 

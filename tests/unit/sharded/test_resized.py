@@ -13,7 +13,7 @@ import plait
 import plait.compat.deepspeed as deepspeed
 from plait.config.schema.sections import ModelSection
 from plait.errors import ConfigError, InputError, ModelError
-from plait.train.build import build_model
+from plait.train.language_model import build_model
 
 transformers = pytest.importorskip("transformers")
 

@@ -11,7 +11,7 @@ import torch
 
 from plait.config.schema.sections import ModelSection
 from plait.errors import ConfigError, InputError
-from plait.train.build import build_model
+from plait.train.language_model import build_model
 
 transformers = pytest.importorskip("transformers")
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from plait.config.resolving.resolve import load, resolve
-from plait.train.cautions import cautions
+from plait.train.session import cautions
 
 FILE: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,

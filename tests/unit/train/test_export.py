@@ -16,12 +16,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from plait.checkpoint import described
+from plait.checkpoint import load
 from plait.checkpoint.windows import TensorRecord
 from plait.errors import CheckpointError, InputError
 from plait.inference.source import open_source
+from plait.train import export
 from plait.train import export as export_module
-from plait.train import exported
 from tests.unit.inference.models import saved
 from tests.unit.inference.ropes import KINDS, LONG
 
@@ -145,8 +145,8 @@ def test_a_checkpoints_model_keeps_its_classs_float32(
             **more,
         }.items()
     }
-    monkeypatch.setattr(described.exact, "decode", lambda *_, **__: {"identity": identity})
-    model = described.build_described_model(mock.Mock(), dtype=dtype)
+    monkeypatch.setattr(load.exact, "decode", lambda *_, **__: {"identity": identity})
+    model = load.build_described_model(mock.Mock(), dtype=dtype)
     found = {name: tensor.dtype for name, tensor in model.state_dict().items()}
     assert (
         found["model.layers.0.mlp.gate.e_score_correction_bias"] == torch.float32
@@ -193,32 +193,32 @@ def test_logits_and_tokens_are_compared(tmp_path: Path, monkeypatch: pytest.Monk
     (of_others / "generation_config.json").write_text(
         '{"do_sample": true, "repetition_penalty": 3.0, "eos_token_id": [1, 2, 3, 4]}'
     )
-    monkeypatch.setattr(exported, "Source", lambda *_: open_source(right))
+    monkeypatch.setattr(export, "Source", lambda *_: open_source(right))
     for folder in (right, of_others):
-        found = exported.compare_generated(mock.Mock(), folder)
+        found = export.compare_generated(mock.Mock(), folder)
         assert found.tokens == 64 and found.logits < 1e-4
     with pytest.raises(
         CheckpointError,
         match=r"^Transformers' logits differ by .* from those of the checkpoint, more than the tolerance of",
     ):
-        exported.compare_generated(mock.Mock(), wrong)
-    generate = exported.generate
+        export.compare_generated(mock.Mock(), wrong)
+    generate = export.generate
 
     def other(*args: Any, **settings: Any) -> list[Any]:
         made = generate(*args, **settings)
         made[0].token_ids[8] += 1
         return made
 
-    monkeypatch.setattr(exported, "generate", other)
+    monkeypatch.setattr(export, "generate", other)
     with pytest.raises(
         CheckpointError, match="^greedy token 9 of 64 differs from that of the checkpoint"
     ):
-        exported.compare_generated(mock.Mock(), right)
+        export.compare_generated(mock.Mock(), right)
     (wrong / "config.json").write_text("{}")
     with pytest.raises(
         CheckpointError, match=r"^Transformers cannot open it \(ValueError: Unrecognized model"
     ):
-        exported.compare_generated(mock.Mock(), wrong)
+        export.compare_generated(mock.Mock(), wrong)
 
 
 @pytest.mark.parametrize(
@@ -230,8 +230,8 @@ def test_tokens_past_the_original_length_of_longrope(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, fields: dict[str, Any]
 ) -> None:
     saved(tmp_path / "model", name, layers=2, **fields)
-    monkeypatch.setattr(exported, "Source", lambda *_: open_source(tmp_path / "model"))
-    assert exported.compare_generated(mock.Mock(), tmp_path / "model").tokens == 64
+    monkeypatch.setattr(export, "Source", lambda *_: open_source(tmp_path / "model"))
+    assert export.compare_generated(mock.Mock(), tmp_path / "model").tokens == 64
 
 
 def test_what_was_not_verified_has_no_name(tmp_path: Path, small: None) -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from plait import exact
 from plait.errors import CheckpointError, ConfigError, InputError
-from plait.train.folder import RunFolder
 from plait.train.loop import Position
+from plait.train.run_folder import RunFolder
 from tests.checkpoints import put
 
 IDENTITY = {

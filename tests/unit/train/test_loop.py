@@ -15,14 +15,13 @@ import numpy as np
 import pytest
 import torch
 
-from plait.cluster.host_copy import HostCopy
+from plait.cluster.accelerator import HostCopy
 from plait.config.schema.sections import RunSection
 from plait.data.loader import Loader
 from plait.data.packing import Sequences, Stream
 from plait.errors import NumbersError, PlaitError
 from plait.events import CheckpointSaved, Event, RunEnded, RunStarted, StepDone, Validated
-from plait.train.loop import Position, TrainingContext, train
-from plait.train.stop import StopRequest
+from plait.train.loop import Position, StopRequest, TrainingContext, train
 from tests.checkpoints import put
 
 BEGINNING = Position()

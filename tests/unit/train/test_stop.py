@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from plait.train.stop import STOP_REQUESTED, StopRequest
+from plait.train.loop import STOP_REQUESTED, StopRequest
 
 
 def _asked(rank: int, world_size: int) -> list[float]:

@@ -9,7 +9,7 @@ import pytest
 from plait.cli.validating.command import DEFAULT_MINUTES
 from plait.errors import InputError
 from plait.parallel.schedules.schedule import SCHEDULES as ALL_SCHEDULES
-from plait.units import GIB
+from plait.sizes import GIB
 from plait.validation.catalogue import MOST_GPUS, SCHEDULES, Machine, planned_seconds, rows_of
 from plait.validation.rows import exit_code, not_run
 

@@ -10,28 +10,27 @@ from types import ModuleType
 import pytest
 import torch
 
-from plait.planner.calibration_file import CalibrationOrigin, load, save
+from plait.planner.calibrate import CalibrationOrigin, load_calibration, save_calibration
 from plait.planner.hardware import device as device_of
-from plait.units import GIB
-from plait.validation import attention, ceilings, kernels, memory, parity, peers, planned, waits
-from plait.validation.context import Context
-from plait.validation.models import WIDE
-from plait.validation.summary import summary_of
+from plait.sizes import GIB
+from plait.validation import attention, ceilings, device_memory, kernels, parity, peers, profile
+from plait.validation.context import WIDE, Context
+from plait.validation.rows import summary_of
 from plait.verify.parity import Trace
 
 
 def test_a_prediction_of_memory() -> None:
     """A prediction is allowed to be 2 % off, either way."""
     for predicted in (1000, 1019, 981):
-        assert memory.difference(predicted, 1000) == ""
-    assert "+5.0%, allowed 2%" in memory.difference(1050, 1000)
-    assert memory.difference(950, 1000)
-    assert memory.difference(1, 0)
+        assert device_memory.difference(predicted, 1000) == ""
+    assert "+5.0%, allowed 2%" in device_memory.difference(1050, 1000)
+    assert device_memory.difference(950, 1000)
+    assert device_memory.difference(1, 0)
 
 
 def test_the_shape_of_the_largest_model() -> None:
     """Its layers take about a twentieth of the memory each."""
-    shape = memory.shape_of(24 * GIB)
+    shape = device_memory.shape_of(24 * GIB)
     assert 0.03 < 16 * 12.25 * shape.hidden**2 / (24 * GIB) < 0.06
     assert shape.hidden % shape.heads == 0
 
@@ -46,9 +45,9 @@ def test_rates() -> None:
 def test_waits_beyond_the_expected_ones() -> None:
     """float16 may wait once per step. The places with the most waits are reported first."""
     places = Counter({"plait/sharded/step.py:97": 5})
-    assert waits.judge(places, 5, 1).outcome == "passed"
+    assert profile.judge(places, 5, 1).outcome == "passed"
     places["plait/train/loop.py:7"] = 10
-    result = waits.judge(places, 5, 1)
+    result = profile.judge(places, 5, 1)
     assert result.outcome == "failed"
     assert "3 waits per step, 1 expected; in 5 steps: plait/train/loop.py:7 (10)" in result.reason
     assert summary_of("waits/fp16", result.numbers) == "3 per step, 1 expected"
@@ -68,9 +67,9 @@ def test_compressed_gradients() -> None:
 def test_a_rank_of_a_planned_layout() -> None:
     """The time may be 1.5 times the plan's, either way."""
     for measured, prediction in ((1.4, 1.0), (1.0, 1.4)):
-        assert planned.judge(measured, prediction).outcome == "passed"
+        assert kernels.judge(measured, prediction).outcome == "passed"
     for measured, prediction in ((1.6, 1.0), (1.0, 1.6), (1.0, 0.0)):
-        assert planned.judge(measured, prediction).outcome == "failed"
+        assert kernels.judge(measured, prediction).outcome == "failed"
 
 
 def test_a_float64_reference_is_computed_once(
@@ -115,8 +114,8 @@ def test_constants_of_the_planner(tmp_path_factory: pytest.TempPathFactory) -> N
         }
     )
     path = tmp_path_factory.mktemp("calibration") / "h100.json"
-    save(path, calibration, CalibrationOrigin("h100"))
-    loaded, origin = load(path)
+    save_calibration(path, calibration, CalibrationOrigin("h100"))
+    loaded, origin = load_calibration(path)
     assert origin.gpu == "h100"
     assert kernels.constants_of(loaded) == pytest.approx(constants)
 

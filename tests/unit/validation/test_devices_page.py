@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from plait.validation.document import document
-from plait.validation.rows import Result
+from plait.validation.rows import Result, document
 from tests.unit.validation.launches import FACTS
 from tools import devices
 

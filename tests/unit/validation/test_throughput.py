@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from plait.units import GIB
+from plait.sizes import GIB
 from plait.validation import throughput
-from plait.validation.context import Context
-from plait.validation.models import TINY, WIDE, Workload, on_device, random_batch
+from plait.validation.context import TINY, WIDE, Context, Workload, on_device, random_batch
 from plait.validation.peers import Llama, TimedTrainer, transformers_fsdp2
-from plait.validation.rows import NotRun
-from plait.validation.summary import summary_of
+from plait.validation.rows import NotRun, summary_of
 from plait.validation.throughput import TRAINERS, Visit
 
 NAMES = {

@@ -18,13 +18,12 @@ import plait.losses.loss
 from plait.config.resolving.resolve import load
 from plait.config.schema.optimization import OptimizerSpec
 from plait.verify import independent, run
-from plait.verify.batches import token_batches
 from plait.verify.independent import AdamW, train
-from plait.verify.model_under_test import give_weights
+from plait.verify.model_under_test import give_weights, token_batches
 from plait.verify.parity import Trace
 from plait.verify.plan import VerificationPlan, prepare
 from plait.verify.report import Section, compare_float64, compare_independent
-from plait.verify.second import adamw_of, second_trace
+from plait.verify.run import adamw_of, second_trace
 
 ADAMW = AdamW(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)
 

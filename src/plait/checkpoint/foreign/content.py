@@ -18,7 +18,7 @@ from plait.checkpoint.windows import TensorRecord
 from plait.cluster.layout import Layout
 from plait.cluster.mesh import build_mesh
 from plait.errors import CheckpointError
-from plait.units import dtype_name
+from plait.sizes import dtype_name
 
 
 @dataclass(frozen=True)

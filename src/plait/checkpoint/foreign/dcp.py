@@ -13,7 +13,7 @@ import torch
 
 from plait.checkpoint.foreign.content import ForeignCheckpoint, LazyTensor
 from plait.checkpoint.foreign.unpickle import Inert, read_pickle
-from plait.checkpoint.shard_file import is_supported_dtype
+from plait.checkpoint.format import is_supported_dtype
 from plait.errors import CheckpointError
 
 _STATE = re.compile(r"(?:^|\.)state\.(.+)\.([A-Za-z_]+)$")

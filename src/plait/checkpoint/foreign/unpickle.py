@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from plait._torch.pickles import rebuilt_tensor, records_of
+from plait._torch.tensors import rebuilt_tensor, records_of
 from plait.errors import CheckpointError
 
 

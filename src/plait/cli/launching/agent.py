@@ -4,6 +4,12 @@ torchrun does the rendezvous, the numbering, the start, the watch and the restar
 methods that torch documents for extensions of its agent are overridden: the cause of a failed
 attempt is reported first, and after a signal every rank receives it once and gets up to
 `grace_seconds` to write a checkpoint. When `launch` returns, no rank of it runs.
+
+Rendezvous of the machines: torch's own for several machines, and a plain store for one.
+
+torch's elastic rendezvous also works for one machine. But it exchanges heartbeats with itself,
+which a busy machine can miss, and after a restart it gives the new ranks the addresses of the dead
+ranks. A single machine waits for no other, and every attempt gets a new store.
 """
 
 from __future__ import annotations
@@ -15,12 +21,14 @@ import socket
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import DistError
+from torch.distributed import DistError, TCPStore
 from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import (
@@ -29,15 +37,21 @@ from torch.distributed.elastic.multiprocessing import (
     SignalException,
     Std,
 )
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler
+from torch.distributed.elastic.rendezvous import (
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from plait._torch.starting import take_processes_from
-from plait.cli.launching import lifeline, rendezvous, watch
-from plait.cli.launching.failures import POLL_SECONDS, Reporter, process_exit_code
+from plait.cli.launching import failures, lifeline
+from plait.cli.launching.failures import POLL_SECONDS, RankWatch, Reporter, process_exit_code
+from plait.cli.launching.launch_settings import DEFAULT_PORT, LaunchSettings, check
 from plait.cli.launching.lifeline import SIGNALS, on_signals
-from plait.cli.launching.settings import DEFAULT_PORT, LaunchSettings, check
 from plait.cli.launching.standby import Standby
-from plait.cli.launching.watch import RankWatch
 from plait.cluster.topology import thread_count
 from plait.errors import (
     CommunicationError,
@@ -47,6 +61,91 @@ from plait.errors import (
     PlaitError,
     first_line,
 )
+
+# Other machines are not involved, and in containers the name of this machine often does not
+# resolve.
+LOOPBACK = "127.0.0.1"
+
+
+def make_rendezvous(settings: LaunchSettings) -> RendezvousHandler:
+    """Return the rendezvous of a launch.
+
+    Raises:
+        RendezvousError, DistError: torch connected already, and failed.
+    """
+    seconds = max(1, int(settings.timeout_seconds))
+    if settings.single_node:
+        run_id = settings.rdzv_id or str(uuid.uuid4())
+        return SingleNodeRendezvous(run_id, timedelta(seconds=seconds))
+    elastic = settings.rdzv_endpoint is not None
+    config: dict[str, Any] = {"rank": settings.node_rank, "timeout": seconds}
+    if elastic:
+        # torch names the timeouts of its two backends differently.
+        config = {"join_timeout": seconds, "read_timeout": seconds}
+    return get_rendezvous_handler(
+        RendezvousParameters(
+            backend="c10d" if elastic else "static",
+            endpoint=settings.meeting_point,
+            run_id=settings.rdzv_id or "plait",
+            min_nodes=settings.min_nodes,
+            max_nodes=settings.max_nodes,
+            **config,
+        )
+    )
+
+
+def loopback_store(timeout: timedelta) -> TCPStore:
+    """Return the server of a store that only processes of this machine can connect to.
+
+    TCPStore requires no key, and the socket that it would open listens on all interfaces. Anyone on
+    the network could read and write the addresses that ranks exchange.
+    """
+    listener = socket.create_server((LOOPBACK, 0))
+    port = listener.getsockname()[1]
+    # The store closes the descriptor.
+    return TCPStore(
+        LOOPBACK,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=listener.detach(),
+    )
+
+
+class SingleNodeRendezvous(RendezvousHandler):
+    """Rendezvous of one machine. Every attempt gets a new store on the loopback interface."""
+
+    def __init__(self, run_id: str, timeout: timedelta) -> None:
+        self._run_id = run_id
+        self._timeout = timeout
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        store = loopback_store(self._timeout)
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, store.port))
+
+    def get_backend(self) -> str:
+        return "one machine"
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """Do nothing: no other machine could join."""
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def shutdown(self) -> bool:
+        return True
+
 
 WORKER = Path(__file__).with_name("worker.py")
 NO_RESTART = (ConfigError.exit_code, ParityError.exit_code, NumbersError.exit_code)
@@ -106,7 +205,7 @@ def launch(
         _environment(
             {
                 **_rank_variables(settings),
-                **watch.environment(Path(folder)),
+                **failures.environment(Path(folder)),
                 **standby.environment(),
                 **(environment or {}),
             }
@@ -125,7 +224,7 @@ def launch(
             emit=reporter.report_hang,
         )
         try:
-            handler = rendezvous.make_rendezvous(settings)
+            handler = make_rendezvous(settings)
             agent = Agent(
                 _worker_spec(command, settings, handler),
                 _RankLogs(folder, reporter, settings.log_folder),
@@ -367,7 +466,7 @@ def _worker_spec(
 ) -> WorkerSpec:
     addresses: dict[str, Any] = {}
     if settings.single_node:
-        addresses = {"local_addr": rendezvous.LOOPBACK}
+        addresses = {"local_addr": LOOPBACK}
     elif settings.rdzv_endpoint is None:
         addresses = {
             "master_addr": settings.master_addr,

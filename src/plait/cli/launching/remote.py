@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from plait.cli.launching import lifeline
-from plait.cli.launching.settings import DEFAULT_PORT
+from plait.cli.launching.launch_settings import DEFAULT_PORT
 from plait.cluster import accelerator
-from plait.cluster.hostfile import HostfileEntry
+from plait.cluster.machines import HostfileEntry
 from plait.errors import ConfigError, Problem
 
 EXPORTED_PREFIXES = (*accelerator.PREFIXES, "GLOO_", "TORCH_", "UCX_")

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO
 
 from plait.cluster.host_memory import process_bytes
-from plait.units import format_bytes
+from plait.sizes import format_bytes
 
 VARIABLE = "PLAIT_STANDBY"
 """Variable with the path of the list of imports, in the environment of the ranks."""

@@ -13,15 +13,14 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from plait.cli.planning.tables import print_table
+from plait.cli.tables import print_table
 from plait.cluster import accelerator
 from plait.cluster.machines import Topology
 from plait.cluster.topology import discover
 from plait.planner.calibrate import Calibration, errors_left_out, errors_with, uncalibrated
-from plait.planner.calibration_runs import DeviceRates
+from plait.planner.calibration_runs import DeviceRates, MeasuredRuns
 from plait.planner.constants import Knowledge, knowledge
 from plait.planner.hardware import Cluster, cluster_of
-from plait.planner.measured import MeasuredRuns
 
 
 def default_cache() -> Path:

@@ -18,7 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
-from plait.cli.planning.tables import print_table
+from plait.cli.tables import print_table
 from plait.cluster import accelerator
 from plait.config.resolving.resolve import Resolved, load, resolve
 from plait.engine.single_rank import SingleRankRun, run_single_rank
@@ -26,14 +26,14 @@ from plait.errors import ConfigError, InputError, Problem, first_line
 from plait.model.described import require_transformers
 from plait.names import did_you_mean
 from plait.parallel.schedules.schedule import SCHEDULES as TABLES
-from plait.planner.auto import layout_of as planned_layout
+from plait.planner.configuration import layout_of as planned_layout
 from plait.planner.constants import knowledge
 from plait.planner.hardware import device, only
 from plait.planner.job import RECOMPUTE, SCHEDULES, Layouts
 from plait.planner.memory import MOMENTS, memory_bytes
 from plait.planner.offers import RECOMPUTE_FIXED, SCHEDULE_INDEX
 from plait.planner.request import Request, job_of, states_of
-from plait.units import GIB, dtype_of, format_bytes, format_count
+from plait.sizes import GIB, dtype_of, format_bytes, format_count
 from plait.verify.model_under_test import transformers_model
 
 _SHOWN_OPERATORS = 10

@@ -6,16 +6,15 @@ import sys
 
 from rich.console import Console
 
-from plait.cli.planning.tables import print_table
+from plait.cli.tables import print_table
 from plait.planner import hardware
 from plait.planner import models as catalogue
-from plait.planner.choice import LayoutChoice
 from plait.planner.constants import coverage_of_intervals
 from plait.planner.explain import Comparison, describe, ties_of
-from plait.planner.memory import TERMS as MEMORY_TERMS
-from plait.planner.search import Plan
-from plait.planner.step import TERMS
-from plait.units import GIB, format_count
+from plait.planner.memory import MEMORY_TERMS as MEMORY_TERMS
+from plait.planner.search import LayoutChoice, Plan
+from plait.planner.step_time import STEP_TERMS
+from plait.sizes import GIB, format_count
 
 
 def _console() -> Console:
@@ -53,7 +52,7 @@ def print_plan(
         print(f"why not {comparison.reason}")
         if comparison.other is not None and comparison.other is not comparison.winner:
             rows = [
-                [TERMS[name], f"{ours:.3g} s", f"{theirs:.3g} s"]
+                [STEP_TERMS[name], f"{ours:.3g} s", f"{theirs:.3g} s"]
                 for name, ours, theirs in comparison.differences[:6]
                 if abs(ours - theirs) > 1e-4
             ]
@@ -94,7 +93,7 @@ def _print_choices(plan: Plan, console: Console) -> None:
 def _print_terms(choice: LayoutChoice, console: Console) -> None:
     """Print the terms of the step time and of the memory of a choice."""
     times = [
-        [TERMS[name], f"{value:.4g} s", f"{value / choice.seconds:.1%}"]
+        [STEP_TERMS[name], f"{value:.4g} s", f"{value / choice.seconds:.1%}"]
         for name, value in choice.terms.items()
         # Smaller terms would read 0.0 %.
         if value > 0.0005 * choice.seconds

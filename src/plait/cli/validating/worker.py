@@ -146,7 +146,7 @@ class _Events:
 
 
 if __name__ == "__main__":
-    from plait.cluster.ending import end_process
+    from plait.cluster.process_groups import end_process
 
     main(Path(sys.argv[1]))
     end_process(0)

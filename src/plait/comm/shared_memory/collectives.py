@@ -19,12 +19,12 @@ from math import prod
 import torch
 import torch.distributed as dist
 
-from plait._torch.flat_collectives import all_gather_single
+from plait._torch.groups import all_gather_single
 from plait._torch.units import AllGather
-from plait.comm.board import describe_tensor
-from plait.comm.buckets import Flat
+from plait.comm.all_reduce import Flat
+from plait.comm.collectives import SynchronousReduceScatter, add_in_order, reduce_scatter
+from plait.comm.hang import describe_tensor
 from plait.comm.record import record
-from plait.comm.reduce_scatter import SynchronousReduceScatter, add_in_order, reduce_scatter
 from plait.comm.shared_memory.host import SharedMemory, SharedMemoryGroup, SharedMemoryUnavailable
 from plait.errors import CommunicationError
 

@@ -27,11 +27,11 @@ from plait._torch.groups import timeout_of
 from plait.cluster.host_memory import free_host_bytes
 from plait.cluster.small_messages import all_gather_objects, broadcast_object
 from plait.comm import stacks
-from plait.comm.board import Wait
+from plait.comm.hang import Wait
 from plait.comm.watch import WATCH
 from plait.errors import CommunicationError
 from plait.files import anonymous_file
-from plait.units import format_bytes
+from plait.sizes import format_bytes
 
 _PAGE = 4096
 _NONCE_BYTES = 32

@@ -10,11 +10,10 @@ from typing import Any
 
 from plait.compat.deepspeed import accelerator, comm, ops, pipe, utils, zero
 from plait.compat.deepspeed.accelerator import get_accelerator
-from plait.compat.deepspeed.distributed import add_config_arguments, init_distributed
+from plait.compat.deepspeed.comm import add_config_arguments, init_distributed
 from plait.compat.deepspeed.engine import DeepSpeedEngine
 from plait.compat.deepspeed.inference import InferenceEngine, init_inference
-from plait.compat.deepspeed.pipe import PipelineModule
-from plait.compat.deepspeed.pipeline_engine import PipelineEngine
+from plait.compat.deepspeed.pipe import PipelineEngine, PipelineModule
 from plait.compat.deepspeed.refused import FUNCTIONS, missing
 from plait.compat.deepspeed.start import initialize
 from plait.compat.deepspeed.utils import log_dist

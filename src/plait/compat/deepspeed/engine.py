@@ -2,24 +2,71 @@
 
 Names that the adapter does not have are looked up in the model. A name that is not supported raises
 an error that says what to use instead.
+
+DeepSpeed's functions for parameters receive only a parameter, and the registry finds its engine.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from plait._torch.units import has_unreduced
 from plait.cluster.topology import place
 from plait.compat.deepspeed.loaders import StreamLoader, build_loader
-from plait.compat.deepspeed.optimizer import DeepSpeedOptimizer
 from plait.compat.deepspeed.refused import METHODS, missing
 from plait.compat.deepspeed.saved import CheckpointMethods
 from plait.engine.engine import Engine
+from plait.engine.optimizer_proxy import OptimizerProxy
 from plait.errors import InputError, warn
+from plait.parallel.techniques.data_parallel import free_gathered
+
+
+class DeepSpeedOptimizer(OptimizerProxy):
+    """Proxy that does not step: `engine.step()` does."""
+
+    def __init__(self, engine: Engine, drop_gradients: Callable[[], None]) -> None:
+        """Create a proxy of an engine's optimizer.
+
+        Args:
+            engine: Engine with the optimizer.
+            drop_gradients: Drops the gradients of the current step.
+        """
+        super().__init__(engine)
+        self._drop_gradients = drop_gradients
+
+    overflow = OptimizerProxy.step_was_skipped
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor of the next loss; 1 without float16."""
+        return self.engine.sharded.loss_scale
+
+    cur_scale = loss_scale
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of the current step. `engine.step()` drops those that it used."""
+        self._drop_gradients()
+
+    def step(self, closure: Any = None) -> NoReturn:
+        """Raise InputError: it would skip the reduction, the clipping and the loss scale."""
+        raise InputError(
+            "optimizer.step(): call engine.step(), which reduces, clips and updates at the end of a"
+            " step's micro-batches"
+        )
+
+    def load_state_dict(self, state_dict: Any) -> NoReturn:
+        """Raise InputError: states are sharded as the layout says."""
+        raise InputError(
+            "optimizer.load_state_dict(): call engine.load_checkpoint(folder), which loads every"
+            " layout's states"
+        )
 
 
 class DeepSpeedEngine(CheckpointMethods):
@@ -401,3 +448,68 @@ class DeepSpeedEngine(CheckpointMethods):
         return [
             group.get("betas", group.get("momentum")) for group in self.plait.optimizer.param_groups
         ]
+
+
+_ENGINES: weakref.WeakSet[DeepSpeedEngine] = weakref.WeakSet()
+
+
+def register_engine(engine: DeepSpeedEngine) -> None:
+    """Add an engine to the registry."""
+    _ENGINES.add(engine)
+
+
+def find_parameter(parameter: nn.Parameter) -> tuple[DeepSpeedEngine, nn.Parameter] | None:
+    """Find the engine of a parameter, and free the gathered parameters of its model.
+
+    Args:
+        parameter: A parameter of the model, or a gathered copy of one.
+
+    Returns:
+        The engine and the parameter that its optimizer updates, which is the shard of a gathered
+        copy. None if no engine has the parameter.
+
+    Raises:
+        InputError: The call is between the micro-batches of a step.
+    """
+    for engine in list(_ENGINES):
+        names = [
+            name for name, candidate in engine.module.named_parameters() if candidate is parameter
+        ]
+        if not names and id(parameter) not in engine.plait.sharded.guard.known:
+            continue
+        if has_unreduced(engine.module):
+            raise InputError(
+                f"a parameter of shape {tuple(parameter.shape)} is asked for between the"
+                " micro-batches of a step, whose gradients are not reduced yet; ask after"
+                " engine.step(), or after the backward of the step's last micro-batch"
+            )
+        free_gathered(engine.module)
+        if names:
+            # The name now refers to the shard.
+            return engine, engine.module.get_parameter(names[0])
+        return engine, parameter
+    return None
+
+
+def require_parameter(parameter: nn.Parameter) -> tuple[DeepSpeedEngine, nn.Parameter]:
+    """Find the engine of a parameter. See `find_parameter`.
+
+    Raises:
+        InputError: No engine has the parameter.
+    """
+    match = find_parameter(parameter)
+    if match is None:
+        raise InputError(
+            f"a parameter of shape {tuple(parameter.shape)} is in no model that"
+            " deepspeed.initialize was given; take it from engine.module"
+        )
+    return match
+
+
+def refuse_in_step(engine: DeepSpeedEngine, call: str) -> None:
+    """Raise InputError if a call would change weights between a backward and its step."""
+    if engine.plait.sharded.guard.backwards:
+        raise InputError(
+            f"{call} changes weights between a backward and its engine.step(), so gradients would"
+            " be of others; change them after"
+        )

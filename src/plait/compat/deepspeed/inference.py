@@ -14,7 +14,7 @@ from torch import nn
 from plait.errors import InputError
 from plait.inference.generate import generate
 from plait.sharded.parallel_model import ParallelModel, parallelize
-from plait.units import is_count
+from plait.sizes import is_count
 
 _DTYPES = {
     "fp32": torch.float32,

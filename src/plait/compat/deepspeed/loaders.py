@@ -8,8 +8,12 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
-from plait.data.split_rows import refuse_differing_stream, refuse_split_stream
-from plait.data.stream_part import StreamPart, is_datasets_library
+from plait.data.split_rows import (
+    StreamPart,
+    is_datasets_library,
+    refuse_differing_stream,
+    refuse_split_stream,
+)
 from plait.engine.engine import Engine
 from plait.errors import CheckpointError, InputError
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from plait import exact
-from plait._torch.dtensor import local_tensor, local_window
+from plait._torch.tensors import local_tensor, local_window
 from plait.checkpoint.load import Reader
 from plait.cluster.small_messages import all_gather_objects
 from plait.compat.deepspeed.refused import refuse_arguments
@@ -20,7 +20,7 @@ from plait.engine.engine import Engine
 from plait.engine.weights import full_weights, load_weights_of
 from plait.errors import CheckpointError, InputError, warn
 from plait.parallel.techniques.data_parallel import free_gathered
-from plait.units import dtype_of
+from plait.sizes import dtype_of
 
 _PREFIX = "module."
 """Prefix of names in a state of DeepSpeed's engine, which is a module that contains the model."""

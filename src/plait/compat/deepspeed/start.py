@@ -11,18 +11,15 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from plait.cluster.topology import place
-from plait.compat.deepspeed.constructor import refuse_lost_writes
-from plait.compat.deepspeed.distributed import PORT, refuse_no_group, refuse_port
-from plait.compat.deepspeed.engine import DeepSpeedEngine
-from plait.compat.deepspeed.engines import register_engine
+from plait.compat.deepspeed.comm import PORT, refuse_no_group, refuse_port
+from plait.compat.deepspeed.engine import DeepSpeedEngine, DeepSpeedOptimizer, register_engine
 from plait.compat.deepspeed.loaders import StreamLoader
-from plait.compat.deepspeed.optimizer import DeepSpeedOptimizer
-from plait.compat.deepspeed.pipe import PipelineModule
-from plait.compat.deepspeed.pipeline_engine import PipelineEngine
+from plait.compat.deepspeed.pipe import PipelineEngine, PipelineModule
 from plait.compat.deepspeed.refused import refuse_arguments
-from plait.config.reading.source import read
-from plait.config.resolving.batch import CALLER_SOURCE, MICRO_KEY
+from plait.compat.deepspeed.zero import refuse_lost_writes
 from plait.config.resolving.resolve import Resolved, load
+from plait.config.resolving.resolved_parts import CALLER_SOURCE, MICRO_KEY
+from plait.config.source import read
 from plait.engine.build import initialize as plait_initialize
 from plait.errors import ConfigError, InputError, Problem, raise_problems
 from plait.optim.optimizer import build_optimizer

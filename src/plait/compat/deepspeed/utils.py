@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from plait.compat.deepspeed.engine import DeepSpeedEngine
-from plait.compat.deepspeed.engines import refuse_in_step, require_parameter
+from plait.compat.deepspeed.engine import DeepSpeedEngine, refuse_in_step, require_parameter
 from plait.compat.deepspeed.loaders import RepeatingLoader
 from plait.compat.deepspeed.refused import UTILS, missing
 from plait.compat.deepspeed.saved import full_tensor, write_full

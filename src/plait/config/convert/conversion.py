@@ -10,14 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plait.config.convert import accelerate, megatron, trainer_fsdp
+from plait.config.convert import accelerate, fsdp, megatron
 from plait.config.convert.translated import TranslatedDocument
-from plait.config.dialects.examine import ExaminedDocument, examine, value_at
-from plait.config.dialects.foreign import is_accelerate, is_trainer_fsdp
-from plait.config.reading.source import Document, Source, parse_override, read
+from plait.config.dialects.examine import (
+    ExaminedDocument,
+    examine,
+    is_accelerate,
+    is_trainer_fsdp,
+    value_at,
+)
 from plait.config.resolving.resolve import build_config
-from plait.config.schema.config import Config
-from plait.config.schema.provenance import KeyReport, Status
+from plait.config.schema.config import Config, KeyReport, Status
+from plait.config.source import Document, Source, parse_override, read
 from plait.errors import ConfigError, Problem
 
 ForeignSource = Source | Sequence[str]
@@ -92,7 +96,7 @@ def _translate(document: Document) -> Document:
     if is_accelerate(document.tree):
         return accelerate.translate(document)
     if is_trainer_fsdp(document.tree):
-        return trainer_fsdp.translate(document)
+        return fsdp.translate(document)
     return document
 
 

@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from plait.config.dialects.deepspeed import Key
-from plait.config.dialects.table_values import as_flag, asks_for_nothing, type_problem
-from plait.config.reading.source import Document
-from plait.config.schema.provenance import KeyReport, Status
+from plait.config.dialects.deepspeed import Key, as_flag, asks_for_nothing, type_problem
+from plait.config.schema.config import KeyReport, Status
+from plait.config.source import Document
 from plait.errors import ConfigError, Problem
 
 Settings = dict[str, tuple[str, Any]]

@@ -12,31 +12,26 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from plait.cluster.layout import Layout
-from plait.config.reading.source import Source
-from plait.config.resolving.batch import Batch
-from plait.config.resolving.degrees import smallest_world
 from plait.config.resolving.resolve import Outline, Resolved, build_config, examine_source, outline
-from plait.config.resolving.resolved_parts import LOSS_SCALE
+from plait.config.resolving.resolved_parts import LOSS_SCALE, Batch, smallest_world
 from plait.config.resolving.techniques import has_buckets
-from plait.config.schema.config import Config
+from plait.config.schema.config import Config, KeyReport, Status
 from plait.config.schema.optimization import OptimizerSpec, SchedulerSpec
-from plait.config.schema.provenance import KeyReport, Status
-from plait.config.schema.trackers import SECTIONS
-from plait.config.values.numbers import MAX_PROCESSES
+from plait.config.schema.sections import SECTIONS
+from plait.config.source import Source
+from plait.config.values import MAX_PROCESSES
 from plait.errors import ConfigError, Problem
 from plait.parallel.accounting.compression_scheme import Scheme
-from plait.parallel.techniques.activation_offload import ActivationOffload
 from plait.parallel.techniques.compile import Compile
-from plait.parallel.techniques.compression import Compression
+from plait.parallel.techniques.data_collectives import Compression
 from plait.parallel.techniques.data_parallel import DataParallel
+from plait.parallel.techniques.experts import Routing
 from plait.parallel.techniques.mixed_precision import Precision
-from plait.parallel.techniques.optimizer_offload import OptimizerOffload
-from plait.parallel.techniques.parameter_offload import ParameterOffload
+from plait.parallel.techniques.offload import ActivationOffload, OptimizerOffload, ParameterOffload
 from plait.parallel.techniques.recompute import Recompute
-from plait.parallel.techniques.routing import Routing
 from plait.parallel.techniques.tensor_parallel import TensorParallel
 from plait.parallel.techniques.tiled_mlp import TiledMLP
-from plait.units import GIB, MIB
+from plait.sizes import GIB, MIB
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from plait.config.dialects.aliases import ALIASES
 from plait.config.dialects.deepspeed import TABLE, Kind
-from plait.config.resolving.degrees import PLANNABLE_SETTINGS
+from plait.config.dialects.keys import ALIASES
+from plait.config.resolving.resolved_parts import PLANNABLE_SETTINGS
 from plait.config.schema.config import Config
 
 _TYPES: dict[Kind, list[str]] = {

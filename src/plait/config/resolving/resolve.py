@@ -8,6 +8,10 @@ Note [All problems are reported]
     `validate` those of values. `outline` calls the function of each part with `Findings.attempt`,
     which records the problems of the part; parts that depend on it are skipped. Each stage raises
     a single ConfigError with its problems.
+
+Validation of a tree against the schema.
+
+pydantic's errors become Problems, with the name of the file, the value, the rule and the remedy.
 """
 
 from __future__ import annotations
@@ -17,38 +21,116 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import SerializeAsAny
+from pydantic import SerializeAsAny, ValidationError
+from pydantic_core import ErrorDetails
 from torch import nn
 
 from plait.cluster.layout import Layout
-from plait.config.dialects.examine import ExaminedDocument, examine
-from plait.config.dialects.foreign import refuse_flags, refuse_foreign
-from plait.config.reading.source import Document, Source, parse_override, read
+from plait.config.dialects import keys
+from plait.config.dialects.examine import ExaminedDocument, examine, refuse_flags, refuse_foreign
 from plait.config.resolving import resolved_parts, techniques
-from plait.config.resolving.batch import Batch
-from plait.config.resolving.validation import validate
+from plait.config.resolving.resolved_parts import PLANNABLE_SETTINGS, Batch
 from plait.config.schema.config import Config
 from plait.config.schema.optimization import OptimizerSpec, SchedulerSpec
-from plait.config.schema.sections import DataSection, FaultsSection, ModelSection, RunSection
-from plait.config.schema.trackers import TrackerSpec
+from plait.config.schema.sections import (
+    DataSection,
+    FaultsSection,
+    ModelSection,
+    RunSection,
+    TrackerSpec,
+)
+from plait.config.source import Document, Source, parse_override, read
+from plait.config.values import describe_error
 from plait.errors import ConfigError, Problem, raise_problems
 from plait.parallel.order import in_order
 from plait.parallel.technique import Technique, TechniqueContext
-from plait.parallel.techniques.activation_offload import ActivationOffload
 from plait.parallel.techniques.compile import Compile
-from plait.parallel.techniques.compression import Compression
 from plait.parallel.techniques.context_parallel import ContextParallel
+from plait.parallel.techniques.data_collectives import Compression
 from plait.parallel.techniques.data_parallel import DataParallel
-from plait.parallel.techniques.expert_parallel import ExpertParallel
+from plait.parallel.techniques.experts import ExpertParallel, Routing
 from plait.parallel.techniques.mixed_precision import Precision
-from plait.parallel.techniques.optimizer_offload import OptimizerOffload
-from plait.parallel.techniques.parameter_offload import ParameterOffload
+from plait.parallel.techniques.offload import ActivationOffload, OptimizerOffload, ParameterOffload
 from plait.parallel.techniques.pipeline_parallel import Pipeline
 from plait.parallel.techniques.recompute import Recompute
-from plait.parallel.techniques.routing import Routing
 from plait.parallel.techniques.tensor_parallel import TensorParallel
 from plait.parallel.techniques.tiled_mlp import TiledMLP
 from plait.policy import Policy
+
+
+def validate(tree: Mapping[str, Any], *, written: Mapping[str, str]) -> Config:
+    """Return the Config of a tree.
+
+    Args:
+        tree: Settings under the names of the schema.
+        written: Name of each setting in the file, by path of the schema.
+
+    Raises:
+        ConfigError: All problems.
+    """
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(*problems_of(error.errors(include_url=False), written=written)) from None
+
+
+def problems_of(errors: Sequence[ErrorDetails], *, written: Mapping[str, str]) -> list[Problem]:
+    """Return the problems of pydantic's errors.
+
+    pydantic reports each alternative of a union. They are combined to one problem per field.
+    """
+    errors_of: dict[str, list[ErrorDetails]] = {}
+    for error in errors:
+        errors_of.setdefault(_field_path(error["loc"]), []).append(error)
+
+    problems = []
+    for field, details in errors_of.items():
+        problems += _field_problems(written.get(field, field), details)
+    return problems
+
+
+def _field_path(location: tuple[int | str, ...]) -> str:
+    """Return the longest known path in the location of an error.
+
+    pydantic adds the names of alternatives and the positions in lists.
+    """
+    longest = str(location[0]) if location else "the configuration"
+    known = keys.known_paths()
+    path = ""
+    for name in location:
+        path = f"{path}.{name}" if path else str(name)
+        if path in known:
+            longest = path
+    return longest
+
+
+def _field_problems(field: str, errors: list[ErrorDetails]) -> list[Problem]:
+    value = errors[0]["input"]
+    if errors[0]["type"] == "missing":
+        return [Problem(field, None, "has to be given", "add it")]
+    if errors[0]["type"] == "value_error":
+        # Raised by a check of the schema, which may contain several problems.
+        text = errors[0]["msg"].removeprefix("Value error, ")
+        if isinstance(value, dict):
+            value = None
+        return [Problem(field, value, *_split(problem)) for problem in text.split(" Also: ")]
+    if value == "auto" and field in PLANNABLE_SETTINGS:
+        rule = "is answered by a plan, which only `plait train` makes by itself"
+        remedy = "run `plait plan FILE --out planned.json` and take planned.json"
+        return [Problem(field, value, rule, remedy)]
+
+    descriptions = [describe_error(error) for error in errors]
+    rules = dict.fromkeys(rule for rule, _ in descriptions)
+    _, remedy = descriptions[0]
+    return [Problem(field, value, f"must be {' or '.join(rules)}", remedy)]
+
+
+def _split(text: str) -> tuple[str, str]:
+    """Return (rule, remedy) of a text `rule; remedy`, the form of the schema's own checks."""
+    rule, semicolon, remedy = text.rpartition("; ")
+    if not semicolon:
+        return text, "correct it"
+    return rule, remedy
 
 
 class Resolved(Policy):

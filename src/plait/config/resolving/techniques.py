@@ -10,9 +10,14 @@ from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from plait.cluster.layout import Layout
-from plait.comm.algorithms import Name
-from plait.config.resolving.batch import CALLER_SOURCE, MICRO_KEY, Batch
-from plait.config.resolving.resolved_parts import Findings, described
+from plait.comm.all_reduce import Name
+from plait.config.resolving.resolved_parts import (
+    CALLER_SOURCE,
+    MICRO_KEY,
+    Batch,
+    Findings,
+    described,
+)
 from plait.config.schema import optimizers
 from plait.config.schema.config import Config, ZeroSection
 from plait.config.schema.optimization import OptimizerSpec
@@ -21,17 +26,15 @@ from plait.names import suggest_names
 from plait.parallel.accounting.compression_scheme import Scheme
 from plait.parallel.activations import selective
 from plait.parallel.schedules.schedule import SCHEDULES
-from plait.parallel.techniques.activation_offload import ActivationOffload
-from plait.parallel.techniques.compression import Compression
 from plait.parallel.techniques.context_parallel import ContextParallel
+from plait.parallel.techniques.data_collectives import Compression
 from plait.parallel.techniques.data_parallel import DataParallel
 from plait.parallel.techniques.mixed_precision import Precision
-from plait.parallel.techniques.optimizer_offload import OptimizerOffload
-from plait.parallel.techniques.parameter_offload import ParameterOffload
+from plait.parallel.techniques.offload import ActivationOffload, OptimizerOffload, ParameterOffload
 from plait.parallel.techniques.pipeline_parallel import Pipeline
 from plait.parallel.techniques.recompute import Recompute
 from plait.parallel.techniques.tensor_parallel import TensorParallel
-from plait.units import GIB, MIB, dtype_of
+from plait.sizes import GIB, MIB, dtype_of
 
 _TIERS = {"none": "the device", "cpu": "the host", "nvme": "disk"}
 

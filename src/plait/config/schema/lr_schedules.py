@@ -19,16 +19,18 @@ from typing import Any, Literal, get_type_hints
 import torch.optim.lr_scheduler
 from pydantic import TypeAdapter
 
-from plait.config.values.numbers import (
+from plait.config.values import (
     Finite,
     Flag,
     Fraction,
     Integer,
     NotNegative,
     NotNegativeInteger,
+    Parameter,
     Steps,
+    parameters,
+    value_problems,
 )
-from plait.config.values.signatures import Parameter, parameters, value_problems
 from plait.names import suggest_names
 from plait.policy import Policy
 

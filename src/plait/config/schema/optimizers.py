@@ -16,8 +16,7 @@ from typing import Any
 import torch.optim
 from pydantic import TypeAdapter
 
-from plait.config.values.numbers import Flag, Fraction, NotNegative
-from plait.config.values.signatures import parameters, value_problems
+from plait.config.values import Flag, Fraction, NotNegative, parameters, value_problems
 from plait.names import suggest_names
 
 AUTO: Mapping[str, Any] = MappingProxyType(

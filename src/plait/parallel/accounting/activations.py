@@ -19,8 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from plait.parallel.schedules.actions import Action, Kind
-from plait.parallel.schedules.schedule import Schedule
+from plait.parallel.schedules.schedule import Action, Kind, Schedule
 
 BlockMode = Literal["none", "selective", "full"]
 """Recomputation mode of a block: what it keeps from forward to backward.

@@ -18,7 +18,7 @@ from torch import nn
 
 from plait._torch.units import gathered_shapes, reduced_shapes, sharded_modules
 from plait.cluster.mesh import Levels
-from plait.comm.buckets import Buckets, Flat
+from plait.comm.all_reduce import Buckets, Flat
 from plait.comm.compress import (
     POWERSGD_START,
     PowerSGDBuckets,
@@ -28,7 +28,7 @@ from plait.comm.compress import (
 )
 from plait.comm.quantise import BLOCK, Segment, blocks_of, packed_bytes
 from plait.policy import Policy
-from plait.units import MIB
+from plait.sizes import MIB
 
 MaybeBits = Literal[0, 4, 8]
 Numbers = NDArray[np.int64]

@@ -3,22 +3,42 @@
 All figures are NumPy arrays with one entry per candidate layout, so that a search space is priced
 in one call. Figures are per rank and exact: they are what a process measures, which `verify`
 compares.
+
+Degrees by which a layout splits the parameters of experts.
+
+Expert parameters are split over ep along their first dimension, like a dimension that tensor
+parallelism splits. They are replicated or sharded over the ranks that have the same experts.
+
+Bytes of the units of `fully_shard` (a block, an outer unit, the root): gathered, sent, reduced.
+
+They follow torch 2.13 (`torch/distributed/fsdp/_fully_shard`). An all-gather copies shards into one
+flat buffer of the full size, and from there into one tensor per parameter. A reduction copies
+gradients into one flat buffer in the reduction's dtype. The result is cast to the parameters'
+dtype, and the parameters' gradients are views of it.
+
+Rule for what a ZeRO stage reduces and frees after a backward.
+
+The run, the account of bytes and the prediction of the peak memory share it.
+
+Without a pipeline a rank has one stage, whose micro-batches are the accumulation steps, and each
+unit ends its step with the last of them. In a pipeline the stages of a rank end their steps at
+different times, and the root unit (all outside of the blocks) belongs to several of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from plait.model.facts import ModelFacts
+from plait.cluster.layout import shard_length, shard_size
+from plait.model.facts import ROOT, ModelFacts
 from plait.parallel.accounting.compression_scheme import Scheme
-from plait.shards import shard_length, shard_size
 
 if TYPE_CHECKING:
     from plait.cluster.layout import Layout
@@ -297,3 +317,152 @@ def local_rows(
     if tensor_dim == 0:
         return local_length, row_numel
     return rows, row_numel // length * local_length
+
+
+def is_sharded(ledger: Ledger) -> NDArray[np.bool_]:
+    """Return True for candidates that shard parameters, or cast them for the computation."""
+    return (ledger.dp_shard > 1) | np.asarray(ledger.compute_bytes is not None)
+
+
+def of_experts(ledger: Ledger) -> Ledger:
+    """Return a ledger with the degrees for parameters of experts, and without any bytes.
+
+    Ranks along dp_replicate that have the same experts shard them as well.
+    """
+    same = ledger.dp_replicate * ledger.dp_shard * ledger.cp * ledger.tp // ledger.ep
+    shards = is_sharded(ledger)
+    single = np.ones_like(same)
+    # ep takes the place of tp: it splits experts along their first dimension, and tp does not split
+    # them.
+    return ledger.with_(
+        dp_replicate=np.where(shards, single, same),
+        dp_shard=np.where(shards, same, single),
+        shard_rank=np.where(shards, ledger.edp_rank, 0),
+        tp=ledger.ep,
+        tp_rank=np.zeros_like(same),
+        tensor_dims=dict.fromkeys(ledger.experts, 0),
+        memory={},
+        traffic={},
+    )
+
+
+def ledger_view_of(ledger: Ledger) -> Callable[[str], Ledger]:
+    """Return a function from a parameter's name to the ledger with its degrees of parallelism."""
+    if not ledger.experts:
+        return lambda name: ledger
+    expert_ledger = of_experts(ledger)
+
+    def view(name: str) -> Ledger:
+        if name in ledger.experts:
+            return expert_ledger
+        return ledger
+
+    return view
+
+
+@dataclass
+class UnitBytes:
+    """Bytes of one unit on one rank."""
+
+    gathered: int = 0
+    """All parameters in the compute dtype, padded to equal shards."""
+    cast_shards: int = 0
+    """Shards in the compute dtype; 0 if it is the dtype of the parameters."""
+    last_parameter: int = 0
+    """The last parameter in the compute dtype."""
+    made_gradients: int = 0
+    """Unsharded gradients in the compute dtype."""
+    gradients: int = 0
+    """Unsharded gradients in the reduction's dtype."""
+    reduce_input: int = 0
+    """Unsharded gradients in the reduction's dtype, padded."""
+    reduce_output: int = 0
+    """This rank's part of the reduced gradients, in the reduction's dtype."""
+    sharded_gradients: int = 0
+    """This rank's part of the reduced gradients, in the parameters' dtype."""
+    casts_gradients: bool = False
+    """True if gradients are computed in another dtype than they are reduced in."""
+
+
+def unit_bytes(facts: ModelFacts, ledger: Ledger) -> dict[int | str, UnitBytes]:
+    """Return the bytes of every unit of a rank.
+
+    Args:
+        facts: The rank's part of the model.
+        ledger: The account of one candidate.
+    """
+    units: dict[int | str, UnitBytes] = {ROOT: UnitBytes()}
+    n = int(ledger.dp_shard[0])
+    for parameter in facts.parameters:
+        unit = units.setdefault(facts.sharding_unit(parameter), UnitBytes())
+        part = parameter_part(parameter.shape, ledger.tensor_dims.get(parameter.name), ledger)
+        numel = int(part.rows[0]) * int(part.row[0])
+        shard = int(part.padded[0]) * int(part.row[0])
+        compute = parameter.itemsize
+        if ledger.compute_bytes is not None:
+            compute = int(ledger.compute_bytes[0])
+            unit.cast_shards += shard * compute
+        reduce = compute
+        if ledger.reduce_bytes is not None:
+            reduce = int(ledger.reduce_bytes[0])
+
+        unit.gathered += shard * n * compute
+        unit.last_parameter = numel * compute
+        if parameter.trainable:
+            unit.made_gradients += numel * compute
+            unit.gradients += numel * reduce
+            unit.reduce_input += shard * n * reduce
+            unit.reduce_output += shard * reduce
+            unit.sharded_gradients += shard * parameter.itemsize
+            unit.casts_gradients = reduce != compute
+    return units
+
+
+class AfterBackward(NamedTuple):
+    """Actions after a backward on one unit of `fully_shard`, which gathers and reduces as one."""
+
+    reduce: bool
+    """True if its gradients are reduced over dp_shard."""
+    last: bool
+    """True if its gradients are complete, so that they are also summed over dp_replicate."""
+    free: bool
+    """True if its gathered parameters are freed."""
+
+
+def after_block_backward(
+    zero: int, left: Mapping[int, int], *, ran: int, own: int
+) -> AfterBackward:
+    """Return the actions on a block after a backward.
+
+    Args:
+        zero: The ZeRO stage.
+        left: Backwards that each pipeline stage of the rank has to run in this step, this one
+            included.
+        ran: The pipeline stage that ran.
+        own: The pipeline stage of the block.
+    """
+    # Backwards of other stages of the rank do not touch the block.
+    if own != ran:
+        return AfterBackward(False, False, False)
+    last = left[own] == 1
+    return AfterBackward(zero >= 2 or last, last, zero == 3 or last)
+
+
+def after_root_backward(
+    zero: int, left: Mapping[int, int], *, ran: int, users: Collection[int]
+) -> AfterBackward:
+    """Return the actions on the root unit after a backward.
+
+    Args:
+        zero: The ZeRO stage.
+        left: Backwards that each pipeline stage of the rank has to run in this step, this one
+            included.
+        ran: The pipeline stage that ran. Every stage gathers the root unit.
+        users: The pipeline stages of the rank that compute gradients of it.
+    """
+    # Its gradients are complete after the last backward of the stages that use it. It is freed
+    # after the last backward of any stage, because all of them gather it.
+    last = ran in users and sum(left[stage] for stage in users) == 1
+    return AfterBackward(
+        ran in users and (zero >= 2 or last), last, zero == 3 or sum(left.values()) == 1
+    )

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from plait._torch.dtensor import local_tensor
 from plait._torch.passes import around_backward
+from plait._torch.tensors import local_tensor
 from plait._torch.unit_order import DIGEST_BITS, UnitOrder
 from plait._torch.units import (
     gathered_parameters,
@@ -33,7 +33,7 @@ from plait._torch.units import (
     sharded_parameters,
 )
 from plait.cluster import accelerator
-from plait.cluster.host_copy import HostCopy
+from plait.cluster.accelerator import HostCopy
 from plait.cluster.small_messages import all_gather_objects
 from plait.errors import CommunicationError, InputError
 from plait.parallel.hooks import FailureScope, StepHook, backward_underway

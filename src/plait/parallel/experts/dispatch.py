@@ -20,14 +20,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from plait._torch.dtensor import local_tensor
 from plait._torch.modules import HookKind, hooks_of, own_parameters
 from plait._torch.operators import FakeTensor
-from plait.cluster.fake_group import is_fake
-from plait.cluster.host_copy import HostCopy
-from plait.comm.collectives import gather, shard_range, split
-from plait.comm.exchange import exchange_counts, exchange_rows
-from plait.parallel.activations.decisions import decide_once
+from plait._torch.tensors import local_tensor
+from plait.cluster.accelerator import HostCopy
+from plait.cluster.process_groups import is_fake
+from plait.comm.collectives import exchange_counts, exchange_rows, gather, shard_range, split
+from plait.parallel.activations.selective import decide_once
 from plait.parallel.tensor.hook_checks import is_foreign
 from plait.parallel.tensor.styles import Region, own_values
 

@@ -27,8 +27,8 @@ from plait._torch.passes import graph_task
 from plait.comm.collectives import enter, leave
 from plait.errors import ModelError
 from plait.model.experts import Router
-from plait.parallel.tokens import TokensOfForward
-from plait.units import wide_dtype
+from plait.parallel.micro_batches import TokensOfForward
+from plait.sizes import wide_dtype
 
 Sums = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """Sums over tokens that a balance loss needs.

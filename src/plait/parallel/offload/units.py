@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from math import prod
 
 from plait.model.facts import ModelFacts, ParameterFacts
-from plait.parallel.accounting.expert_view import view_of
-from plait.parallel.accounting.ledger import Array, Ledger, parameter_part
+from plait.parallel.accounting.ledger import Array, Ledger, ledger_view_of, parameter_part
 
 
 def offloaded_units(facts: ModelFacts, ratio: float) -> frozenset[int]:
@@ -42,7 +41,7 @@ def offloaded_bytes_of(
         shard).
     """
     units = offloaded_units(facts, ratio)
-    ledger_of = view_of(ledger)
+    ledger_of = ledger_view_of(ledger)
     for parameter in facts.parameters:
         if parameter.unit not in units:
             continue

@@ -14,21 +14,30 @@ from typing import Any
 import torch
 from torch import nn
 
-from plait._torch.storage import storage_key
+from plait._torch.tensors import storage_key
 from plait.errors import ModelError, PlaitError
-from plait.model.dataflow import Dataflow, ForwardTrace, Skeleton, Untraceable, ValueOrigin
-from plait.model.outer_state import (
+from plait.model.dataflow import (
+    Dataflow,
+    ForwardTrace,
     SettingName,
+    Skeleton,
+    Untraceable,
+    ValueOrigin,
     changed_settings,
     outer_modules,
     outer_settings,
     set_settings,
     setting_text,
 )
-from plait.model.stages import StageCut, check_order, stages_needed
-from plait.model.unavailable import output_fields, with_unavailable_entries
-from plait.parallel.containers import entries, map_tensors
-from plait.parallel.pipeline.stage_cache import with_empty_cache
+from plait.model.stages import (
+    StageCut,
+    check_order,
+    output_fields,
+    stages_needed,
+    with_unavailable_entries,
+)
+from plait.parallel.micro_batches import entries, map_tensors
+from plait.parallel.pipeline.stage import with_empty_cache
 
 LossFunction = Callable[[Any, Any], tuple[torch.Tensor, Any]]
 """Function of (output, micro-batch) that returns (loss, weight)."""

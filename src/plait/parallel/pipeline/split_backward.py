@@ -40,7 +40,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.checkpoint import GraphExecGroup
 
 from plait._torch.passes import allows_two_runs
-from plait._torch.storage import is_view
+from plait._torch.tensors import is_view
 
 
 @dataclass(eq=False)

@@ -11,35 +11,199 @@ Note [Running a stage]
 
     Names of parameters do not change. Parameters of other ranks are replaced: by NaN if the model's
     code also passes over them with unknown values, else by a tensor whose use is an error.
+
+Placeholders that replace blocks in a model's list of blocks on a pipeline stage.
+
+A stage has placeholders for the blocks that it does not run, and for its last block, after which it
+leaves the forward of the model.
+
+Note [Placeholders]
+    A model's code does not only call its blocks. It also reads attributes such as a layer's type,
+    calls methods that change a setting, and uses submodules. The class of a placeholder is
+    therefore a subclass of the block's class, and only calls of the placeholder differ. The
+    placeholder of a block of this rank shares the block's attributes, so that a change of one
+    changes the other. The placeholder of a block of another rank has the block's submodules
+    without their tensors.
+
+KV caches of a rank that has only some of the model's blocks.
+
+A model asks its cache for the number of tokens that it has seen, and the cache asks its first
+layer, which may belong to another stage. Every stage of a rank therefore has its own cache, in
+which the layers of other stages are replaced by layers of the stage's own blocks. They give the
+same answers, and no block writes through the index of a replaced layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from plait._torch.dtensor import local_tensor
-from plait._torch.modules import own_children, own_parameters
+from plait._torch.modules import own_children, own_parameters, state_without_tensors
 from plait._torch.operators import tree_leaves, tree_map
 from plait._torch.passes import leave_forward
+from plait._torch.tensors import local_tensor
 from plait.errors import ModelError
-from plait.model.stages import Skeleton, StageCut, stage_of_block
-from plait.model.unavailable import UnavailableTensor
-from plait.parallel.pipeline.placeholders import (
-    PlaceholderBlock,
-    StageEnd,
-    absent_block,
-    placeholder_block,
-    stage_exit,
-)
+from plait.model.stages import Skeleton, StageCut, UnavailableTensor, stage_of_block
 from plait.parallel.schedules.schedule import Schedule
 from plait.parallel.tensor.styles import Region
+
+
+class StageEnd(Exception):
+    """Control flow that leaves the model's forward after the last block of a stage.
+
+    Attributes:
+        output: Output of that block.
+    """
+
+    def __init__(self, output: Any) -> None:
+        super().__init__("a pipeline stage ended")
+        self.output = output
+
+
+class Placeholder(nn.Module):
+    """Module that stands in for a block. See Note [Placeholders]."""
+
+    # Slots are not part of the `__dict__` that the placeholder may share with the block.
+    __slots__ = ("plait_block", "plait_value")
+
+    def plait_run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run instead of the block's forward."""
+        raise NotImplementedError
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # `nn.Module.__call__` would run the hooks, and the recomputation, of the block.
+        return self.plait_run(*args, **kwargs)
+
+    @property
+    def forward(self) -> Callable[..., Any]:  # type: ignore[override]
+        """Forward of the placeholder.
+
+        It is a property because a forward that was assigned to the block itself is one of the
+        shared attributes; a property takes precedence over it.
+        """
+        return self.plait_run
+
+
+class PlaceholderBlock(Placeholder):
+    """Placeholder that returns `plait_value` instead of running a block of another stage."""
+
+    __slots__ = ()
+    plait_value: Any
+
+    def plait_run(self, *args: Any, **kwargs: Any) -> Any:
+        """Return `plait_value`."""
+        return self.plait_value
+
+
+class AbsentBlock(PlaceholderBlock):
+    """Placeholder of a block of another rank. Its submodules are not part of this rank's model."""
+
+    __slots__ = ()
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[Any]:
+        """Yield only this module."""
+        if memo is None:
+            memo = set()
+        if self not in memo:
+            if remove_duplicate:
+                memo.add(self)
+            yield prefix, self
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield nothing."""
+        return iter(())
+
+
+class StageExit(Placeholder):
+    """Placeholder that runs the last block of a stage and then ends the forward."""
+
+    __slots__ = ()
+    plait_block: Callable[..., Any]
+
+    def plait_run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block and raise StageEnd with its output."""
+        raise StageEnd(self.plait_block(*args, **kwargs))
+
+
+P = TypeVar("P", bound=Placeholder)
+
+
+def placeholder_block(block: nn.Module) -> PlaceholderBlock:
+    """Return a placeholder for a block of another stage of this rank."""
+    placeholder = _create(PlaceholderBlock, block, block.__dict__)
+    placeholder.plait_value = None
+    return placeholder
+
+
+def absent_block(block: nn.Module, message: Callable[[str], str]) -> AbsentBlock:
+    """Return a placeholder for a block of another rank.
+
+    Args:
+        block: The block.
+        message: Returns the text of the ModelError that the use of a parameter or buffer of that
+            name raises.
+    """
+    placeholder = _create(AbsentBlock, block, _without_tensors(block, message, "", {}))
+    placeholder.plait_value = None
+    return placeholder
+
+
+def stage_exit(block: nn.Module) -> StageExit:
+    """Return a placeholder that ends the forward after the last block of a stage."""
+    placeholder = _create(StageExit, block, block.__dict__)
+    placeholder.plait_block = block.__call__
+    return placeholder
+
+
+def _create(kind: type[P], block: nn.Module, attributes: dict[str, Any]) -> P:
+    name = f"{kind.__name__}{type(block).__name__}"
+    placeholder: P = object.__new__(types.new_class(name, (kind, type(block))))
+    object.__setattr__(placeholder, "__dict__", attributes)
+    return placeholder
+
+
+def _without_tensors(
+    module: nn.Module,
+    message: Callable[[str], str],
+    prefix: str,
+    copies: dict[nn.Module, nn.Module],
+) -> dict[str, Any]:
+    """Return the attributes of a module with unavailable parameters and buffers.
+
+    Args:
+        module: The module.
+        message: Returns the error message for the name of a tensor.
+        prefix: Name of the module within the block, with a dot at the end.
+        copies: Submodules that were copied so far, so that shared ones stay shared.
+    """
+    attributes, children, tensors = state_without_tensors(module)
+    attributes.pop("forward", None)
+    for name, tensor in tensors.items():
+        attributes[name] = None
+        if isinstance(tensor, torch.Tensor):
+            attributes[name] = UnavailableTensor(
+                message(f"{prefix}{name}"), local_tensor(tensor.detach())
+            )
+    for name, child in own_children(module).items():
+        if child is None:
+            children[name] = None
+            continue
+        if child not in copies:
+            copies[child] = object.__new__(type(child))
+            child_attributes = _without_tensors(child, message, f"{prefix}{name}.", copies)
+            object.__setattr__(copies[child], "__dict__", child_attributes)
+        children[name] = copies[child]
+    return attributes
+
 
 Run = Callable[[nn.Module], Any]
 """Function that calls the model on one micro-batch."""
@@ -374,3 +538,90 @@ class PipelinePlan:
             if len(ranks) > 1 and is_first_name:
                 ranks_of[name] = ranks
         return ranks_of
+
+
+class StageCaches:
+    """Caches of the stages of this rank.
+
+    Args:
+        staged: The stages.
+        make: Returns an empty cache of the complete model, with all of its layers.
+
+    Attributes:
+        caches: Cache of each stage, by the stage's index.
+    """
+
+    def __init__(self, staged: StagedModel, make: Callable[[], Any]) -> None:
+        self._make = make
+        self._layers = {index: _cache_layers(staged, index) for index in staged.stages}
+        self.caches = {index: self._make_stage_cache(index) for index in staged.stages}
+
+    def _make_stage_cache(self, stage: int) -> Any:
+        cache = self._make()
+        stage_layers = self._layers[stage]
+        # Layers of a model may have several types, such as full and sliding-window attention.
+        first: dict[type, int] = {}
+        for index in stage_layers:
+            first.setdefault(type(cache.layers[index]), index)
+        for index, layer in enumerate(cache.layers):
+            if index not in stage_layers:
+                cache.layers[index] = cache.layers[first.get(type(layer), stage_layers[0])]
+        return cache
+
+    def empty(self) -> Any:
+        """Return an empty cache of the complete model."""
+        return self._make()
+
+    def own_layers(self) -> list[Any]:
+        """Return the layers that this rank's blocks write to."""
+        layers = []
+        for stage, cache in self.caches.items():
+            layers += [cache.layers[index] for index in self._layers[stage]]
+        return layers
+
+    def get_seq_length(self) -> int:
+        """Return the number of tokens seen."""
+        stage, cache = next(iter(self.caches.items()))
+        return int(cache.layers[self._layers[stage][0]].get_seq_length())
+
+
+def for_stage(batch: Any, stage: int) -> Any:
+    """Return a micro-batch in which the caches are replaced by the cache of one stage."""
+    return _replace_caches(batch, lambda caches: caches.caches[stage])
+
+
+def with_empty_cache(batch: Any) -> Any:
+    """Return a micro-batch in which the caches are replaced by an empty one of the whole model."""
+    return _replace_caches(batch, lambda caches: caches.empty())
+
+
+def _replace_caches(batch: Any, replacement: Callable[[StageCaches], Any]) -> Any:
+    if not isinstance(batch, Mapping):
+        return batch
+    # Models name this argument differently, so the entries are found by their type.
+    replaced = {
+        name: replacement(entry) for name, entry in batch.items() if isinstance(entry, StageCaches)
+    }
+    if not replaced:
+        return batch
+    return {**batch, **replaced}
+
+
+def _cache_layers(staged: StagedModel, stage: int) -> list[int]:
+    """Return the indices of the layers of a cache that a stage's blocks write to."""
+    stage_layers: set[int] = set()
+    for name in staged.stages[stage].blocks:
+        indices = [
+            getattr(module, "layer_idx", None)
+            for module in staged.model.get_submodule(name).modules()
+        ]
+        block_layers = {index for index in indices if isinstance(index, int)}
+        if not block_layers:
+            raise ModelError(
+                f"parallel.pp: {name} does not say which layer of a cache is its own (`layer_idx`"
+                " of its attention), so its stage cannot keep keys and values; keep none:"
+                ' use_cache=False, or "use_cache": false in the generation_config.json of its'
+                " folder; or use parallel.pp = 1 (--pp 1)"
+            )
+        stage_layers |= block_layers
+    return sorted(stage_layers)

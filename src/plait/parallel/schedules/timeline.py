@@ -12,8 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from plait.errors import InputError
-from plait.parallel.schedules.actions import Action, Kind, Numbered
-from plait.parallel.schedules.schedule import Schedule, destination, in_order
+from plait.parallel.schedules.schedule import (
+    Action,
+    Kind,
+    Numbered,
+    Schedule,
+    destination,
+    in_order,
+)
 
 
 @dataclass(frozen=True)

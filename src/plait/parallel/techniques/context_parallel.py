@@ -4,47 +4,132 @@ All layers except attention compute a token from itself. Attention sees the othe
 three kinds (`kinds`). Everything that depends on the position of a token in its sequence is decided
 from the full batch before it is cut: the label that it predicts, its position, and the keys that it
 sees. Parameters are the same on all ranks of the axis, and a gradient is the sum over them.
+
+Bytes that context parallelism sends over the cp axis per optimizer step, from the shapes only.
+
+With T tokens per micro-batch, n ranks, q and w elements of a token's queries and of its keys and
+values together (of a tp rank), and e bytes per element, a block sends per micro-batch:
+
+    all-gather-kv   forward:  all-gather of T w e (n-1)/n
+                    backward: the same, and a reduce-scatter of as much
+    ring            forward:  n-1 messages of T w e / n
+                    backward: the same, and n messages of gradients in float32 or wider
+    ulysses         forward:  all-to-all of (2 q + w') (T/n) e (n-1)/n, w' with repeated heads
+                    backward: the same
+
+All-to-all is counted as the reduce-scatter with which gloo carries it out. What recomputation
+repeats is measured elsewhere. Sequence lengths are assumed to be divisible. A parameter's gradient
+is all-reduced once per step, after data parallelism has reduced and sharded it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import lcm
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from plait._torch.operators import FakeTensor
-from plait.cluster.fake_group import is_fake
 from plait.cluster.mesh import Mesh
+from plait.cluster.process_groups import is_fake
 from plait.errors import InputError, Problem, raise_problems, warn
 from plait.model.adapters import without_wrapper
 from plait.model.facts import ModelFacts
-from plait.parallel.accounting.ledger import Ledger
-from plait.parallel.containers import map_tensors
-from plait.parallel.context import interface, visible
+from plait.model.heads import FUSED_NAMES, KEY_VALUE_NAMES, QUERY_NAMES
+from plait.model.plans import TensorPlan
+from plait.parallel.accounting.ledger import Array, Ledger, gradient_bytes
+from plait.parallel.context import attention_function
+from plait.parallel.context.attention_function import InstalledAttention, PartialAttention
 from plait.parallel.context.families import (
     WITHOUT_DOCUMENTS,
     implementation_of,
     refuse_unknown_model,
     why_in_tiles,
 )
-from plait.parallel.context.interface import InstalledAttention, PartialAttention
-from plait.parallel.context.kinds import Kind, SequencePlacement
-from plait.parallel.context.layout import SequenceLayout
-from plait.parallel.context.traffic import context_traffic
+from plait.parallel.context.kinds import Kind, SequenceLayout, SequencePlacement
 from plait.parallel.gradient_sums import sum_gradients
 from plait.parallel.hooks import StepHook
-from plait.parallel.micro_batches import CACHES, IGNORED, LABELS, SHIFTED, with_explicit_entries
+from plait.parallel.micro_batches import (
+    CACHES,
+    IGNORED,
+    LABELS,
+    SHIFTED,
+    map_tensors,
+    mark_tokens,
+    with_explicit_entries,
+)
 from plait.parallel.parts import Parts
 from plait.parallel.technique import Technique, TechniqueContext
 from plait.parallel.techniques.compile import Compile
 from plait.parallel.techniques.data_parallel import DataParallel
-from plait.parallel.techniques.optimizer_offload import OptimizerOffload
-from plait.parallel.techniques.parameter_offload import ParameterOffload
-from plait.parallel.tokens import mark
+from plait.parallel.techniques.offload import OptimizerOffload, ParameterOffload
+
+
+def context_traffic(facts: ModelFacts, ledger: Ledger, kind: Kind) -> dict[str, Array]:
+    """Return the bytes that one rank sends per optimizer step, by collective."""
+    n = ledger.cp
+    one_per_candidate = np.ones_like(ledger.cp)
+    sent = {"all_reduce": 2 * _summed_bytes(facts, ledger) * (n - 1) // n}
+    shape = facts.attention
+    if shape is None or not facts.blocks:
+        return sent
+
+    itemsize = one_per_candidate * facts.parameters[0].itemsize
+    if ledger.compute_bytes is not None:
+        itemsize = one_per_candidate * ledger.compute_bytes
+    # Tokens of all micro-batches and blocks.
+    tokens = ledger.accumulation * len(facts.blocks) * ledger.tokens
+    tp = ledger.tp if _splits_heads(facts.tensor_plan) else one_per_candidate
+    heads = shape.heads // tp
+    kv_heads = np.maximum(shape.kv_heads // tp, 1)
+    kv_width = kv_heads * (shape.head_dim + shape.value_dim)
+    if kind == "all-gather-kv":
+        gathered = tokens * kv_width * itemsize * (n - 1) // n
+        return {**sent, "all_gather": 2 * gathered, "reduce_scatter": gathered}
+
+    if kind == "ring":
+        part = tokens * kv_width // n
+        gradient_messages = np.where(n > 1, n, 0)
+        gradient_itemsize = np.maximum(itemsize, 4)
+        bytes_per_element = (2 * n - 2) * itemsize + gradient_messages * gradient_itemsize
+        return {**sent, "send": part * bytes_per_element}
+
+    repeated_kv_heads = np.asarray(
+        [lcm(int(count), int(ranks)) for count, ranks in zip(kv_heads, n, strict=True)]
+    )
+    width = (heads + repeated_kv_heads) * (shape.head_dim + shape.value_dim)
+    return {**sent, "reduce_scatter": 2 * tokens * width * itemsize // n * (n - 1) // n}
+
+
+def _summed_bytes(facts: ModelFacts, ledger: Ledger) -> Array:
+    """Return the bytes of the gradients that are summed over cp."""
+    if facts.experts is None or not facts.experts.parameters:
+        return gradient_bytes(facts, ledger)
+    # Gradients of experts on different ranks are reduced over their own axis.
+    experts = frozenset(facts.experts.parameters)
+    others = tuple(p for p in facts.parameters if p.name not in experts)
+    without_experts = replace(facts, parameters=others)
+    return np.where(
+        ledger.ep > 1, gradient_bytes(without_experts, ledger), gradient_bytes(facts, ledger)
+    )
+
+
+def _splits_heads(plan: TensorPlan | None) -> bool:
+    """Return True if each tp rank has a part of the heads.
+
+    A fused projection whose heads are not contiguous is gathered, and each rank computes all heads.
+    """
+    if plan is None:
+        return False
+    names = QUERY_NAMES | KEY_VALUE_NAMES | FUSED_NAMES
+    styles = {entry.style for entry in plan.modules if entry.name.rpartition(".")[2] in names}
+    return bool(styles) and "colwise_gather_output" not in styles
+
 
 IN_TILES = (
     "attention is computed in tiles of matrix products, which is many times slower than a fused"
@@ -110,7 +195,7 @@ class ContextParallel(Technique):
         place = SequencePlacement(self.layout(mesh.layout.cp, mesh.coordinates["cp"]), group)
         original = str(model.config._attn_implementation)
         implementation = implementation_of(model)
-        interface.install(model, PartialAttention(self.context, place, implementation))
+        attention_function.install(model, PartialAttention(self.context, place, implementation))
         return replace(parts, attention=InstalledAttention(original, implementation, place))
 
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
@@ -169,7 +254,7 @@ class ContextParallel(Technique):
                 "parallel.cp: attention weights are never computed in full; leave"
                 " output_attentions out"
             )
-        starts = visible.document_starts(batch)
+        starts = attention_function.document_starts(batch)
         if starts is not None:
             _refuse_documents(caches=batch.get("use_cache", keeps_cache), family=family)
             length = starts.shape[1]
@@ -184,8 +269,8 @@ class ContextParallel(Technique):
             for name, entry in batch.items()
             if name not in (LABELS, "attention_mask")
         }
-        mask = visible.as_mask(starts, len(ids), ids.device)
-        mark(mask, _real_tokens(batch, ids, layout))
+        mask = attention_function.as_mask(starts, len(ids), ids.device)
+        mark_tokens(mask, _real_tokens(batch, ids, layout))
         return LocalBatch(cut_entries, attention_mask=mask, use_cache=False)
 
 
@@ -304,12 +389,15 @@ class SequenceParts(StepHook):
         keeps_cache = bool(getattr(config, "use_cache", False))
         family = str(getattr(config, "model_type", ""))
         part = self.technique.part(batch, self.layout, keeps_cache=keeps_cache, family=family)
-        if not self._checked_documents and visible.of_mask(part["attention_mask"]) is not None:
+        if (
+            not self._checked_documents
+            and attention_function.starts_of_mask(part["attention_mask"]) is not None
+        ):
             self._checked_documents = True
             reason = self._why_in_tiles(documents=True)
             if reason and not self._tiles_reason:
                 warn(f"parallel.cp: rows have several documents, and {IN_TILES}: {reason}")
-        return interface.on_device(self.model, part, self.device)
+        return attention_function.on_device(self.model, part, self.device)
 
     def _compare_first(self, batch: Any) -> None:
         """Raise InputError if the first batch differs between the ranks. Collective.
@@ -361,7 +449,7 @@ class SequenceParts(StepHook):
 
     def release(self) -> None:
         """Give the model its original attention."""
-        interface.remove(self.model, self._original)
+        attention_function.remove(self.model, self._original)
 
 
 def local_batch(batch: Any, technique: ContextParallel, cp: int, rank: int) -> Any:

@@ -20,6 +20,8 @@ Replicated parameters in their own dtype use `reducer.Reducer`. Everything else 
 `fully_shard`, which shards the master weights and gathers a copy in the compute dtype. With
 `dp_replicate > 1` (hybrid sharding) shards stay inside the `dp_shard` group, and the reduced shards
 are all-reduced over `dp_replicate` once per step.
+
+Error for models that write to their sharded parameters during the first step.
 """
 
 from __future__ import annotations
@@ -37,43 +39,98 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from plait._torch.dtensor import local_tensor, sum_before_reading
+from plait._torch.ignored_changes import GatheredWrites, watch_shards
 from plait._torch.passes import reset_failed_step
+from plait._torch.tensors import local_tensor, sum_before_reading
 from plait._torch.unit_order import UnitOrder
 from plait._torch.units import keep_trainability, sharded_modules
-from plait._torch.watched_shards import watch_shards
-from plait.cluster.fake_group import is_fake
+from plait.cluster.accelerator import HostCopy
 from plait.cluster.layout import SAMPLE_AXES
 from plait.cluster.mesh import Groups, Mesh
-from plait.comm.buckets import GroupBuckets
+from plait.cluster.process_groups import is_fake
+from plait.comm.all_reduce import GroupBuckets
 from plait.comm.shared_memory.parameters import share_parameters
+from plait.errors import ModelError
 from plait.model.facts import ModelFacts
-from plait.model.outer_units import OuterUnits, outer_units
+from plait.model.outer_layers import OuterUnits, outer_units
 from plait.parallel.accounting.compression_scheme import error_bytes, sent_bytes
-from plait.parallel.accounting.expert_view import is_sharded, of_experts
-from plait.parallel.accounting.ledger import Array, Ledger, local_rows, parameter_part
-from plait.parallel.accounting.zero_rule import after_block_backward
-from plait.parallel.buffers import ChangingBuffers
-from plait.parallel.data.bucket_account import ALGORITHM_KINDS, account_buckets
-from plait.parallel.data.gathered_writes import LostWrites
-from plait.parallel.data.reducer import Reducer
+from plait.parallel.accounting.ledger import (
+    Array,
+    Ledger,
+    after_block_backward,
+    is_sharded,
+    local_rows,
+    of_experts,
+    parameter_part,
+)
+from plait.parallel.data.buffers import ChangingBuffers
+from plait.parallel.data.reducer import ALGORITHM_KINDS, Reducer, account_buckets
 from plait.parallel.data.unused import UnusedTracker
 from plait.parallel.hooks import FailureScope, StepHook
-from plait.parallel.parameter_checks import (
-    refuse_complex,
-    refuse_quantised,
-    refuse_unusable_parameters,
-)
 from plait.parallel.parts import Parts, Plans
 from plait.parallel.precision.optimizer_states import state_bytes
 from plait.parallel.technique import TechniqueContext
-from plait.parallel.techniques import collective_settings
-from plait.parallel.techniques.collective_settings import CollectiveSettings, ShardCollectives
-from plait.parallel.techniques.compression import Compression
+from plait.parallel.techniques import data_collectives
+from plait.parallel.techniques.data_collectives import (
+    CollectiveSettings,
+    Compression,
+    ShardCollectives,
+)
 from plait.parallel.techniques.mixed_precision import Precision
-from plait.parallel.techniques.optimizer_offload import OptimizerOffload
-from plait.parallel.techniques.parameter_offload import ParameterOffload
-from plait.parallel.techniques.shard_units import shard_units
+from plait.parallel.techniques.offload import OptimizerOffload, ParameterOffload
+from plait.parallel.techniques.shard_units import (
+    refuse_complex,
+    refuse_quantised,
+    refuse_unusable_parameters,
+    shard_units,
+)
+
+
+class LostWrites(StepHook):
+    """Refuses a model that writes to gathered parameters, because sharding drops what is written.
+
+    The parameters of the first step are compared. On a device the comparison is read at the end of
+    the second step, so that no step waits for it.
+
+    Args:
+        model: The sharded model, before its first forward.
+        in_forward: Whether to read the comparison before forwards, for training loops that do not
+            call `finish_reduction`.
+    """
+
+    def __init__(self, model: FSDPModule, *, in_forward: bool) -> None:
+        assert isinstance(model, nn.Module)
+        self._writes = GatheredWrites(model)
+        self._names: list[str] = []
+        self._flags: HostCopy | None = None
+        if in_forward:
+            model.register_forward_pre_hook(lambda *_: self.finish_reduction(), prepend=True)
+
+    def finish_reduction(self) -> None:
+        """Raise ModelError if the first step wrote to a gathered parameter."""
+        if self._writes.is_watching:
+            compared = self._writes.take()
+            if compared is None:
+                return
+            self._writes.is_watching = False
+            self._names, flags = compared
+            self._flags = HostCopy(flags)
+            if not self._flags.is_ready():
+                return
+        if self._flags is None:
+            return
+
+        values = self._flags.values().tolist()
+        self._flags = None
+        for name, is_changed in zip(self._names, values, strict=True):
+            if is_changed:
+                raise ModelError(
+                    f"{name}: the model writes to this parameter during the forward or backward."
+                    " ZeRO gathers a copy of it, so what is written is lost when the copy is freed;"
+                    " compute the changed value in the forward instead"
+                    " (torch.nn.utils.parametrize), or use zero_optimization.stage = 0"
+                )
+
 
 Stage = Literal[0, 1, 2, 3]
 
@@ -136,7 +193,7 @@ class DataParallel(CollectiveSettings):
         if _all_reduces(context):
             needs_levels = (
                 not compression.scheme.gradients
-                and self.all_reduce in collective_settings.NEEDS_LEVELS
+                and self.all_reduce in data_collectives.NEEDS_LEVELS
             )
             if layout.dp_replicate > 1 and needs_levels:
                 return Groups(levels=("dp_replicate",))
@@ -159,7 +216,7 @@ class DataParallel(CollectiveSettings):
             group = mesh.group("dp_replicate")
             if group is None:
                 return parts
-            reduction = collective_settings.select_replicated(
+            reduction = data_collectives.select_replicated(
                 self, shard, group, mesh, gradient_bytes=_gradient_bytes(parts)
             )
             reducer = Reducer(
@@ -181,7 +238,7 @@ class DataParallel(CollectiveSettings):
         if self.stage == 3:
             free_after_forward = self.secondary_partition or True
         shard_units(parts, mesh, free_after_forward=free_after_forward)
-        collectives = collective_settings.select_sharded(self, self.stage, parts, mesh)
+        collectives = data_collectives.select_sharded(self, self.stage, parts, mesh)
         return replace(
             parts,
             shard_collectives=collectives,

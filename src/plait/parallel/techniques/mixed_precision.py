@@ -3,22 +3,212 @@
 Parameters, gradients and optimizer states stay in the dtype of the parameters (float32 master
 weights, sharded by ZeRO). The casts are arguments of `fully_shard`, so `apply` only leaves them in
 `Parts`.
+
+Loss scaling for float16: settings, and the rule from overflows to scales.
+
+float16 gradients below 6e-8 become zero, so the loss is multiplied by a scale before the backward
+pass, and the gradients are divided by the same scale before the optimizer. This module only decides
+the scale. It reads no tensor: all ranks share the decision "some gradient is not finite", which the
+caller passes, so every rank computes the same scale.
+
+The sequence of scales is that of DeepSpeed 0.19.8 (`DynamicLossScaler` as its ZeRO optimizers use
+it), at every ZeRO stage.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal, Self
 
 import numpy as np
+from pydantic import Field, model_validator
 
 from plait.cluster.mesh import Mesh
+from plait.errors import CheckpointError, PlaitError
 from plait.model.facts import ModelFacts
-from plait.model.float32_modules import float32_modules
+from plait.model.float32 import float32_modules
 from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.parts import Parts
-from plait.parallel.precision.loss_scale import LossScale
 from plait.parallel.technique import Technique
-from plait.units import dtype_of
+from plait.policy import Policy
+from plait.sizes import dtype_of
+
+FACTOR = 2.0
+"""Factor by which the scale is divided and multiplied. DeepSpeed has no setting for it."""
+
+
+class LossScale(Policy):
+    """Settings of loss scaling for float16. With a `static` scale the other fields are ignored."""
+
+    static: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """Constant scale. 0 adapts the scale to the gradients."""
+    initial_scale_power: int = Field(16, ge=0, le=126)
+    """Power of two of the first scale. float32, in which the loss is scaled, ends below 2^128."""
+    window: int = Field(1000, ge=1)
+    """Steps without overflow after which the scale doubles."""
+    hysteresis: int = Field(2, ge=1)
+    """Number of the overflow that first halves the scale: 1 halves at the first, 2 forgives one.
+
+    Doubling the scale restores the allowance.
+    """
+    consecutive_hysteresis: bool = False
+    """True if each step without overflow restores the allowance.
+
+    Only overflows in a row count then.
+    """
+    minimum: float = Field(1.0, gt=0, allow_inf_nan=False)
+    """Smallest scale. An overflow at the minimum ends the run with an error."""
+
+    @model_validator(mode="after")
+    def _starts_above_minimum(self) -> Self:
+        if self.dynamic and FACTOR**self.initial_scale_power < self.minimum:
+            raise ValueError(
+                f"the first scale is 2^{self.initial_scale_power} ="
+                f" {FACTOR**self.initial_scale_power:g} and the minimum is {self.minimum:g}, above"
+                " it; lower the minimum or raise the power"
+            )
+        return self
+
+    @property
+    def dynamic(self) -> bool:
+        """True if overflows change the scale."""
+        return self.static == 0
+
+
+class LossScaleError(PlaitError):
+    """Error for gradients that are not finite even at the smallest allowed scale."""
+
+
+@dataclass(frozen=True)
+class ScaleState:
+    """State from which the next scale is computed."""
+
+    scale: float
+    """Factor of the loss in the next step."""
+    step: int
+    """Optimizer steps so far, skipped ones included."""
+    last_overflow: int
+    """Index (from 0) of the last step that overflowed, or -1 before the first one."""
+    allowance: int
+    """Number of the next overflow that halves the scale: `hysteresis` less forgiven overflows."""
+
+
+def first_state(policy: LossScale) -> ScaleState:
+    """Return the state before the first step."""
+    scale = policy.static
+    if policy.dynamic:
+        scale = FACTOR**policy.initial_scale_power
+    return ScaleState(scale=scale, step=0, last_overflow=-1, allowance=policy.hysteresis)
+
+
+def next_state(policy: LossScale, state: ScaleState, *, overflow: bool) -> ScaleState:
+    """Return the state after a step.
+
+    With index `i = state.step`, as in DeepSpeed 0.19.8 (`runtime/fp16/loss_scaler.py`,
+    `DynamicLossScaler.update_scale`):
+
+    - overflow, allowance 1: scale = max(scale / 2, minimum). The allowance stays 1, so overflows
+      that follow halve at once. - overflow, allowance above 1: allowance - 1. - no overflow: with n
+      = i - last_overflow - 1, if n > 0 and n is a multiple of `window`, scale = 2 scale, allowance
+      restored.
+
+    Args:
+        policy: The settings.
+        state: The state before the step.
+        overflow: Whether a gradient on any rank was inf or nan, so that the step is skipped.
+
+    Raises:
+        LossScaleError: The scale would have to go below `minimum`.
+    """
+    if not policy.dynamic:
+        return replace(state, step=state.step + 1)
+    if overflow:
+        return _after_overflow(policy, state)
+    stable_steps = state.step - state.last_overflow - 1
+    doubles = stable_steps > 0 and stable_steps % policy.window == 0
+    scale = state.scale
+    if doubles:
+        scale *= FACTOR
+    allowance = state.allowance
+    if doubles or policy.consecutive_hysteresis:
+        allowance = policy.hysteresis
+    return replace(state, scale=scale, allowance=allowance, step=state.step + 1)
+
+
+def _after_overflow(policy: LossScale, state: ScaleState) -> ScaleState:
+    if state.allowance > 1:
+        return replace(
+            state, allowance=state.allowance - 1, last_overflow=state.step, step=state.step + 1
+        )
+    if state.scale == policy.minimum:
+        raise LossScaleError(
+            f"optimizer step {state.step + 1}: gradients are not finite although the loss scale is"
+            f" {state.scale:g}, the smallest allowed (fp16.min_loss_scale = {policy.minimum:g}), so"
+            " smaller scales cannot help; train with bf16 instead of fp16, lower the learning rate"
+            " or clip (gradient_clipping), or look for nan in the data and the loss"
+        )
+    # The allowance stays 1, so that further overflows in a row halve at once.
+    scale = max(state.scale / FACTOR, policy.minimum)
+    return replace(state, scale=scale, last_overflow=state.step, step=state.step + 1)
+
+
+class LossScaler:
+    """Loss scale of a run, with its state for a checkpoint."""
+
+    def __init__(self, policy: LossScale) -> None:
+        self.policy = policy
+        self.state = first_state(policy)
+
+    @property
+    def scale(self) -> float:
+        """Factor of the loss, and divisor of the gradients, until the next `update`."""
+        return self.state.scale
+
+    def update(self, overflow: bool) -> None:
+        """Compute the next scale. Call it once per optimizer step, skipped or not, after unscaling.
+
+        Raises:
+            LossScaleError: See `next_state`.
+        """
+        self.state = next_state(self.policy, self.state, overflow=overflow)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as plain numbers."""
+        return {**asdict(self.state), "dynamic": self.policy.dynamic}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict`, within the settings of this run.
+
+        If only one of the two runs is dynamic, only the step count is taken. A saved scale is
+        raised to `minimum`, and a saved allowance is reduced to `hysteresis`.
+
+        Raises:
+            CheckpointError: An entry is missing.
+        """
+        names = [f.name for f in fields(ScaleState)] + ["dynamic"]
+        missing = [name for name in names if name not in state]
+        if missing:
+            raise CheckpointError(
+                f"the saved loss scale has no {', '.join(missing)} (it has"
+                f" {', '.join(sorted(state)) or 'nothing'})"
+            )
+        if not self.policy.dynamic or not state["dynamic"]:
+            # The first doubling of a run that turns dynamic comes a window after now, not after
+            # step 0.
+            self.state = replace(
+                first_state(self.policy),
+                step=int(state["step"]),
+                last_overflow=int(state["step"]) - 1,
+            )
+            return
+        self.state = ScaleState(
+            scale=max(float(state["scale"]), self.policy.minimum),
+            step=int(state["step"]),
+            last_overflow=int(state["last_overflow"]),
+            allowance=min(int(state["allowance"]), self.policy.hysteresis),
+        )
+
 
 ComputeDtype = Literal["float16", "bfloat16"]
 ReduceDtype = Literal["float16", "bfloat16", "float32"]

@@ -2,11 +2,16 @@
 
 Units are the blocks, the experts of a block on a separate mesh, modules that compute in float32,
 embeddings, the head, and the root unit with all other parameters.
+
+Checks for parameters that a layout cannot train like a single process.
+
+They run before any process group exists, and name the parameter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import combinations
 
 import torch
 from torch import nn
@@ -20,12 +25,200 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from plait._torch.outer_units import follow_root
+from plait._torch.gathering import follow_root
+from plait._torch.modules import has_gradient_hooks
+from plait._torch.tensors import storage_key
 from plait.cluster.mesh import Mesh
 from plait.errors import ModelError
-from plait.model.outer_units import OuterUnits
-from plait.parallel.parameter_checks import quantised_by_bitsandbytes, refuse_several_dtypes
+from plait.model.outer_layers import OuterUnits
+from plait.parallel.parameter_layout import overlaps_itself
 from plait.parallel.parts import Parts
+from plait.sizes import dtype_name
+
+
+def refuse_unusable_parameters(
+    model: nn.Module, *, sharded: bool, moved: bool, summed: bool
+) -> None:
+    """Refuse parameters that this layout cannot train.
+
+    Args:
+        model: The model of the user.
+        sharded: Whether parameters are sharded.
+        moved: Whether parameters are moved to another device, which separates tensors that share
+            memory, as sharding does.
+        summed: Whether gradients are summed over ranks.
+
+    Raises:
+        ModelError: It names the first such parameter, with a remedy.
+    """
+    for name, parameter in model.named_parameters():
+        if (
+            parameter.requires_grad
+            and not isinstance(parameter, DTensor)
+            and overlaps_itself(parameter)
+        ):
+            raise ModelError(
+                f"{name} (shape {tuple(parameter.shape)}, strides {parameter.stride()}) is an"
+                " expanded tensor, whose elements share memory, so no optimizer updates it; make"
+                " it a parameter of its own, nn.Parameter(tensor.clone()), or expand it in forward"
+            )
+        if sharded and has_gradient_hooks(parameter):
+            raise ModelError(
+                f"{name} has a hook on its gradient, and sharding puts another parameter in its"
+                " place, so the hook would never be called; register it afterwards, on the model's"
+                " parameters as they are then (they get reduced gradients), or use ZeRO stage 0"
+            )
+        if sharded and parameter.requires_grad and not parameter.numel():
+            raise ModelError(
+                f"{name} (shape {tuple(parameter.shape)}) has no elements, and torch cannot shard"
+                " its gradient; call requires_grad_(False) on it, or use ZeRO stage 0"
+            )
+    if sharded or moved:
+        _refuse_shared_memory(model)
+    if summed:
+        _refuse_sparse_gradients(model)
+
+
+def _refuse_sparse_gradients(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if (
+            isinstance(module, nn.Embedding | nn.EmbeddingBag)
+            and module.sparse
+            and module.weight.requires_grad
+        ):
+            raise ModelError(
+                f"{name or 'the model'} makes sparse gradients ({type(module).__name__},"
+                " sparse=True), and only dense gradients can be reduced; build it with"
+                " sparse=False"
+            )
+
+
+def quantised_by_bitsandbytes(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the frozen 8-bit and 4-bit weights of bitsandbytes, by name.
+
+    They are replicated on every rank, because attributes of a weight hold the scales of all of it.
+    """
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if _library(parameter) == "bitsandbytes"
+    }
+
+
+def refuse_quantised(model: nn.Module, *, moved: bool, cast: bool, several: bool) -> None:
+    """Refuse weights that another library has quantised, if the layout would break them.
+
+    Args:
+        model: The model of the user.
+        moved: Whether parameters are moved to another device, offloaded, or split by tensor
+            parallelism.
+        cast: Whether blocks compute in another dtype.
+        several: Whether there are other processes.
+
+    Raises:
+        ModelError: It names the first such weight, with a remedy.
+    """
+    for name, parameter in quantised_by_bitsandbytes(model).items():
+        if moved:
+            raise ModelError(
+                f"{name} is {type(parameter).__name__} of bitsandbytes, whose scales are not with"
+                " its values, so it is neither split nor moved; use parallel.tp = 1 without"
+                " offload, any ZeRO stage and parallel.pp, and load it on this rank's device"
+            )
+    for name, parameter in model.named_parameters():
+        if _library(parameter) == "torchao" and (moved or cast or several):
+            raise ModelError(
+                f"{name} is {type(parameter).__name__} of torchao, which torch cannot send between"
+                " processes nor shard; quantise with bitsandbytes, or train adapters on weights"
+                " that are not quantised"
+            )
+
+
+def _library(parameter: nn.Parameter) -> str:
+    return type(parameter).__module__.partition(".")[0]
+
+
+def refuse_several_dtypes(model: nn.Module, blocks: Sequence[str]) -> None:
+    """Refuse units with parameters of several dtypes, which torch cannot shard.
+
+    A unit is a block, or all parameters outside of the blocks.
+
+    Raises:
+        ModelError: It names two parameters of a unit.
+    """
+    first: dict[str, tuple[str, torch.dtype]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            unit = next((block for block in blocks if name.startswith(f"{block}.")), "")
+            first_name, dtype = first.setdefault(unit, (name, parameter.dtype))
+            if dtype != parameter.dtype:
+                raise ModelError(
+                    f"{name} is {dtype_name(parameter.dtype)} and {first_name} {dtype_name(dtype)},"
+                    f" and what is sharded together ({unit or 'all outside of the blocks'}) has to"
+                    " be of one dtype; convert one of them, name modules of one dtype each in"
+                    " parallel.blocks, or use ZeRO stage 0"
+                )
+
+
+def refuse_complex(model: nn.Module) -> None:
+    """Refuse complex parameters that would be cast to real numbers of 16 or 32 bits.
+
+    Raises:
+        ModelError: It names the first complex parameter.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.is_complex():
+            raise ModelError(
+                f"{name} is {dtype_name(parameter.dtype)}, and bf16, fp16 and"
+                " communication_data_type would drop its imaginary part; leave them out"
+            )
+
+
+def _refuse_shared_memory(model: nn.Module) -> None:
+    by_storage: dict[int, list[tuple[str, torch.Tensor]]] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.numel() and not isinstance(tensor, DTensor):
+            by_storage.setdefault(storage_key(tensor), []).append((name, tensor))
+    for tensors in by_storage.values():
+        for (first_name, first), (second_name, second) in combinations(tensors, 2):
+            trains = first.requires_grad or second.requires_grad
+            if trains and _share_elements(first, second):
+                raise ModelError(
+                    f"{first_name} and {second_name} are two tensors in the same memory, which"
+                    " sharding or moving them would separate; make them one parameter"
+                    " (`b.weight = a.weight`), or use ZeRO stage 0 with real weights on the"
+                    " training device"
+                )
+
+
+def _share_elements(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return True if two tensors of one storage have an element in common."""
+    if first.dtype != second.dtype:
+        # Their elements are not comparable, so any memory in common counts.
+        return first.untyped_storage().nbytes() > 0
+    start, end = _extent(first)
+    second_start, second_end = _extent(second)
+    if max(start, second_start) >= min(end, second_end):
+        return False
+    if first.is_contiguous() and second.is_contiguous():
+        return True
+
+    # Interleaved strides: mark the elements of each tensor, and compare.
+    masks = []
+    for tensor in (first, second):
+        mask = torch.zeros(max(end, second_end), dtype=torch.bool)
+        mask.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).fill_(True)
+        masks.append(mask)
+    return bool((masks[0] & masks[1]).any())
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the range of elements of the storage that a tensor spans."""
+    start = int(tensor.storage_offset())
+    end = start + 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        end += (size - 1) * stride
+    return start, int(end)
 
 
 def shard_units(parts: Parts, mesh: Mesh, *, free_after_forward: bool | int) -> None:

@@ -6,35 +6,315 @@ applies a plan to a model.
 
 Parameters keep their names and global shapes. Split ones become DTensors over tp. Replicated ones
 stay plain, with equal values and gradients on every rank of the axis.
+
+Outputs of a model under tensor parallelism, besides its logits.
+
+These are hidden states of its blocks, which sequence parallelism shards, and attention weights, of
+which each rank has its heads. They are plain tensors while the model runs. A mark says along which
+dimension a tensor is a part. Only parts among the returned outputs are gathered, so that a loss
+computes the same as in a single process.
+
+Bytes that tensor parallelism sends over tp per optimizer step, from the plan and the shapes.
+
+With T tokens per micro-batch, w features, e bytes per element and n ranks, a collective moves
+T w e (n-1)/n, and an all-reduce twice that (ring). Per micro-batch (sp: sequence parallel):
+
+    input of column-parallel siblings  backward all-reduce
+                                       sp: forward all-gather, backward reduce-scatter
+    row-parallel layer                 forward all-reduce
+                                       sp: forward reduce-scatter, backward all-gather
+    gathered output, sliced input      forward, backward all-gather
+    vocabulary-parallel embedding      forward all-reduce
+    loss over sharded logits           forward all-reduces of 3 T elements
+    computed on all tokens             sp: forward, backward all-gather
+
+The traffic grows with the activations and not with the parameters (MISSION T3). The exception are
+replicated weights that ranks use on different tokens or heads, whose gradients are all-reduced.
+Sequence lengths are assumed to divide by n, and by the ranks of cp, whose tokens T includes.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from plait._torch.dtensor import keep_uneven_gradients_split
+from plait._torch.tensors import keep_uneven_gradients_split
+from plait.cluster.layout import shard_size
 from plait.cluster.mesh import Mesh
 from plait.comm.collectives import gather, shard_range, split
 from plait.errors import ModelError
-from plait.model.facts import ModelFacts
+from plait.model.facts import ModelFacts, ParameterFacts
+from plait.model.layers import tied_names
 from plait.model.plans import StyledModule, TensorPlan, make_plan
 from plait.model.sequence import is_inside
-from plait.model.tied import tied_names
-from plait.parallel.accounting.ledger import Ledger
-from plait.parallel.containers import rebuild
+from plait.parallel.accounting.ledger import Array, Ledger
+from plait.parallel.micro_batches import rebuild
 from plait.parallel.parts import Parts, Plans
 from plait.parallel.technique import Technique, TechniqueContext
-from plait.parallel.tensor import outputs, styles
+from plait.parallel.tensor import styles
 from plait.parallel.tensor.hook_checks import refuse_hooks, watch
 from plait.parallel.tensor.styles import SEQUENCE, Region, RegionInput
-from plait.parallel.tensor.traffic import tensor_traffic
+
+_MARK = "_plait_part"
+
+
+def mark_output(tensor: Any, *, dim: int, length: int) -> None:
+    """Mark a tensor as this rank's part of a larger tensor. Other values are ignored.
+
+    Args:
+        tensor: The part.
+        dim: The dimension that is split.
+        length: The length of the larger tensor along `dim`.
+    """
+    if isinstance(tensor, torch.Tensor):
+        setattr(tensor, _MARK, (dim, length))
+
+
+def mark_heads(module: nn.Module, *, heads: int, group: ProcessGroup) -> None:
+    """Mark the attention weights [batch, heads, queries, keys] that an attention returns.
+
+    They follow the first entry of its output.
+    """
+    local_heads = heads // group.size()
+
+    def mark_weights(_module: nn.Module, _args: object, output: object) -> None:
+        if not isinstance(output, tuple | list):
+            return
+        for value in output[1:]:
+            if isinstance(value, torch.Tensor) and value.shape[1:2] == (local_heads,):
+                mark_output(value, dim=1, length=heads)
+
+    module.register_forward_hook(mark_weights)
+
+
+def gather_outputs(module: nn.Module, group: ProcessGroup) -> None:
+    """Gather every marked tensor in the output of a module.
+
+    All ranks compute the same from the gathered tensor, so the gradient of a part is this rank's
+    part of its gradient.
+    """
+
+    def gather_marked(_module: nn.Module, _args: object, output: Any) -> Any:
+        gathered = _gather_parts(output, group)
+        if gathered is output:
+            # None leaves the output of the module as it is.
+            return None
+        return gathered
+
+    module.register_forward_hook(gather_marked)
+
+
+def _gather_parts(value: Any, group: ProcessGroup) -> Any:
+    """Return a nested output with all parts gathered, or the same object if it has none."""
+    if isinstance(value, torch.Tensor):
+        part = getattr(value, _MARK, None)
+        if part is None:
+            return value
+        dim, length = part
+        return gather(value, group, dim=dim, length=length)
+    if isinstance(value, tuple | list):
+        gathered = [_gather_parts(entry, group) for entry in value]
+        if all(new is old for new, old in zip(gathered, value, strict=True)):
+            return value
+        # A named tuple.
+        if hasattr(value, "_fields"):
+            return type(value)(*gathered)
+        return type(value)(gathered)
+    if isinstance(value, Mapping):
+        for key, entry in list(value.items()):
+            new = _gather_parts(entry, group)
+            if new is not entry:
+                value[key] = new  # type: ignore[index]  # a ModelOutput or a dict
+        return value
+    if not isinstance(value, nn.Module) and hasattr(value, "__dict__"):
+        _gather_attributes(value, group)
+    return value
+
+
+def _gather_attributes(value: Any, group: ProcessGroup) -> None:
+    for name, attribute in list(vars(value).items()):
+        if not isinstance(attribute, torch.Tensor | tuple | list):
+            continue
+        new = _gather_parts(attribute, group)
+        if new is not attribute:
+            # The object may be a frozen dataclass.
+            object.__setattr__(value, name, new)
+
+
+def tensor_traffic(
+    facts: ModelFacts,
+    plan: TensorPlan,
+    ledger: Ledger,
+    *,
+    sequence_parallel: bool,
+    loss_parallel: bool,
+) -> dict[str, Array]:
+    """Return the bytes that one rank sends per optimizer step, by collective.
+
+    Args:
+        facts: The parameters of the model.
+        plan: The plan of tensor parallelism.
+        ledger: The candidates.
+        sequence_parallel: Whether hidden states are sharded along the sequence.
+        loss_parallel: Whether the loss takes sharded logits.
+    """
+    features, gathered = _features(
+        facts, plan, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel
+    )
+    parameters = _summed_numel(facts, plan, sequence_parallel=sequence_parallel)
+    itemsize: Any = facts.parameters[0].itemsize
+    if ledger.compute_bytes is not None:
+        itemsize = ledger.compute_bytes
+    loss_itemsize = np.maximum(itemsize, 4)
+    n = ledger.tp
+    tokens = ledger.tokens // ledger.cp
+
+    # Collectives need equal parts, so features are padded.
+    gathered_features = sum(shard_size(width, n) * n for width in gathered)
+    if sequence_parallel:
+        # The backward of the first block's input and the forward of the last one's output gather
+        # all tokens, and so do modules that are computed on all tokens.
+        hidden = next(
+            p.shape[-1]
+            for p in facts.parameters
+            if p.unit >= 0 and p.name.rpartition(".")[0] in plan.norms
+        )
+        ends = 2 * np.ones_like(n)
+        if ledger.stage is not None:
+            ends = ledger.stage.ends
+        gathered_features = gathered_features + hidden * (ends + 2 * len(plan.whole))
+
+    token_bytes = tokens * itemsize
+    all_reduced = (
+        features["all_reduce"] * token_bytes
+        + parameters * itemsize
+        + features["loss"] * tokens * loss_itemsize
+    )
+    counts = {
+        "all_reduce": 2 * all_reduced,
+        "all_gather": (features["all_gather"] + gathered_features) * token_bytes,
+        "reduce_scatter": features["reduce_scatter"] * token_bytes,
+    }
+    return {
+        collective: ledger.accumulation * count * (n - 1) // n
+        for collective, count in counts.items()
+    }
+
+
+def _features(
+    facts: ModelFacts, plan: TensorPlan, *, sequence_parallel: bool, loss_parallel: bool
+) -> tuple[Counter[str], list[int]]:
+    """Return the widths of the activations that collectives send per token.
+
+    Returns:
+        The features of a token by collective (`loss`: float32 elements), and the widths that are
+        gathered along features.
+    """
+    parameter_of = _parameters_by_name(facts)
+    moved: Counter[str] = Counter()
+    gathered: list[int] = []
+
+    def move(features: int, *, sequence: bool) -> None:
+        if sequence:
+            moved["all_gather"] += features
+            moved["reduce_scatter"] += features
+        else:
+            moved["all_reduce"] += features
+
+    region_inputs: set[str] = set()
+    for entry in plan.modules:
+        weight = parameter_of[f"{entry.name}.weight"]
+        inputs, outputs = _widths(weight, plan)
+        sequence = sequence_parallel and _is_sequence_sharded(entry, facts, plan)
+        if entry.style in ("colwise", "colwise_gather_output", "kv_replicated", "vocab_head"):
+            input_name = _region_input_name(entry, plan, sequence=sequence)
+            if input_name not in region_inputs:
+                region_inputs.add(input_name)
+                move(inputs, sequence=sequence)
+        if entry.style == "colwise_gather_output":
+            gathered.append(outputs)
+        if entry.style == "vocab_head" and loss_parallel:
+            moved["loss"] += 3
+        elif entry.style == "vocab_head":
+            gathered.append(outputs)
+        if entry.style in ("rowwise", "rowwise_split_input"):
+            move(outputs, sequence=sequence)
+        if entry.style == "rowwise_split_input":
+            gathered.append(inputs)
+        if entry.style == "embedding_rowwise":
+            moved["all_reduce"] += weight.shape[1]
+    return moved, gathered
+
+
+def _summed_numel(facts: ModelFacts, plan: TensorPlan, *, sequence_parallel: bool) -> int:
+    """Return the elements of replicated parameters whose gradients are summed over tp."""
+    # Number of sums of each module or bias.
+    sums: Counter[str] = Counter()
+    for entry in plan.modules:
+        # Ranks see different heads in such a module.
+        if entry.style in ("replicated_with_grad_allreduce", "kv_replicated"):
+            sums[entry.name] += 1
+    if sequence_parallel:
+        # Ranks see different tokens in norms, and in the biases of row-parallel layers.
+        sums.update(set(plan.norms))
+        for entry in plan.modules:
+            is_row_parallel = entry.style in ("rowwise", "rowwise_split_input")
+            if is_row_parallel and _is_sequence_sharded(entry, facts, plan):
+                sums[f"{entry.name}.bias"] += 1
+
+    total = 0
+    for name, parameter in _parameters_by_name(facts).items():
+        module = name.rpartition(".")[0]
+        total += parameter.numel * (sums[module] + sums[name])
+    return total
+
+
+def _parameters_by_name(facts: ModelFacts) -> dict[str, ParameterFacts]:
+    return {name: p for p in facts.parameters for name in (p.name, *p.also)}
+
+
+def _is_sequence_sharded(entry: StyledModule, facts: ModelFacts, plan: TensorPlan) -> bool:
+    return is_inside(entry.name, facts.blocks) and not is_inside(entry.name, plan.whole)
+
+
+def _region_input_name(entry: StyledModule, plan: TensorPlan, *, sequence: bool) -> str:
+    """Return the name of the input that a column-parallel layer shares with its siblings."""
+    if entry.style == "vocab_head":
+        return entry.name
+    if sequence:
+        for container in plan.regions:
+            if entry.name.startswith(f"{container}."):
+                return container
+    return entry.name.rpartition(".")[0]
+
+
+def _widths(weight: ParameterFacts, plan: TensorPlan) -> tuple[int, int]:
+    """Return the (input, output) features of a layer."""
+    style = next(
+        entry.style
+        for entry in plan.modules
+        if f"{entry.name}.weight" in (weight.name, *weight.also)
+    )
+    if len(weight.shape) < 2:
+        return weight.shape[0], weight.shape[0]
+    # Transformers' Conv1D stores [in, out], which the dimension that the style splits reveals.
+    split_dim = plan.dims[weight.name]
+    if style.startswith(("colwise", "vocab")):
+        is_transposed = split_dim == 1
+    else:
+        is_transposed = split_dim == 0
+    if is_transposed:
+        return weight.shape[0], weight.shape[1]
+    return weight.shape[1], weight.shape[0]
 
 
 class TensorParallel(Technique):
@@ -270,7 +550,7 @@ def _shard_sequence(
     def shard(hidden: torch.Tensor) -> torch.Tensor:
         region.length = hidden.shape[SEQUENCE]
         part = split(hidden, region.group, dim=SEQUENCE)
-        outputs.mark(part, dim=SEQUENCE, length=region.length)
+        mark_output(part, dim=SEQUENCE, length=region.length)
         return part
 
     def enter_first(
@@ -301,7 +581,7 @@ def _shard_sequence(
         hidden = output
         if isinstance(output, tuple | list):
             hidden = output[0]
-        outputs.mark(hidden, dim=SEQUENCE, length=region.length)
+        mark_output(hidden, dim=SEQUENCE, length=region.length)
 
     for name in blocks:
         model.get_submodule(name).register_forward_pre_hook(enter_block, with_kwargs=True)
@@ -326,9 +606,9 @@ def _gather_outputs(
     model: nn.Module, plan: TensorPlan, region: Region, blocks: tuple[str, ...]
 ) -> None:
     for name, heads in plan.heads.items():
-        outputs.mark_heads(model.get_submodule(name), heads=heads, group=region.group)
+        mark_heads(model.get_submodule(name), heads=heads, group=region.group)
     # The modules that own the lists of blocks return to the code around them, and the root returns
     # to the user.
     owners = {name.rpartition(".")[0].rpartition(".")[0]: None for name in blocks} | {"": None}
     for name in owners:
-        outputs.gather_outputs(model.get_submodule(name), region.group)
+        gather_outputs(model.get_submodule(name), region.group)

@@ -23,8 +23,8 @@ from plait._torch.modules import (
     own_parameters,
 )
 from plait.errors import ModelError
+from plait.model.layers import Style
 from plait.model.plans import TensorPlan
-from plait.model.rules import Style
 from plait.model.sequence import is_inside
 
 HookedModule = tuple[str, nn.Module, tuple[HookKind, ...], str]

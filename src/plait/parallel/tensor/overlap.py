@@ -24,8 +24,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from plait._torch.passes import allow_two_runs
-from plait.comm.collectives import unshared
-from plait.comm.pending import AsyncAllReduce
+from plait.comm.collectives import AsyncAllReduce, unshared
 
 
 class DeferredGradient:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from plait.cli.launching.agent import LaunchError, launch
-from plait.cli.launching.settings import LaunchSettings
+from plait.cli.launching.launch_settings import LaunchSettings
 
 
 def test_a_name_without_an_address() -> None:

@@ -15,7 +15,7 @@ from plait.cli.launching.remote import (
     node_environment,
     ssh_command,
 )
-from plait.cluster.hostfile import HostfileEntry
+from plait.cluster.machines import HostfileEntry
 from plait.errors import ConfigError
 
 TWO = RemoteLaunch(

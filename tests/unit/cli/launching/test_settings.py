@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from plait.cli.launching.settings import LaunchSettings, check, parse_nodes
+from plait.cli.launching.launch_settings import LaunchSettings, check, parse_nodes
 from plait.errors import ConfigError
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from plait.cli.launching.agent import WORKER
-from plait.cli.launching.settings import LaunchSettings, check
+from plait.cli.launching.launch_settings import LaunchSettings, check
 from plait.cli.launching.standby import VARIABLE, Standby
 from plait.errors import ConfigError
 

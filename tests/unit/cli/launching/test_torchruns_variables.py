@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 from plait.cli import launch as verb
 from plait.cli import main as command
 from plait.cli import train
-from plait.cli.launching.settings import LaunchSettings, check
-from plait.cli.launching.torchruns_variables import with_variables
+from plait.cli.launching.launch_settings import LaunchSettings, check, with_variables
 from plait.errors import ConfigError
 
 KUBEFLOW = {

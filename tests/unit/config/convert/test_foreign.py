@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
-from plait.config.convert import accelerate_keys
+from plait.config.convert import accelerate
 from plait.config.convert.conversion import convert, load_foreign
-from plait.config.convert.fsdp_keys import TRAINER_KEYS
-from plait.config.convert.fsdp_sharding import SHARDING_KEYS
-from plait.config.dialects.foreign import _TRAINER_FSDP
+from plait.config.convert.fsdp import SHARDING_KEYS, TRAINER_KEYS
+from plait.config.dialects.examine import _TRAINER_FSDP
 from plait.config.resolving.explain import values_of
 from plait.config.resolving.resolve import load, resolve
 from plait.errors import ConfigError, Problem
@@ -130,12 +129,12 @@ def test_every_key_of_accelerate_is_in_the_tables() -> None:
         "num_processes",
         "fp8_config",
         "megatron_lm_config",
-        *accelerate_keys.SECTIONS,
+        *accelerate.SECTIONS,
     }
     keys = {field.name for field in fields(ClusterConfig)}
-    assert keys <= {key.path for key in accelerate_keys.TOP} | here
+    assert keys <= {key.path for key in accelerate.TOP} | here
     options = {action.dest for action in launch_command_parser()._actions}
-    sections = accelerate_keys.SECTIONS
+    sections = accelerate.SECTIONS
     found = {
         name: {option for option in options if option.startswith(name)}
         for name in ("parallelism_config_", "dynamo_", "fsdp_")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from plait.config.convert.conversion import load_foreign
-from plait.config.convert.megatron_flags import DISTRIBUTED, FLAGS, LAYERS_PER_STAGE
+from plait.config.convert.megatron import DISTRIBUTED, FLAGS, LAYERS_PER_STAGE
 from plait.config.dialects.deepspeed import TABLE
 from plait.config.dialects.keys import schema_fields
 from plait.config.resolving.resolve import load, resolve
-from plait.config.schema.provenance import Status
+from plait.config.schema.config import Status
 from plait.errors import ConfigError
 
 TARGETS = {"optimizer.params.beta1", "optimizer.params.beta2", DISTRIBUTED, LAYERS_PER_STAGE}

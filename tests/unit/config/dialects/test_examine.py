@@ -7,10 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from plait.config.dialects.deepspeed import REFUSED, SECRETS, TABLE, Key
+from plait.config.dialects.deepspeed import (
+    REFUSED,
+    SECRETS,
+    TABLE,
+    Key,
+    asks_for_nothing,
+    type_problem,
+)
 from plait.config.dialects.examine import brief
-from plait.config.dialects.table_values import asks_for_nothing, type_problem
-from plait.config.schema.provenance import Status
+from plait.config.schema.config import Status
 from plait.errors import ConfigError
 from plait.optim.optimizer import build_optimizer
 from tests.unit.config.cases import load, resolved, status_of

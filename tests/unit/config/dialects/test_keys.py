@@ -8,9 +8,9 @@ import string
 import pytest
 
 from plait.config.dialects import keys
-from plait.config.dialects.aliases import ALIASES, SHORT_FORMS
 from plait.config.dialects.deepspeed import TABLE
-from plait.config.schema.provenance import Status
+from plait.config.dialects.keys import ALIASES, SHORT_FORMS
+from plait.config.schema.config import Status
 from plait.errors import ConfigError
 from tests.unit.config.cases import load
 

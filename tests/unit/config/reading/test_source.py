@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.config.reading.source import parse_override, read, scalar
+from plait.config.source import parse_override, read, scalar
 from plait.errors import ConfigError
 
 TREE = {"zero_optimization": {"stage": 2}, "note": "// no # comment /* here */, }"}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from plait.config.resolving.batch import solve_batch
+from plait.config.resolving.resolved_parts import solve_batch
 from plait.errors import ConfigError
 
 size = st.integers(1, 64)

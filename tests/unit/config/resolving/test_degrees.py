@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.cluster.layout import Layout
-from plait.config.resolving.degrees import smallest_world, solve_layout
+from plait.config.resolving.resolved_parts import smallest_world, solve_layout
 from plait.config.schema.config import ParallelSection
 from plait.errors import ConfigError
 

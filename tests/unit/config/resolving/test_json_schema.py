@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from plait.config.dialects.aliases import ALIASES
 from plait.config.dialects.deepspeed import TABLE
-from plait.config.dialects.keys import schema_fields
-from plait.config.resolving.degrees import PLANNABLE_SETTINGS
+from plait.config.dialects.keys import ALIASES, schema_fields
 from plait.config.resolving.json_schema import json_schema
+from plait.config.resolving.resolved_parts import PLANNABLE_SETTINGS
 
 
 def find(schema: dict[str, Any], path: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from plait.parallel.accounting.zero_rule import (
+from plait.parallel.accounting.ledger import (
     AfterBackward,
     after_block_backward,
     after_root_backward,

@@ -19,12 +19,11 @@ from torch import nn
 from plait.cluster.layout import Layout
 from plait.errors import ConfigError, ModelError, PlaitError
 from plait.parallel.activations import activation_store
-from plait.parallel.activations.activation_store import DiskStore, HostStore
-from plait.parallel.activations.saved_tensors import SavedTensors
-from plait.parallel.schedules.actions import Action, Kind
+from plait.parallel.activations.activation_store import DiskStore, HostStore, SavedTensors
+from plait.parallel.schedules.schedule import Action, Kind
 from plait.parallel.technique import TechniqueContext
-from plait.parallel.techniques.activation_offload import ActivationOffload
 from plait.parallel.techniques.compile import Compile
+from plait.parallel.techniques.offload import ActivationOffload
 from plait.parallel.techniques.pipeline_parallel import StagePrefetcher
 
 CPU = torch.device("cpu")

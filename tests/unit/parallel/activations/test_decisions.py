@@ -9,8 +9,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from plait._torch.passes import graph_task
-from plait.parallel.activations import decisions, selective
-from plait.parallel.activations.decisions import decide_once
+from plait.parallel.activations import selective
+from plait.parallel.activations.selective import decide_once
 
 
 class Block:
@@ -39,8 +39,8 @@ class Block:
 def test_calls_in_flight(keep: tuple[str, ...] | None) -> None:
     """Three calls are recomputed in another order, one of them twice; kept operators that only the decision calls are not missed."""
     block = Block()
-    context_fn = decisions.contexts(
-        None if keep is None else selective.contexts(selective.kept_operators(keep))
+    context_fn = selective.recording_contexts(
+        None if keep is None else selective.selective_contexts(selective.kept_operators(keep))
     )
     generator = torch.Generator().manual_seed(0)
     inputs = [
@@ -71,7 +71,9 @@ def test_an_error_leaves_nothing_behind() -> None:
         return x[order].sin().cos().sum()
 
     x = torch.randn(3, requires_grad=True)
-    output: Any = checkpoint(run, x, use_reentrant=False, context_fn=decisions.contexts(None))
+    output: Any = checkpoint(
+        run, x, use_reentrant=False, context_fn=selective.recording_contexts(None)
+    )
     with pytest.raises(ValueError, match="in the block"):
         output.backward(retain_graph=True)
     assert decide_once(lambda: "outside of a block") == "outside of a block"

@@ -25,7 +25,7 @@ from plait.parallel.technique import TechniqueContext
 from plait.parallel.techniques.compile import Compile
 from plait.parallel.techniques.recompute import Recompute
 from plait.parallel.techniques.tensor_parallel import TensorParallel
-from plait.units import GIB
+from plait.sizes import GIB
 
 
 def rank_of(

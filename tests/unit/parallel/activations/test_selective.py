@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from plait._torch.operators import TorchDispatchMode
 from plait.errors import ConfigError
-from plait.parallel.activations.selective import contexts, kept_operators
+from plait.parallel.activations.selective import kept_operators, selective_contexts
 
 
 class Calls(TorchDispatchMode):
@@ -40,7 +40,10 @@ def gradients(
             out = function(*leaves)
         else:
             out = checkpoint(
-                function, *leaves, use_reentrant=False, context_fn=contexts(kept_operators(keep))
+                function,
+                *leaves,
+                use_reentrant=False,
+                context_fn=selective_contexts(kept_operators(keep)),
             )
     with Calls() as backward:
         out.sum().backward()
@@ -110,7 +113,7 @@ def test_backward_twice() -> None:
         lambda v: torch.sin(layer(v)),
         x,
         use_reentrant=False,
-        context_fn=contexts(kept_operators(("matmul",))),
+        context_fn=selective_contexts(kept_operators(("matmul",))),
     )
     first = torch.autograd.grad(out.sum(), x, retain_graph=True)
     assert torch.equal(first[0], torch.autograd.grad(out.sum(), x)[0])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn.attention import flex_attention
 
-from plait.parallel.context import flex, kernel
+from plait.parallel.context import kernel
 from plait.parallel.context.kernel import (
     AttentionBlock,
     AttentionRule,
@@ -24,7 +24,7 @@ from plait.parallel.context.kernel import (
     attend_backward,
     sink_gradient,
 )
-from plait.parallel.context.layout import SequenceLayout
+from plait.parallel.context.kinds import SequenceLayout
 from tests.fused_attention import registered
 
 LENGTH = 16
@@ -209,14 +209,14 @@ def test_block_masks_of_documents_are_shared_by_layers() -> None:
     """FlexAttention's mask is made once for a micro-batch, and dropped with it."""
     starts, rule = documents(), AttentionRule(0.3, kernel="flex")
     query, key, value = random()
-    before = len(flex._document_masks)
+    before = len(kernel._document_masks)
     with torch.no_grad():
         for _layer in range(3):
             softmax_of([AttentionBlock(query[:, :, 8:], key, value, 8, 0, starts[:, 8:])], rule)
-    assert len(flex._document_masks) == before + 1 and len(flex._document_masks[starts]) == 1
+    assert len(kernel._document_masks) == before + 1 and len(kernel._document_masks[starts]) == 1
     del starts
     gc.collect()
-    assert len(flex._document_masks) == before
+    assert len(kernel._document_masks) == before
 
 
 @pytest.mark.usefixtures("cuda_kernels")

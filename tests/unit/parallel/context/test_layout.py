@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.parallel.context.layout import SequenceLayout
+from plait.parallel.context.kinds import SequenceLayout
 
 
 @given(ranks=st.integers(1, 9), length=st.integers(1, 70), zigzag=st.booleans())

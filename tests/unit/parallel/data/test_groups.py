@@ -9,11 +9,10 @@ import pytest
 from plait.cluster.layout import Layout
 from plait.parallel.accounting.compression_scheme import Scheme
 from plait.parallel.technique import Technique, TechniqueContext
-from plait.parallel.techniques.compression import Compression
+from plait.parallel.techniques.data_collectives import Compression
 from plait.parallel.techniques.data_parallel import DataParallel
 from plait.parallel.techniques.mixed_precision import Precision
-from plait.parallel.techniques.optimizer_offload import OptimizerOffload
-from plait.parallel.techniques.parameter_offload import ParameterOffload
+from plait.parallel.techniques.offload import OptimizerOffload, ParameterOffload
 
 REPLICAS, SHARDS = Layout(dp_replicate=4), Layout(dp_replicate=2, dp_shard=2)
 INT8 = Compression(scheme=Scheme(gradient_bits=8))

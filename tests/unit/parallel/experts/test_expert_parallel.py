@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from plait.cluster.layout import AXES, Layout
-from plait.config.resolving.degrees import smallest_world
 from plait.config.resolving.resolve import load, resolve
+from plait.config.resolving.resolved_parts import smallest_world
 from plait.errors import ConfigError, ModelError, PlaitError
 from plait.model.blocks import find_blocks
 from plait.parallel.order import check_all
-from plait.parallel.reduction import Reduction
+from plait.parallel.parameter_layout import Reduction
 from tests.parity import cases
 from tests.parity.experts import Case, build
 

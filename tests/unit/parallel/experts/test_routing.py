@@ -17,10 +17,10 @@ from plait.losses.chunked_loss import ChunkedCausalLMLoss
 from plait.losses.loss import CausalLMLoss
 from plait.model.blocks import find_blocks
 from plait.model.experts import biased_routers, find_experts, recorded_routers
-from plait.parallel.experts.bias_update import BiasUpdate
 from plait.parallel.experts.router_statistics import RouterStatistics
 from plait.parallel.hooks import StepEnd
 from plait.parallel.order import check_all
+from plait.parallel.techniques.experts import BiasUpdate
 from tests.parity import cases
 from tests.parity.experts import SIZES, Case, biases, build, routers
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from plait.errors import PlaitError
 from plait.parallel.offload import arena as module
 from plait.parallel.offload.arena import PAGE, Arena
-from plait.units import MIB
+from plait.sizes import MIB
 
 
 def mapped_resident() -> int:

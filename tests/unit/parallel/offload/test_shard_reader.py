@@ -17,8 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from plait._torch.units import replace_shard_buffers, sharded_modules
-from plait.parallel.offload.arena import Arena
-from plait.parallel.offload.shard_reader import ShardPrefetcher
+from plait.parallel.offload.arena import Arena, ShardPrefetcher
 
 BLOCKS, WIDTH = 5, 64
 UNIT_BYTES = WIDTH * WIDTH * 4

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from plait.errors import CheckpointError
-from plait.parallel.precision.loss_scale import (
+from plait.parallel.techniques.mixed_precision import (
     LossScale,
     LossScaleError,
     LossScaler,

@@ -12,9 +12,12 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from plait._torch.pipelining import schedule_actions
 from plait.errors import ConfigError, InputError
-from plait.parallel.schedules.actions import Action, Kind, Message, Payload
 from plait.parallel.schedules.schedule import (
     SCHEDULES,
+    Action,
+    Kind,
+    Message,
+    Payload,
     Schedule,
     destination,
     in_order,

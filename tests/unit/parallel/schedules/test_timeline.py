@@ -15,9 +15,12 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
 from plait.errors import InputError
-from plait.parallel.schedules.actions import Action, Kind, Message, Payload
 from plait.parallel.schedules.schedule import (
     SCHEDULES,
+    Action,
+    Kind,
+    Message,
+    Payload,
     Schedule,
     destination,
     make_schedule,

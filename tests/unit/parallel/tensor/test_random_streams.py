@@ -11,8 +11,8 @@ import torch
 
 from plait._torch.operators import FakeTensorMode
 from plait.errors import ModelError
-from plait.parallel.tensor import random_streams
-from plait.parallel.tensor.random_streams import SplitStream
+from plait.parallel.tensor import styles
+from plait.parallel.tensor.styles import SplitStream
 
 HERE = torch.zeros(1)
 
@@ -111,7 +111,7 @@ def test_a_cuda_generator_is_seeded_without_a_kernel() -> None:
 
     def run(rank: int, own: int) -> list[Any]:
         generator, stream, found = Played(9), SplitStream(rank), []
-        with patch.object(random_streams, "_generator", lambda _: generator):
+        with patch.object(styles, "_generator", lambda _: generator):
             found.append(generator.draw())
             for _ in range(2):
                 stream.enter(HERE)

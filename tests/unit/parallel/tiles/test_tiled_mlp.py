@@ -13,8 +13,7 @@ from plait.model.blocks import find_blocks
 from plait.model.mlps import TokenModules
 from plait.parallel.order import check_all
 from plait.parallel.parts import Plans
-from plait.parallel.techniques.tiled_mlp import TiledModules
-from plait.parallel.tiles.tiles import Tiles
+from plait.parallel.techniques.tiled_mlp import TiledModules, Tiles
 from tests.parity import cases
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from plait.dryrun.storage_tracker import LiveStorages
-from plait.parallel.tiles.tiles import Tiles
+from plait.dryrun.recorder import LiveStorages
+from plait.parallel.techniques.tiled_mlp import Tiles
 
 HIDDEN, WIDE = 16, 64
 

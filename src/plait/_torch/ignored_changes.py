@@ -1,0 +1,288 @@
+"""Changes of parameters that `fully_shard` would ignore silently, and errors for them.
+
+Patched behaviour: `pre_forward`, `reshard`, `unshard` and `wait_for_unshard` of a unit's groups are
+replaced. The replacements also make gathering in inference mode usable for later training steps,
+and find the tensors of dataclasses that a unit returns.
+
+`GatheredWrites` detects writes to gathered parameters. A gathered parameter is a copy that exists
+until its unit is sharded again. A module that writes to it, such as a hook that masks
+`module.weight.data`, changes the copy of one pass and not the shards. torch does not detect this,
+and `.data` bypasses the version counter of the parameter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, _common_utils
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from plait._torch.tensors import local_tensor
+from plait._torch.units import parameter_groups, sharded_modules
+from plait.errors import InputError
+
+
+def watch_shards(module: FSDPModule) -> None:
+    """Make a fully sharded unit raise InputError for changes that would have no effect.
+
+    Call this once per unit, when it has its final parameters. From then on the unit refuses
+    another parameter in the place of a shard, other data in a shard, a hook on the gradient of a
+    shard, a loss that reads a shard, and a write into the gathered copy. Parameters that are
+    gathered in inference mode serve the next training step too.
+    """
+    _search_dataclasses(module)
+    for group in parameter_groups(module):
+        _WatchedGroup(group)
+
+
+def _search_dataclasses(module: FSDPModule) -> None:
+    """Make the backward of a unit gather its parameters if its forward returns a dataclass.
+
+    The backward gathers a unit when a gradient of its output arrives. torch 2.11 finds tensors in
+    an output with pytree functions only, which treat unregistered dataclasses as leaves. The
+    backward would then compute with freed memory. Later releases search dataclasses.
+    """
+    if hasattr(_common_utils, "collect_grad_tensors"):
+        return
+    state: Any = module._get_fsdp_state()
+    register = state._register_pre_backward_hook
+
+    def register_in_dataclasses(output: Any) -> Any:
+        if torch.is_grad_enabled():
+            register(list(_leaves(output)))
+        return output
+
+    state._register_pre_backward_hook = register_in_dataclasses
+
+
+def _leaves(output: Any) -> Iterator[Any]:
+    for leaf in tree_leaves(output):
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from _leaves([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+        else:
+            yield leaf
+
+
+class _RefuseLossGradient:
+    """Autograd hook on a shard. torch assigns reduced gradients to shards without autograd.
+
+    Autograd calls the hook only if the loss reads the shard itself.
+    """
+
+    def __init__(self, p: Any) -> None:
+        # The name of the parameter is complete after the first forward only, so it is looked up
+        # late. The reference is weak because the shard refers to this hook.
+        self.parameter = weakref.ref(p)
+
+    def __call__(self, _gradient: torch.Tensor) -> None:
+        raise InputError(
+            f"{_name(self.parameter())} is read by the loss itself (a penalty on weights?) while it"
+            " is a shard, so its gradient from there would be that of this rank only: read it after"
+            " the model was called (at ZeRO stages 1 and 2 it is unsharded then), leave a penalty"
+            " on squares to the optimizer's weight_decay, or use ZeRO stage 0"
+        )
+
+
+class _WatchedGroup:
+    """Replaced methods of a unit's parameter group that check the shards."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        # The storage object is referenced, so that no new storage can get its address.
+        self._shards = {p: (p.sharded_param, *_content(p.sharded_param)) for p in group.fsdp_params}
+        self._versions: dict[Any, int] = {}
+        """Version counters of the gathered parameters after the last gather."""
+        self._pre_forward = group.pre_forward
+        self._reshard = group.reshard
+        self._unshard = group.unshard
+        self._wait_for_unshard = group.wait_for_unshard
+        self._refuse_loss_gradients()
+        group.pre_forward = self._check_and_run_forward
+        group.reshard = self._check_and_reshard
+        group.unshard = self._unshard_outside_inference_mode
+        group.wait_for_unshard = self._wait_and_record_versions
+
+    def _refuse_loss_gradients(self) -> None:
+        if self._group.mesh_info.mesh.size() == 1:
+            # The shard of a single rank is the full parameter, and its gradient is complete.
+            return
+        for p in self._group.fsdp_params:
+            shard = p.sharded_param
+            if shard.requires_grad and not _refuses_loss_gradient(shard):
+                shard.register_hook(_RefuseLossGradient(p))
+
+    def _check_and_run_forward(self, *args: Any) -> Any:
+        # A parameter that was frozen before may train now.
+        self._refuse_loss_gradients()
+        for p in self._group.fsdp_params:
+            _check_shard(p, self._shards, gathered=self._group.is_unsharded)
+        return self._pre_forward(*args)
+
+    # Autograd cannot save inference tensors. The gathered parameters are allocated once and used by
+    # evaluation and training.
+    def _unshard_outside_inference_mode(self, async_op: bool = False) -> None:
+        with torch.inference_mode(False):
+            self._unshard(async_op)
+
+    def _wait_and_record_versions(self) -> None:
+        if self._group._all_gather_result is None:
+            return
+        with torch.inference_mode(False):
+            self._wait_for_unshard()
+        for p in self._group.fsdp_params:
+            self._versions[p] = p._unsharded_param._version
+
+    def _check_and_reshard(self) -> None:
+        if self._group.is_unsharded:
+            for p, version in self._versions.items():
+                if p._unsharded_param._version != version:
+                    self._versions.clear()
+                    raise InputError(
+                        f"{_name(p)} was written to while its shards were gathered (in the forward,"
+                        " between forward and backward, or between micro-batches), and its shards"
+                        " would not change; write to parameters between steps, keep values that a"
+                        " forward changes in buffers, or use ZeRO stage 0"
+                    )
+        self._reshard()
+
+
+def _content(shard: DTensor) -> tuple[torch.UntypedStorage, torch.Tensor]:
+    return shard.untyped_storage(), shard._local_tensor
+
+
+def _hooks(shard: DTensor) -> list[Any]:
+    return list((shard._backward_hooks or {}).values())
+
+
+def _refuses_loss_gradient(shard: DTensor) -> bool:
+    return any(isinstance(hook, _RefuseLossGradient) for hook in _hooks(shard))
+
+
+def _check_shard(
+    p: Any,
+    shards: dict[Any, tuple[DTensor, torch.UntypedStorage, torch.Tensor]],
+    *,
+    gathered: bool,
+) -> None:
+    """Raise InputError if a parameter, its data or its hooks were replaced.
+
+    Args:
+        p: torch's record of the parameter.
+        shards: Shard, storage and local tensor of each parameter. Updated if the whole unit was
+            moved or cast.
+        gathered: Whether the unit is gathered now.
+    """
+    info = p._module_info
+    shard, storage, local = shards[p]
+    expected = p._unsharded_param if gathered else shard
+    if info.module._parameters.get(info.param_name) is not expected or p.sharded_param is not shard:
+        raise InputError(
+            f"{_name(p)} was replaced after plait.initialize or plait.parallelize (by a new"
+            " nn.Parameter, load_state_dict(assign=True), torch.func.functional_call or pruning),"
+            " and the forward would not see the new parameter; change the values in place (with"
+            " torch.no_grad(): parameter.copy_(...)), replace it before that call, or use ZeRO"
+            " stage 0"
+        )
+
+    if shard._local_tensor is not local:
+        # `Module.to` and `Module.half` replace the local tensors. torch handles that.
+        shards[p] = (shard, *_content(shard))
+    elif shard.untyped_storage()._cdata != storage._cdata:
+        raise InputError(
+            f"{_name(p)}.data was assigned to, which changes no shard: write in place, with"
+            " torch.no_grad(): parameter.copy_(...)"
+        )
+
+    if not all(isinstance(hook, _RefuseLossGradient) for hook in _hooks(shard)):
+        raise InputError(
+            f"{_name(p)} has a hook on its gradient (register_hook), which is never called for a"
+            " shard; use register_post_accumulate_grad_hook, which gets the reduced gradient in"
+            " parameter.grad, or ZeRO stage 0"
+        )
+
+
+def _name(p: Any) -> str:
+    return p._param_fqn or p._module_info.param_name
+
+
+_SAMPLES = 1 << 16
+"""Elements of a parameter that are compared at most."""
+
+
+class GatheredWrites:
+    """Compares gathered parameters between the gathering and the sharding of their unit.
+
+    Args:
+        root: The sharded model, before its first forward.
+
+    Attributes:
+        is_watching: Whether units that are gathered now are compared.
+    """
+
+    def __init__(self, root: FSDPModule) -> None:
+        assert isinstance(root, nn.Module)
+        self.is_watching = True
+        names = {parameter: name for name, parameter in root.named_parameters()}
+        # Keyed by torch's record: `load_state_dict(assign=True)` replaces the parameter.
+        self._names: dict[Any, str] = {}
+        self._gathered: dict[Any, list[tuple[Any, torch.Tensor]]] = {}
+        """Records of the parameters of each gathered group, with their samples."""
+        self._changed: dict[str, torch.Tensor] = {}
+        for module in sharded_modules(root):
+            for group in parameter_groups(module):
+                self._names |= {p: names[p.sharded_param] for p in group.fsdp_params}
+                group.wait_for_unshard = self._sample_after(group, group.wait_for_unshard)
+                group.reshard = self._compare_before(group, group.reshard)
+
+    def take(self) -> tuple[list[str], torch.Tensor] | None:
+        """Return the names of compared parameters and a flag per name, and forget them.
+
+        Returns:
+            Names and a bool tensor [names] on the device, or None if nothing was compared.
+        """
+        changed = self._changed
+        self._changed = {}
+        if not changed:
+            return None
+        return list(changed), torch.stack(list(changed.values()))
+
+    def _sample_after(self, group: Any, wait: Callable[[], None]) -> Callable[[], None]:
+        def wait_and_sample() -> None:
+            wait()
+            if not self.is_watching or not group.is_unsharded or group in self._gathered:
+                return
+            # Outside of passes the caller gathers on purpose, and may write the shards afterwards.
+            if group._training_state is not TrainingState.IDLE:
+                self._gathered[group] = [
+                    (p, _sample(p._unsharded_param).clone())
+                    for p in group.fsdp_params
+                    if p._unsharded_param.numel()
+                ]
+
+        return wait_and_sample
+
+    def _compare_before(self, group: Any, reshard: Callable[[], None]) -> Callable[[], None]:
+        def compare_and_reshard() -> None:
+            samples = self._gathered.pop(group, ())
+            if group.is_unsharded:
+                for p, sample in samples:
+                    name = self._names[p]
+                    changed = (_sample(p._unsharded_param) != sample).any()
+                    earlier = self._changed.get(name)
+                    self._changed[name] = changed if earlier is None else earlier | changed
+            reshard()
+
+        return compare_and_reshard
+
+
+def _sample(parameter: torch.Tensor) -> torch.Tensor:
+    """Return evenly spaced bytes of a parameter, or all bytes of a small one. It is a view."""
+    flat = local_tensor(parameter.detach()).reshape(-1)
+    return flat[:: -(-flat.numel() // _SAMPLES)].unsqueeze(-1).view(torch.uint8)

@@ -1,0 +1,179 @@
+"""Default process group: where the processes meet, groups without other ranks, and the end.
+
+The processes of a launch meet in a store. A default group that was destroyed leaves its addresses
+in the store, and its sockets still answer. A rank that read them for the next group would wait in
+the old group for ranks that wait elsewhere. Every default group therefore has its own prefix of
+keys. A store exists as long as the process.
+
+A dry run has groups without other ranks: the layout of thousands of processes, which sends nothing.
+
+Note [Threads of gloo]
+    After a collective, a thread of gloo releases its tensors, for which it may need the
+    interpreter's lock. If the interpreter shuts down at this moment, the process aborts (SIGABRT,
+    "terminate called without an active exception") after all its work was done, about one time in
+    ten. `destroy_process_group` does not end the threads, because torch references the groups of a
+    sharded model afterwards. Before a process ends, its threads therefore get the time, and the
+    lock, to finish. Plait's own worker processes end without the interpreter's shutdown.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import os
+import sys
+import time
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn
+
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from plait._torch.tensors import forget_meshes
+from plait.cluster.topology import RankInfo, init_method, meeting_address
+
+
+@dataclass
+class _SharedStore:
+    """Store of all default groups that met at one address.
+
+    Attributes:
+        store: The store.
+        groups: Number of groups that used it.
+    """
+
+    store: dist.Store
+    groups: int = 0
+
+
+_met: dict[str, _SharedStore] = {}
+"""Stores by address."""
+
+
+def store_of_next_group(rank_info: RankInfo, timeout: timedelta) -> dist.Store:
+    """Return the store for the next default group. Collective.
+
+    Args:
+        rank_info: Place of this process.
+        timeout: Longest time to wait for the other processes.
+
+    Raises:
+        ConfigError: No rendezvous address is configured.
+    """
+    if rank_info.world_size == 1:
+        return dist.HashStore()
+    method = init_method()
+    address = meeting_address(method)
+    if address not in _met:
+        store, _, _ = next(
+            rendezvous(method, rank_info.rank, rank_info.world_size, timeout=timeout)
+        )
+        _met[address] = _SharedStore(store)
+    shared = _met[address]
+    # Creating a default group is collective, so all ranks use the same number.
+    shared.groups += 1
+    shared.store.set_timeout(timeout)
+    return dist.PrefixStore(f"plait/default_group/{shared.groups}", shared.store)
+
+
+FAKE = "fake"
+"""torch's name of the backend."""
+
+
+def is_fake(group: dist.ProcessGroup | None = None) -> bool:
+    """Return whether a group has no other ranks. None means the default group.
+
+    The result is False if there is no process group.
+    """
+    return dist.is_initialized() and dist.get_backend(group) == FAKE
+
+
+LONGEST_SECONDS = 2.0
+"""Longest time to wait for busy threads. On a loaded machine they may not get to sleep earlier."""
+_PAUSE_SECONDS = 0.005
+"""Interval at which the threads are checked."""
+_QUIET_CHECKS = 4
+"""Number of checks in sequence that must find all threads asleep."""
+_GLOO_THREAD = "pt_gloo_runloop"
+"""Name that torch gives to the threads of gloo."""
+
+
+def end_process(code: int) -> NoReturn:
+    """End this process after its output was written, without the interpreter's shutdown.
+
+    Functions that are registered with `atexit` are not called.
+
+    Args:
+        code: Exit code.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def end_default_group() -> None:
+    """Destroy all process groups after gloo's threads have released their tensors."""
+    if dist.is_initialized():
+        let_threads_finish()
+        forget_meshes()
+        dist.destroy_process_group()
+
+
+def end_groups(groups: Collection[dist.ProcessGroup]) -> None:
+    """Destroy process groups after gloo's threads have released their tensors.
+
+    Groups that were destroyed before, alone or with the default group, are ignored.
+    """
+    if groups and dist.is_initialized():
+        let_threads_finish()
+        forget_meshes()
+        for group in groups:
+            # torch raises ValueError for a group that was destroyed before.
+            with suppress(ValueError):
+                dist.destroy_process_group(group)
+
+
+@functools.cache
+def finish_at_exit() -> None:
+    """Let gloo's threads finish before the interpreter shuts down.
+
+    This covers groups that other code creates and destroys. Further calls have no effect.
+    """
+    atexit.register(let_threads_finish)
+
+
+def let_threads_finish() -> None:
+    """Return when gloo's threads sleep, see Note [Threads of gloo].
+
+    Each pause gives them the interpreter's lock. A thread in a collective whose other ranks are
+    gone sleeps too, so this never waits for other ranks.
+    """
+    deadline = time.monotonic() + LONGEST_SECONDS
+    quiet_checks = 0
+    while quiet_checks < _QUIET_CHECKS and time.monotonic() < deadline:
+        time.sleep(_PAUSE_SECONDS)
+        if _has_busy_thread():
+            quiet_checks = 0
+        else:
+            quiet_checks += 1
+
+
+def _has_busy_thread() -> bool:
+    """Return whether a thread of gloo runs or is ready to run.
+
+    The result is False if the system does not report the state of threads.
+    """
+    for task in Path("/proc/self/task").glob("*/stat"):
+        with suppress(OSError, ValueError):
+            # `NUMBER (NAME) STATE ...`, where the name may have parentheses.
+            name, _, fields = task.read_text().partition("(")[2].rpartition(")")
+            # S is the state of a thread that sleeps until an event.
+            if name == _GLOO_THREAD and not fields.startswith(" S"):
+                return True
+    return False

@@ -1,0 +1,324 @@
+"""Attention function that Transformers' models call for a part of a sequence.
+
+Transformers has one table of attention functions by name, for all models of the process. What
+differs between models is attached to their modules.
+
+Keys that each token may see: those before it in its own document, as Transformers decides it.
+
+They are described by one number per token, the position at which its document begins, so that no
+mask [seq, seq] exists. The description is made from the full batch.
+
+A sliding window is not part of it, because layers of one model may have different ones. Padding on
+the right is not either: no token follows it, and its own results enter no loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from plait._torch.operators import FakeTensor
+from plait.errors import InputError, ModelError
+from plait.parallel.context.families import (
+    IMPLEMENTATIONS,
+    PackedDocuments,
+    flash_attention,
+    kernel_named,
+)
+from plait.parallel.context.kernel import AttentionRule
+from plait.parallel.context.kinds import Kind, SequencePlacement, attention, exchange_heads
+from plait.parallel.micro_batches import IGNORED, SHIFTED, mark_tokens, to_device, tokens_of
+
+# Size of the second dimension of a mask without documents. It is 1 with documents.
+_NO_DOCUMENTS = 2
+
+
+def document_starts(batch: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return the position at which the document of each token begins.
+
+    A document begins where `position_ids` does not increase by one. As in Transformers, this only
+    counts without an attention_mask.
+
+    Returns:
+        [batch, seq] int64, or None if each row is one document.
+
+    Raises:
+        InputError: The mask is not [batch, seq] with the padding, which has no targets, on the
+            right, or the positions have another shape.
+    """
+    ids = batch["input_ids"]
+    mask = batch.get("attention_mask")
+    positions = batch["position_ids"]
+    rows, length = ids.shape
+    # The tensors of a dry run have no values. Its rows are complete sequences.
+    if isinstance(ids, FakeTensor) or ids.is_meta:
+        return None
+    if mask is not None:
+        _refuse_other_than_right_padding(mask, batch, rows, length)
+        return None
+    shape: Any = type(positions).__name__
+    if isinstance(positions, torch.Tensor):
+        shape = list(positions.shape)
+    if shape not in ([1, length], [rows, length]):
+        raise InputError(
+            f"parallel.cp: position_ids are {shape}, and input_ids [{rows}, {length}]; pass one"
+            " position for every token"
+        )
+
+    begins = torch.diff(positions, dim=-1) != 1
+    if not bool(begins.any()):
+        return None
+    # Position of each token that begins a document, 0 for others: [1 or batch, seq - 1].
+    first_tokens = torch.where(begins, torch.arange(1, length, device=ids.device), 0)
+    first_tokens = torch.cat([first_tokens.new_zeros(len(first_tokens), 1), first_tokens], -1)
+    return first_tokens.cummax(-1).values.expand(rows, -1)
+
+
+def _refuse_other_than_right_padding(
+    mask: Any, batch: Mapping[str, Any], rows: int, length: int
+) -> None:
+    if not isinstance(mask, torch.Tensor) or mask.shape != (rows, length):
+        shape = list(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
+        raise InputError(
+            f"parallel.cp: attention_mask is {shape}, and must be [{rows}, {length}] because"
+            " sequences are split over ranks: 1 for tokens and 0 for padding on the right; for"
+            " several documents per row leave it out, and start position_ids at 0 in each document"
+        )
+    mask = mask.bool()
+    if bool((mask[:, 1:] & ~mask[:, :-1]).any()):
+        raise InputError(
+            "parallel.cp: attention_mask has zeros before ones, and only padding on the right of a"
+            ' row is supported; pad on the right (tokenizer.padding_side = "right")'
+        )
+    targets = batch.get(SHIFTED)
+    if isinstance(targets, torch.Tensor) and targets.shape == mask.shape:
+        count = int(((targets != IGNORED) & ~mask).sum())
+        if count:
+            raise InputError(
+                f"parallel.cp: {count} padding positions have a target in labels, but attention of"
+                f" padding is not computed; set the labels of padding to {IGNORED}"
+            )
+
+
+def as_mask(starts: torch.Tensor | None, rows: int, device: torch.device) -> torch.Tensor:
+    """Return the document starts as a mask of four dimensions.
+
+    Transformers passes such a mask to every attention unchanged.
+
+    Args:
+        starts: [rows, tokens], or None if each row is one document.
+        rows: Number of rows of the micro-batch.
+        device: Device of the mask.
+    """
+    if starts is None:
+        return torch.zeros(rows, _NO_DOCUMENTS, 1, 1, dtype=torch.int64, device=device)
+    return starts[:, None, :, None]
+
+
+def starts_of_mask(mask: torch.Tensor) -> torch.Tensor | None:
+    """Return the document starts [batch, tokens] of a mask of `as_mask`, or None."""
+    return None if mask.shape[1] == _NO_DOCUMENTS else mask[:, 0, :, 0]
+
+
+def is_document_mask(mask: torch.Tensor | None) -> bool:
+    """Return True if `as_mask` made the mask."""
+    return (
+        mask is not None
+        and mask.ndim == 4
+        and mask.dtype == torch.int64
+        and mask.shape[1] <= _NO_DOCUMENTS
+        and mask.shape[3] == 1
+    )
+
+
+NAME = "plait_context_parallel"
+"""Name of the attention function in Transformers' table."""
+
+_ATTRIBUTE = "_plait_context"
+_DOCUMENTS = "_plait_documents"
+
+
+@dataclass(frozen=True)
+class PartialAttention:
+    """Settings of the attention of one model.
+
+    Attributes:
+        kind: How queries reach the keys of other ranks.
+        place: Layout of sequences and process group.
+        implementation: Transformers' name of the implementation, see `implementation_of`.
+    """
+
+    kind: Kind
+    place: SequencePlacement
+    implementation: str
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        # A copy of the model, or a model from a file, has no ranks.
+        return _no_attention, ()
+
+
+def _no_attention() -> None:
+    return None
+
+
+def install(model: Any, attention: PartialAttention) -> None:
+    """Replace the attention of a model."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, attend)
+    model.set_attn_implementation(NAME)
+    for module in model.modules():
+        object.__setattr__(module, _ATTRIBUTE, attention)
+
+
+def remove(model: Any, original: str) -> None:
+    """Give a model the attention implementation that it had before `install`."""
+    model.set_attn_implementation(original)
+    for module in model.modules():
+        if hasattr(module, _ATTRIBUTE):
+            object.__delattr__(module, _ATTRIBUTE)
+
+
+def on_device(model: nn.Module, part: Any, device: torch.device) -> Any:
+    """Move this rank's part of a micro-batch to the device.
+
+    If the attention of `model` is FlashAttention, the documents of the rows are computed once for
+    all layers and attached to the mask. This does not wait for the device if the part is on the
+    host.
+
+    Args:
+        model: The model, after `install`.
+        part: Result of `ContextParallel.part`.
+        device: Device of the model.
+    """
+    mask = part["attention_mask"]
+    moved = to_device(part, device)
+    mark_tokens(moved["attention_mask"], to_device(tokens_of(mask), device))
+    settings: PartialAttention = getattr(model, _ATTRIBUTE)
+    starts = starts_of_mask(mask)
+    if starts is not None and settings.implementation in IMPLEMENTATIONS:
+        setattr(moved["attention_mask"], _DOCUMENTS, PackedDocuments.of(starts, device))
+    return moved
+
+
+def _documents_of(mask: torch.Tensor) -> PackedDocuments | None:
+    """Return the documents that are attached to a mask.
+
+    A copy of the mask has lost them. They are then computed again and attached to the copy.
+    """
+    attached: PackedDocuments | None = getattr(mask, _DOCUMENTS, None)
+    starts = starts_of_mask(mask)
+    if starts is None or attached is not None:
+        return attached
+    documents = PackedDocuments.of(starts, mask.device)
+    setattr(mask, _DOCUMENTS, documents)
+    return documents
+
+
+def attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **other: Any,
+) -> tuple[torch.Tensor, None]:
+    """Compute attention with the signature of Transformers' attention functions. Collective.
+
+    Args:
+        module: Attention module of a layer.
+        query: [batch, heads, tokens, head_dim], tokens of this rank.
+        key: [batch, kv_heads, tokens, head_dim].
+        value: [batch, kv_heads, tokens, width].
+        attention_mask: Result of `visible.as_mask`.
+        scaling: Factor of the scores; head_dim ** -0.5 by default.
+        dropout: Must be 0.
+        sliding_window: Number of tokens that a token sees, itself included.
+        softcap: Cap of the scores.
+        s_aux: [heads], attention sinks.
+        other: Further arguments that a model passes.
+
+    Returns:
+        The output [batch, tokens, heads, width], and no attention weights.
+
+    Raises:
+        InputError: The batch was not cut.
+        ModelError: The module belongs to a copy of the model, or needs what is not supported.
+    """
+    settings: PartialAttention | None = getattr(module, _ATTRIBUTE, None)
+    if settings is None:
+        raise ModelError(
+            f"this {type(module).__name__} belongs to a copy of a model under parallel.cp, and has"
+            " no ranks with the other parts of a sequence; call"
+            ' model.set_attn_implementation("sdpa") on the copy'
+        )
+    _refuse_unsupported(module, dropout, other)
+    if attention_mask is None or not is_document_mask(attention_mask):
+        raise InputError(
+            "parallel.cp: the model was called with a batch that is not split over cp ranks; call"
+            " engine.train_batch, engine.eval_batch or engine.predict, which select this rank's"
+            " part of every sequence"
+        )
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5
+    if query.is_meta:
+        # Only shapes are of interest, so no other rank takes part.
+        output = F.scaled_dot_product_attention(query, key, value, scale=scaling, enable_gqa=True)
+        return output.transpose(1, 2).contiguous(), None
+
+    rule = AttentionRule(
+        float(scaling), sliding_window, softcap, kernel_named(settings.implementation)
+    )
+    place = settings.place
+    if settings.implementation in IMPLEMENTATIONS:
+        documents = _documents_of(attention_mask)
+
+        def flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            return flash_attention(query, key, value, documents, rule, settings.implementation)
+
+        output = exchange_heads(query, key, value, place, flash)
+    else:
+        starts = starts_of_mask(attention_mask)
+        output = attention(settings.kind, query, key, value, starts, place, rule, s_aux)
+    # [batch, heads, tokens, width] to [batch, tokens, heads, width]
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _refuse_unsupported(module: nn.Module, dropout: float, other: dict[str, Any]) -> None:
+    reason = None
+    if other.get("position_bias") is not None:
+        reason = "`position_bias`"
+    if dropout:
+        reason = f"dropout of {dropout:g}"
+    causal = other.get("is_causal")
+    if causal is None:
+        causal = getattr(module, "is_causal", True)
+    if causal is False:
+        reason = "attention in both directions"
+    if reason is not None:
+        raise ModelError(
+            f"parallel.cp: {type(module).__name__} computes attention with {reason}, which is not"
+            " supported for cut sequences; use parallel.cp = 1"
+        )
+
+
+@dataclass(frozen=True)
+class InstalledAttention:
+    """Record of what `ContextParallel.apply` has changed."""
+
+    original: str
+    """Name of the model's attention implementation before the change."""
+    implementation: str
+    """Result of `implementation_of`."""
+    place: SequencePlacement
+    """Layout of sequences, and process group."""

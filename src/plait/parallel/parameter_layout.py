@@ -1,0 +1,157 @@
+"""Layout of a parameter: its distribution over the ranks, and the order of its elements in memory.
+
+Distribution of a parameter over the ranks, for norms, sums and checkpoints.
+
+An axis either splits a tensor or replicates it. Replicas are bitwise equal once gradients are
+reduced. The counterpart in numbers is `accounting.ledger.ParameterPart`.
+
+Memory layout of tensors: contiguous, transposed, channels last, or with gaps.
+
+A gradient that an optimizer's fused kernel reads must have the memory layout of its parameter.
+
+Placement of plain tensors like a parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from plait.cluster.layout import AXES, EXPERT_AXES, SPLIT_AXES
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """Distribution of one parameter, its gradient and its optimizer states."""
+
+    sharded: tuple[str, ...] = ()
+    """Axes that split it. All other axes replicate it."""
+    summed: tuple[str, ...] = ()
+    """Axes whose ranks compute its gradient from different parts of the batch.
+
+    The gradient is the sum over them, once all hooks have reduced.
+    """
+    stages: tuple[int, ...] = ()
+    """Coordinates along pp that hold a tied parameter. Empty if each stage has a separate tensor.
+    """
+
+    def is_first_stage(self, at: Mapping[str, int]) -> bool:
+        """Return True if no earlier pipeline stage holds it.
+
+        Only this stage counts and writes a tied parameter.
+        """
+        return not self.stages or at["pp"] == min(self.stages)
+
+    def counts_at(self, at: Mapping[str, int]) -> bool:
+        """Return True if a rank adds its shard to a sum over `Mesh.norm_axes`.
+
+        Only the first replica does, so that every element is counted once.
+
+        Args:
+            at: Coordinates of the rank by axis.
+        """
+        if "ep" in at:
+            return self._is_first_replica(at, AXES)
+        return self._is_first_replica(at, SPLIT_AXES)
+
+    def is_written_at(self, at: Mapping[str, int]) -> bool:
+        """Return True if a rank writes its shard to a checkpoint. Only the first replica does.
+
+        Args:
+            at: Coordinates of the rank by axis.
+        """
+        return self._is_first_replica(at, AXES)
+
+    def _is_first_replica(self, at: Mapping[str, int], axes: Collection[str]) -> bool:
+        # For a parameter of experts, these axes take the place of all others but pp.
+        if not set(self.sharded).isdisjoint(EXPERT_AXES):
+            axes = EXPERT_AXES
+        replicating = [axis for axis in axes if axis != "pp" and axis not in self.sharded]
+        return self.is_first_stage(at) and all(at.get(axis, 0) == 0 for axis in replicating)
+
+
+def sharded_axes(tensor: torch.Tensor) -> tuple[str, ...]:
+    """Return the mesh axes that split a tensor. A replicated or plain tensor has none."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    names = tensor.device_mesh.mesh_dim_names or ()
+    return tuple(
+        name
+        for name, placement in zip(names, tensor.placements, strict=True)
+        if not placement.is_replicate()
+    )
+
+
+def dims_in_memory(tensor: torch.Tensor) -> list[int] | None:
+    """Return the dimensions in the order of their strides, largest first.
+
+    The result is None if the tensor has gaps or overlaps.
+    """
+    dims = sorted(
+        range(tensor.ndim), key=lambda dim: (tensor.stride(dim), tensor.shape[dim]), reverse=True
+    )
+    expected = 1
+    for dim in reversed(dims):
+        # A dimension of length 1 may have any stride.
+        if tensor.shape[dim] != 1 and tensor.numel():
+            if tensor.stride(dim) != expected:
+                return None
+            expected *= tensor.shape[dim]
+    return dims
+
+
+def like_in_memory(flat: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """View a flat tensor in the shape and the memory layout of another one.
+
+    If the layout of `tensor` has gaps, the view is contiguous.
+
+    Args:
+        flat: A contiguous tensor [tensor.numel()].
+        tensor: The tensor with the shape and the strides.
+    """
+    if dims_in_memory(tensor) is None or tensor.is_contiguous():
+        return flat.view(tensor.shape)
+    return flat.as_strided(tensor.shape, tensor.stride(), flat.storage_offset())
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Return True if two elements share memory, as in an expanded tensor.
+
+    Unusual strides may give a false positive.
+    """
+    dims = sorted((dim for dim in range(tensor.ndim) if tensor.shape[dim] > 1), key=tensor.stride)
+    end = 0
+    if not prod(tensor.shape):
+        return False
+    # From the smallest stride to the largest, each must step over all elements before it.
+    for dim in dims:
+        if tensor.stride(dim) <= end:
+            return True
+        end += (tensor.shape[dim] - 1) * tensor.stride(dim)
+    return False
+
+
+def like_parameter(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Wrap a local tensor in the placements of a parameter.
+
+    Args:
+        local: This rank's part, with the local shape of `parameter`.
+        parameter: A plain parameter or a DTensor.
+
+    Returns:
+        `local` itself for a plain parameter, otherwise a DTensor.
+    """
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )

@@ -1,0 +1,610 @@
+"""Expert parallelism: each rank of the ep axis has some of the experts of every layer.
+
+Tokens are sent to the ranks of the experts that they are routed to. The axis is a second view of
+the ranks of a pipeline stage. Neighbouring ranks have different experts, whether they have other
+samples, other parts of sequences, or (tp) the same tokens, of which each then sends a part.
+Parameters that are not experts are split, replicated or sharded by the first view as before.
+
+The gradient of an expert is complete except for the ranks of `edp`, which have the same experts. It
+is summed over them, or from ZeRO stage 1 on reduced in shards.
+
+Bytes that expert parallelism sends per optimizer step, with equally many tokens per expert.
+
+With T tokens per micro-batch, k experts per token, h elements per token, e bytes per element, n
+ranks of ep and E experts, a layer sends per micro-batch:
+
+    forward    8 E (n-1)/n bytes of counts, and twice T k h e (n-1)/n: the tokens, and the results
+    backward   twice T k h e (n-1)/n: the gradients of both
+
+T are the tokens of a rank, after cp and tp have split them. With m ranks of tp, which have all
+tokens before and after such a layer, it sends in all-gathers T m h e (m-1)/m of results in forward,
+and in backward T m h e (m-1)/m of gradients of tokens and T m k (m-1)/m gradients of weights, of 4
+bytes or more each. With sequence parallelism each rank keeps the results and the gradients of its
+tokens, and only gradients of weights are gathered.
+
+All-to-all is counted as the reduce-scatter with which gloo carries it out. If experts are chosen
+unequally, ranks whose experts have more tokens send back more results. The sum over ranks stays
+below n / (n-1) times this. What recomputation repeats is measured elsewhere.
+
+Update of routing biases, which balance experts without a loss, as in DeepSeek-V3.
+
+A router adds a bias per expert to its scores when it selects experts. After a step the bias is
+raised for experts that had fewer tokens than the mean, and lowered for those that had more. The
+classes of Transformers have the bias, but never change it.
+
+Routing of a mixture-of-experts model: balance losses over ranks, and biases that are updated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils.hooks import RemovableHandle
+
+from plait._torch.modules import own_buffers
+from plait._torch.passes import graph_task
+from plait.cluster.layout import STAGE_AXES, shard_size
+from plait.cluster.mesh import Groups, Mesh
+from plait.errors import ConfigError, ModelError, Problem, raise_problems
+from plait.model.experts import (
+    SCORE_CORRECTION_BIAS,
+    SPLIT_FAMILIES,
+    Experts,
+    biased_routers,
+    chosen_experts,
+    enables_balance_loss,
+    find_experts,
+    recorded_routers,
+)
+from plait.model.facts import ModelFacts
+from plait.model.sequence import is_inside
+from plait.parallel.accounting.ledger import Array, Ledger
+from plait.parallel.experts import dispatch
+from plait.parallel.experts.router_statistics import RouterStatistics
+from plait.parallel.gradient_sums import sum_gradients
+from plait.parallel.hooks import StepEnd, StepHook
+from plait.parallel.micro_batches import TokensOfForward
+from plait.parallel.parts import Parts
+from plait.parallel.technique import Technique, TechniqueContext
+from plait.parallel.techniques.compile import Compile
+from plait.parallel.techniques.data_collectives import Compression
+from plait.parallel.techniques.data_parallel import DataParallel
+from plait.parallel.techniques.mixed_precision import Precision
+from plait.parallel.techniques.offload import OptimizerOffload, ParameterOffload
+from plait.parallel.techniques.recompute import Recompute
+from plait.sizes import dtype_name
+
+
+def expert_traffic(facts: ModelFacts, ledger: Ledger) -> dict[str, Array]:
+    """Return the bytes that one rank sends per optimizer step, by collective. 0 where ep is 1."""
+    experts = facts.experts
+    n = ledger.ep
+    if experts is None:
+        return {}
+    itemsize = np.ones_like(n) * facts.parameters[0].itemsize
+    if ledger.compute_bytes is not None:
+        itemsize = ledger.compute_bytes
+    passes = ledger.accumulation * experts.layers
+    m = ledger.tp
+    tokens = shard_size(ledger.tokens // ledger.cp, m)
+
+    rows = tokens * experts.per_token * experts.hidden * itemsize * (n - 1) // n
+    counts = 8 * experts.count * (n - 1) // n
+    # Results and gradients of tokens, which sequence parallelism does not gather.
+    hidden_bytes = np.where(ledger.sequence_parallel, 0, 2 * experts.hidden * itemsize)
+    weight_bytes = experts.per_token * np.maximum(itemsize, 4)
+    gathered = tokens * (hidden_bytes + weight_bytes) * (m - 1)
+    return {
+        "reduce_scatter": passes * np.where(n > 1, 4 * rows + counts, 0),
+        "all_gather": passes * np.where(n > 1, gathered, 0),
+    }
+
+
+IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
+"""Implementations of experts in Transformers that work with the experts of one rank."""
+
+
+class ExpertParallel(Technique):
+    """Expert parallelism. Its degree is that of the layout."""
+
+    def check(self, context: TechniqueContext) -> None:
+        """Refuse models and settings that are not computed as in one process, or not tested to be.
+
+        Raises:
+            ConfigError: A setting is not supported.
+            ModelError: The model is not supported.
+        """
+        ep = context.layout.ep
+        if ep == 1:
+            return
+        raise_problems(
+            Problem("parallel.ep", ep, rule, f"{remedy}, or use 1")
+            for applies, rule, remedy in _rules(context)
+            if applies
+        )
+        if context.model is not None:
+            _refuse_unsupported_model(context.model, ep)
+            _refuse_unproven(context.model, tp=context.layout.tp)
+
+    def groups(self, context: TechniqueContext) -> Groups:
+        """Return the group of all ranks that may use different experts of a layer."""
+        if context.layout.ep > 1:
+            return Groups(axes=(STAGE_AXES,))
+        return Groups()
+
+    def apply(self, parts: Parts, mesh: Mesh) -> Parts:
+        """Keep the experts of this rank, and install the dispatch of tokens."""
+        group = mesh.group("ep")
+        if group is None or mesh.expert_mesh is None:
+            return parts
+        layers = find_experts(parts.model)
+        region = parts.region
+        plan = parts.plans.tensor
+        # Modules whose output is a shard of the sequence.
+        sequence_sharded: Sequence[str] = ()
+        if plan is not None and region is not None and region.sequence_parallel:
+            sequence_sharded = plan.whole
+        for experts in layers:
+            module = parts.model.get_submodule(experts.name)
+            for name in experts.parameters:
+                leaf = name.rpartition(".")[2]
+                setattr(module, leaf, _local_experts(module.get_parameter(leaf), mesh))
+            dispatch.install(
+                module,
+                group,
+                experts_per_rank=experts.count // mesh.layout.ep,
+                tp=mesh.group("tp"),
+                sequence=region if is_inside(experts.name, sequence_sharded) else None,
+            )
+        separate_mesh = {experts.name: mesh.expert_mesh["edp"] for experts in layers}
+        return replace(parts.with_shard(separate_mesh=separate_mesh), experts=layers)
+
+    def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
+        """Return the hook that sums gradients over ranks with the same experts."""
+        if not parts.experts:
+            return []
+        names = [name for experts in parts.experts for name in experts.parameters]
+        parameters = [p for p in map(parts.model.get_parameter, names) if p.requires_grad]
+        if isinstance(parts.model, FSDPModule):
+            # `fully_shard` reduces them.
+            parameters = []
+        return [
+            ExpertGradients(
+                parts.model,
+                parts.experts,
+                parameters,
+                same=mesh.group("edp"),
+                everyone=mesh.group(*STAGE_AXES),
+            )
+        ]
+
+    def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
+        """Mark the parameters of experts, and add the traffic of tokens."""
+        if (ledger.ep == 1).all() or facts.experts is None:
+            return ledger
+        ledger = ledger.with_(experts=frozenset(facts.experts.parameters))
+        for collective, count in expert_traffic(facts, ledger).items():
+            ledger = ledger.add_traffic(collective, count)
+        return ledger
+
+
+def _rules(context: TechniqueContext) -> tuple[tuple[bool, str, str], ...]:
+    """Return the refused settings as (applies, rule, remedy)."""
+    layout = context.layout
+    data = context.chosen(DataParallel)
+    precision = context.chosen(Precision)
+    offloads = {context.chosen(OptimizerOffload).device, context.chosen(ParameterOffload).device}
+    compression = context.chosen(Compression)
+    return (
+        (
+            data.stage == 0 and precision.compute is not None,
+            (
+                f"ZeRO stage 0 computes in {precision.compute} by torch's sharding, which has no"
+                " replicas of experts"
+            ),
+            "set zero_optimization.stage = 1",
+        ),
+        (precision.loss_scale is not None, "fp16 with its loss scale is not proven", "use bf16"),
+        (
+            data.update_in_backward,
+            "parallel.optimizer_in_backward is not proven",
+            "set that to false",
+        ),
+        (
+            data.secondary_partition > 0,
+            "parallel.secondary_partition is not proven",
+            "set that to 0",
+        ),
+        (
+            compression.gradients or compression.scheme.weight_bits > 0,
+            "compressed messages are not proven",
+            "leave the compression out",
+        ),
+        (context.chosen(Compile).enabled, "compile.enabled is not proven", "set that to false"),
+        (
+            offloads != {"none"} and layout.dp_shard == 1,
+            "offloaded states are those of shards, and parallel.dp_shard is 1",
+            'set that to 2 or more, or use device "none"',
+        ),
+        (
+            context.chosen(Recompute).mode == "budget",
+            "parallel.recompute.budget_gib counts what every process keeps for all experts",
+            'use the mode "full" or "selective"',
+        ),
+    )
+
+
+def _refuse_unsupported_model(model: nn.Module, ep: int) -> None:
+    layers = find_experts(model)
+    name = type(model).__name__
+    if not layers:
+        raise ModelError(
+            f"parallel.ep = {ep}: {name} has no experts that are supported (modules of Transformers"
+            " with one parameter for all experts, stacked along its first dimension); use 1"
+        )
+    for experts in layers:
+        if experts.count % ep:
+            divisors = [d for d in range(1, experts.count + 1) if experts.count % d == 0]
+            rule = (
+                f"{experts.name} has {experts.count} experts, of which every process has as many,"
+                f" and {experts.count} % {ep} = {experts.count % ep}"
+            )
+            remedy = f"use a divisor: {', '.join(map(str, divisors))}"
+            raise ConfigError(Problem("parallel.ep", ep, rule, remedy))
+
+    expert_names = {name for experts in layers for name in experts.parameters}
+    first_names: dict[int, str] = {}
+    for second, parameter in model.named_parameters(remove_duplicate=False):
+        first = first_names.setdefault(id(parameter), second)
+        if first != second and {first, second} & expert_names:
+            raise ModelError(
+                f"parallel.ep = {ep}: {first} and {second} are one parameter, and experts are"
+                " split; use 1"
+            )
+    kind = getattr(getattr(model, "config", None), "_experts_implementation", "eager")
+    if kind not in IMPLEMENTATIONS:
+        raise ModelError(
+            f"parallel.ep = {ep}: {name} computes experts with {kind!r}, which is not proven to"
+            " take some of them; call model.set_experts_implementation with one of"
+            f" {', '.join(IMPLEMENTATIONS)}"
+        )
+
+
+def _refuse_unproven(model: nn.Module, *, tp: int) -> None:
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    if tp > 1 and kind not in SPLIT_FAMILIES:
+        raise ModelError(
+            f"parallel.ep with parallel.tp = {tp}: {type(model).__name__} (model_type {kind!r}) is"
+            " not among the models for which splitting other layers together with experts is"
+            f" tested: {', '.join(SPLIT_FAMILIES)}; use parallel.tp = 1"
+        )
+
+
+def _local_experts(parameter: nn.Parameter, mesh: Mesh) -> nn.Parameter:
+    """Return this rank's experts of a parameter, as a DTensor of its global shape."""
+    assert mesh.expert_mesh is not None
+    count = parameter.shape[0] // mesh.layout.ep
+    with torch.no_grad():
+        # [experts, ...] -> [experts / ep, ...]
+        experts = parameter.detach().narrow(0, mesh.coordinates["ep"] * count, count)
+        local = experts.clone(memory_format=torch.contiguous_format)
+    sharded = DTensor.from_local(
+        local,
+        mesh.expert_mesh["ep"],
+        [Shard(0)],
+        run_check=False,
+        shape=parameter.shape,
+        stride=torch.empty_like(parameter, device="meta").stride(),
+    )
+    return nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+
+
+class ExpertGradients(StepHook):
+    """Sums the gradients of experts over the ranks that have the same ones."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: tuple[Experts, ...],
+        parameters: Sequence[nn.Parameter],
+        *,
+        same: dist.ProcessGroup | None,
+        everyone: dist.ProcessGroup | None,
+    ) -> None:
+        """Create the hook.
+
+        Args:
+            model: The model on this rank.
+            layers: Its layers of experts.
+            parameters: Trainable parameters of experts. Empty if `fully_shard` reduces them.
+            same: The ranks with the same experts.
+            everyone: All ranks of the pipeline stage.
+        """
+        self.model = model
+        self.layers = layers
+        self.parameters = parameters
+        self.same = same
+        self.everyone = everyone
+        counts = {experts.count for experts in layers}
+        self.said = (
+            f"experts ({', '.join(map(str, sorted(counts)))} a layer) are split over ranks, and"
+            " tokens are sent to them"
+        )
+
+    def finish_reduction(self) -> None:
+        """Sum the gradients of experts. Collective.
+
+        A parameter that no rank used keeps no gradient. If any rank used some experts of a layer,
+        all ranks get a gradient, as in one process.
+        """
+        sum_gradients(self.parameters, self.same, users=self.everyone)
+
+    def release(self) -> None:
+        """Restore the original forward of the modules."""
+        for experts in self.layers:
+            dispatch.remove(self.model.get_submodule(experts.name), count=experts.count)
+
+
+class BiasUpdate(StepHook):
+    """Counts the tokens of each expert in a step, and updates the biases once per step.
+
+    The count is the sum over micro-batches and over ranks with different tokens. Padding,
+    evaluations, recomputed blocks and skipped steps do not count.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        routers: Sequence[str],
+        *,
+        rate: float,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        """Listen to the routers of a model.
+
+        Args:
+            model: The model on this rank.
+            routers: Names of its routers with a bias.
+            rate: Amount by which a bias changes.
+            group: The ranks with different tokens.
+        """
+        self.rate = rate
+        self.group = group
+        self._routers = [model.get_submodule(name) for name in routers]
+        self._tokens = TokensOfForward(model)
+        self._counts: list[torch.Tensor] = []
+        self._totals: list[torch.Tensor] = []
+        self._handles: list[RemovableHandle] = []
+        for index, (name, router) in enumerate(zip(routers, self._routers, strict=True)):
+            self._counts.append(torch.zeros_like(self._bias(router), dtype=torch.int64))
+            self._handles.append(router.register_forward_hook(partial(self._count, index, name)))
+        self.said = f"the biases of {len(routers)} routers move by {rate:g} after every step"
+
+    @staticmethod
+    def _bias(router: nn.Module) -> torch.Tensor:
+        bias = own_buffers(router)[SCORE_CORRECTION_BIAS]
+        assert bias is not None
+        return bias
+
+    def _count(self, index: int, name: str, router: nn.Module, args: Any, output: Any) -> None:
+        # A forward inside of a backward is a recomputation.
+        if not router.training or not torch.is_grad_enabled() or graph_task() is not None:
+            return
+        chosen = chosen_experts(output)  # [tokens, k]
+        if chosen is None:
+            raise ModelError(
+                f"experts.bias_update_rate: {name} returns no table of the experts of every token,"
+                " so they cannot be counted; use 0"
+            )
+        counts = self._counts[index]
+        mask = self._tokens.now
+        if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.numel() == len(chosen):
+            counted = mask.to(chosen.dtype).reshape(-1, 1).expand_as(chosen)
+        else:
+            counted = torch.ones_like(chosen)
+        counts.scatter_add_(0, chosen.detach().reshape(-1), counted.reshape(-1))
+
+    def finish_reduction(self) -> None:
+        """Sum the counts over all ranks with different tokens."""
+        if self.group is None or not self._counts:
+            self._totals = [counts.clone() for counts in self._counts]
+            return
+        # One message for all routers.
+        summed = torch.cat(self._counts)
+        dist.all_reduce(summed, group=self.group)
+        self._totals = list(summed.split([len(counts) for counts in self._counts]))
+
+    def after_step(self, end: StepEnd) -> str:
+        """Move every bias by the rate, unless the step was skipped."""
+        for router, counts in zip(self._routers, self._totals, strict=True):
+            if not end.skipped:
+                wide = counts.to(torch.float64)
+                bias = self._bias(router)
+                bias.add_((wide.mean() - wide).sign().to(bias.dtype), alpha=self.rate)
+        self.drop_gradients()
+        return ""
+
+    def drop_gradients(self) -> None:
+        """Reset the counts, because the step starts again."""
+        for counts in self._counts:
+            counts.zero_()
+
+    def release(self) -> None:
+        """Remove the hooks from the model."""
+        self._tokens.release()
+        for handle in self._handles:
+            handle.remove()
+
+
+Balance = Literal["micro_batch", "global"]
+
+
+class Routing(Technique):
+    """Balance of the tokens between experts."""
+
+    bias_update_rate: float = 0.0
+    """Change of an expert's bias after a step. 0 leaves biases as they are."""
+    balance: Balance = "micro_batch"
+    """Tokens of a balance loss.
+
+    micro_batch: those of a data-parallel rank, as in Transformers. global: those that all ranks
+    compute at the same time.
+    """
+    z_loss: float = 0.0
+    """Coefficient of the z loss, the squared logarithm of the sum of exponentials of router logits.
+
+    0: no z loss.
+    """
+
+    @property
+    def added(self) -> list[tuple[str, float | str, float | str]]:
+        """Settings that change the loss: (setting, its value, the value without effect)."""
+        settings: tuple[tuple[str, float | str, float | str], ...] = (
+            ("experts.z_loss", self.z_loss, 0.0),
+            ("experts.balance", self.balance, "micro_batch"),
+        )
+        return [setting for setting in settings if setting[1] != setting[2]]
+
+    def check(self, context: TechniqueContext) -> None:
+        """Refuse settings that would count a part of the tokens, or nothing.
+
+        Raises:
+            ConfigError: The model does not support a setting.
+            ModelError: The model does not show its routers.
+        """
+        model = context.model
+        if model is None:
+            return
+        if enables_balance_loss(model):
+            # One check is enough, because both need the same of the model.
+            for axis in ("pp", "cp"):
+                degree = getattr(context.layout, axis)
+                if degree > 1:
+                    setting = f"parallel.{axis}"
+                    _check_statistics(model, f"{setting} = {degree}", f"use {setting} = 1")
+                    break
+        if self.balance == "global" and not enables_balance_loss(model):
+            rule = (
+                f"{type(model).__name__} has no balance loss, which"
+                " model.config.output_router_logits = True adds to models that know one"
+            )
+            raise ConfigError(
+                Problem("experts.balance", self.balance, rule, 'set that, or use "micro_batch"')
+            )
+        if self.balance == "global":
+            _check_statistics(model, 'experts.balance = "global"', 'use "micro_batch"')
+        if self.z_loss and not (recorded_routers(model) and find_experts(model)):
+            rule = f"{type(model).__name__} does not say which modules its routers are, or has none"
+            raise ConfigError(Problem("experts.z_loss", self.z_loss, rule, "use 0"))
+        if self.bias_update_rate:
+            _check_bias(model, self.bias_update_rate)
+
+    def apply(self, parts: Parts, mesh: Mesh) -> Parts:
+        """Record the statistics of routers if the model's own loss is not enough."""
+        model = parts.model
+        balances = enables_balance_loss(parts.model)
+        # The model sees all of its micro-batch, so its own balance loss is right.
+        is_local = mesh.layout.pp * mesh.layout.cp == 1 and self.balance == "micro_batch"
+        if not self.z_loss and (is_local or not balances):
+            return parts
+        group = mesh.group("cp")
+        if self.balance == "global":
+            group = mesh.group(*parts.batch_axes)
+        statistics = RouterStatistics(
+            model,
+            recorded_routers(model),
+            experts=find_experts(model)[0].count,
+            top_k=int(model.config.num_experts_per_tok),  # type: ignore[union-attr,arg-type]
+            balances=balances,
+            z_loss=self.z_loss,
+            group=group,
+            is_global=balances and self.balance == "global",
+        )
+        return replace(parts, router_statistics=statistics)
+
+    def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
+        """Return the hooks that release the statistics and update biases."""
+        hooks: list[StepHook] = []
+        statistics = parts.router_statistics
+        if statistics is not None:
+            hooks.append(RecordedBalance(statistics))
+        if self.bias_update_rate:
+            names = list(biased_routers(parts.model))
+            hooks.append(
+                BiasUpdate(
+                    parts.model,
+                    names,
+                    rate=self.bias_update_rate,
+                    group=mesh.group(*parts.batch_axes),
+                )
+            )
+        return hooks
+
+    def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
+        """Return the ledger unchanged: a few numbers per expert are counted as control."""
+        return ledger
+
+
+class RecordedBalance(StepHook):
+    """Restores the model's own balance loss when the model is released."""
+
+    def __init__(self, statistics: RouterStatistics) -> None:
+        self.statistics = statistics
+
+    def release(self) -> None:
+        """Remove the hooks of the statistics."""
+        self.statistics.release()
+
+
+def _check_statistics(model: nn.Module, setting: str, remedy: str) -> None:
+    has_numbers = all(
+        isinstance(getattr(model, name, None), int)
+        for name in ("num_experts", "num_experts_per_tok")
+    )
+    if not has_numbers or not recorded_routers(model):
+        raise ModelError(
+            f"{setting}: model.config.output_router_logits is true, and {type(model).__name__} does"
+            " not say which modules its routers are, so their balance cannot be summed over ranks;"
+            f" set it to False, or {remedy}"
+        )
+
+
+def _check_bias(model: nn.Module, rate: float) -> None:
+    routers = biased_routers(model)
+    if not routers:
+        rule = (
+            f"no module of {type(model).__name__} has a buffer `{SCORE_CORRECTION_BIAS}` [experts],"
+            " which it would update"
+        )
+        raise ConfigError(
+            Problem(
+                "experts.bias_update_rate",
+                rate,
+                rule,
+                "use 0, or a model of that kind (DeepSeek-V3, GLM-4.5)",
+            )
+        )
+    for name in routers:
+        bias = model.get_submodule(name).get_buffer(SCORE_CORRECTION_BIAS)
+        if bias.dtype not in (torch.float32, torch.float64):
+            raise ModelError(
+                f"experts.bias_update_rate = {rate:g}: `{name}.{SCORE_CORRECTION_BIAS}` is"
+                f" {dtype_name(bias.dtype)}, in which steps of that size are lost;"
+                " keep this buffer in float32, or use 0"
+            )
+    for name, module in model.named_modules():
+        if getattr(module, "gradient_checkpointing", False) is True:
+            raise ModelError(
+                f"experts.bias_update_rate = {rate:g}: {name or 'the model'} recomputes its blocks"
+                " itself (gradient_checkpointing is on), where tokens are not counted reliably;"
+                " call model.gradient_checkpointing_disable(), and set parallel.recompute"
+            )

@@ -1,0 +1,290 @@
+"""Offload of optimizer states and gradients (DeepSpeed's `offload_optimizer`).
+
+They are stored on the device, in host memory, or in files. Master weights go to host memory with
+them, and to files if `parameter_offload` says so.
+
+This module has only the settings, their refusals and their cost. Host memory is an argument of the
+call that shards (`data`), and the optimizer then runs torch's CPU kernels. `arena` stores tensors
+in files, and `optim.disk_optimizer` is the step over them.
+
+Offload of the shards from which parameters are gathered (DeepSpeed's `offload_param`).
+
+They are stored on the device, in host memory, or in files. Shards are the master weights that the
+optimizer updates, and no other copy exists between two steps. In files they are prefetched for the
+unit that is gathered next (`shard_reader`), and the step iterates over them
+(`optim.disk_optimizer`).
+
+Technique that moves what the first blocks of a model save for backward to host memory or files.
+
+The setting is a fraction of the blocks and not a switch: copies that overlap with computation take
+no extra time, and further copies do. This module holds the settings only. `saved_tensors` decides
+which tensors move, `activation_store` stores them, and only `recompute` replaces a block's forward.
+If a block is recomputed, its input moves. Results of operators that selective recomputation saves
+stay on the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from plait.cluster import accelerator
+from plait.cluster.mesh import Mesh
+from plait.errors import ConfigError, ModelError, Problem
+from plait.model.facts import ModelFacts, model_facts
+from plait.parallel.accounting.ledger import Ledger
+from plait.parallel.activations.activation_store import (
+    ActivationStore,
+    DiskStore,
+    HostStore,
+    OffloadedActivations,
+)
+from plait.parallel.hooks import StepHook
+from plait.parallel.offload.units import offloaded_bytes_of, offloaded_units
+from plait.parallel.parts import Parts
+from plait.parallel.technique import Technique, TechniqueContext
+from plait.parallel.techniques.compile import Compile
+
+OPTIMIZER_FIELD = "zero_optimization.offload_optimizer"
+
+
+class OptimizerOffload(Technique):
+    """Placement of the optimizer states."""
+
+    device: Literal["none", "cpu", "nvme"] = "none"
+    """Place of the states. none: the device. cpu: host memory. nvme: files."""
+    pin_memory: bool = True
+    """cpu: whether to pin the memory, so that copies overlap with computation on the device."""
+    path: str | None = None
+    """nvme: the folder of the files."""
+    buffer_bytes: int = 0
+    """nvme: bytes of a chunk of the step: parameters, gradients and states together."""
+    buffer_count: int = 4
+    """nvme: chunks in memory at once: those being read, one computed, and those being written."""
+    ratio: float = 1.0
+    """Share of the parameters whose master weights, gradients and states are offloaded, above 0.
+
+    Units are offloaded as a whole.
+    """
+
+    def check(self, context: TechniqueContext) -> None:
+        """Refuse combinations that are not supported.
+
+        ZeRO stage 0 is refused where the configuration is resolved.
+
+        Raises:
+            ConfigError: The device does not support this placement.
+        """
+        if self.device == "cpu" and context.device_type == "cpu":
+            rule = "the device is the CPU, whose memory is the host's: nothing would move"
+            raise ConfigError(
+                Problem(
+                    f"{OPTIMIZER_FIELD}.device",
+                    self.device,
+                    rule,
+                    'use "none", or "nvme" with a nvme_path',
+                )
+            )
+        if self.device == "nvme" and context.device_type != "cpu":
+            rule = (
+                "files are mapped into host memory, and copies to and from a GPU are not"
+                " implemented yet"
+            )
+            raise ConfigError(
+                Problem(f"{OPTIMIZER_FIELD}.device", self.device, rule, 'use "cpu" or "none"')
+            )
+
+    def apply(self, parts: Parts, mesh: Mesh) -> Parts:
+        """Store the placement in the settings of the technique that shards.
+
+        Files come later: the engine moves the shards once they exist.
+        """
+        if self.device == "none":
+            return parts
+        on_host = self.device == "cpu"
+        pinned = on_host and self.pin_memory and accelerator.is_accelerator(mesh.device)
+        names = set()
+        for unit in offloaded_units(model_facts(parts.model, parts.blocks), self.ratio):
+            if unit >= 0:
+                names.add(parts.blocks[unit])
+            else:
+                # The parameters outside of the blocks.
+                names.add("")
+        return parts.with_shard(
+            master_weights_on_host=on_host,
+            pin_master_weights=pinned,
+            offloaded_units=frozenset(names),
+        )
+
+    def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
+        """Count the offloaded states as host memory or files, and add the buffers of a step."""
+        if self.device == "none":
+            return ledger
+        zero = np.zeros_like(ledger.dp_shard)
+        on_host = self.device == "cpu"
+        moved = zero
+        for parameter, padded, unpadded in offloaded_bytes_of(facts, ledger, self.ratio):
+            if on_host:
+                # Master weights. In files `ParameterOffload` accounts for them.
+                moved = moved + padded
+            if not parameter.trainable:
+                continue
+            moved = moved + unpadded * ledger.optimizer_tensors
+            if on_host:
+                # Gradients stay padded, as they were reduced. Step counts are on the host too.
+                moved = moved + padded + ledger.optimizer_scalar_bytes
+            else:
+                moved = moved + unpadded
+        if on_host:
+            return ledger.add_memory("host", moved)
+
+        ledger = ledger.add_memory("files", moved)
+        chunks = np.minimum(ledger.memory["files"], self.buffer_bytes * self.buffer_count)
+        # Buffers of shards exist while the model computes and chunks during the step, so only the
+        # larger of the two counts.
+        shard_buffers = ledger.memory.get("step_buffers", zero)
+        return ledger.add_memory("step_buffers", np.maximum(chunks, shard_buffers) - shard_buffers)
+
+
+PARAMETER_FIELD = "zero_optimization.offload_param"
+
+
+class ParameterOffload(Technique):
+    """Placement of the parameter shards."""
+
+    device: Literal["none", "cpu", "nvme"] = "none"
+    """Place of the shards. none: the device. cpu: host memory, with the states. nvme: files."""
+    with_states: bool = False
+    """True if they are offloaded because the optimizer states are, without a setting of their own.
+
+    With nvme (stages 1 and 2) a single process does not shard parameters in their own dtype. They
+    stay in memory then.
+    """
+    ratio: float = 1.0
+    """Share of the parameters that is offloaded, as complete units.
+
+    It is the ratio of the states if both are stored together.
+    """
+    path: str | None = None
+    """nvme: the folder of the files."""
+    buffer_bytes: int = 0
+    """nvme: bytes of one buffer."""
+    buffer_count: int = 5
+    """nvme: buffers of the pool, which bounds the memory of shards while the model computes."""
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of all buffers."""
+        return self.buffer_bytes * self.buffer_count
+
+    def check(self, context: TechniqueContext) -> None:
+        """Refuse combinations that are not supported.
+
+        Raises:
+            ConfigError: The device does not support files.
+        """
+        if self.device == "nvme" and not self.with_states and context.device_type != "cpu":
+            rule = (
+                "files are mapped into host memory, and copies to and from a GPU are not"
+                " implemented yet"
+            )
+            raise ConfigError(
+                Problem(
+                    f"{PARAMETER_FIELD}.device",
+                    self.device,
+                    rule,
+                    'use "cpu" with offload_optimizer.device = "cpu", or "none"',
+                )
+            )
+
+    def apply(self, parts: Parts, mesh: Mesh) -> Parts:
+        """Request shards even in a single process. The engine moves them to files afterwards."""
+        if self.device != "nvme" or self.with_states:
+            return parts
+        return parts.with_shard(always_shard=True)
+
+    def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
+        """Count the offloaded parameters as bytes in files, and add the pool that they are read to.
+
+        Parameters in host memory are counted with the optimizer states.
+        """
+        if self.device != "nvme":
+            return ledger
+        # A single process that computes in the parameters' dtype has shards only by its setting.
+        sharded = (
+            (ledger.dp_shard > 1) | (ledger.compute_bytes is not None) | (not self.with_states)
+        )
+        shards = (padded for _, padded, _ in offloaded_bytes_of(facts, ledger, self.ratio))
+        in_files = np.where(sharded, sum(shards, np.zeros_like(ledger.dp_shard)), 0)
+        return ledger.add_memory("files", in_files).add_memory(
+            "step_buffers", np.minimum(in_files, self.pool_bytes)
+        )
+
+
+class ActivationOffload(Technique):
+    """Settings of activation offload: the fraction of the blocks, and the store."""
+
+    fraction: float = 0.0
+    """Fraction of a rank's blocks that are offloaded, beginning with its first block."""
+    device: Literal["cpu", "disk"] = "cpu"
+    """Store: pinned host memory (cpu) or files (disk)."""
+    path: str | None = None
+    """Folder of the files, with device disk."""
+
+    def blocks(self, count: int) -> int:
+        """Return how many of `count` blocks are offloaded."""
+        return round(self.fraction * count)
+
+    def check(self, context: TechniqueContext) -> None:
+        """Raise ConfigError or ModelError for settings that cannot work or have no effect."""
+        if not self.fraction:
+            return
+        field = "parallel.activation_offload"
+        has_model = context.model is not None
+        blocks = context.blocks
+        if has_model and not blocks:
+            raise ModelError(
+                f"{field}.fraction = {self.fraction:g}: the model has no repeated blocks; name some"
+                " with parallel.blocks"
+            )
+        if context.device_type == "cpu" and self.device == "cpu":
+            rule = "the device is the CPU, whose memory is the host's: a copy there frees nothing"
+            raise ConfigError(
+                Problem(f"{field}.device", "cpu", rule, 'use "disk" with a path, or fraction 0')
+            )
+        if has_model and not self.blocks(len(blocks)):
+            rule = f"of {len(blocks)} blocks that is less than half of one"
+            remedy = f"use {1 / len(blocks):.3g} or more, or 0"
+            raise ConfigError(Problem(f"{field}.fraction", self.fraction, rule, remedy))
+        if context.chosen(Compile).enabled:
+            rule = "what a compiled block saves is decided by the compiler"
+            remedy = "use 0, or compile.enabled = false"
+            raise ConfigError(Problem(f"{field}.fraction", self.fraction, rule, remedy))
+
+    def apply(self, parts: Parts, mesh: Mesh) -> Parts:
+        """Create the store, which `Recompute.apply` then gives to the blocks."""
+        count = self.blocks(len(parts.blocks))
+        if not count:
+            return parts
+        store: ActivationStore
+        if self.device == "cpu":
+            store = HostStore(mesh.device)
+        else:
+            store = DiskStore(Path(self.path or "."), mesh.device)
+        return replace(parts, offloaded_activations=OffloadedActivations(store, count))
+
+    def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
+        """Return the hook that closes the store."""
+        offloaded = parts.offloaded_activations
+        return [] if offloaded is None else [offloaded]
+
+    def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
+        """Return the ledger unchanged.
+
+        The measured activations contain what blocks put into the store, and `Recompute.account`
+        adds them.
+        """
+        return ledger

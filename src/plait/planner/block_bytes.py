@@ -1,0 +1,441 @@
+"""Formulas for the bytes that uncompiled Transformers blocks save, and that their backward needs.
+
+The formulas depend on recomputation, tp, sp and cp. They are derived from `dryrun.dry_model` and
+the single-rank dry run, which execute the model on fake tensors, and tests compare the two. In
+bytes per element of 16-bit hidden states: an eager RMS norm saves its input in float32 and the
+normalized values in 16 bits (6), torch's layer norm kernel saves its input (2), and sequence
+parallelism saves the gathered inputs of matrix multiplications (4). All bytes per token are for one
+rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from plait.planner.architecture import products_of, saved_columns, turns_fused
+from plait.planner.built import SavedBytes
+from plait.planner.hardware import DEVICE_FAMILIES, Numbers
+from plait.planner.job import Job, Layouts
+
+_LAYER_NORMS = (
+    *(
+        "gpt2",
+        "gpt_bigcode",
+        "gpt_neo",
+        "gptj",
+        "gpt_neox",
+        "opt",
+        "bloom",
+        "mpt",
+        "phi",
+        "codegen",
+        "biogpt",
+        "falcon",
+        "starcoder2",
+    ),
+    *("persimmon", "stablelm", "nemotron", "jais2"),
+)
+"""Families whose norms are torch's layer norm kernel."""
+_FUSED_ACTIVATIONS = {
+    "relu": 2,
+    "relu2": 4,
+    "gelu": 4,
+    "gelu_pytorch_tanh": 4,
+    "gelu_python_tanh": 4,
+}
+"""Saved bytes per element of 16 bits for activation functions of one or two kernels.
+
+They include the input of the product that follows. GPT-2's GELU, written in five steps, saves 10.
+"""
+
+
+@dataclass(frozen=True)
+class Working:
+    """Moment of a block's backward: bytes per token, and elements of weights with gradients."""
+
+    token_bytes: Numbers
+    weights: Numbers
+
+
+@dataclass(frozen=True)
+class _Widths:
+    """Elements per token on one rank."""
+
+    hidden: Numbers
+    """Elements of hidden states, which sequence parallelism shards."""
+    query: Numbers
+    key: Numbers
+    inner: Numbers
+    heads: Numbers
+
+
+def _widths(job: Job) -> _Widths:
+    model = job.model
+    tp = np.asarray(job.layouts.tp)
+    attention_tp = np.asarray(job.attention_tp)
+    return _Widths(
+        hidden=model.hidden / np.where(np.asarray(job.layouts.sp) > 0, tp, 1),
+        query=model.heads * model.head_dim / attention_tp,
+        # With fewer key and value heads than ranks, each rank computes one.
+        key=np.maximum(model.kv_heads / attention_tp, 1) * model.head_dim,
+        inner=model.ffn / tp,
+        heads=model.heads / attention_tp,
+    )
+
+
+def hidden_width(job: Job) -> Numbers:
+    """Return the elements per token of the hidden states between blocks."""
+    return _widths(job).hidden
+
+
+def saved_bytes(job: Job) -> tuple[Numbers, Numbers, Numbers]:
+    """Return the bytes per token that a block saves in the modes none, operators and full."""
+    none, operators, full = _by_formula(job)
+    if job.counted is not None:
+        full = full * job.counted.full / (job.element_bytes * job.model.hidden)
+    more_none, more_operators = _saved_besides_formula(job)
+    return none + more_none, operators + more_operators, full
+
+
+def _saved_besides_formula(job: Job) -> tuple[Numbers, Numbers]:
+    """Return the counted bytes beyond the formula in the modes none and operators."""
+    if job.counted is None:
+        return 0.0, 0.0
+    return (
+        _difference(job, job.counted.none, lambda variant: _by_formula(variant)[0])
+        + _dropout_of_scores(job),
+        _difference(job, job.counted.operators, lambda variant: _by_formula(variant)[1]),
+    )
+
+
+def _dropout_of_scores(job: Job) -> Numbers:
+    """Return the bytes per token of the masks and outputs of dropout on attention scores."""
+    if job.counted is None:
+        return 0.0
+    return job.counted.dropped_scores / np.asarray(job.attention_tp)
+
+
+def _difference(job: Job, counted: SavedBytes, formula: Callable[[Job], Numbers]) -> Numbers:
+    """Return counted bytes minus the bytes of a formula, on one rank of the layout.
+
+    The formula includes dropout only if the counted model does. A positive difference is attributed
+    to norms, which only sequence parallelism shards. A negative difference scales like the formula.
+    Attention scores are split like the heads.
+    """
+    assert job.counted is not None
+    comparable = job
+    if not job.counted.dropping:
+        without_dropout = {"dropout": 0, "attention_dropout": 0, "embedding_dropout": 0}
+        comparable = replace(job, model=replace(job.model, **without_dropout))
+    local = formula(comparable)
+    single_rank = formula(replace(comparable, layouts=Layouts(), whole_attention=False))
+    more = counted.linear - single_rank
+    scores = counted.scores / np.asarray(job.attention_tp)
+
+    return (
+        np.where(
+            more > 0, more * _widths(job).hidden / job.model.hidden, more * local / single_rank
+        )
+        + scores
+    )
+
+
+def _by_formula(job: Job) -> tuple[Numbers, Numbers, Numbers]:
+    """Compute `saved_bytes` from the sizes of the model, without counted bytes."""
+    layouts = job.layouts
+    widths = _widths(job)
+    hidden = job.model.hidden
+    tp = layouts.tp
+    element = job.element_bytes
+    sharded = np.asarray(layouts.sp) > 0
+    several = np.asarray(tp) > 1
+    residual = element * widths.hidden
+    none = _attention_saved(job) + _mlp_saved(job)
+    block_products = products_of(job.model)
+
+    # Products inside of attention are never saved, so they do not count as every second one.
+    core = np.where(job.attention_in_parts, 0, element * widths.query + 4 * widths.heads)
+    single_rank = (
+        residual
+        + element * (saved_columns(block_products.attention) + saved_columns(block_products.dense))
+        + core
+    )
+    if job.whole_attention:
+        operators = residual + element * widths.inner + core
+    else:
+        operators = (
+            residual
+            + element * (widths.query + widths.key + widths.inner)
+            + core
+            + np.where(sharded, element * hidden * block_products.dense[-1].is_saved, 0)
+        )
+
+    return none, np.where(several, operators, single_rank), residual
+
+
+def logits_bytes(job: Job) -> Numbers:
+    """Return the bytes of head and loss at their peak.
+
+    On one rank these are float32 log-probabilities and two gradients of them. Split over tp they
+    are the logits, a float32 copy, the differences to the largest one, and exponentials. A chunked
+    loss has those of one chunk, and the gradient of the head's input.
+    """
+    tp = np.asarray(job.layouts.tp)
+    tokens = job.tokens
+    in_chunks = np.asarray(job.layouts.loss_chunk) > 0
+    logits = np.where(tp > 1, 14 / tp, 12) * job.model.vocab * job.loss_tokens
+
+    return (
+        logits
+        + (_norm_saved(job) + np.where(in_chunks, job.element_bytes * job.model.hidden, 0)) * tokens
+    )
+
+
+def head_sums_bytes(job: Job, *, width: Numbers) -> Numbers:
+    """Return the bytes per element of the head for its gradients in a chunked loss.
+
+    These are the gradient of one chunk and the float32 sum of earlier ones; 0 for a single chunk.
+    """
+    return np.where(job.loss_tokens < job.tokens, width + 4, 0)
+
+
+def head_gradient_bytes(job: Job, *, width: Numbers) -> Numbers:
+    """Return the bytes per element of the head's gradient between forward and backward.
+
+    Only a chunked loss computes this gradient in the forward. A sum over several chunks is in
+    float32.
+    """
+    is_chunked = np.asarray(job.layouts.loss_chunk) > 0
+    has_several_chunks = job.loss_tokens < job.tokens
+    return np.where(is_chunked, np.where(has_several_chunks, 4, width), 0)
+
+
+def _has_layer_norms(job: Job) -> Numbers:
+    return np.isin(np.asarray(job.model.model_type), _LAYER_NORMS)
+
+
+def _norm_saved(job: Job) -> Numbers:
+    """Return the bytes per token that a norm and the product after it save."""
+    element = job.element_bytes
+    return (
+        np.where(_has_layer_norms(job), element, 4 + element) * _widths(job).hidden
+        + element * job.model.hidden
+    )
+
+
+def _mask(job: Job) -> Numbers:
+    """Return the bytes per token of a dropout mask.
+
+    torch's kernel for GPUs has one byte per element. On CPU cores the mask has the dtype of
+    computation.
+    """
+    return (
+        np.where(reduces_on_host(job), job.element_bytes, 1)
+        * job.model.dropout
+        * _widths(job).hidden
+    )
+
+
+def embedding_mask(job: Job) -> Numbers:
+    """Return the bytes per token of the dropout mask after the embedding."""
+    return (
+        np.where(reduces_on_host(job), job.element_bytes, 1)
+        * job.model.embedding_dropout
+        * _widths(job).hidden
+    )
+
+
+def _scores(job: Job) -> Numbers:
+    """Return the number of attention scores per token, if they are in memory."""
+    return np.where(job.attention_in_parts, _widths(job).heads * job.sequence, 0)
+
+
+def _attention_saved(job: Job) -> Numbers:
+    """Return the bytes per token of the first norm and attention, with input and dropout mask.
+
+    Attention in separate products runs in float32. It saves the softmax, and with dropout also its
+    mask and result.
+    """
+    model = job.model
+    widths = _widths(job)
+    element = job.element_bytes
+    several = np.asarray(job.layouts.tp) > 1
+    drops = np.asarray(model.attention_dropout) > 0
+    in_parts = np.where(drops, 12, 4) * _scores(job) + np.where(
+        job.attention_in_parts, element * (widths.query + 2 * widths.key) - 4 * widths.heads, 0
+    )
+
+    # Queries, keys and values are gathered, and the output of attention is split.
+    if job.whole_attention:
+        saved = (
+            _norm_saved(job)
+            + 2 * element * (widths.query + widths.key)
+            + 4 * widths.heads
+            + np.where(several, element * widths.query / job.layouts.tp, 0)
+        )
+    else:
+        saved = (
+            _norm_saved(job)
+            + (2 * element + (4 + element) * model.qk_norm) * (widths.query + widths.key)
+            + 4 * widths.heads
+        )
+        # With context parallelism the output is saved in two orders.
+        saved = saved + np.where(np.asarray(job.layouts.cp) > 1, element * widths.query, 0)
+
+    # Values are a view of the fused product, which is saved as a whole.
+    saved = saved + np.where(turns_fused(model), element * (widths.query + widths.key), 0)
+    return saved + in_parts + _mask(job)
+
+
+def _mlp_saved(job: Job) -> Numbers:
+    """Return the bytes per token of the second norm and the MLP, with dropout mask."""
+    names = np.asarray(job.model.activation)
+    ungated = np.select(
+        [names == name for name in _FUSED_ACTIVATIONS], list(_FUSED_ACTIVATIONS.values()), 10
+    )
+    inner = np.where(np.asarray(job.model.gated) > 0, 8, ungated)
+    return _norm_saved(job) + inner * job.element_bytes / 2 * _widths(job).inner + _mask(job)
+
+
+def block_backward(job: Job) -> tuple[Working, ...]:
+    """Return the moments of a block's backward that may be its peak.
+
+    They are the MLP's product, the second norm, attention, and the first norm.
+    """
+    points = _points(job)
+    if job.counted is None:
+        return points
+    more = _difference(job, job.counted.working, _most) + _dropout_of_scores(job)
+    return tuple(replace(point, token_bytes=point.token_bytes + more) for point in points)
+
+
+def _most(job: Job) -> Numbers:
+    most: Numbers = np.max(
+        np.broadcast_arrays(*(point.token_bytes for point in _points(job))), axis=0
+    )
+    return most
+
+
+def _points(job: Job) -> tuple[Working, ...]:
+    """Compute `block_backward` from the sizes of the model, without counted bytes."""
+    model = job.model
+    widths = _widths(job)
+    hidden = model.hidden
+    wide = job.element_bytes / 2
+    saved = _attention_saved(job)
+    matrices = np.where(np.asarray(model.gated) > 0, 3, 2) * hidden * widths.inner
+    norm = np.where(_has_layer_norms(job), 8, 26) * wide * widths.hidden
+    every = model.block_parameters / model.layers / job.layouts.tp
+
+    return (
+        Working(
+            saved + _mlp_saved(job) - _mask(job) + wide * (4 * widths.inner + 2 * widths.hidden),
+            hidden * widths.inner,
+        ),
+        Working(saved + norm, matrices),
+        Working(
+            saved + 2 * wide * widths.hidden + _attention_backward(job),
+            matrices + hidden * model.heads * model.head_dim / job.layouts.tp,
+        ),
+        Working(norm, every),
+    )
+
+
+def _attention_backward(job: Job) -> Numbers:
+    """Return the bytes per token while the gradients of attention are computed.
+
+    With context parallelism they are summed in float32: those of the full sequence's keys and
+    values if these are gathered, or those of one part while the next one arrives.
+    """
+    widths = _widths(job)
+    cp = np.asarray(job.layouts.cp)
+    without_cp = 2 * job.element_bytes * (widths.query + widths.key) + 4 * _scores(job)
+
+    # The kernel of a CPU takes one key-value head per query head, so that gradients of the gathered
+    # keys and values are as wide as the queries until they are summed per group. Fitted to dry runs
+    # of Llama and Qwen3 at cp 4 and 8.
+    key_gradients = np.where(reduces_on_host(job), widths.query, widths.key)
+    gathered = (6 * key_gradients + 18 * widths.key) * cp + 6.6 * widths.key - 3 * widths.query
+    ring = 6 * widths.query + 32 * widths.key
+    ulysses = 8 * widths.query + 16 * widths.key
+    return np.where(
+        cp > 1,
+        np.choose(np.asarray(job.layouts.context), np.broadcast_arrays(gathered, ring, ulysses)),
+        without_cp,
+    )
+
+
+def spent_while_recomputed(job: Job) -> tuple[Numbers, Numbers]:
+    """Return the saved bytes per token that a recomputed block no longer needs but still holds.
+
+    These are its input, and outputs of products that other tensors were computed from. For the
+    modes operators and full.
+    """
+    model = job.model
+    widths = _widths(job)
+    block_products = products_of(job.model)
+    element = job.element_bytes
+
+    # Layer norms still need the input.
+    input_ = np.where(_has_layer_norms(job), 0, element * widths.hidden)
+    separate = np.asarray(block_products.attention[2].columns) > 0
+    queries = np.where(separate, element * widths.query, 0)
+    in_parts = element * np.where(
+        job.attention_in_parts,
+        widths.query + 2 * widths.key - np.where(separate, widths.query + widths.key, 0),
+        0,
+    )
+
+    # The backward of ReLU uses its output and not its input.
+    rectified = np.where(np.asarray(model.activation) == "relu", element * widths.inner, 0)
+    down = element * model.hidden * block_products.dense[-1].is_saved
+    return input_ + queries + in_parts + rectified + down, input_
+
+
+def deferred_bytes(job: Job) -> Numbers:
+    """Return the bytes per token that a block holds between its two halves of a split backward.
+
+    These are gradients of the outputs of its products and norms, in addition to its saved tensors.
+    """
+    widths = _widths(job)
+    return (
+        job.element_bytes
+        / 2
+        * (4 * widths.inner + 2 * widths.query + 4 * widths.key + 12 * widths.hidden)
+    )
+
+
+def deferred_bytes_of_ends(job: Job) -> Numbers:
+    """Return the bytes per token that head and last norm hold in a split backward.
+
+    These are the gradient of the logits, the norm's saved tensors, and as much for its gradients.
+    """
+    # A chunked loss computes the gradients of the head's weights in the forward.
+    in_chunks = np.asarray(job.layouts.loss_chunk) > 0
+    return np.where(
+        in_chunks, 0, job.element_bytes * job.model.vocab / job.layouts.tp
+    ) + 2 * _norm_saved(job)
+
+
+def saved_by_ends(job: Job) -> Numbers:
+    """Return the bytes per token that loss and last norm save for their backward."""
+    logits = np.where(
+        np.asarray(job.layouts.loss_chunk) > 0, 0, 4 * job.model.vocab / job.layouts.tp
+    )
+    return logits + _norm_saved(job)
+
+
+def last_norm_backward(job: Job) -> Numbers:
+    """Return the bytes per token that the backward of the last norm, before the head, needs."""
+    return np.where(_has_layer_norms(job), 6, 24) * job.element_bytes / 2 * _widths(job).hidden
+
+
+def reduces_on_host(job: Job) -> Numbers:
+    """Return True if reduce-scatter is an all-to-all and a sum, which needs a second buffer.
+
+    gloo does this for processes without GPUs.
+    """
+    return np.asarray(job.device.family) == DEVICE_FAMILIES.index("cpu")

@@ -1,0 +1,487 @@
+"""Configurations as requests of a plan: "auto" is searched for, unpriced settings are listed.
+
+Values in the file are fixed; "auto" is chosen by the search. `read_file` separates the two, in
+terms of the fields of a layout, and `complete` returns the finished configuration, as `plait train`
+uses it. Options that are left out have their defaults. The caller provides the cluster.
+
+`unpriced` lists settings that affect time or memory but are not priced. Runs with such settings are
+not used for calibration. A setting is either priced, or has no effect if it is in one of the two
+lists; all others that differ from their default are unpriced. A new setting therefore cannot be
+forgotten.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from plait.config.dialects.examine import ExaminedDocument, value_at
+from plait.config.dialects.keys import schema_fields
+from plait.config.resolving.resolve import Resolved, validate_tree
+from plait.config.resolving.resolved_parts import PLANNABLE_SETTINGS
+from plait.config.schema.config import Config
+from plait.errors import InputError, Problem, raise_problems
+from plait.planner.calibrate import Calibration
+from plait.planner.hardware import Cluster
+from plait.planner.job import CONTEXT, RECOMPUTE, SCHEDULES
+from plait.planner.models import Model, find_model, from_config
+from plait.planner.offers import (
+    RECOMPUTE_FIXED,
+    RECOMPUTE_INDEX,
+    RECOMPUTE_NAMES,
+    SCHEDULE_INDEX,
+    SCHEDULE_NAMES,
+)
+from plait.planner.output import config_of
+from plait.planner.request import Request
+from plait.planner.search import Plan, plan
+
+FIELDS: dict[str, tuple[str, Any]] = {
+    "parallel.tp": ("tp", 1),
+    "parallel.pp": ("pp", 1),
+    "parallel.sequence_parallel": ("sp", False),
+    "parallel.cp": ("cp", 1),
+    "parallel.ep": ("ep", 1),
+    "parallel.dp_replicate": ("dp_replicate", "auto"),
+    "parallel.dp_shard": ("dp_shard", "auto"),
+    "parallel.recompute.mode": ("recompute", "none"),
+    "zero_optimization.stage": ("stage", 0),
+    "train_micro_batch_size_per_gpu": ("micro_batch", "auto"),
+    "gradient_accumulation_steps": ("accumulation", "auto"),
+}
+"""Layout field and default value per path of a configuration. Each of them may be "auto"."""
+
+DETAILS: dict[str, tuple[str, str]] = {
+    "parallel.pipeline.schedule": ("schedule", "parallel.pp"),
+    "parallel.pipeline.stages_per_rank": ("vpp", "parallel.pp"),
+    "parallel.context": ("context", "parallel.cp"),
+    "parallel.recompute.every": ("every", "parallel.recompute.mode"),
+    "parallel.loss_chunk_tokens": ("loss_chunk", "parallel.recompute.mode"),
+    "zero_optimization.offload_optimizer.device": ("offload", "zero_optimization.stage"),
+}
+"""Layout field of a path, and the path that it is a detail of.
+
+A detail that is left out is chosen if that path is "auto".
+"""
+
+PATHS = {name: path for path, (name, _) in (FIELDS | DETAILS).items()}
+"""Path in a configuration per layout field."""
+
+_SIZES = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+@dataclass(frozen=True)
+class File:
+    """Configuration to plan for."""
+
+    raw: Mapping[str, Any]
+    """Configuration as written, with the overrides of the command line."""
+    tree: Mapping[str, Any]
+    """Settings under the schema's names."""
+    config: Config
+    """Validated configuration without the options that the search chooses."""
+
+
+def auto_paths(tree: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the paths that are "auto" and that a search can choose."""
+    return tuple(path for path in FIELDS if value_at(tree, path) == "auto")
+
+
+def paths_to_search(tree: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the paths that are "auto" and that only a search can choose.
+
+    A batch size that follows from the other batch sizes needs no search.
+    """
+    open_sizes = [path for path in _SIZES if value_at(tree, path) == "auto"]
+
+    # With the whole batch, one of the two sizes determines the other.
+    follows = len(open_sizes) < 2 and all(value_at(tree, path) is not None for path in _SIZES)
+    has_batch = (
+        isinstance(value_at(tree, "train_batch_size"), int | float | str)
+        and value_at(tree, "train_batch_size") != "auto"
+    )
+    return tuple(
+        path
+        for path in auto_paths(tree)
+        if path in PLANNABLE_SETTINGS or (path in open_sizes and has_batch and not follows)
+    )
+
+
+def read_file(examined: ExaminedDocument) -> File:
+    """Return an examined file as something to plan for.
+
+    Raises:
+        ConfigError: With all problems of the file, except options that the search chooses.
+    """
+    return File(
+        examined.raw,
+        examined.tree,
+        validate_tree(examined, _without(examined.tree, auto_paths(examined.tree))),
+    )
+
+
+def complete(
+    file: File, *, cluster: Cluster, calibration: Calibration | None = None
+) -> tuple[dict[str, Any], Plan]:
+    """Choose the layout of a configuration.
+
+    Args:
+        file: The configuration.
+        cluster: Devices to plan for.
+        calibration: Constants of this machine. None uses those that ship.
+
+    Returns:
+        The configuration without "auto" in its layout, and the plan.
+
+    Raises:
+        ConfigError: The file has no model or batch size, or fixes values that contradict each
+            other.
+        InputError: No layout fits into memory.
+    """
+    request = request_of(file, cluster)
+    result = plan(
+        request, fixed=_meant(fixed_by(file) | _defaults(file)), calibration=calibration, best=1
+    )
+    if not result.best:
+        least = min(result.shortages, key=lambda shortage: shortage.needed, default=None)
+        why = f"{least.region} {least}" if least else "no layout fits with enough certainty"
+        raise InputError(
+            f'"auto": nothing fits on {cluster}: {why}; use more or larger GPUs, or fix less'
+        )
+
+    return config_of(request, result.best[0], file.raw), result
+
+
+def request_of(file: File, cluster: Cluster) -> Request:
+    """Return the request for a file. Raises ConfigError if the model or batch size is missing."""
+    config = file.config
+    problems = []
+    batch = config.train_batch_size
+    section = config.model
+    if not isinstance(batch, int):
+        problems.append(
+            Problem(
+                "train_batch_size",
+                batch,
+                'what "auto" is planned for',
+                "give the samples of an optimizer step",
+            )
+        )
+
+    if section is None:
+        problems.append(
+            Problem("model", None, 'what "auto" is planned for', "give model.config or model.path")
+        )
+    for name in ("bf16", "fp16"):
+        if getattr(config, name).enabled == "auto" and True not in (
+            config.bf16.enabled,
+            config.fp16.enabled,
+        ):
+            rule = "is a command line's choice (Transformers' --bf16 or --fp16), and none is here"
+            problems.append(Problem(f"{name}.enabled", "auto", rule, "write true or false"))
+
+    raise_problems(problems)
+    assert isinstance(batch, int)
+    model = model_of(config)
+    assert model is not None
+    sequence = config.data.sequence_length if config.data is not None else 256
+    return with_settings_of(
+        config, Request(model, cluster, batch, sequence, precision_of(config) or "fp32")
+    )
+
+
+def model_of(config: Config) -> Model | None:
+    """Return the model that a configuration describes or names, or None without a model section."""
+    section = config.model
+    if section is None:
+        return None
+    written = section.model_dump(exclude_unset=True)
+    if section.config is not None:
+        vocab = config.data.vocab_size if config.data is not None else 8192
+        return Model(from_config(section.config, source="model.config", vocab=vocab), written)
+    assert section.path is not None
+    return Model(find_model(section.path).architecture, written)
+
+
+def precision_of(config: Config) -> str | None:
+    """Return bf16, fp16 or fp32; None if the precision is "auto", that is, chosen by the caller."""
+    for name in ("bf16", "fp16"):
+        if getattr(config, name).enabled is True:
+            return name
+    if "auto" in (config.bf16.enabled, config.fp16.enabled):
+        return None
+    return "fp32"
+
+
+def with_settings_of(config: Config, request: Request) -> Request:
+    """Return a request with the settings outside of the layout that the planner models.
+
+    These are compilation, the dtype of Adam's moments, and the dtype of the gradient reduction.
+    """
+    states = config.optimizer.states if config.optimizer is not None else request.optimizer_states
+    reduce = config.communication_data_type or request.precision
+    return replace(
+        request,
+        compile=request.compile or config.compile.enabled is True,
+        optimizer_states=states,
+        reduce=reduce,
+    )
+
+
+def fixed_by(file: File) -> dict[str, int]:
+    """Return the layout fields that a file fixes. Raises ConfigError for unsupported values."""
+    fixed: dict[str, int] = {}
+    config = file.config
+    problems = []
+    for path, (name, _) in FIELDS.items():
+        value = config.value(path)
+        if value_at(file.tree, path) in (None, "auto") or value in (None, "auto"):
+            continue
+        if name == "recompute":
+            if value not in RECOMPUTE_FIXED:
+                problems.append(
+                    Problem(
+                        path,
+                        value,
+                        "not a mode that a plan can keep",
+                        f'use "auto" or {", ".join(RECOMPUTE_FIXED)}',
+                    )
+                )
+                continue
+            value = RECOMPUTE_INDEX[value]
+        fixed[name] = int(value)
+
+    if (
+        config.parallel.recompute.budget_gib is not None
+        and config.parallel.recompute.mode != "budget"
+    ):
+        rule = "a plan prices no budget, and a mode that is fixed has none"
+        problems.append(
+            Problem(
+                "parallel.recompute.budget_gib",
+                config.parallel.recompute.budget_gib,
+                rule,
+                "leave it out",
+            )
+        )
+
+    problems += _fix_details(config, fixed)
+    raise_problems(problems)
+    return fixed
+
+
+def _fix_details(config: Config, fixed: dict[str, int]) -> list[Problem]:
+    pipeline = config.parallel.pipeline
+    offload = config.zero_optimization.offload_optimizer
+    problems = []
+    several = fixed.get("pp") != 1
+    if pipeline.schedule is not None and several:
+        if pipeline.schedule in SCHEDULE_INDEX:
+            fixed["schedule"] = SCHEDULE_INDEX[pipeline.schedule]
+        else:
+            rule = "not a schedule that a plan prices"
+            problems.append(
+                Problem(
+                    "parallel.pipeline.schedule",
+                    pipeline.schedule,
+                    rule,
+                    f"use {', '.join(SCHEDULE_INDEX)}",
+                )
+            )
+
+    if pipeline.stages_per_rank is not None and several:
+        fixed["vpp"] = pipeline.stages_per_rank
+    if pipeline.blocks_per_stage is not None and "pp" not in fixed:
+        rule = "it fixes the stages, which parallel.pp leaves open"
+        problems.append(
+            Problem(
+                "parallel.pipeline.blocks_per_stage",
+                None,
+                rule,
+                "give parallel.pp, or leave it out",
+            )
+        )
+
+    if "context" in config.parallel.model_fields_set and fixed.get("cp") != 1:
+        fixed["context"] = CONTEXT.index(config.parallel.context)
+    if "loss_chunk_tokens" in config.parallel.model_fields_set:
+        fixed["loss_chunk"] = config.parallel.loss_chunk_tokens
+    if "every" in config.parallel.recompute.model_fields_set and fixed.get(
+        "recompute"
+    ) != RECOMPUTE.index("none"):
+        fixed["every"] = config.parallel.recompute.every
+    if "device" in offload.model_fields_set:
+        fixed["offload"] = 0
+        if offload.device != "none":
+            fixed["offload"] = round(100 * offload.ratio)
+    return problems
+
+
+def _defaults(file: File) -> dict[str, int]:
+    """Return the defaults of options that are left out, unless they detail an "auto"."""
+    defaults = {
+        name: default
+        for path, (name, default) in FIELDS.items()
+        if value_at(file.tree, path) is None and default != "auto"
+    }
+    if defaults.get("recompute") is not None:
+        defaults["recompute"] = RECOMPUTE.index("none")
+    open_paths = auto_paths(file.tree)
+    plain = {
+        "schedule": SCHEDULES.index("1f1b"),
+        "vpp": 1,
+        "context": 0,
+        "every": 1,
+        "loss_chunk": 0,
+        "offload": 0,
+    }
+    fixed = fixed_by(file)
+    for name, owner in DETAILS.values():
+        if name not in fixed and owner not in open_paths:
+            defaults[name] = plain[name]
+    if fixed.get("vpp", 1) > 1 and "schedule" not in fixed:
+        defaults["schedule"] = SCHEDULES.index("interleaved")
+    elif "schedule" in fixed and "vpp" not in fixed:
+        # The schedule determines its number of chunks.
+        defaults.pop("vpp", None)
+
+    return {name: int(value) for name, value in defaults.items()}
+
+
+def _meant(fixed: Mapping[str, int]) -> dict[str, int]:
+    """Drop details of a pipeline, context parallelism or recomputation that are not used."""
+    # `plait train` ignores them.
+    unused = set()
+    if fixed.get("pp") == 1:
+        unused |= {"schedule", "vpp"}
+    if fixed.get("cp") == 1:
+        unused.add("context")
+    if fixed.get("recompute") == RECOMPUTE.index("none"):
+        unused.add("every")
+    return {name: value for name, value in fixed.items() if name not in unused}
+
+
+def _without(tree: Mapping[str, Any], paths: Sequence[str]) -> dict[str, Any]:
+    """Return a copy without some paths."""
+    result = copy.deepcopy(dict(tree))
+    for path in paths:
+        *sections, name = path.split(".")
+        parent = result
+        for section in sections:
+            parent = parent[section]
+        del parent[name]
+    return result
+
+
+def layout_of(resolved: Resolved) -> dict[str, Any]:
+    """Return the layout fields of a resolved configuration.
+
+    Schedule and recomputation mode have the planner's names if they can be priced. `vpp` is missing
+    if the file does not contain it.
+    """
+    layout = resolved.layout
+    pipeline = resolved.pipeline
+    schedules = {name: priced for priced, name in SCHEDULE_NAMES.items()}
+    modes = {name: priced for priced, name in RECOMPUTE_NAMES.items()}
+    schedule = SCHEDULES[0]
+    if layout.pp > 1:
+        schedule = schedules.get(pipeline.schedule, pipeline.schedule)
+    offload_share = 0.0
+    if resolved.optimizer_offload.device != "none":
+        offload_share = resolved.optimizer_offload.ratio
+    fields = {
+        "pp": layout.pp,
+        "schedule": schedule,
+        "tp": layout.tp,
+        "sp": int(resolved.tensor_parallel.sequence_parallel),
+        "cp": layout.cp,
+        "context": CONTEXT.index(resolved.context_parallel.context),
+        "ep": layout.ep,
+        "dp_replicate": layout.dp_replicate,
+        "dp_shard": layout.dp_shard,
+        "stage": resolved.data_parallel.stage,
+        "recompute": modes.get(resolved.recompute.mode, resolved.recompute.mode),
+        "every": resolved.recompute.every,
+        "loss_chunk": resolved.loss_chunk_tokens,
+        "micro_batch": resolved.batch.micro_batch_size,
+        "accumulation": resolved.batch.accumulation,
+        "offload": offload_share,
+    }
+    if layout.pp > 1 and pipeline.stages_per_rank is not None:
+        fields["vpp"] = pipeline.stages_per_rank
+    return fields
+
+
+_VALUES: dict[str, tuple[Any, ...]] = {
+    "zero_optimization.offload_optimizer.device": ("cpu",),
+    "parallel.recompute.mode": ("full", "selective", "none"),
+    "optimizer.type": ("Adam", "AdamW"),
+}
+"""Priced values besides the default."""
+PRICED = frozenset(PATHS.values()) - _VALUES.keys() | {
+    "zero_optimization.offload_optimizer.ratio",
+    "train_batch_size",
+    "communication_data_type",
+    "fp16.enabled",
+    "bf16.enabled",
+    "compile.enabled",
+    "optimizer.states",
+    "data.sequence_length",
+    "data.vocab_size",
+    "model.config",
+    "model.path",
+}
+"""Settings that times and bytes of a plan depend on."""
+
+WITHOUT_EFFECT = (
+    "data_parallel_size",
+    "num_layers",
+    "gradient_clipping",
+    "optimizer.params",
+    "scheduler",
+    "fp16",
+    "bf16",
+    "data",
+    "run",
+    "parallel.blocks",
+    "parallel.unused_parameters",
+)
+"""Settings and sections whose effect is smaller than a plan's own error."""
+
+_OWNERS = {
+    "zero_optimization.offload_optimizer": "zero_optimization.offload_optimizer.device",
+    "zero_optimization.offload_param": "zero_optimization.offload_param.device",
+    "parallel.activation_offload": "parallel.activation_offload.fraction",
+    "compile": "compile.enabled",
+    "parallel.recompute": "parallel.recompute.mode",
+}
+"""Setting that enables a section. Without it nothing in the section has an effect."""
+
+
+def unpriced(config: Config) -> tuple[str, ...]:
+    """Return the settings of a file that are not priced, as `key = value`."""
+    default = Config.model_validate(
+        {"model": {"path": "any"}, "optimizer": {}, "data": {}, "run": {}}
+    )
+
+    settings = []
+    for path in schema_fields():
+        if path in PRICED or any(
+            path == name or path.startswith(f"{name}.") for name in WITHOUT_EFFECT
+        ):
+            continue
+        value = config.value(path)
+        usual = default.value(path)
+        if value in (None, usual, *_VALUES.get(path, ())):
+            continue
+        owner = next(
+            (o for section, o in _OWNERS.items() if path.startswith(f"{section}.") and path != o),
+            None,
+        )
+        if owner is not None and config.value(owner) == default.value(owner):
+            continue
+        settings.append(f"{path} = {value}")
+
+    return tuple(settings)

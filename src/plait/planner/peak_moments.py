@@ -1,0 +1,561 @@
+"""Peak of a training step of Plait on one rank: all moments that may be the peak, as named terms.
+
+Besides model states these are the tensors that `fully_shard` gathers, accumulates and reduces per
+unit, and the saved tensors of blocks (`own`). The backward runs from the last block to the first.
+It frees gathered weights and activations and allocates gradient shards, so the sum is largest at
+its start or its end. Only these moments are computed: the first block of a backward, the second
+(with the reduction of the first), and the last two. The single-rank dry run (`engine.single_rank`)
+executes the same step on fake tensors; tests compare the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from plait.planner.block_bytes import (
+    block_backward,
+    deferred_bytes,
+    deferred_bytes_of_ends,
+    embedding_mask,
+    head_gradient_bytes,
+    head_sums_bytes,
+    hidden_width,
+    last_norm_backward,
+    logits_bytes,
+    reduces_on_host,
+    saved_by_ends,
+    saved_bytes,
+    spent_while_recomputed,
+)
+from plait.planner.hardware import Numbers
+from plait.planner.job import RECOMPUTE, Job
+from plait.planner.pipeline import Holding, Holdings
+
+_GRADIENT_BYTES = 4
+"""Bytes per element of a gradient that is accumulated and reduced (float32)."""
+
+Terms = dict[str, Numbers]
+
+
+@dataclass(frozen=True)
+class Units:
+    """Parameters of a rank, in elements of the units that are gathered and reduced together.
+
+    Arrays have one entry per candidate.
+    """
+
+    layers: Numbers
+    block: Numbers
+    """Elements of one block after tp, padded to equal shards."""
+    root: Numbers
+    """Elements outside of the blocks, in the root unit and in outer units."""
+    embedding_units: Numbers
+    """Elements of embeddings that are outer units. Stage 3 frees them after their forward."""
+    head_unit: Numbers
+    """Elements of a head that is an outer unit. It is reduced after its backward."""
+    late_unit: Numbers
+    """Elements of the largest unit that is reduced after the backward of the blocks."""
+    head: Numbers
+    """Elements of the matrix that computes the logits; 0 on a rank without it."""
+    width: Numbers
+    """Bytes of a weight in forward and backward."""
+    sharded: Numbers
+    """True if `fully_shard` is used. Otherwise weights and gradients stay unsharded."""
+    held: Holdings
+    """Micro-batches in flight of the stages of the rank."""
+
+
+RANKS = ("first", "last", "inner")
+"""Ranks of a pipeline: the two ends, and the fullest one between them.
+
+If the stages form a V, the first rank has both ends.
+"""
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes of model states per rank: weights, gradients, optimizer, gathered copies."""
+
+    first: dict[str, Numbers]
+    last: dict[str, Numbers]
+    inner: dict[str, Numbers] | None = None
+    units: Mapping[str, Units] | None = None
+    """Units of every rank in RANKS if known."""
+
+    def of(self, rank: str) -> dict[str, Numbers]:
+        """Return the states of one of RANKS."""
+        states = {"first": self.first, "last": self.last, "inner": self.inner}[rank]
+        assert states is not None
+        return states
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """Rank of a pipeline with all inputs of its moments. Bytes are of one micro-batch."""
+
+    job: Job
+    states: Terms
+    """Bytes of model states by term."""
+    units: Units
+    saved: tuple[Numbers, Numbers]
+    """Saved bytes per block that recomputes, and per block that does not."""
+    spent: Numbers
+    """Saved bytes of a recomputed block that its backward no longer needs but holds."""
+    logits: Numbers
+    head_sums: Numbers
+    """Bytes of the head's gradients, accumulated over the chunks of a loss."""
+    hidden: Numbers
+    """Bytes of hidden states."""
+    message: Numbers
+    """Bytes of a boundary activation.
+
+    It is held until its gradient has been sent; one arrives before it is needed.
+    """
+    mask: Numbers
+    """Saved bytes of the embedding."""
+    saved_by_loss: Numbers
+    """Saved bytes of everything after the last block."""
+    deferred: tuple[Numbers, Numbers]
+    """Bytes for deferred weight gradients: per token of a block, and after the last block."""
+    shards: Numbers
+    stage: Numbers
+    block_weights: Numbers
+    """Bytes of weight gradients at the peak of a block's backward."""
+    block_working: Numbers
+    """Bytes of activations and their gradients at the peak of a block's backward."""
+    wide: Numbers
+    """True if a reduction needs a second full buffer.
+
+    torch copies the gradients if there is no other rank to reduce with, and gloo needs a buffer.
+    """
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """Bytes of a rank at one moment."""
+
+    holding: Holding
+    activations: Numbers
+    added: Numbers
+    """Bytes of gradients."""
+
+
+def _rank(job: Job, states: Terms, units: Units) -> _Rank:
+    layouts = job.layouts
+    none, operators, full = (np.asarray(value) * job.tokens for value in saved_bytes(job))
+    # In the order of RECOMPUTE. Recomputing only the core of attention frees nothing to speak of.
+    mixed = full + layouts.kept_operators * (operators - full)
+    kind = np.asarray(layouts.recompute).astype(int)
+    saved = np.choose(kind, np.broadcast_arrays(none, none, full, operators, mixed))
+    shards = np.asarray(layouts.dp_shard)
+    by_operators, by_all = spent_while_recomputed(job)
+    spent = np.choose(kind, np.broadcast_arrays(0.0, 0.0, by_all, by_operators, by_operators))
+    hidden = job.element_bytes * job.tokens * hidden_width(job)
+    width = np.where(units.sharded, units.width, _GRADIENT_BYTES)
+    moments_of_block = [
+        (width * moment.weights, moment.token_bytes * job.tokens) for moment in block_backward(job)
+    ]
+    shape = np.broadcast_shapes(*(np.shape(a + b) for a, b in moments_of_block))
+    largest = np.argmax(
+        np.stack([np.broadcast_to(a + b, shape) for a, b in moments_of_block]), axis=0
+    )
+    head_gradient = head_gradient_bytes(job, width=units.width) * units.head
+
+    return _Rank(
+        job=job,
+        states=states,
+        units=units,
+        saved=(saved, none),
+        spent=spent * job.tokens,
+        logits=logits_bytes(job),
+        head_sums=head_sums_bytes(job, width=units.width) * units.head,
+        hidden=hidden,
+        message=np.where(np.asarray(layouts.pp) > 1, hidden, 0),
+        mask=embedding_mask(job) * job.tokens,
+        saved_by_loss=saved_by_ends(job) * job.tokens + head_gradient,
+        deferred=(deferred_bytes(job), deferred_bytes_of_ends(job) * job.tokens + head_gradient),
+        shards=shards,
+        stage=np.asarray(layouts.stage),
+        block_weights=np.choose(largest, [np.broadcast_to(a, shape) for a, _ in moments_of_block]),
+        block_working=np.choose(largest, [np.broadcast_to(b, shape) for _, b in moments_of_block]),
+        wide=reduces_on_host(job) | (shards == 1),
+    )
+
+
+MOMENTS = (
+    "forward of a block",
+    "loss",
+    "backward of the last norm",
+    "backward of a block",
+    "reduction of a block",
+    "reduction of the head",
+    "reduction of embedding and head",
+    "optimizer step",
+)
+
+
+def moments(job: Job, states: Terms, units: Units) -> Iterator[tuple[int, Terms]]:
+    """Yield (index into MOMENTS, bytes by term) for every moment of a step on one rank."""
+    rank = _rank(job, states, units)
+    constant = {"weights": states["weights"], "optimizer": states["optimizer"]}
+    for name, terms in _moments_of_step(rank):
+        yield MOMENTS.index(name), terms | constant
+
+
+def _moments_of_step(rank: _Rank) -> Iterator[tuple[str, Terms]]:
+    holdings = rank.units.held
+    running = []
+    for candidates in (holdings.headed, holdings.others):
+        if not np.any(candidates.running):
+            continue
+        moment = _moment(rank, _largest_holding(rank, candidates))
+        running.append(moment)
+        if candidates is holdings.headed:
+            yield from _if_running(moment, _loss(rank, moment))
+        yield from _if_running(moment, _backward(rank, moment))
+
+    staged = np.asarray(rank.job.layouts.pp) > 1
+    if np.any(staged & (rank.stage == 3)):
+        # Where stages alternate, the block that is computed and the two to come are gathered in a
+        # forward too.
+        transient = (
+            3 * rank.job.model.hidden * rank.job.element_bytes * rank.job.tokens + 3.5 * rank.hidden
+        )
+        for moment in running:
+            forward = {
+                "gradients": moment.added,
+                "gathered": _gathered(rank, left=2, ahead=2),
+                "activations": moment.activations,
+                "working": transient,
+            }
+            exists = staged & (rank.stage == 3) & (moment.holding.running > 0)
+            yield "forward of a block", _where(exists, forward)
+
+    closing = _moment(rank, holdings.closing)
+    yield from _head(rank, closing, last=True)
+    for done in (0, 1, np.maximum(holdings.closing.running - 2, 0), holdings.closing.running - 1):
+        yield from _block(rank, closing, done=done, last=True)
+    yield from _ends(rank, closing, last=True)
+    if holdings.endings is not None and np.any(np.asarray(rank.job.layouts.vpp) > 1):
+        ending = _moment(rank, _largest_holding(rank, holdings.endings))
+        for done in (0, 1):
+            yield from _block(rank, ending, done=done, last=True)
+        yield from _ends(rank, ending, last=True)
+
+    units = rank.units
+    elements = units.layers * units.block + units.root
+    yield "optimizer step", {"gradients": _shard_bytes(rank, elements)}
+
+
+def _largest_holding(rank: _Rank, candidates: Holding) -> Holding:
+    """Return the largest of COUNT holdings, for every candidate."""
+    sums = (
+        _activations(rank, candidates)
+        + _gradients(rank, candidates)
+        + _gathered_at(rank, candidates)
+    )
+    largest = np.argmax(sums, axis=0)[None]
+
+    return Holding(
+        *(
+            np.take_along_axis(getattr(candidates, field.name), largest, axis=0)[0]
+            for field in fields(Holding)
+        )
+    )
+
+
+def _gathered_at(rank: _Rank, holding: Holding) -> Numbers:
+    """Return the bytes of gathered weights of stages that have not finished."""
+    return _gathered(rank, left=rank.units.layers - holding.ended, ahead=1)
+
+
+def _moment(rank: _Rank, holding: Holding) -> _Moment:
+    return _Moment(holding, _activations(rank, holding), _gradients(rank, holding))
+
+
+def _if_running(moment: _Moment, parts: Iterator[tuple[str, Terms]]) -> Iterator[tuple[str, Terms]]:
+    for name, terms in parts:
+        yield name, _where(moment.holding.running > 0, terms)
+
+
+def _activations(rank: _Rank, holding: Holding) -> Numbers:
+    """Return the bytes of saved tensors and boundary activations."""
+    job = rank.job
+    units = rank.units
+    # With full recomputation the input of a stage is also the saved input of its first block, so
+    # it must not count twice.
+    whole_blocks = np.asarray(job.layouts.recompute) == RECOMPUTE.index("full")
+    messages: Numbers = np.where(whole_blocks, holding.inputs, holding.messages)
+    blocks = holding.blocks / np.maximum(units.layers, 1) * _saved_bytes(rank, units.layers)
+    saved = (
+        blocks
+        + messages * rank.message
+        + holding.fronts * rank.mask
+        + holding.losses * rank.saved_by_loss
+    )
+    if not np.any(holding.deferred > 0):
+        return saved
+    block, ends = rank.deferred
+    return saved + holding.deferred * block * job.tokens + holding.late_losses * ends
+
+
+def _gradients(rank: _Rank, holding: Holding) -> Numbers:
+    """Return the bytes of gradients that exist before a backward.
+
+    They are unsharded while a stage accumulates them, and shards after its last backward.
+    """
+    units = rank.units
+    growing = holding.growing * units.block + holding.root * units.root
+    ended = holding.ended * units.block + holding.root_ended * units.root
+    shard = (1 - rank.states["offloaded"]) * _GRADIENT_BYTES / rank.shards
+
+    return np.where(
+        rank.stage <= 1, _GRADIENT_BYTES * growing + shard * ended, shard * (growing + ended)
+    )
+
+
+def _loss(rank: _Rank, moment: _Moment) -> Iterator[tuple[str, Terms]]:
+    """Yield the memory at the loss of the model's last stage."""
+    yield (
+        "loss",
+        {
+            "gradients": moment.added + rank.head_sums,
+            "gathered": _gathered(rank, left=rank.units.layers - moment.holding.ended, ahead=0),
+            "activations": moment.activations,
+            "logits": rank.logits,
+        },
+    )
+
+
+def _backward(rank: _Rank, moment: _Moment) -> Iterator[tuple[str, Terms]]:
+    """Yield the memory of the backward of a micro-batch that is not the last one."""
+    units = rank.units
+    added = moment.added
+    if np.any(moment.holding.head):
+        left = units.layers - moment.holding.ended
+        gathered = _gathered(rank, left=left, ahead=1, after_head=rank.stage == 3)
+        # Flat buffer of the head's reduction.
+        buffer = np.where(_reduces(rank, last=False), _GRADIENT_BYTES * units.head_unit, 0.0)
+        norm = {
+            "gradients": added + _head_gradients(rank, moment, last=False),
+            "gathered": gathered + buffer,
+            "activations": moment.activations,
+            "working": last_norm_backward(rank.job) * rank.job.tokens,
+        }
+        yield "backward of the last norm", norm
+        yield from _head(rank, moment, last=False)
+
+    yield from _block(rank, moment, done=0, last=False)
+    yield from _block(rank, moment, done=1, last=False)
+    if np.any(_reduces(rank, last=False)):
+        yield from _ends(rank, moment, last=False)
+
+
+def _saved_bytes(rank: _Rank, blocks: Numbers) -> Numbers:
+    """Return the saved bytes of the first `blocks` blocks for one micro-batch."""
+    saved_if_recomputed, saved = rank.saved
+    recomputed = np.ceil(blocks / rank.job.layouts.every)
+    return recomputed * saved_if_recomputed + (blocks - recomputed) * saved
+
+
+def _where(exists: Numbers, terms: Terms) -> Terms:
+    """Return zeros where a step has no such moment."""
+    return {name: np.where(exists, value, 0.0) for name, value in terms.items()}
+
+
+def _shard_bytes(rank: _Rank, elements: Numbers) -> Numbers:
+    """Return the bytes of gradient shards on the device for so many unsharded elements."""
+    return (1 - rank.states["offloaded"]) * _GRADIENT_BYTES * elements / rank.shards
+
+
+def _new_shard_bytes(rank: _Rank, moment: _Moment, elements: Numbers) -> Numbers:
+    """Return the bytes of new shards that exist until they are added to earlier ones."""
+    has_shards = (np.asarray(moment.added) > 0) & ~_has_unsharded_sums(rank, moment)
+    return np.where(has_shards, _shard_bytes(rank, elements), 0.0)
+
+
+def _gathered(rank: _Rank, *, left: Numbers, ahead: int, after_head: Numbers = False) -> Numbers:
+    """Return the bytes of gathered weights in the dtype of computation.
+
+    Args:
+        rank: The rank.
+        left: Blocks whose weights are gathered.
+        ahead: Largest number of gathered blocks at stage 3. Stage 3 also frees embeddings that are
+            outer units.
+        after_head: Whether a head that is an outer unit has been freed.
+    """
+    units = rank.units
+    blocks = np.where(rank.stage == 3, np.minimum(ahead, left), left)
+    ends = (
+        units.root
+        - np.where(rank.stage == 3, units.embedding_units, 0.0)
+        - np.where(after_head, units.head_unit, 0.0)
+    )
+    return np.where(units.sharded, units.width * (ends + blocks * units.block), 0.0)
+
+
+def _has_unsharded_sums(rank: _Rank, moment: _Moment) -> Numbers:
+    """Return True if unsharded gradients of earlier micro-batches exist.
+
+    The reduction of a unit frees its own.
+    """
+    return (rank.stage <= 1) & (np.asarray(moment.holding.growing) > 0)
+
+
+def _gradient_change(rank: _Rank, moment: _Moment, elements: Numbers) -> Numbers:
+    """Return the bytes of gradients that the reduction of a unit adds, or frees if negative."""
+    sums = _has_unsharded_sums(rank, moment)
+    freed = np.where(sums, -_GRADIENT_BYTES * elements, 0.0)
+    # Shards of earlier micro-batches are added in place.
+    has_no_shards = (np.asarray(moment.added) == 0) | sums
+    return freed + np.where(has_no_shards, _shard_bytes(rank, elements), 0.0)
+
+
+def _head_gradients(rank: _Rank, moment: _Moment, *, last: bool) -> Numbers:
+    """Return the bytes of the head's gradients after its backward.
+
+    These are shards if the head is an outer unit that has been reduced.
+    """
+    units = rank.units
+    reduced = _reduces(rank, last) & (units.head_unit > 0)
+    return moment.holding.head * np.where(
+        reduced, _gradient_change(rank, moment, units.head_unit), units.width * units.head
+    )
+
+
+def _head(rank: _Rank, moment: _Moment, *, last: bool) -> Iterator[tuple[str, Terms]]:
+    """Yield the memory at the reduction of a head that is an outer unit."""
+    units = rank.units
+    added = np.asarray(moment.added)
+    exists = _reduces(rank, last) & (units.head_unit > 0) & (np.asarray(moment.holding.head) > 0)
+    if not np.any(exists):
+        return
+    sums = _has_unsharded_sums(rank, moment)
+    gathered = _gathered(
+        rank,
+        left=units.layers - moment.holding.ended,
+        ahead=1,
+        after_head=last | (rank.stage == 3),
+    )
+    terms = {
+        "gradients": (
+            added
+            + _gradient_change(rank, moment, units.head_unit)
+            + _new_shard_bytes(rank, moment, units.head_unit)
+        ),
+        "gathered": gathered + _buffers(rank, units.head_unit, added=np.where(sums, added, 0)),
+        "activations": moment.activations,
+        "working": rank.hidden,
+    }
+    yield "reduction of the head", _where(exists, terms)
+
+
+def _reduces(rank: _Rank, last: bool) -> Numbers:
+    """Return True if units reduce their gradients at the end of this backward."""
+    return np.asarray(rank.units.sharded, dtype=bool) & (last | (rank.stage >= 2))
+
+
+def _buffers(rank: _Rank, elements: Numbers, *, added: Numbers) -> Numbers:
+    """Return the bytes of buffers for the reduction of a unit.
+
+    These are its flattened gradients, and either their source or the result.
+    """
+    source = np.where(added > 0, _GRADIENT_BYTES, rank.units.width)
+    return elements * (_GRADIENT_BYTES + np.where(rank.wide, _GRADIENT_BYTES, source))
+
+
+def _block(
+    rank: _Rank, moment: _Moment, *, done: Numbers, last: bool
+) -> Iterator[tuple[str, Terms]]:
+    """Yield the memory of the backward of a block, and of the reduction at its end.
+
+    Args:
+        rank: The rank.
+        moment: Its contents before the backward of the stage.
+        done: Blocks of the stage whose backward is done.
+        last: Whether this is the last backward of the stage in the step.
+    """
+    units = rank.units
+    added = np.asarray(moment.added)
+    done = np.asarray(done)
+    running = np.asarray(moment.holding.running)
+    reduces = _reduces(rank, last)
+    exists = (done < running) & ((done == 0) | reduces)
+    if not np.any(exists):
+        return
+    sums = _has_unsharded_sums(rank, moment)
+    change = _gradient_change(rank, moment, units.block)
+    of_head = _head_gradients(rank, moment, last=last)
+    freed = last | (rank.stage == 3)
+    left = running - 1 - done
+    gathered_blocks = units.layers - moment.holding.ended
+    activations = moment.activations - (_saved_bytes(rank, running) - _saved_bytes(rank, left))
+    working = rank.block_working + np.where(left % rank.job.layouts.every == 0, rank.spent, 0.0)
+
+    # The flat buffer of the unit that was reduced before still exists.
+    previous_buffer = np.where(
+        reduces,
+        _GRADIENT_BYTES * np.where(done > 0, units.block, moment.holding.head * units.head_unit),
+        0.0,
+    )
+    left_gathered = gathered_blocks - np.where(freed, done, 0)
+    gathered = _gathered(rank, left=left_gathered, ahead=2, after_head=freed)
+    terms = {
+        "gradients": added + np.where(reduces, done * change, 0.0) + of_head + rank.block_weights,
+        "gathered": gathered + previous_buffer,
+        "activations": activations,
+        "working": working,
+    }
+    yield "backward of a block", _where(exists, terms)
+    if not np.any(exists & reduces):
+        return
+    new_shards = _new_shard_bytes(rank, moment, units.block)
+    left_gathered = gathered_blocks - np.where(freed, done + 1, 0)
+    gathered = _gathered(rank, left=left_gathered, ahead=1, after_head=freed)
+    terms = {
+        "gradients": added + (done + 1) * change + new_shards + of_head,
+        "gathered": gathered + _buffers(rank, units.block, added=np.where(sums, added, 0)),
+        "activations": activations,
+        "working": rank.hidden,
+    }
+    yield "reduction of a block", _where(exists & reduces, terms)
+
+
+def _ends(rank: _Rank, moment: _Moment, *, last: bool) -> Iterator[tuple[str, Terms]]:
+    """Yield the memory at the reduction of everything outside of the blocks."""
+    units = rank.units
+    added = np.asarray(moment.added)
+    sums = (rank.stage <= 1) & (added > 0)
+    shard = (1 - rank.states["offloaded"]) * _GRADIENT_BYTES / rank.shards
+    new_shards = np.where((added > 0) & ~sums, shard * units.late_unit, 0.0)
+    others = units.layers - moment.holding.running - moment.holding.ended
+
+    # Unsharded gradients of stages that have not ended, which add up until they have.
+    unsharded_others = np.where(
+        sums,
+        np.minimum(others, np.maximum(moment.holding.growing - moment.holding.running, 0)),
+        0.0,
+    )
+    freed = last | (rank.stage == 3)
+    left = np.where(freed, others, units.layers - moment.holding.ended)
+    gathered = np.where(
+        freed & (np.asarray(left) == 0), 0.0, _gathered(rank, left=left, ahead=0, after_head=freed)
+    )
+    terms = {
+        "gradients": (
+            shard * ((units.layers - others) * units.block + units.root)
+            + np.where(sums, _GRADIENT_BYTES, shard) * unsharded_others * units.block
+            + new_shards
+        ),
+        "gathered": gathered + _buffers(rank, units.late_unit, added=np.where(sums, added, 0)),
+        "activations": np.maximum(
+            moment.activations - _saved_bytes(rank, moment.holding.running), 0.0
+        ),
+    }
+    exists = moment.holding.head + (moment.holding.fronts > 0)
+    if last:
+        exists = moment.holding.ends_root
+    yield "reduction of embedding and head", _where(_reduces(rank, last) & (exists > 0), terms)

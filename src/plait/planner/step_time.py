@@ -1,0 +1,638 @@
+"""Seconds of an optimizer step as a sum of named terms.
+
+The slowest stage sets the pace: its micro-batches, and the idle time of the schedule. Communication
+that can overlap costs the part that does not fit under the computation, and slows the computation
+by a share of the part that does. Invariant: the terms sum to the step.
+
+A collective takes its bytes over the slowest link, plus a latency per step of a ring. A ring over n
+ranks, of which q share a domain (a node, or an NVL72), moves S (n-1)/n bytes per rank over links
+inside, and between domains over the q network cards of those ranks. This is the model of NCCL's
+ring (`src/graph/tuning.cc`). A step takes 3.4 us inside and 14 us between domains, more on some
+clouds.
+
+`simulated_terms` simulates the pipeline of one layout by its schedule's table. This refines the
+idle time of the closed form for the best candidates: with uneven stages, the head on the last
+stage, and messages in flight. The table is that of the runtime (`parallel.schedules.schedule`), the
+simulation `parallel.schedules.timeline`, and the cut of the model that of the engine
+(`parallel.pipeline.balance`). Durations come from the closed form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from plait.errors import ConfigError, InputError
+from plait.parallel.pipeline.account import cut
+from plait.parallel.schedules.schedule import make_schedule
+from plait.parallel.schedules.timeline import Durations, Timeline, simulate
+from plait.planner.compute import (
+    LayerCost,
+    accumulation_seconds,
+    head_cost,
+    layer_cost,
+    memory_rate,
+    optimizer_seconds,
+)
+from plait.planner.constants import Rates
+from plait.planner.hardware import Numbers, only
+from plait.planner.job import RECOMPUTE, SCHEDULES, Job, recompute_share, stage_layers
+from plait.planner.offers import SCHEDULE_NAMES
+from plait.planner.pipeline import idle_share, micro_batches_between_chunks
+
+INSIDE_STEP = 3.4e-6
+BASE = 8.4e-6
+"""Base seconds of a collective: that of NCCL's Simple protocol over NVLink."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that communicate: their number, and how many of them share a domain of fast links."""
+
+    size: Numbers
+    inside: Numbers
+
+    @property
+    def domains(self) -> Numbers:
+        """Number of domains of the group."""
+        return np.ceil(self.size / self.inside)
+
+
+def group(job: Job, axis: Literal["tp", "cp", "dp", "shard", "replicate", "ep"]) -> Group:
+    """Return the group of an axis.
+
+    tp takes neighboring ranks, then cp, then dp. `shard` is the inner part of dp, and `replicate`
+    are the ranks with the same shard. Other frameworks shard states over cp too; Plait replicates
+    them there. ep is a part of dp; Plait's takes neighboring ranks of all axes.
+    """
+    layouts = job.layouts
+    over_cp = np.where(job.is_plait, 1, layouts.cp)
+    size, stride = {
+        "tp": (layouts.tp, 1),
+        "cp": (layouts.cp, layouts.tp),
+        "dp": (layouts.dp * over_cp, layouts.tp * layouts.cp // over_cp),
+        "shard": (layouts.dp_shard * over_cp, layouts.tp * layouts.cp // over_cp),
+        "replicate": (layouts.dp_replicate, layouts.tp * layouts.cp * layouts.dp_shard),
+        "ep": (layouts.ep, np.where(job.is_plait, 1, layouts.tp * layouts.cp)),
+    }[axis]
+    inside = np.clip(np.floor_divide(job.device.domain, stride), 1, size)
+    return Group(size, inside)
+
+
+def collective_seconds(
+    job: Job,
+    rates: Rates,
+    where: Group,
+    size_bytes: Numbers,
+    kind: Literal["all_reduce", "one_way", "all_to_all"],
+    *,
+    crossing: Numbers = 1.0,
+) -> Numbers:
+    """Return the seconds of a collective.
+
+    Args:
+        job: The candidates.
+        rates: Constants.
+        where: Group of ranks.
+        size_bytes: Bytes of the full tensor.
+        kind: `one_way` is an all-gather or a reduce-scatter.
+        crossing: Share of an all-to-all's bytes for other domains that is sent there.
+    """
+    ranks = where.size
+    inside = where.inside
+    domains = where.domains
+
+    # Few ranks reach less of a link: 268, 325 and 345 GB/s of 450 with 2, 4 and 8 H100 (NCCL's
+    # table for them).
+    link = job.device.link_bandwidth * rates.on("link", job.device) * inside / (inside + 0.5)
+    network = (
+        job.device.nic_bandwidth * rates["nic"] * inside / np.power(domains, rates["congestion"])
+    )
+    bandwidth = np.where(domains > 1, np.minimum(link, network), link)
+    rounds = 2.0 if kind == "all_reduce" else 1.0
+    wire = rounds * size_bytes * (ranks - 1) / ranks / bandwidth
+    if kind == "all_to_all":
+        away = crossing * (domains - 1) / domains
+        wire = size_bytes * np.where(
+            domains > 1, np.maximum(away * inside / network, 1 / link), (ranks - 1) / ranks / link
+        )
+        steps = (
+            BASE
+            + job.device.network_step * np.minimum(domains - 1, 16)
+            + INSIDE_STEP * (inside - 1)
+        )
+    else:
+        # Beyond 16 domains trees and other algorithms keep the latency from growing with the ring.
+        crossings = np.minimum(domains - 1, 16 + np.log2(np.maximum(domains, 1)))
+        steps = BASE + rounds * (
+            crossings * job.device.network_step
+            + np.minimum((inside - 1) * np.maximum(domains, 1), 128) * INSIDE_STEP
+        )
+
+    return np.where(ranks > 1, wire + rates.on("latency", job.device) * steps, 0.0)
+
+
+def context_seconds(
+    job: Job, rates: Rates, attention: Numbers, backward: Numbers, again: Numbers
+) -> Numbers:
+    """Return the exposed seconds of context parallelism in Plait, per layer and micro-batch.
+
+    The bytes are those of `parallel.context.traffic`, forward and backward.
+
+    Args:
+        job: The candidates.
+        rates: Constants.
+        attention: Seconds of the forward, under which messages of a ring arrive.
+        backward: Seconds of the backward.
+        again: Share of forwards that are repeated.
+    """
+    model = job.model
+    layouts = job.layouts
+    tp = job.attention_tp
+    ranks = group(job, "cp")
+    width = job.element_bytes * job.tokens * (model.head_dim + model.value_width)
+    keys_values = width * np.maximum(model.kv_heads / tp, 1)
+    full_gather = collective_seconds(job, rates, ranks, keys_values * layouts.cp, "one_way")
+    gathered = (3 + again) * full_gather
+    # Seconds of one message to the neighbor.
+    part = full_gather / np.maximum(layouts.cp - 1, 1)
+
+    # Gradients are sent in float32. Nothing is computed during the last message. On CPUs nothing is
+    # computed during the others either, because the cores that compute also carry the traffic.
+    message = part * 4 / job.element_bytes
+    earlier = message * (layouts.cp - 1)
+    overlapped = np.where(job.device.on_cpu, 0.0, earlier)
+    ring_backward = (
+        np.maximum(full_gather + overlapped - backward, 0) + earlier - overlapped + message
+    )
+    ring = (1 + again) * np.maximum(full_gather - attention, 0) + ring_backward
+    repeated = np.lcm(
+        np.asarray(np.maximum(model.kv_heads / tp, 1), dtype=int), np.asarray(layouts.cp, dtype=int)
+    )
+    exchanged = width * (model.heads / tp + repeated)
+    ulysses = (2 + again) * collective_seconds(job, rates, ranks, exchanged, "all_to_all")
+    return np.choose(np.asarray(layouts.context), np.broadcast_arrays(gathered, ring, ulysses))
+
+
+def expert_seconds(job: Job, rates: Rates, again: Numbers) -> Numbers:
+    """Return the exposed seconds of expert parallelism per layer with experts.
+
+    Tokens are sent to their experts and back. Ranks of tp in Plait have the same tokens: each sends
+    a part, and results and gradients are gathered, unless sequence parallelism shards them anyway.
+
+    Args:
+        job: The candidates.
+        rates: Constants.
+        again: Share of forwards that are repeated.
+    """
+    model = job.model
+    at = job.layouts
+    hidden = job.element_bytes * job.tokens * model.hidden
+    sent = hidden * model.active / np.where(job.is_plait | (np.asarray(at.sp) > 0), at.tp, 1)
+    ranks = group(job, "ep")
+
+    # A token goes once to every domain that has one of its experts, and is passed on there (DeepEP;
+    # Megatron-LM's flexible dispatcher). Of `active` experts, spread evenly over d domains, d (1 -
+    # (1 - 1/d)^active) have one. Plait sends a copy for every expert.
+    domains = ranks.domains
+    active = np.maximum(model.active, 1)
+    once = domains * (1 - np.power(1 - 1 / domains, active)) / active
+    exchange = collective_seconds(
+        job, rates, ranks, sent, "all_to_all", crossing=np.where(job.is_plait, 1.0, once)
+    ) * (4 + 2 * again)
+    gathered = collective_seconds(job, rates, group(job, "tp"), hidden, "one_way") * (2 + again)
+
+    return exchange + np.where(
+        job.is_plait & (np.asarray(at.ep) > 1) & (np.asarray(at.sp) == 0), gathered, 0.0
+    )
+
+
+def send_seconds(job: Job, rates: Rates) -> Numbers:
+    """Return the seconds to send hidden states to the next stage.
+
+    The stages are in different domains unless two fit into one.
+    """
+    at = job.layouts
+
+    # Megatron-LM scatters over tp what it sends; Plait's ranks each send what they have, all of it
+    # without sequence parallelism.
+    parts = np.where((np.asarray(at.sp) > 0) | ~job.is_plait, at.tp, 1)
+    size = job.element_bytes * job.tokens * job.model.hidden / parts
+    per_stage = at.tp * at.cp * at.dp
+    near = per_stage * 2 <= job.device.domain
+    bandwidth = np.where(
+        near,
+        job.device.link_bandwidth * rates.on("link", job.device),
+        job.device.nic_bandwidth * rates["nic"],
+    )
+    return np.where(np.asarray(at.pp) > 1, size / bandwidth + job.framework.send_seconds, 0.0)
+
+
+STEP_TERMS = {
+    "products": "matrix products of the layers",
+    "attention": "attention",
+    "elementwise": "norms, residuals and activation functions",
+    "recompute": "forward computed again",
+    "head": "head and loss",
+    "host": "waiting for the host to launch",
+    "tp": "exposed traffic of tensor parallelism",
+    "cp": "exposed traffic of context parallelism",
+    "ep": "exposed traffic of experts",
+    "p2p": "sends between stages",
+    "idle": "idle pipeline",
+    "dp": "exposed traffic of data parallelism",
+    "contention": "computation slowed by traffic under it",
+    "offload": "activations to the host and back",
+    "accumulate": "gradients of micro-batches added up",
+    "optimizer": "optimizer step",
+    "stragglers": "waiting for the slowest node",
+    "fixed": "what every step costs",
+}
+"""Meaning of each term, in the order of a report."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of a step by term; arrays with one entry per candidate."""
+
+    terms: dict[str, Numbers]
+
+    @property
+    def seconds(self) -> Numbers:
+        """Sum of the terms."""
+        return sum(self.terms.values())
+
+
+def step_seconds(job: Job, rates: Rates) -> Step:
+    """Predict the seconds of every candidate."""
+    at = job.layouts
+    model = job.model
+    layers, last_layers = _pace_layers(job)
+    layer = layer_cost(job, rates)
+    head = head_cost(job, rates)
+    per_layer = layer_traffic(job, rates, layer)
+    m = at.accumulation
+
+    device_layer = (
+        layer.forward + layer.backward + per_layer["tp"] + per_layer["cp"] + per_layer["ep"]
+    )
+    wait = host_wait(job, layer, device_layer)
+    sends = 2 * at.vpp * send_seconds(job, rates) * rates["p2p"]
+    inner = layers * (device_layer + wait) + sends
+    last = last_layers * (device_layer + wait) + head + sends
+    last_is_slowest = last > inner
+    slowest = np.where(last_is_slowest, last, inner)
+    all_stages = model.layers * (device_layer + wait) + head + at.pp * sends
+    idle = np.maximum(all_stages - slowest, 0) * idle_share(at) * rates["bubble"]
+
+    count = m * np.where(last_is_slowest, last_layers, layers)
+    terms = {
+        "products": count * (layer.products + layer.products_backward),
+        "attention": count * (layer.attention + layer.attention_backward),
+        "elementwise": count * (layer.elementwise + layer.elementwise_backward),
+        "recompute": count * layer.again,
+        "head": m * head * last_is_slowest,
+        "host": count * wait,
+        "tp": count * per_layer["tp"],
+        "cp": count * per_layer["cp"],
+        "ep": count * per_layer["ep"],
+        "p2p": m * sends,
+        "idle": idle,
+    }
+    compute = sum(
+        terms[name]
+        for name in ("products", "attention", "elementwise", "recompute", "head", "host")
+    )
+    parameters = rank_parameters(job)
+    exposed, slowed = _data_traffic(
+        job,
+        rates,
+        parameters,
+        compute,
+        layers * (layer.backward + wait * 0.5),
+        layers * (layer.forward + wait * 0.5),
+    )
+    terms |= {"dp": exposed, "contention": slowed, "offload": _activation_offload(job, compute)}
+    sharded = np.where(np.asarray(at.stage) >= 1, parameters / at.dp_shard, parameters)
+    terms["accumulate"] = accumulation_seconds(job, rates, parameters)
+    terms["optimizer"] = optimizer_seconds(job, rates, sharded)
+    nodes = np.maximum(at.world / job.device.devices_per_node, 1)
+    terms["stragglers"] = sum(terms.values()) * rates["straggler"] * np.log2(nodes)
+
+    # Less of it on few devices, which have less to agree on; that a quarter is left on one, and all
+    # of it from eight on, is a guess.
+    terms["fixed"] = rates["fixed"] * np.minimum(1 + np.log2(at.world), 4) / 4 + np.zeros_like(
+        np.asarray(slowest, dtype=float)
+    )
+    return Step(terms)
+
+
+def _pace_layers(job: Job) -> tuple[Numbers, Numbers]:
+    """Return the most layers of a stage before the last one, and the layers of the last stage.
+
+    Plait cuts the model so that the slowest stage is as fast as possible, including the head
+    (`parallel.pipeline.balance`). With one chunk per rank the last stage has fewer layers by the
+    cost of the head.
+    """
+    most, _, last = stage_layers(job)
+    at = job.layouts
+    model = job.model
+    if not job.own:
+        return most, last
+    head = (
+        model.vocab
+        * model.hidden
+        / (model.block_parameters / model.layers - model.small_parameters)
+    )
+    stages = np.maximum(at.pp, 2)
+    others = stages - 1
+    fewest = np.clip(
+        np.floor((model.layers + head) / stages - head), 1, np.maximum(model.layers - others, 1)
+    )
+    pace_of = [
+        np.maximum(np.ceil((model.layers - ends) / others), ends + head)
+        for ends in (fewest, fewest + 1)
+    ]
+    ends = np.where(pace_of[1] < pace_of[0], fewest + 1, fewest)
+    balanced = (np.asarray(at.pp) > 1) & (np.asarray(at.vpp) == 1)
+
+    return np.where(balanced, np.ceil((model.layers - ends) / others), most), np.where(
+        balanced, ends, last
+    )
+
+
+def host_wait(job: Job, layer: LayerCost, device_seconds: Numbers) -> Numbers:
+    """Return the seconds that a layer's forward and backward wait for the host.
+
+    A GPU queues kernels and waits only for launches that take longer than `device_seconds`. On a
+    CPU the process that launches a kernel also computes it.
+    """
+    at = job.layouts
+    host = layer.host * (2.0 + recompute_share(job) * (np.asarray(at.recompute) > 0))
+    return np.where(job.device.on_cpu, host, np.maximum(host - device_seconds, 0))
+
+
+def rank_parameters(job: Job) -> Numbers:
+    """Return the parameters of the fullest stage on a rank, before data parallelism shards them."""
+    model = job.model
+    at = job.layouts
+    layers, first, last = stage_layers(job)
+    per_layer = model.block_parameters / model.layers
+    routed = np.where(
+        np.asarray(model.experts) > 0,
+        model.expert_layers / model.layers * model.routed_parameters,
+        0,
+    )
+
+    # Plait distributes experts over the ranks of tp too, so that a rank has complete experts.
+    local = (per_layer - routed) / at.tp + routed / at.ep / np.where(job.is_plait, 1, at.tp)
+    one_stage = model.layers * local + (model.embedding_parameters + model.head_parameters) / at.tp
+    head = (
+        np.where(np.asarray(model.tied) > 0, model.vocab * model.hidden, model.head_parameters)
+        / at.tp
+    )
+    several = np.maximum(
+        first * local + model.embedding_parameters / at.tp,
+        np.maximum(layers * local, last * local + head),
+    )
+    return np.where(np.asarray(at.pp) > 1, several, one_stage)
+
+
+def layer_traffic(job: Job, rates: Rates, layer: LayerCost) -> dict[str, Numbers]:
+    """Return the exposed seconds of a layer's collectives, both passes, per micro-batch."""
+    model = job.model
+    layouts = job.layouts
+    hidden_bytes = job.element_bytes * job.tokens * model.hidden
+    tp = group(job, "tp")
+    kind = np.asarray(layouts.recompute)
+    repeated_share = np.where(
+        kind == RECOMPUTE.index("budget"),
+        1 - layouts.kept_operators,
+        kind == RECOMPUTE.index("full"),
+    )
+
+    # Collectives are repeated where a full block is; Plait keeps the results of operators, and of
+    # no collective.
+    repeated_share = np.where(job.is_plait & (kind >= RECOMPUTE.index("full")), 1.0, repeated_share)
+    again = recompute_share(job) * repeated_share
+    reduce = collective_seconds(job, rates, tp, hidden_bytes, "all_reduce")
+    one_way = collective_seconds(job, rates, tp, hidden_bytes, "one_way")
+    sequence = np.asarray(layouts.sp) > 0
+    shown = 1 - job.framework.hidden_tp
+
+    # Two all-reduces a pass; sequence parallelism splits each in two and gathers twice more in the
+    # backward, half of it under products. What follows a block's last product is not repeated where
+    # recomputation ends before it.
+    left_out = job.stops_early * (1 - model.expert_layers / model.layers)
+    tensor = np.where(
+        sequence, (9 + (4 - left_out) * again) * one_way, (4 + (2 - left_out) * again) * reduce
+    )
+    # Queries, keys and values are gathered in the forward, the output's gradient in the backward.
+    if job.whole_attention:
+        tensor = tensor + 4 * one_way
+    kv_bytes = (
+        job.element_bytes
+        * job.tokens
+        * layouts.cp
+        * model.kv_heads
+        * (model.head_dim + model.value_width)
+        / layouts.tp
+    )
+    ring = collective_seconds(job, rates, group(job, "cp"), kv_bytes, "one_way") * (3 + again) * 0.4
+    if np.any(np.asarray(layouts.cp) > 1):
+        ring = np.where(
+            job.is_plait,
+            context_seconds(job, rates, layer.attention, layer.attention_backward, again),
+            ring,
+        )
+
+    exchange = expert_seconds(job, rates, again)
+    return {"tp": tensor * shown, "cp": ring, "ep": exchange * model.expert_layers / model.layers}
+
+
+def _data_traffic(
+    job: Job,
+    rates: Rates,
+    parameters: Numbers,
+    compute: Numbers,
+    backward: Numbers,
+    forward: Numbers,
+) -> tuple[Numbers, Numbers]:
+    """Return the exposed seconds of gradients and weights, and the slowdown of computation.
+
+    Args:
+        job: The candidates.
+        rates: Constants.
+        parameters: Parameters per rank.
+        compute: Seconds of computation per step.
+        backward: Seconds of the backward of a micro-batch.
+        forward: Seconds of the forward of a micro-batch.
+    """
+    layouts = job.layouts
+    framework = job.framework
+    dp_group = group(job, "dp")
+    shards = group(job, "shard")
+    gradient_bytes = framework.wire_reduce * parameters
+    weight_bytes = framework.wire_gather * parameters
+    stage = np.asarray(layouts.stage)
+    replicated = np.asarray(layouts.dp_replicate) > 1
+    reduce_all = collective_seconds(job, rates, dp_group, gradient_bytes, "all_reduce")
+    scatter_all = collective_seconds(job, rates, dp_group, gradient_bytes, "one_way")
+    scatter = collective_seconds(job, rates, shards, gradient_bytes, "one_way")
+    gather = collective_seconds(job, rates, shards, weight_bytes, "one_way")
+
+    # Gradients of a block are packed for their collective and unpacked; on a GPU overlapped with
+    # other kernels and hardly seen.
+    packed = rates["packing.cpu"] * gradient_bytes / memory_rate(job, rates)
+    packed = np.where(job.device.on_cpu & (stage >= 2), packed, 0.0)
+    scatter = scatter + packed
+    scatter_all = scatter_all + packed
+    # Between replicas each rank reduces its shard with those that have the same one.
+    between = collective_seconds(
+        job, rates, group(job, "replicate"), gradient_bytes / shards.size, "all_reduce"
+    )
+
+    # Once a step, after everything else, Plait sums over the parts of sequences what a rank has.
+    rank_bytes = gradient_bytes / np.where(stage > 0, shards.size, 1)
+    parts = np.where(
+        job.is_plait,
+        collective_seconds(job, rates, group(job, "cp"), rank_bytes, "all_reduce"),
+        0.0,
+    )
+    grads = np.where(stage == 0, reduce_all, np.where(replicated, scatter + between, scatter_all))
+
+    # Stage 2 reduces every micro-batch's; with a pipeline only Plait does, DeepSpeed has no such
+    # combination, and others reduce once.
+    reduces_each = (stage == 2) & (job.is_plait | (np.asarray(layouts.pp) == 1))
+    grads = np.where(reduces_each, scatter * (layouts.accumulation - 1) + grads, grads)
+    weights = np.where(stage == 0, 0.0, gather)
+    # On CPUs the cores that compute also communicate, so nothing overlaps.
+    overlap = np.where(job.device.on_cpu, 0.0, framework.hidden_dp)
+    spread = np.where(job.is_plait, 1.0, micro_batches_between_chunks(layouts))
+    window_back = np.where(reduces_each, layouts.accumulation, spread) * backward
+    shown_grads = grads - np.minimum(grads * overlap, window_back * overlap)
+    shown_weights = weights - np.minimum(weights * overlap, spread * forward * overlap)
+    hidden = (grads - shown_grads) + (weights - shown_weights)
+
+    traffic = layouts.accumulation * (2 * gather + scatter) + between
+    shown_sharded = np.maximum(traffic - overlap * compute, (1 - overlap) * 0.5 * traffic)
+    hidden_sharded = traffic - shown_sharded
+    is_stage_3 = stage == 3
+    exposed = np.where(is_stage_3, shown_sharded, shown_grads + shown_weights) + parts
+    return exposed * rates["dp"], np.where(is_stage_3, hidden_sharded, hidden) * rates["contention"]
+
+
+def _activation_offload(job: Job, compute: Numbers) -> Numbers:
+    """Return the exposed seconds of moving activations to the host and back."""
+    at = job.layouts
+    model = job.model
+    if not np.any(at.offload_activations):
+        return np.zeros_like(np.asarray(compute, dtype=float))
+    layers = stage_layers(job)[0]
+    per_token = (
+        12 * model.hidden
+        + 2 * model.kv_heads * (model.head_dim + model.value_width)
+        + 6 * model.ffn
+    ) / at.tp
+    moved = (
+        2
+        * at.accumulation
+        * layers
+        * job.tokens
+        * per_token
+        * at.offload_activations
+        / job.device.host_bandwidth
+    )
+    return np.maximum(moved - compute, 0.05 * moved)
+
+
+MOST_ACTIONS = 60_000
+"""Longest table that is simulated; a simulation takes about 5 us per action."""
+RANK_TERMS = ("products", "attention", "elementwise", "recompute", "head", "host", "tp", "cp", "ep")
+"""Terms of a step that are part of the simulated durations. `idle` is the result."""
+
+
+def simulated_terms(job: Job, rates: Rates, terms: Mapping[str, float]) -> dict[str, float] | None:
+    """Return the terms of one candidate with the simulated idle time.
+
+    None without a pipeline, and if the schedule has no table to simulate.
+    """
+    if int(only(job.layouts.pp)) == 1:
+        return None
+
+    try:
+        timeline = timeline_of(job, rates)
+    except InputError:
+        return None
+    busiest = max(timeline.busy(rank) for rank in range(len(timeline.ranks)))
+
+    # The closed form counts equal stages; the cut that the engine makes has a pace of its own.
+    share = busiest / sum(terms[term] for term in RANK_TERMS)
+    return {
+        **terms,
+        **{term: terms[term] * share for term in RANK_TERMS},
+        "idle": timeline.total - busiest,
+    }
+
+
+def timeline_of(job: Job, rates: Rates) -> Timeline:
+    """Simulate one candidate. Without a pipeline the micro-batches run one after another.
+
+    Returns:
+        Start and end of every computation in seconds.
+
+    Raises:
+        InputError: There is no table, or one longer than MOST_ACTIONS.
+    """
+    at = job.layouts
+    pp = int(only(at.pp))
+    chunks = int(only(at.vpp))
+    micro_batches = int(only(at.accumulation))
+    kind = SCHEDULES[int(only(at.schedule))]
+    name = "1f1b" if pp == 1 else SCHEDULE_NAMES.get(kind)
+    stages = pp * chunks
+    if name is None:
+        raise InputError(
+            f"the schedule {kind} is priced by its published formula and cannot be simulated"
+        )
+    if 2 * stages * micro_batches > MOST_ACTIONS:
+        raise InputError(
+            f"{stages} stages and {micro_batches} micro-batches need more than {MOST_ACTIONS:,}"
+            " actions, the most that are simulated"
+        )
+
+    layers = int(job.model.layers)
+    if stages > layers:
+        raise InputError(f"{stages} stages need at least {stages} layers, not {layers}")
+    try:
+        table = make_schedule(name, pp=pp, microbatches=micro_batches, stages_per_rank=chunks)
+    except ConfigError as error:  # layouts that are only priced may have no table
+        raise InputError(error.problems[0].rule) from None
+    return simulate(table, _durations(job, rates, stages))
+
+
+def _durations(job: Job, rates: Rates, stages: int) -> Durations:
+    layer = layer_cost(job, rates)
+    traffic = layer_traffic(job, rates, layer)
+    between = sum(only(value) for value in traffic.values())
+    forward = only(layer.forward) + between / 2
+    weight = only(layer.products_backward) / 2
+    backward = only(layer.backward) + between / 2
+    wait = only(host_wait(job, layer, forward + backward)) / 2
+    head = only(head_cost(job, rates))
+    per_layer = forward + backward + 2 * wait
+    counts = cut([1.0] * int(job.model.layers), stages, first=0, last=head / per_layer)
+    heads = [head if index == stages - 1 else 0.0 for index in range(stages)]
+    send = only(send_seconds(job, rates)) * float(rates["p2p"])
+
+    return Durations(
+        forward=tuple(n * (forward + wait) + h / 3 for n, h in zip(counts, heads, strict=True)),
+        input=tuple(
+            n * (backward - weight + wait) + h / 3 for n, h in zip(counts, heads, strict=True)
+        ),
+        weight=tuple(n * weight + h / 3 for n, h in zip(counts, heads, strict=True)),
+        send=(send,) * (stages - 1),
+    )
