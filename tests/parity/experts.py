@@ -126,6 +126,8 @@ class Case:
     """What of the optimizer and of ZeRO's shards is elsewhere."""
     offload_to: Literal["nvme", "cpu"] = "nvme"
     """In files in the folder for temporary ones, or in the host's memory."""
+    adapted: tuple[str, ...] = ()
+    """Parameters of experts with low-rank adapters of PEFT, which alone train together with those of the attention."""
 
     @property
     def world(self) -> int:
@@ -166,6 +168,7 @@ class Case:
             for name, count in (("layers", self.layers), ("kv", self.kv_heads))
             if count
         ]
+        parts += ["adapted"] if self.adapted else []
         parts += [f"{self.offload} on {self.offload_to}"] if self.offload else []
         parts += [self.data] if self.data != "ragged" else []
         return "-".join([*parts, *(key for key, _ in self.more)])
@@ -217,10 +220,31 @@ def build(case: Case, *, dtype: torch.dtype = torch.float64, device: str = "cpu"
                     parameter.mul_(4)
                 elif name.endswith(".sinks"):
                     parameter.mul_(50)
+    if case.adapted:
+        model = with_adapters(model, case.adapted)
     for router in routers(model):
         if case.routed != "spread":
             router.register_forward_hook(all_to_first if case.routed == "one" else never_to_second)
     return model.train()
+
+
+def with_adapters(model: nn.Module, parameters: tuple[str, ...]) -> Any:
+    """PEFT's adapters on parameters and on the output of the attention, with B that is not zero."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(11)
+    config = LoraConfig(
+        r=3,
+        lora_alpha=6,
+        target_modules=["o_proj"],
+        target_parameters=[f"experts.{name}" for name in parameters],
+    )
+    adapted = get_peft_model(model, config)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    return adapted
 
 
 def model_config(case: Case) -> Any:

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parity import adapted, trainers
+from plait.verify.parity import compare, worst
+from tests.parity import adapted, context_parallel, trainers
+from tests.parity.context_parallel import Case
 from tests.parity.trainers import close, zero
 from tests.pool import Pool
 
@@ -43,6 +45,7 @@ def adapters(
     ("world", "dp", "config"),
     [
         pytest.param(2, 1, {"parallel": {"tp": 2}}, id="tp2"),
+        pytest.param(2, 1, {"parallel": {"tp": 2, "sequence_parallel": True}}, id="tp2-sequence"),
         pytest.param(2, 1, {"parallel": {"pp": 2}}, id="pp2"),
         *(
             pytest.param(2, 2, zero(stage), id=f"zero{stage}", marks=pytest.mark.proof)
@@ -94,6 +97,54 @@ def test_layers_that_are_trained_in_full(
     assert any("lm_head" in name for name in wanted["weights"])
 
 
+SEQUENCE = (("sequence_parallel", True),)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("ring", "uneven", "llama", degrees=(("tp", 2),), more=SEQUENCE, adapted=True),
+        Case("ring", "packed", "gemma", degrees=(("tp", 2),), more=SEQUENCE, adapted=True),
+        *(
+            pytest.param(case, marks=pytest.mark.proof)
+            for case in (
+                Case(
+                    "ring",
+                    "packed",
+                    degrees=(("cp", 2), ("tp", 2)),
+                    more=(*SEQUENCE, ("recompute", {"mode": "full"})),
+                    adapted=True,
+                ),
+                Case("ring", degrees=(("pp", 2), ("tp", 2)), more=SEQUENCE, adapted=True),
+                Case(
+                    "ring",
+                    stage=3,
+                    degrees=(("dp_shard", 2), ("tp", 2)),
+                    more=SEQUENCE,
+                    adapted=True,
+                ),
+                Case(
+                    "ring",
+                    "causal",
+                    "qwen3",
+                    stage=1,
+                    degrees=(("dp_shard", 2), ("tp", 2)),
+                    more=SEQUENCE,
+                    adapted=True,
+                ),
+            )
+        ),
+    ],
+    ids=lambda case: case.name,
+)
+def test_sequence_parallelism(pool: Pool, case: Case) -> None:
+    """Losses, gradients, norms and weights to 1e-10, in float64."""
+    for trace in pool.run(case.world, context_parallel.train, case):
+        if trace is not None:
+            bar = worst(compare(context_parallel.reference(case), trace))
+            assert bar.ok(1e-10), f"{case.name}: {bar.name}: {bar.error}"
+
+
 def resumed(rank: int, world: int, folder: str) -> tuple[dict[str, Any], list[str]]:
     """A run goes on under tensor parallelism. Also what is refused under it. Runs in a worker."""
     from accelerate.state import AcceleratorState
@@ -122,8 +173,9 @@ def resumed(rank: int, world: int, folder: str) -> tuple[dict[str, Any], list[st
         refused = []
         for config, given in (
             ({"tp": 2}, {"dropout": 0.1}),
-            ({"tp": 2, "sequence_parallel": True}, {}),
+            ({"tp": 2, "sequence_parallel": True}, {"use_dora": True}),
             ({"tp": 2}, {"targets": ["lm_head"]}),
+            ({"tp": 2}, {"targets": ["embed_tokens"]}),
             ({"tp": 2}, {"targets": ["q_proj"], "modules_to_save": ["down_proj"]}),
         ):
             with pytest.raises(ModelError) as raised:
@@ -139,8 +191,9 @@ def test_adapters_go_on_elsewhere(pool: Pool, tmp_path: Path) -> None:
             assert found[key] == pytest.approx(wanted[key], rel=1e-5), key
         words = (
             "lora_dropout=0",
-            "low-rank adapters",
-            "vocab_head",
+            "lora_magnitude_vector (DoRA)",
+            "its output is split over the vocabulary",
+            "Embedding, an adapter around a layer, and only LoRA on linear layers",
             "trained in full (modules_to_save)",
         )
         assert all(word in text for word, text in zip(words, refused, strict=True)), refused

@@ -131,6 +131,10 @@ class Run:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def drop(self) -> None:
+        """Drop the gradients of the step so far."""
+        self.optimizer.zero_grad()
+
     def record(self) -> None:
         """Record the weights."""
         weights = {name: whole(p) for name, p in self.module.named_parameters()}
@@ -215,6 +219,9 @@ class EngineRun(RankRun):
 
     def _backward(self, loss: torch.Tensor, **options: Any) -> None:
         self.engine.backward(loss, **options)
+
+    def drop(self) -> None:
+        self.engine.zero_grad()
 
     def _step(self) -> None:
         self.engine.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -398,3 +399,116 @@ def weights_reloaded_in_bfloat16(run: Run) -> None:
         run.step()
         if step == 2:
             run.module.load_state_dict(saved)
+
+
+class Interrupted(Exception):
+    """What a loop catches before it takes the next batch."""
+
+
+def raise_interrupted(_gradient: torch.Tensor) -> None:
+    """A hook on the gradient of an activation."""
+    raise Interrupted
+
+
+class FailingNet(Net):
+    """A model whose middle block fails on request.
+
+    Attributes:
+        failing: "forward", "backward", or nothing.
+    """
+
+    failing = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].register_forward_hook(self._fail)
+
+    def _fail(self, _module: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
+        if self.failing == "forward":
+            raise Interrupted
+        if self.failing == "backward":
+            output.register_hook(raise_interrupted)
+
+
+def skip_step_of_failed_backward(
+    run: Run, failing: tuple[int, int], *, evaluate: bool = False
+) -> None:
+    """The loop catches an error of all ranks, drops the gradients and takes the next batch.
+
+    Args:
+        run: The run.
+        failing: Step and micro-batch whose backward fails.
+        evaluate: Whether a forward without gradients follows.
+    """
+    model = build(FailingNet)
+    call = run.start(model, accumulation=2)
+    for step in range(4):
+        try:
+            for micro in range(2):
+                with run.accumulating() if micro == 0 else nullcontext():
+                    for rank in run.each_rank():
+                        # In one process the ranks of a micro-batch take turns.
+                        is_last = rank == run.ranks[-1]
+                        fails = (step, micro) == failing and is_last
+                        model.failing = "backward" if fails else ""
+                        run.backward(loss_of(call, step, rank, micro))
+        except Interrupted:
+            run.drop()
+            model.failing = ""
+            with torch.no_grad():
+                if evaluate:
+                    run.note(loss_of(call, step, 0), everywhere=True)
+            continue
+        run.step()
+
+
+def reduced_backward_fails(run: Run) -> None:
+    """The backward of a step's last micro-batch fails."""
+    skip_step_of_failed_backward(run, (1, 1))
+
+
+def accumulating_backward_fails(run: Run) -> None:
+    """The backward of a micro-batch that is not its step's last fails."""
+    skip_step_of_failed_backward(run, (1, 0))
+
+
+def first_backward_fails(run: Run) -> None:
+    """The backward fails before any step."""
+    skip_step_of_failed_backward(run, (0, 0))
+
+
+def evaluation_after_failed_backward(run: Run) -> None:
+    """After a failed backward the loop evaluates, and then takes the next batch."""
+    skip_step_of_failed_backward(run, (1, 1), evaluate=True)
+
+
+def step_after_failed_backward(run: Run) -> None:
+    """The loop ignores the error and steps."""
+    model = build(FailingNet)
+    call = run.start(model)
+    model.failing = "backward"
+    for rank in run.each_rank():
+        with suppress(Interrupted):
+            run.backward(loss_of(call, 0, rank))
+    run.step()
+
+
+def repeat_failed_forward(run: Run) -> None:
+    """The loop catches an error in a forward and repeats the micro-batch."""
+    model = build(FailingNet)
+    call = run.start(model, accumulation=2)
+    for step in range(4):
+        model.failing = "forward"
+        with suppress(Interrupted):
+            loss_of(call, step, run.ranks[0])
+        model.failing = ""
+        for rank in run.each_rank():
+            with run.accumulating():
+                run.backward(loss_of(call, step, rank))
+        model.failing = "forward"
+        with suppress(Interrupted):
+            loss_of(call, step, run.ranks[0], 1)
+        model.failing = ""
+        for rank in run.each_rank():
+            run.backward(loss_of(call, step, rank, 1))
+        run.step()

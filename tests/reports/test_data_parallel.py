@@ -206,6 +206,17 @@ CASES = [
             for layout in SHARDED
         },
     ),
+    Case("lightning-8531", steps.reduced_backward_fails),
+    Case("lightning-8531-accumulating", steps.accumulating_backward_fails),
+    Case("lightning-8531-first", steps.first_backward_fails),
+    Case("lightning-8531-evaluation", steps.evaluation_after_failed_backward),
+    Case(
+        "lightning-8531-ignored",
+        steps.step_after_failed_backward,
+        OWN,
+        refused={"*": "call optimizer.zero_grad() and run the next forward before the step"},
+    ),
+    Case("torchtitan-1329", steps.repeat_failed_forward),
     Case("DeeperSpeed-56", steps.weights_reloaded_in_bfloat16, tolerance=3e-2),
     Case("fairscale-918", steps.three_backwards_per_step),
     Case(

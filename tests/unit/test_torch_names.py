@@ -119,6 +119,28 @@ def test_reset_failed_step(keep: bool) -> None:
     model(torch.ones(2, 4)).sum().backward()
 
 
+def test_backward_was_interrupted() -> None:
+    """A backward that raised is known until the reset, and nested forwards do not report it."""
+    model = sharded()
+    assert isinstance(model, FSDPModule)
+    during = []
+
+    def fail(_: torch.Tensor) -> None:
+        during.append(passes.backward_was_interrupted(model))
+        raise RuntimeError("in the backward")
+
+    assert not passes.backward_was_interrupted(model)
+    inputs = torch.ones(2, 4, requires_grad=True)
+    inputs.register_hook(fail)
+    with pytest.raises(RuntimeError, match="in the backward"):
+        model(inputs).sum().backward()
+    assert during == [False] and passes.backward_was_interrupted(model)
+    passes.reset_failed_step(model, keep_gradients=False)
+    assert not passes.backward_was_interrupted(model)
+    model(torch.ones(2, 4)).sum().backward()
+    assert not passes.backward_was_interrupted(model)
+
+
 @pytest.mark.parametrize("keep", [True, False])
 def test_reset_partial_reductions(keep: bool) -> None:
     """Sums over the shards that wait for the sum over the replicas stay if asked to."""

@@ -190,6 +190,18 @@ def reduce_now(model: FSDPModule, units: Iterable[FSDPModule]) -> None:
     state._root_post_backward_final_callback()
 
 
+def backward_was_interrupted(model: nn.Module) -> bool:
+    """Return whether an exception has ended the last backward of a sharded root.
+
+    Autograd drops the callbacks of a backward that raises. torch's callback reduces the gradients
+    of the remaining units and resets the state of the pass. Without `reset_failed_step` the
+    following backwards would not queue it again.
+    """
+    if not isinstance(model, FSDPModule) or graph_task() is not None:
+        return False
+    return model._get_fsdp_state()._state_ctx.post_backward_final_callback_queued
+
+
 def reset_failed_step(model: nn.Module, *, keep_gradients: bool) -> None:
     """Bring a sharded root back to the state between two micro-batches after a failed pass.
 

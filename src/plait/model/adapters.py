@@ -9,6 +9,10 @@ Note [Plans with adapters]
     is row-split, its A is split along the same rows, and the products of width r are summed over
     the ranks.
 
+    Under sequence parallelism the same products are gathered or scattered as the outputs of the
+    layer are. The matrix that is not split sees other tokens, or the gradients of other columns, on
+    every rank, so its gradient is summed over the ranks.
+
 Attributes are recognised by PEFT's names, so that PEFT need not be installed.
 """
 
@@ -33,6 +37,28 @@ def adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
         for name, module in model.named_modules()
         if isinstance(getattr(module, _BASE, None), nn.Module)
     }
+
+
+def adapted_parameters(model: nn.Module) -> dict[str, Any]:
+    """Return the wrapper of every adapted parameter (PEFT's `target_parameters`), by its name.
+
+    The wrappers of several parameters of one module are nested.
+    """
+    return {
+        name: wrapper
+        for name, wrapper in adapted_layers(model).items()
+        if hasattr(wrapper, "parameter_name") and hasattr(wrapper, "get_delta_factors")
+    }
+
+
+def refuse_adapted_parameters(model: nn.Module) -> None:
+    """Raise ModelError for adapted parameters, which tensor parallelism does not split."""
+    for name, wrapper in adapted_parameters(model).items():
+        raise ModelError(
+            f"parallel.tp: {name} has an adapter on its parameter {wrapper.parameter_name}"
+            " (target_parameters), and only LoRA on linear layers is split; use parallel.tp = 1,"
+            " with ZeRO, a pipeline or parallel.ep"
+        )
 
 
 def copied_layers(model: nn.Module) -> tuple[str, ...]:
@@ -144,6 +170,12 @@ def split_adapters(name: str, wrapper: nn.Module, style: str | None) -> dict[str
     _check_adapter(name, wrapper)
     if style is None:
         return {}
+    if style == "vocab_head":
+        raise ModelError(
+            f"parallel.tp: {name} has an adapter, and its output is split over the vocabulary for"
+            " the loss, while the adapter's output is not; leave it out of the adapter's target"
+            f" modules, train it in full (modules_to_save), or {_REMEDY}"
+        )
     if style not in ("colwise", "rowwise"):
         raise ModelError(
             f"parallel.tp: {name} has an adapter and the style {style!r}, with which adapters are"
@@ -152,8 +184,16 @@ def split_adapters(name: str, wrapper: nn.Module, style: str | None) -> dict[str
 
     # The matrix that has the split dimension: B [out, r] for columns, A [r, in] for rows.
     side = "lora_B" if style == "colwise" else "lora_A"
+    return dict.fromkeys(adapter_matrices(name, wrapper, sides=(side,)), style)
+
+
+def adapter_matrices(
+    name: str, wrapper: nn.Module, *, sides: Iterable[str] = ("lora_A", "lora_B")
+) -> set[str]:
+    """Return the full names of the modules that hold the matrices of an adapted linear layer."""
     return {
-        f"{name}.{side}.{adapter}": style
+        f"{name}.{side}.{adapter}"
+        for side in sides
         for adapter, _ in wrapper.get_submodule(side).named_children()
     }
 

@@ -32,8 +32,10 @@ from plait.cluster.layout import shard_length, shard_lengths
 from plait.errors import ConfigError, ModelError, Problem
 from plait.model.adapters import (
     adapted_layers,
+    adapter_matrices,
     base_name,
     copied_layers,
+    refuse_adapted_parameters,
     split_adapters,
     without_adapters,
 )
@@ -237,6 +239,11 @@ class TensorPlan:
     """True if the blocks can work on sequence shards, otherwise the reason why not."""
     source: str
     """Source of the rules, for messages."""
+    adapters: tuple[str, ...] = ()
+    """Replicated matrices of adapters around layers that are split inside of blocks.
+
+    Under sequence parallelism their gradients are summed over tp, like those of `norms`.
+    """
 
     @property
     def styles(self) -> dict[str, Style]:
@@ -264,10 +271,11 @@ def make_plan(
     if not wrappers:
         return _plan_without_adapters(model, tp=tp, user=user, blocks=blocks)
 
+    refuse_adapted_parameters(model)
     # See Note [Plans with adapters] in `adapters`.
     with without_adapters(model, wrappers):
         plan = _plan_without_adapters(model, tp=tp, user=user, blocks=blocks)
-    return _add_adapters(plan, model, wrappers)
+    return _add_adapters(plan, model, wrappers, blocks)
 
 
 def _plan_without_adapters(
@@ -328,13 +336,18 @@ def _plan_without_adapters(
 
 
 def _add_adapters(
-    plan: TensorPlan, model: nn.Module, wrappers: Mapping[str, nn.Module]
+    plan: TensorPlan, model: nn.Module, wrappers: Mapping[str, nn.Module], blocks: Sequence[str]
 ) -> TensorPlan:
     """Extend the plan of a model without adapters to the model with adapters."""
     plain = plan.styles
     styles: dict[str, str] = {base_name(name, wrappers): style for name, style in plain.items()}
+    replicated: list[str] = []
     for name, wrapper in wrappers.items():
-        styles |= split_adapters(name, wrapper, plain.get(name))
+        split = split_adapters(name, wrapper, plain.get(name))
+        styles |= split
+        # Parts that are computed on all tokens have complete gradients.
+        if split and is_inside(name, blocks) and not is_inside(name, plan.whole):
+            replicated += adapter_matrices(name, wrapper) - split.keys()
     modules = []
     for name, _ in model.named_modules():
         if name in styles:
@@ -350,11 +363,7 @@ def _add_adapters(
             style = styles.get(name.rpartition(".")[0], "")
             dims[name] = {"colwise": 0, "rowwise": 1}.get(style)
 
-    reason = (
-        "low-rank adapters would see a part of the sequence on every rank, and their gradients are"
-        " not summed over the parts"
-    )
-    return replace(plan, modules=tuple(modules), dims=dims, sequence_parallel=reason)
+    return replace(plan, modules=tuple(modules), dims=dims, adapters=tuple(sorted(replicated)))
 
 
 SMALL_SHARE = 0.5

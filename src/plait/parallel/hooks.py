@@ -98,6 +98,10 @@ class StepHook:
     def drop_gradients(self) -> None:
         """Drop the state that belongs to the gradients accumulated so far in this step."""
 
+    def backward_failed(self) -> bool:
+        """Return True if a backward that no handle has run ended with an exception."""
+        return False
+
     def on_error(self, lost: FailureScope) -> None:
         """Clean up after a failure that all ranks know, before the model is used again. Collective.
 
@@ -152,6 +156,7 @@ class Hooks:
         self.before_update: list[Callable[[], None]] = self._bound("before_update")
         self.after_step: list[Callable[[StepEnd], str]] = self._bound("after_step")
         self.drop_gradients: list[Callable[[], None]] = self._bound("drop_gradients")
+        self.backward_failed: list[Callable[[], bool]] = self._bound("backward_failed")
         self.on_error: list[Callable[[FailureScope], None]] = self._bound("on_error")
         self.load_state: list[Callable[[Mapping[str, torch.Tensor]], None]] = self._bound(
             "load_state"

@@ -30,6 +30,7 @@ from plait.parallel.activations.activation_store import OffloadedActivations
 from plait.parallel.context.attention_function import InstalledAttention
 from plait.parallel.data.compression import CompressedUnits, CompressionAutotuner
 from plait.parallel.data.reducer import Reducer
+from plait.parallel.experts.adapted_parameters import AdaptedParameters
 from plait.parallel.experts.router_statistics import RouterStatistics
 from plait.parallel.hooks import Hooks, StepHook
 from plait.parallel.parameter_layout import Reduction, sharded_axes
@@ -132,6 +133,8 @@ class Parts:
     """Routing: statistics for the balance loss, where the model's own loss is not enough."""
     experts: tuple[Experts, ...] = ()
     """Expert parallelism: layers whose experts are on several ranks."""
+    expert_adapters: AdaptedParameters | None = None
+    """Adapters of the parameters of experts, or None if the model has none."""
     offloaded_activations: OffloadedActivations | None = None
     """Activation offload: the store, and the number of blocks that use it."""
     recompute_modes: tuple[BlockMode, ...] | None = None

@@ -53,6 +53,7 @@ class Guard(StepHook):
         self.replaced = False
         self._parts = parts
         self._handle = handle
+        self._forward_handle: Any = None
         self._lost: FailureScope | None = None
         self.known = {id(p): p for p in parts.model.parameters()}
         self._frozen = {
@@ -66,6 +67,24 @@ class Guard(StepHook):
     def release(self) -> None:
         """Refuse further use of the handle: it was closed, or another owner has the model."""
         self.replaced = True
+        if self._forward_handle is not None:
+            self._forward_handle.remove()
+
+    def recover_in_forwards(self) -> None:
+        """Recover at the start of every forward of the model too.
+
+        In the user's own training loop no call of the handle follows a `loss.backward()` that
+        raises.
+        """
+        # It precedes the hook in which torch begins a forward.
+        self._forward_handle = self._parts.model.register_forward_pre_hook(
+            _RecoveryHook(self), prepend=True
+        )
+
+    @property
+    def backward_has_failed(self) -> bool:
+        """True if an exception has ended a `loss.backward()` of the user's own training loop."""
+        return any(failed() for failed in self._parts.hooks.backward_failed)
 
     @contextmanager
     def running(self, lost: FailureScope) -> Iterator[None]:
@@ -124,6 +143,8 @@ class Guard(StepHook):
             )
         lost = self._lost
         self._lost = None
+        if self.backward_has_failed:
+            lost = "step"
         for hook in self._parts.hooks.all:
             if hook.has_refused:
                 lost = "step"
@@ -219,6 +240,23 @@ class Guard(StepHook):
         Buckets do not include a parameter that was unfrozen within the step.
         """
         return self._reducer is None or self._reducer.reduces(parameter)
+
+
+class _RecoveryHook:
+    """Forward hook of the root module that clears a failed backward.
+
+    A copy of the model gets a hook that does nothing, because the guard does not know it.
+    """
+
+    def __init__(self, guard: Guard | None = None) -> None:
+        self._guard = guard
+
+    def __call__(self, *_: object) -> None:
+        if self._guard is not None and self._guard.backward_has_failed:
+            self._guard.recover()
+
+    def __reduce__(self) -> tuple[type[_RecoveryHook], tuple[()]]:
+        return _RecoveryHook, ()
 
 
 class RunningForwards:

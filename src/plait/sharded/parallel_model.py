@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from plait._torch.passes import backward_was_interrupted
 from plait._torch.tensors import local_tensor
 from plait._torch.units import has_unreduced
 from plait.cluster.mesh import Mesh
@@ -127,7 +128,14 @@ class StepWatch(StepHook):
         ]
         self._refuse_added_parameters(model, optimizer, updated)
         self._refuse_unfrozen_parameters(updated)
-        if (self._reducer is not None and self._reducer.unfinished) or has_unreduced(model):
+        unreduced = (self._reducer is not None and self._reducer.unfinished) or has_unreduced(model)
+        if (updated or unreduced) and self._backward_failed(model):
+            raise InputError(
+                "optimizer.step() was called after a backward that ended with an exception, so some"
+                " gradients are missing or not reduced; call optimizer.zero_grad() and run the next"
+                " forward before the step"
+            )
+        if unreduced:
             raise InputError(
                 "optimizer.step() was called after backwards inside accumulate() only, which does"
                 " not reduce gradients; run the forward and backward of a step's last micro-batch"
@@ -137,6 +145,11 @@ class StepWatch(StepHook):
         # A forward between the last backward and this step would otherwise keep the old values, or
         # read parameters while they change.
         free_gathered(model)
+
+    def _backward_failed(self, model: nn.Module) -> bool:
+        if self._reducer is not None and self._reducer.backward_failed():
+            return True
+        return backward_was_interrupted(model)
 
     def _refuse_added_parameters(
         self, model: nn.Module, optimizer: Optimizer, updated: list[torch.Tensor]
@@ -243,6 +256,8 @@ class ParallelModel(ShardedModel):
         self._steppers: WeakKeyDictionary[torch.optim.Optimizer, Stepper] = WeakKeyDictionary()
         parts = parts.with_hooks(self._watch)
         super().__init__(parts, mesh, config, forward=forward, handle="sharded")
+        if self.why_called is None:
+            self.guard.recover_in_forwards()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of the model. The model itself may be called as well."""

@@ -80,6 +80,27 @@ def test_the_sides_of_an_adapter() -> None:
     )
 
 
+def test_summed_matrices() -> None:
+    """Under sequence parallelism A of a column-split layer and B of a row-split one are summed."""
+    model, blocks = adapted()
+    plan = make_plan(model, tp=2, blocks=blocks)
+    assert plan.sequence_parallel is True
+    assert plan.adapters == tuple(
+        f"{block}.{layer}.default"
+        for block in blocks
+        for layer in ("mlp.down_proj.lora_B", "self_attn.o_proj.lora_B", "self_attn.q_proj.lora_A")
+    )
+
+
+def test_head_is_refused() -> None:
+    with torch.device("meta"):
+        model = trainers.model()
+    model.lm_head = Lora(model.lm_head)
+    blocks = [f"model.layers.{index}" for index in range(len(model.model.layers))]
+    with pytest.raises(ModelError, match="split over the vocabulary.*modules_to_save"):
+        make_plan(model, tp=2, blocks=blocks)
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [

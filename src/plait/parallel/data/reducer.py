@@ -566,10 +566,6 @@ class Reducer(StepHook):
         """
         if not (torch.is_grad_enabled() and self.synchronise):
             return
-        if self._finish_queued and not self._finished and graph_task() is None:
-            # The callback of the last backward has not run, because that backward failed.
-            self.abandon()
-
         for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 leaf.register_hook(lambda _: self._queue_finish())
@@ -685,6 +681,10 @@ class Reducer(StepHook):
         """Clear the state of the step that has ended."""
         self.start_step()
         return ""
+
+    def backward_failed(self) -> bool:
+        """Return True if the callback of the last backward has not run."""
+        return self._finish_queued and not self._finished and graph_task() is None
 
     def on_error(self, lost: FailureScope) -> None:
         """Complete the collectives of a failed step, so that all ranks make the same calls."""

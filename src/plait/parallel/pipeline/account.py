@@ -302,7 +302,8 @@ def _plan_of_rank(
     modules = tuple(entry for entry in plan.modules if runs(entry.name))
     norms = tuple(filter(runs, plan.norms))
     whole = tuple(filter(runs, plan.whole))
-    return replace(plan, modules=modules, norms=norms, whole=whole)
+    adapters = tuple(filter(runs, plan.adapters))
+    return replace(plan, modules=modules, norms=norms, whole=whole, adapters=adapters)
 
 
 def stage_counts(

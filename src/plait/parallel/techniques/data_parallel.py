@@ -40,7 +40,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from plait._torch.ignored_changes import GatheredWrites, watch_shards
-from plait._torch.passes import reset_failed_step
+from plait._torch.passes import backward_was_interrupted, reset_failed_step
 from plait._torch.tensors import local_tensor, sum_before_reading
 from plait._torch.unit_order import UnitOrder
 from plait._torch.units import keep_trainability, sharded_modules
@@ -417,6 +417,10 @@ class ShardedSteps(StepHook):
         # A forward after the last backward gathers parameters again. They would keep their old
         # values through the update.
         free_gathered(self._root)
+
+    def backward_failed(self) -> bool:
+        """Return True if an exception has ended the last backward of the model."""
+        return backward_was_interrupted(self._root)
 
     def on_error(self, lost: FailureScope) -> None:
         """Free all gathered parameters, and wait for the collectives in flight."""

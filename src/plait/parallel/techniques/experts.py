@@ -69,6 +69,7 @@ from plait.model.facts import ModelFacts
 from plait.model.sequence import is_inside
 from plait.parallel.accounting.ledger import Array, Ledger
 from plait.parallel.experts import dispatch
+from plait.parallel.experts.adapted_parameters import install as install_adapters
 from plait.parallel.experts.router_statistics import RouterStatistics
 from plait.parallel.gradient_sums import sum_gradients
 from plait.parallel.hooks import StepEnd, StepHook
@@ -143,6 +144,10 @@ class ExpertParallel(Technique):
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
         """Keep the experts of this rank, and install the dispatch of tokens."""
+        adapters = install_adapters(
+            parts.model, rank=mesh.coordinates.get("ep", 0), ranks=mesh.layout.ep
+        )
+        parts = replace(parts, expert_adapters=adapters)
         group = mesh.group("ep")
         if group is None or mesh.expert_mesh is None:
             return parts
@@ -170,14 +175,17 @@ class ExpertParallel(Technique):
 
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
         """Return the hook that sums gradients over ranks with the same experts."""
+        hooks: list[StepHook] = []
+        if parts.expert_adapters is not None:
+            hooks.append(parts.expert_adapters)
         if not parts.experts:
-            return []
+            return hooks
         names = [name for experts in parts.experts for name in experts.parameters]
         parameters = [p for p in map(parts.model.get_parameter, names) if p.requires_grad]
         if isinstance(parts.model, FSDPModule):
             # `fully_shard` reduces them.
             parameters = []
-        return [
+        hooks.append(
             ExpertGradients(
                 parts.model,
                 parts.experts,
@@ -185,7 +193,8 @@ class ExpertParallel(Technique):
                 same=mesh.group("edp"),
                 everyone=mesh.group(*STAGE_AXES),
             )
-        ]
+        )
+        return hooks
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
         """Mark the parameters of experts, and add the traffic of tokens."""

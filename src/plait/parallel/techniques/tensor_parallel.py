@@ -264,8 +264,9 @@ def _summed_numel(facts: ModelFacts, plan: TensorPlan, *, sequence_parallel: boo
         if entry.style in ("replicated_with_grad_allreduce", "kv_replicated"):
             sums[entry.name] += 1
     if sequence_parallel:
-        # Ranks see different tokens in norms, and in the biases of row-parallel layers.
-        sums.update(set(plan.norms))
+        # Ranks see different tokens in norms, and in the biases of row-parallel layers. The
+        # replicated matrices of adapters see those or the gradients of different columns.
+        sums.update({*plan.norms, *plan.adapters})
         for entry in plan.modules:
             is_row_parallel = entry.style in ("rowwise", "rowwise_split_input")
             if is_row_parallel and _is_sequence_sharded(entry, facts, plan):
@@ -543,7 +544,7 @@ def _shard_sequence(
     Without a final norm the last block is the end. Outside, the model sees full sequences, so that
     the positions, masks and shapes that it derives from them are right.
     """
-    for name in plan.norms:
+    for name in (*plan.norms, *plan.adapters):
         module = model.get_submodule(name)
         module.forward = styles.summed_gradient(module, region)
 
