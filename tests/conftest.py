@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import warnings
 from collections.abc import Iterator
@@ -38,6 +39,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.nodeid in LONG:
             item.add_marker(pytest.mark.proof)
     _warn_of_unknown_cases(items)
+
+
+def pytest_collection_finish() -> None:
+    """Take what was imported and collected out of the garbage collector's sight.
+
+    A session has a million such objects, and each `gc.collect()` of the package would visit them all.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def _warn_of_unknown_cases(items: list[pytest.Item]) -> None:

@@ -12,7 +12,7 @@ from plait.cluster.host_memory import process_bytes
 from plait.cluster.huge_pages import PAGE
 
 
-def test_memory_begins_with_a_huge_page_and_can_be_written_to_its_end() -> None:
+def test_memory_begins_with_a_huge_page_and_is_writable() -> None:
     for shape, dtype in (
         ((1024, 513), torch.float32),
         ((PAGE + 1,), torch.uint8),
@@ -25,7 +25,7 @@ def test_memory_begins_with_a_huge_page_and_can_be_written_to_its_end() -> None:
     assert huge_pages.empty((0, 5), torch.float32).shape == (0, 5)
 
 
-def test_what_is_beyond_the_last_huge_page_takes_no_more_than_its_bytes() -> None:
+def test_the_end_behind_the_last_huge_page_takes_its_bytes() -> None:
     before = process_bytes(os.getpid())
     kept = [huge_pages.empty((PAGE + 4096,), torch.uint8).fill_(1) for _ in range(16)]
     taken = process_bytes(os.getpid()) - before

@@ -69,7 +69,7 @@ class Page(HTMLParser):
 def planned(
     model: str = "llama-3-8b",
     gpus: int = 32,
-    batch: int = 128,
+    batch: int = 32,
     sequence: int = 4096,
     fixed: str = "pp=4",
 ) -> Plan:
