@@ -15,10 +15,9 @@ from hypothesis import settings
 
 from tests.pool import Pool
 
-settings.register_profile(
-    "plait", deadline=None
-)  # on a shared machine the clock says nothing about the code
-settings.load_profile("plait")
+# Without a deadline, because on a shared machine the clock says nothing about the code.
+settings.register_profile("test", deadline=None, max_examples=50)
+settings.register_profile("proof", deadline=None, max_examples=200)
 torch.set_num_threads(1)  # the machine is shared with the workers
 if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
@@ -30,6 +29,12 @@ LONG = frozenset(
     (Path(__file__).parent / "long_cases.txt").read_text(encoding="utf-8").splitlines()
 )
 """Cases that only `make proof` runs (tools/long_cases.py)."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose how many examples property tests draw. Those that give a number themselves keep it."""
+    is_proof = "not proof" not in config.option.markexpr
+    settings.load_profile("proof" if is_proof else "test")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -13,6 +13,7 @@ from plait.config.dialects.table_values import asks_for_nothing, type_problem
 from plait.config.schema.provenance import Status
 from plait.errors import ConfigError
 from plait.optim.optimizer import build_optimizer
+from tests.table import check_rows
 from tests.unit.config.cases import load, resolved, status_of
 
 
@@ -255,10 +256,8 @@ TYPICAL = {
 WRONG = {"flag": "maybe", "integer": 0.5, "number": "many", "text": 3, "list": "x", "object": 3}
 
 
-@pytest.mark.parametrize(
-    "key", [key for key in TABLE.values() if key.status is Status.IGNORED], ids=lambda key: key.path
-)
-def test_a_meaningless_key_is_accepted_and_explained(key: Key) -> None:
+def check_meaningless(key: Key) -> None:
+    """Check that the key is accepted with every kind of value and changes nothing."""
     for value in (TYPICAL[key.kind], "auto"):
         config = load(nested(key.path, value))
         assert status_of(config, key.path) == "ignored"
@@ -270,10 +269,13 @@ def test_a_meaningless_key_is_accepted_and_explained(key: Key) -> None:
     ).model_dump(exclude={"sources"})
 
 
-@pytest.mark.parametrize(
-    "key", [key for key in TABLE.values() if key.status is Status.REFUSED], ids=lambda key: key.path
-)
-def test_a_refused_key_is_refused_when_it_asks_for_something(key: Key) -> None:
+def test_a_meaningless_key_is_accepted_and_explained() -> None:
+    ignored = {path: key for path, key in TABLE.items() if key.status is Status.IGNORED}
+    check_rows(ignored, check_meaningless)
+
+
+def check_refused(key: Key) -> None:
+    """Check that the key is refused where it asks for something, and ignored where it is off."""
     active = next(
         value
         for value in (True, False, {"enabled": True}, 4, "cpu")
@@ -286,13 +288,21 @@ def test_a_refused_key_is_refused_when_it_asks_for_something(key: Key) -> None:
         assert status_of(load(nested(key.path, off)), key.path) == "ignored"
 
 
-@pytest.mark.parametrize(
-    "key", [key for key in TABLE.values() if key.kind in WRONG], ids=lambda key: key.path
-)
-def test_a_wrong_type_of_a_meaningless_key_is_refused(key: Key) -> None:
+def test_a_refused_key_is_refused_when_it_asks_for_something() -> None:
+    refused = {path: key for path, key in TABLE.items() if key.status is Status.REFUSED}
+    check_rows(refused, check_refused)
+
+
+def check_wrong_type(key: Key) -> None:
+    """Check that the message names the value, unless it is a secret."""
     (problem,) = problems(nested(key.path, WRONG[key.kind]))
     value = "(not shown)" if key.path in SECRETS else WRONG[key.kind]
     assert problem.startswith(f"{key.path} = {value!r}: must be ")
+
+
+def test_a_wrong_type_of_a_meaningless_key_is_refused() -> None:
+    typed = {path: key for path, key in TABLE.items() if key.kind in WRONG}
+    check_rows(typed, check_wrong_type)
 
 
 @pytest.mark.parametrize(
