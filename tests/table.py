@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import pytest
+
 
 def check_rows(rows: Mapping[str, Any], check: Callable[[Any], None]) -> None:
     """Call `check` with each row, and fail at the end with the names of all rows for which it failed.
@@ -17,7 +19,7 @@ def check_rows(rows: Mapping[str, Any], check: Callable[[Any], None]) -> None:
     for name, row in rows.items():
         try:
             check(row)
-        except Exception as error:
+        except (Exception, pytest.fail.Exception) as error:
             failures.append(f"{name}: {type(error).__name__}: {error}")
     assert rows, "the table has no rows"
     assert not failures, "\n".join([f"{len(failures)} of {len(rows)} rows:", *failures])

@@ -1,5 +1,6 @@
 import json
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -25,6 +26,12 @@ def request(model="llama-3-8b", gpu="h100", gpus=16, batch=32, sequence=4096, **
     return Request(
         find_model(model, sequence=sequence), cluster(gpu, gpus), batch, sequence, **changes
     )
+
+
+@cache
+def default_plan():
+    """The plan for the default request, which several tests read."""
+    return plan(request())
 
 
 def test_the_best_is_the_fastest_of_all_that_fit():
@@ -74,7 +81,7 @@ def test_the_optimizer_is_on_the_host_where_nothing_else_fits():
 
 
 def test_layouts_that_cannot_be_told_apart_are_ties():
-    found = plan(request())
+    found = default_plan()
     assert 1 <= found.ties <= len(found.best)
     assert len({tuple(choice.layout[name] for name in FAMILY) for choice in found.best}) == len(
         found.best
@@ -202,7 +209,7 @@ def test_what_the_base_file_says_of_other_things_is_kept():
         "parallel": {"tp": 16, "bucket_mib": 9.0},
         "fp16": {"hysteresis": 4},
     }
-    config = output.config_of(asked, plan(asked).best[0], base)
+    config = output.config_of(asked, default_plan().best[0], base)
     assert (
         config["optimizer"] == base["optimizer"]
         and config["run"] == {"steps": 7}
@@ -368,8 +375,7 @@ def test_every_nth_block_is_one_that_recomputes():
 
 
 def test_why_names_the_deciding_term():
-    asked = request()
-    found = plan(asked)
+    found = default_plan()
     best = found.best[0]
     other = 8 if best.layout["tp"] != 8 else 4
     said = explain.why(found, {"tp": other}, f"tp={other}")
