@@ -47,9 +47,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Take what was imported and collected out of the garbage collector's sight.
+    """Freeze what was imported and collected."""
+    _freeze_objects()
 
-    A session has a million such objects, and each `gc.collect()` of the package would visit them all.
+
+def _freeze_objects() -> None:
+    """Hide all objects that are alive from the garbage collector.
+
+    A session has a million of them, and each `gc.collect()` of the package would visit them all.
     """
     gc.collect()
     gc.freeze()
@@ -87,6 +92,14 @@ def _no_process_group_stays() -> Iterator[None]:
         raise AssertionError(
             "tests of this module left a process group: close what they load (ShardedModel.close, engine.close)"
         )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _late_imports_are_frozen() -> Iterator[None]:
+    """Tests import models and compilers, whose objects stay too."""
+    yield
+    if len(gc.get_objects()) > 100_000:
+        _freeze_objects()
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from threading import Thread
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "build" / "results"
 PARTS = {
-    "alone": ("tests/unit", "tests/fake", "tests/security"),
-    "together": ("tests/parity", "tests/reports", "tests/integration", "tests/architecture"),
+    "alone": ("tests/unit", "tests/fake", "tests/security", "tests/architecture"),
+    "together": ("tests/parity", "tests/reports", "tests/integration"),
 }
 """Tests in one process, and tests that start processes with as many others as make both parts equally long."""
 SEPARATE = ("tests/simulated_device",)
