@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import warnings
 from collections.abc import Iterator
@@ -14,10 +15,9 @@ from hypothesis import settings
 
 from tests.pool import Pool
 
-settings.register_profile(
-    "plait", deadline=None
-)  # on a shared machine the clock says nothing about the code
-settings.load_profile("plait")
+# Without a deadline, because on a shared machine the clock says nothing about the code.
+settings.register_profile("test", deadline=None, max_examples=50)
+settings.register_profile("proof", deadline=None, max_examples=200)
 torch.set_num_threads(1)  # the machine is shared with the workers
 if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
@@ -31,6 +31,12 @@ LONG = frozenset(
 """Cases that only `make proof` runs (tools/long_cases.py)."""
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose how many examples property tests draw. Those that give a number themselves keep it."""
+    is_proof = "not proof" not in config.option.markexpr
+    settings.load_profile("proof" if is_proof else "test")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Before those that are not asked for are left out."""
@@ -38,6 +44,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.nodeid in LONG:
             item.add_marker(pytest.mark.proof)
     _warn_of_unknown_cases(items)
+
+
+def pytest_collection_finish() -> None:
+    """Freeze what was imported and collected."""
+    _freeze_objects()
+
+
+def _freeze_objects() -> None:
+    """Hide all objects that are alive from the garbage collector.
+
+    A session has a million of them, and each `gc.collect()` of the package would visit them all.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def _warn_of_unknown_cases(items: list[pytest.Item]) -> None:
@@ -72,6 +92,14 @@ def _no_process_group_stays() -> Iterator[None]:
         raise AssertionError(
             "tests of this module left a process group: close what they load (ShardedModel.close, engine.close)"
         )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _late_imports_are_frozen() -> Iterator[None]:
+    """Tests import models and compilers, whose objects stay too."""
+    yield
+    if len(gc.get_objects()) > 100_000:
+        _freeze_objects()
 
 
 @pytest.fixture

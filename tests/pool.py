@@ -32,8 +32,8 @@ from typing import Any
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-TASKS_OF_A_WORKER = 12
-"""Workers are renewed after this many, since torch and its groups never give everything back."""
+TASKS_OF_A_WORKER = 36
+"""Workers are renewed after this many, since torch and its groups never give everything back (some three open files per task)."""
 MOST_WORKERS = 10
 """That wait for a task: each has threads that wake a hundred times a second."""
 PRELOADED = (

@@ -18,16 +18,10 @@ from threading import Thread
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "build" / "results"
 PARTS = {
-    "alone": (
-        "tests/unit",
-        "tests/fake",
-        "tests/integration",
-        "tests/security",
-        "--ignore=tests/unit/cli",
-    ),
-    "together": ("tests/parity", "tests/reports", "tests/architecture", "tests/unit/cli"),
+    "alone": ("tests/unit", "tests/fake", "tests/security", "tests/architecture"),
+    "together": ("tests/parity", "tests/reports", "tests/integration"),
 }
-"""Tests in one process, and tests between ranks with as many others as make both parts equally long."""
+"""Tests in one process, and tests that start processes with as many others as make both parts equally long."""
 SEPARATE = ("tests/simulated_device",)
 """Run by `make simulated`, which `.ci/run` runs too: they need a compiler, and both cores for themselves."""
 NOTHING_CHOSEN = 5

@@ -84,7 +84,7 @@ def test_nothing_imports_the_root_package_for_its_names() -> None:
     assert not bad
 
 
-def test_the_environment_is_read_only_in_topology_and_the_commands() -> None:
+def test_only_topology_and_commands_read_the_environment() -> None:
     allowed = ("cluster/topology.py", "cli/")
     bad = [
         _at(path, node)
@@ -175,6 +175,7 @@ def _private_names_of_torch(path: Path) -> Iterator[str]:
             re.match(r"_[a-z]", part) for part in [*module.split("."), name]
         ):
             yield _at(path, node)
+    names = _hidden_by_torch() - own - {*DOCUMENTED}
     for node in ast.walk(_tree(path)):
         if isinstance(node, ast.Attribute):
             name, of = node.attr, _dotted(node.value)
@@ -187,7 +188,7 @@ def _private_names_of_torch(path: Path) -> Iterator[str]:
         else:
             continue
         if (
-            name in _hidden_by_torch() - own - {*DOCUMENTED}
+            name in names
             and of not in ("self", "cls", "os", "sys")
             and not of.startswith(OPERATORS)
         ):

@@ -333,9 +333,7 @@ class TestFailures:
         assert done.stderr.endswith("plait: rank 0 was stopped\n")
 
     @pytest.mark.proof
-    def test_a_crash_is_the_cause_although_the_other_rank_complains_first(
-        self, folder: Path
-    ) -> None:
+    def test_a_crash_is_the_cause_before_errors_of_other_ranks(self, folder: Path) -> None:
         crash = ONE_RAISES.replace(
             'raise ValueError("a gradient went missing")',
             "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
@@ -389,6 +387,7 @@ class TestFailures:
 
 
 class TestSignals:
+    @pytest.mark.proof
     def test_a_signal_that_one_rank_gets_is_no_failure(self, folder: Path) -> None:
         """A scheduler may send it to one; the ranks agree to end, one sooner than the others, and nothing starts again."""
         text = """

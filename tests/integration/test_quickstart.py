@@ -3,6 +3,7 @@ starts one run of two processes; what needs more of them is for `make proof`."""
 
 from __future__ import annotations
 
+import csv
 import email
 import fcntl
 import json
@@ -13,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +53,25 @@ SMALL: dict[str, Any] = {
 }
 
 
+CALLBACK = """
+from pathlib import Path
+
+class Record:
+    def __call__(self, event, engine):
+        with Path(f"events-{engine.rank}").open("a") as file:
+            print(type(event).__name__, getattr(event, "step", ""), file=file)
+"""
+TRACKERS = ["csv_monitor"]
+if find_spec("tensorboard") and find_spec("accelerate"):
+    TRACKERS.append("tensorboard")
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A working folder with `small.json` and a cache that the tests share."""
     folder = tmp_path_factory.mktemp("plait-train")
     (folder / "small.json").write_text(json.dumps(SMALL))
+    (folder / "my_callbacks.py").write_text(CALLBACK)
     return folder
 
 
@@ -104,9 +120,11 @@ def _losses(folder: Path) -> dict[int, float]:
 
 @pytest.fixture(scope="module")
 def whole(place: Path) -> tuple[Path, str]:
-    """A run of two processes from beginning to end, and what it printed."""
+    """A run of two processes with a callback and trackers, and what it printed."""
     folder, *where = _folder(place, "whole")
-    code, out, err = _run(place, *where)
+    callback = ("--set", "run.callbacks=[my_callbacks:Record]")
+    trackers = [part for name in TRACKERS for part in ("--set", f"{name}.enabled=true")]
+    code, out, err = _run(place, *where, *callback, *trackers)
     assert code == 0, err
     return folder, out
 
@@ -129,6 +147,34 @@ def test_a_run_trains_and_leaves_everything_behind(whole: tuple[Path, str]) -> N
         int(line.split()[1]) for line in lines if " loss " in line and "validation" not in line
     ] == [1, 4, 8, 12]
     assert "\x1b" not in out, "no colours and no cursor movements in a pipe"
+
+
+def test_every_process_calls_the_callbacks(place: Path, whole: tuple[Path, str]) -> None:
+    """Events arrive in the same order on both ranks."""
+    events = [(place / f"events-{rank}").read_text().splitlines() for rank in (0, 1)]
+    assert events[0] == events[1]
+    assert events[0][:2] == ["RunStarted ", "StepDone 1"] and events[0][-1] == "RunEnded 12"
+    steps = [event for event in events[0] if event.startswith("StepDone")]
+    assert steps == [f"StepDone {step}" for step in range(1, 13)]
+    assert "CheckpointSaved 12" in events[0]
+
+
+def test_trackers_record_the_losses_of_the_metrics(whole: tuple[Path, str]) -> None:
+    """The first process writes the numbers of metrics.jsonl to each tracker."""
+    folder, _ = whole
+    expected = list(_losses(folder).items())
+    with (folder / "csv_monitor" / "train_loss.csv").open(newline="") as stream:
+        recorded = [(int(step), float(loss)) for step, loss in list(csv.reader(stream))[1:]]
+    assert recorded == expected and len(expected) == 12
+    assert (folder / "csv_monitor" / "validation_loss.csv").is_file()
+    if "tensorboard" not in TRACKERS:
+        return
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    scalars = events.Scalars("train/loss")
+    assert [scalar.step for scalar in scalars] == [step for step, _ in expected]
+    assert [scalar.value for scalar in scalars] == pytest.approx([loss for _, loss in expected])
 
 
 def test_the_same_command_says_that_it_is_complete(

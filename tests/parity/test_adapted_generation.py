@@ -113,8 +113,13 @@ def compare(results: list[dict[str, Any]], kind: str) -> None:
             )
 
 
-def test_two_ranks(pool: Pool) -> None:
-    compare(pool.run(2, generated, "lora", TWO_RANKS), "lora")
+@pytest.mark.parametrize(
+    "layouts",
+    [["ZeRO 3", "tp", "pp, interleaved"], pytest.param(TWO_RANKS, marks=pytest.mark.proof)],
+    ids=["three layouts", "all layouts"],
+)
+def test_two_ranks(pool: Pool, layouts: list[str]) -> None:
+    compare(pool.run(2, generated, "lora", layouts), "lora")
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "lora"])

@@ -107,7 +107,7 @@ SLOW = {0: 0.2}
 """Seconds that a step of whole gradients waits for them."""
 
 
-def test_it_is_taken_where_a_step_waits_and_trying_it_shows_that_it_saves(pool: Pool) -> None:
+def test_compression_is_chosen_where_a_trial_saves_time(pool: Pool) -> None:
     first, second = pool.run(2, trained, config_of(), SLOW | {8: 0.03, 4: 0.2}, DECIDES_AT + 3)
     assert "The first steps decide on compression: int8, int4" in first["said"]
     assert first["compressed"] and second["compressed"]

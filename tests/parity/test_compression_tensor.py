@@ -112,7 +112,7 @@ def test_replicated_parameters_keep_their_bits_over_tp(pool: Pool, way: str) -> 
             assert float((found - wanted).abs().max()) < bound * largest, name
 
 
-def test_factors_of_replicated_matrices_do_not_depend_on_other_buckets() -> None:
+def test_factors_do_not_depend_on_other_buckets() -> None:
     """A18: a rank of the tp axis whose parts fill more buckets starts with the same factors for what all ranks hold."""
 
     def first_factors(parts: int) -> torch.Tensor:

@@ -94,7 +94,7 @@ def test_a_start_measures_decides_alike_and_keeps(pool: Pool, tmp_path: Path) ->
     assert facts["device"] == "cpu"
 
 
-def test_the_next_start_goes_by_what_was_kept_while_a_probe_agrees(
+def test_the_next_start_uses_the_stored_choice_if_a_probe_agrees(
     pool: Pool, tmp_path: Path
 ) -> None:
     kept = tmp_path / "links.json"
@@ -169,7 +169,7 @@ def settled(rank: int, world: int, config: dict[str, Any], fast: str) -> str:
 
 
 @pytest.mark.parametrize("fast", WAYS)
-def test_the_choice_is_settled_at_the_size_of_the_runs_own_messages(pool: Pool, fast: str) -> None:
+def test_the_choice_is_made_at_the_runs_message_sizes(pool: Pool, fast: str) -> None:
     said, other = pool.run(2, settled, config_of(), fast)
     assert f"gradients are reduced by {fast}" in said
     assert "4 algorithms were timed in turn with messages of" in said

@@ -116,10 +116,10 @@ def native(kind: str, folder: str) -> dict[str, list[float]]:
 @pytest.mark.parametrize(
     ("kind", "config", "steps"),
     [
-        ("Twice", zero(0), 2),
+        pytest.param("Twice", zero(0), 2, marks=pytest.mark.proof),
         ("Twice", zero(3), 2),
         ("Twice", {"parallel": {"tp": 2}}, 4),
-        ("Super", zero(1), 2),
+        pytest.param("Super", zero(1), 2, marks=pytest.mark.proof),
         ("Super", {"parallel": {"pp": 2}}, 4),
         ("DividedForRanks", zero(1), 2),
         ("DeclaredMean", zero(1), 2),

@@ -282,7 +282,7 @@ def resume(
     with keeping_float64(model):
         engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
         assert (engine.load_checkpoint(folder) is not None) == (first > 0)
-        count, steps = engine.gradient_accumulation_steps(), cases.steps_for("qwen3", 8, steps=4)
+        count, steps = engine.gradient_accumulation_steps(), cases.steps_for("qwen3", 8, steps=2)
         for step in steps[first:last]:
             engine.train_batch(step[engine.dp_rank * count : (engine.dp_rank + 1) * count])
         if save:
@@ -314,11 +314,11 @@ def test_checkpoints_load_on_any_pipeline(
     pool: Pool, tmp_path: Path, before: Any, after: Any
 ) -> None:
     """Optimizer states of tied parameters included."""
-    straight = pool.run(2, resume, settings(0, 8, pp=2), str(tmp_path / "none"), 0, 4, False)
+    straight = pool.run(2, resume, settings(0, 8, pp=2), str(tmp_path / "none"), 0, 2, False)
     expected = {name: tensor for rank in straight for name, tensor in rank.items()}
-    pool.run(before[0], resume, before[1], str(tmp_path / "run"), 0, 2, True)
+    pool.run(before[0], resume, before[1], str(tmp_path / "run"), 0, 1, True)
     seen = set()
-    for weights in pool.run(after[0], resume, after[1], str(tmp_path / "run"), 2, 4, False):
+    for weights in pool.run(after[0], resume, after[1], str(tmp_path / "run"), 1, 2, False):
         for name, tensor in weights.items():
             seen.add(name)
             torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-11)

@@ -137,7 +137,7 @@ def built(kind: str) -> nn.Module:
     )
 
 
-def test_hooks_that_see_full_tensors_are_right_and_later_ones_are_refused(pool: Pool) -> None:
+def test_hooks_that_see_full_tensors_are_right(pool: Pool) -> None:
     """A17."""
     model = built("llama")
     hook_everywhere(model)

@@ -92,7 +92,7 @@ def test_stack_files_are_in_a_folder_of_this_user_alone() -> None:
             folder.rmdir()
 
 
-def test_the_store_of_one_machine_listens_on_the_loopback_interface() -> None:
+def test_the_store_of_one_machine_listens_on_loopback() -> None:
     """It has no key, so no other machine may reach it. Processes of this machine can."""
     store = loopback_store(timedelta(seconds=20))
     addresses = listening_addresses(store.port)

@@ -14,15 +14,20 @@ from tools.mutants.catalogue import ROOT, Mutant, load
 from tools.mutants.probes import probed
 
 
-def test_every_mutant_applies() -> None:
-    mutants = load()
+@pytest.fixture(scope="module")
+def mutants() -> list[Mutant]:
+    """All planted defects. Reading the lists takes a second."""
+    return load()
+
+
+def test_every_mutant_applies(mutants: list[Mutant]) -> None:
     assert len(mutants) >= 60
     check(mutants)
 
 
-def test_probes_stand_before_what_mutants_change() -> None:
+def test_probes_stand_before_what_mutants_change(mutants: list[Mutant]) -> None:
     by_file = defaultdict(list)
-    for mutant in load():
+    for mutant in mutants:
         by_file[mutant.file].append(mutant)
     for name, members in by_file.items():
         text = probed((ROOT / name).read_text(encoding="utf-8"), members)
@@ -49,10 +54,11 @@ def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert results.load(file) == (outcomes, "2026-11-27")
 
 
-def test_page_has_the_last_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_page_has_the_last_results(
+    mutants: list[Mutant], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     # The page of the project follows its results only until the list of defects changes, so another file is written.
     monkeypatch.setattr(page, "PAGE", tmp_path / "mutants.md")
-    mutants = load()
     page.write(mutants, *results.load())
     written = page.PAGE.read_text(encoding="utf-8")
     assert f"Last run: {results.load()[1]}." in written

@@ -479,7 +479,7 @@ def test_a_forward_that_is_left_and_a_late_reduction() -> None:
     assert units.unsharded_gradient_bytes(model) == 0
 
 
-def test_a_backward_that_starts_behind_an_object_that_torch_does_not_know() -> None:
+def test_a_backward_starts_behind_an_unknown_object() -> None:
     """The root's parameters, freed after another backward, are gathered again."""
     model = sharded()
     model.register_forward_hook(lambda module, args, output: SimpleNamespace(inner=output))

@@ -101,7 +101,7 @@ def record(losses, seconds):
     ("plait", "losses", "said"),
     [(1.0, [5.0, 4.0], "within"), (1.2, [5.0, 4.0], "ABOVE"), (1.0, [5.0, 3.0], "DISAGREES")],
 )
-def test_the_report_says_what_is_above_the_target_or_computes_something_else(plait, losses, said):
+def test_the_report_lists_what_misses_the_target(plait, losses, said):
     layout = LAYOUTS[0]
     records = {one.name: record([5.0, 4.0], [1.0, 2.0, None]) for one in layout.baselines}
     records["plait-1f1b"] = record(losses, [plait, 2 * plait, 3.0])

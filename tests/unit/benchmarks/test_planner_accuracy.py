@@ -93,7 +93,7 @@ def test_old_names_mean_what_they_meant_then() -> None:
     )
 
 
-def test_what_a_name_says_of_compilation_and_of_who_wrote_the_model_is_read() -> None:
+def test_names_tell_compilation_and_authors() -> None:
     def stack(name: str) -> Framework:
         found: Framework = framework(name, newer=True)
         return found
@@ -148,7 +148,7 @@ def test_norms_of_queries_and_keys_are_work_and_memory() -> None:
     assert with_norms.memory_terms["activations"] > without.memory_terms["activations"]
 
 
-def test_torchs_fsdp_shards_weights_at_stage_2_too_and_deepspeed_does_not() -> None:
+def test_fsdp_shards_weights_at_stage_2_unlike_deepspeed() -> None:
     layout = {
         "tp": "1",
         "pp": "1",
@@ -215,7 +215,7 @@ def test_predictions_do_not_depend_on_what_was_measured() -> None:
     assert one.measured_seconds != other.measured_seconds
 
 
-def test_what_is_learned_is_what_the_planner_and_the_evaluation_read(
+def test_planner_and_evaluation_read_the_fitted_constants(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shipped, stacks = Path(constants.__file__).parent / "data" / "constants.json", learn.STACKS

@@ -32,7 +32,7 @@ def test_the_model_has_the_counted_parameters_and_repeats():
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
 
 
-def test_the_default_model_is_the_one_that_the_documentation_names():
+def test_the_default_model_is_that_of_the_documentation():
     assert round(Workload().parameters / 1e6, 1) == 24.5
 
 

@@ -27,7 +27,7 @@ def test_the_scale_covers_nine_in_ten():
     assert scales_of([_rows(drawn)]) == Scales(constants=pytest.approx(2.0, rel=0.05))
 
 
-def test_constants_are_not_made_narrower_but_what_is_believed_of_kernels_is():
+def test_only_widths_of_kernels_become_narrower():
     drawn = np.random.default_rng(0).normal(0, 0.1, 4000)
     assert scales_of([_rows(drawn, constants=0.06, kernels=0.16)]) == Scales(
         kernels=pytest.approx(0.5, rel=0.1)
@@ -43,7 +43,7 @@ def test_a_family_of_many_rows_does_not_decide_alone():
     assert scales_of([_rows(many), _rows(few)]).constants > 1.1 * by_rows.constants
 
 
-def test_residuals_part_an_interval_into_constants_kernels_and_noise():
+def test_residuals_divide_an_interval_into_three_parts():
     rows = [row for row in rows_of("runs") if row["id"].startswith("SIMUMAX") and not row["moe"]]
     known = knowledge()
     found = residuals(rows, known)
@@ -70,7 +70,7 @@ def test_residuals_part_an_interval_into_constants_kernels_and_noise():
     )
 
 
-def test_what_is_believed_of_plait_and_of_frameworks_without_a_name_stays_as_wide():
+def test_widths_of_plait_and_unnamed_frameworks_stay():
     narrowed = scaled(unlearned(), Scales(kernels=0.5)).constants
     for name in (
         "stack.plait",

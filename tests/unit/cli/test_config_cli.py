@@ -76,7 +76,7 @@ def test_explain_as_json(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-def test_a_wrong_file_shows_its_keys_then_every_problem_without_a_traceback(
+def test_a_wrong_file_shows_its_keys_and_every_problem(
     file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, out, err = run(
@@ -210,7 +210,7 @@ def test_without_out_the_file_is_on_standard_output(
     assert json.loads(out) == {**CONVERTED, "parallel": {"dp_replicate": 1, "dp_shard": 2, "tp": 1}}
 
 
-def test_what_cannot_be_converted_is_listed_and_nothing_is_written(
+def test_inconvertible_keys_are_listed_and_nothing_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, out = tmp_path / "accelerate.yaml", tmp_path / "run.json"

@@ -11,7 +11,7 @@ from plait.cluster import host_memory
 from plait.cluster.host_memory import HUGE_PAGE, process_bytes
 
 
-def test_memory_begins_with_a_huge_page_and_can_be_written_to_its_end() -> None:
+def test_memory_begins_with_a_huge_page_and_is_writable() -> None:
     for shape, dtype in (
         ((1024, 513), torch.float32),
         ((HUGE_PAGE + 1,), torch.uint8),
@@ -24,7 +24,7 @@ def test_memory_begins_with_a_huge_page_and_can_be_written_to_its_end() -> None:
     assert host_memory.empty_on_huge_pages((0, 5), torch.float32).shape == (0, 5)
 
 
-def test_what_is_beyond_the_last_huge_page_takes_no_more_than_its_bytes() -> None:
+def test_the_end_behind_the_last_huge_page_takes_its_bytes() -> None:
     before = process_bytes(os.getpid())
     kept = [
         host_memory.empty_on_huge_pages((HUGE_PAGE + 4096,), torch.uint8).fill_(1)

@@ -163,7 +163,7 @@ class TestPlace:
             ),
         ],
     )
-    def test_contradictions_are_refused_with_the_variable_and_its_value(
+    def test_contradictions_are_refused_with_variable_and_value(
         self, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], named: str, words: str
     ) -> None:
         _set(monkeypatch, variables)
@@ -187,7 +187,7 @@ class TestPlace:
         _set(monkeypatch, {"RANK": str(rank), "WORLD_SIZE": str(world)})
         assert place() == expected
 
-    def test_rank_and_size_alone_are_refused_where_the_gpu_is_unknown(
+    def test_rank_and_size_alone_are_refused_without_a_known_gpu(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         _gpus(monkeypatch, 8)

@@ -14,7 +14,7 @@ from plait.comm.hang import BYTES, FORWARD, SIGN_SECONDS, Board, condition, read
 from plait.errors import InputError
 
 
-def test_a_rank_that_never_gave_a_sign_holds_the_interpreters_lock(tmp_path: Path) -> None:
+def test_a_rank_that_never_signalled_holds_the_gil(tmp_path: Path) -> None:
     """Its thread that watches has not run since the board was made, half a second before its first look."""
     board = Board(rank=1, timeout_seconds=5, path=tmp_path / "board")
     board.progress(3, FORWARD)

@@ -114,7 +114,7 @@ def measured(**milliseconds: float) -> GroupLinks:
     return GroupLinks("dp_replicate", 1, 2, Level(2, costs))
 
 
-def test_buckets_take_the_backends_own_call_unless_another_way_is_much_shorter() -> None:
+def test_buckets_use_the_backend_unless_much_slower() -> None:
     """Only the first part of another way runs beside the backward; alone, what is shorter is taken."""
     for ring, in_buckets, alone in (
         (1.0, "all-reduce", "all-reduce"),
@@ -196,7 +196,7 @@ def test_what_int8_saves() -> None:
     )
 
 
-def test_small_messages_that_pass_a_buffer_are_no_faster_together() -> None:
+def test_small_messages_through_a_buffer_are_not_merged() -> None:
     """A switch that holds 256 KiB: messages below are instant one by one, and not in a row."""
     shaped = measured_cost([(16 * KIB, 1e-4), (256 * KIB, 1e-3), (MIB, 80e-3)])
     group = GroupLinks("dp_replicate", 2, 1, Level(2, {"all-reduce": shaped}))

@@ -22,7 +22,7 @@ def board(tmp_path: Path) -> Iterator[Board]:
     made.close()
 
 
-def test_a_wait_that_ends_while_it_is_looked_at_is_not_as_old_as_the_machine(
+def test_a_wait_that_ends_meanwhile_has_a_sane_age(
     board: Board, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One in a hundred slow but healthy runs ended itself: the wait was over between two reads of when it began."""

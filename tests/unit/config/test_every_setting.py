@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 from plait.config.dialects import keys
 from plait.config.schema.config import Config
 from plait.errors import ConfigError
+from tests.table import check_rows
 from tests.unit.config.cases import load, resolved
 
 FP16 = {"fp16.enabled": True}
@@ -227,21 +228,29 @@ def test_every_setting_has_a_case() -> None:
     assert set(CHANGES) == set(keys.schema_fields())
 
 
-@pytest.mark.parametrize("path", sorted(CHANGES))
-def test_changing_a_setting_changes_what_is_resolved(path: str) -> None:
+def check_changed(path: str) -> None:
+    """Check that two values of a setting resolve differently."""
     others, first, second = CHANGES[path]
     one, two = outcome({**others, path: first}), outcome({**others, path: second})
     assert isinstance(one, dict), one
     assert one != two
 
 
-@pytest.mark.parametrize("path", sorted(CHANGES))
-def test_a_setting_of_the_file_says_that_it_is_from_the_file(path: str) -> None:
+def test_changing_a_setting_changes_what_is_resolved() -> None:
+    check_rows({path: path for path in sorted(CHANGES)}, check_changed)
+
+
+def check_origin(path: str) -> None:
+    """Check that the source of a setting of the file is the file."""
     others, first, _ = CHANGES[path]
     assert load(tree_of({**others, path: first})).origin(path) == "file"
     made = resolved(tree_of({**others, path: first}))
     if path in made.sources:
         assert made.sources[path].startswith("file")
+
+
+def test_a_setting_of_the_file_says_that_it_is_from_the_file() -> None:
+    check_rows({path: path for path in sorted(CHANGES)}, check_origin)
 
 
 def test_every_source_is_the_default_for_an_empty_file() -> None:

@@ -226,7 +226,7 @@ def test_where_shards_are(zero: dict[str, Any], device: str, with_states: bool, 
     assert values["zero_optimization.offload_param.device"] == said
 
 
-def test_published_keys_without_a_meaning_here_are_said_to_have_none() -> None:
+def test_published_keys_without_a_meaning_are_noted() -> None:
     from plait.config.resolving.explain import explain
 
     section = {**IN_FILES, "max_in_cpu": 1e9, "pin_memory": True}

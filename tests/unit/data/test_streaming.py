@@ -170,7 +170,7 @@ def test_a_batch_that_is_left_out(opened: Any) -> None:
     assert_equal(found, [wanted[step] for step in (0, 1, 5, 6, 7)])
 
 
-def test_blocks_larger_than_the_text_and_batches_larger_than_a_block(opened: Any) -> None:
+def test_blocks_above_the_text_and_batches_above_a_block(opened: Any) -> None:
     data = opened(rows_of(texts(70)), streaming=True, buffer_sequences=1)
     found = data.loader(50, 0, dp_rank=0, dp_size=1).at(0)
     assert found["input_ids"].shape == (50, LENGTH) and (found["labels"] != IGNORED).any(1).all()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
+import importlib.util
 import sys
 from types import SimpleNamespace
 
@@ -51,18 +51,25 @@ def test_an_older_trainer_is_refused(installed: str, monkeypatch: pytest.MonkeyP
         Trainer()
 
 
-def test_an_older_trainer_keeps_its_arguments() -> None:
+def test_an_older_trainer_keeps_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plait takes `deepspeed=` and `fsdp=` from TrainingArguments only where its Trainer can train."""
-    script = """
-import importlib.metadata
-from transformers import TrainingArguments
-version = importlib.metadata.version
-importlib.metadata.version = lambda name: "5.16.1" if name == "transformers" else version(name)
-own = TrainingArguments.__post_init__
-import plait.hf
-assert TrainingArguments.__post_init__ is own
-"""
-    subprocess.run([sys.executable, "-c", script], check=True)
+    changes: list[str] = []
+    monkeypatch.setattr("plait.hf.arguments.reroute", lambda: changes.append("rerouted"))
+    with monkeypatch.context() as older:
+        older.setattr("plait.hf.transformers_versions.version", lambda name: "5.16.1")
+        execute_mixin(older)
+        assert not changes
+    execute_mixin(monkeypatch)
+    assert changes == ["rerouted"]
+
+
+def execute_mixin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Execute plait.hf.mixin, which changes Transformers, as a process that imports it first does."""
+    spec = importlib.util.find_spec("plait.hf.mixin")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)  # where dataclasses look names up
+    spec.loader.exec_module(module)
 
 
 def test_a_loss_is_divided_once(monkeypatch: pytest.MonkeyPatch) -> None:

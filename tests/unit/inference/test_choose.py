@@ -54,7 +54,7 @@ def test_a_request_ends_at_its_token_its_limit_or_never_again() -> None:
     assert tokens.tolist() == [7, 5] and last.tolist() == [STOP, LENGTH] and logprobs[0] == 0
 
 
-def test_draws_follow_from_the_seed_alone_whatever_is_beside_them() -> None:
+def test_draws_depend_on_the_seed_alone() -> None:
     settings = GenerationSettings(do_sample=True, top_k=0)
     together = TokenSampler(requests((1,), (2,), (3,), seed=10), settings, None)
     alone = TokenSampler([GenerationRequest((2,), 4, 11)], settings, None)
@@ -242,7 +242,7 @@ class Words:
         return "".join(chr(97 + token) for token in ids)
 
 
-def test_a_stop_string_ends_a_request_and_padded_rows_are_no_tokens() -> None:
+def test_a_stop_string_ends_a_request() -> None:
     chooser = TokenSampler(requests((1,), new=9), GenerationSettings(stop_strings=("bc",)), Words())
     scores = torch.zeros(1, 40)
     scores[0, 39] = 9

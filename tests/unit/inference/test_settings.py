@@ -30,7 +30,7 @@ def test_the_call_comes_first_then_the_argument_then_the_model() -> None:
     assert settings_of(model, {}, pad=8).pad_token_id == 8
 
 
-def test_a_length_replaces_a_number_of_tokens_that_came_before_it() -> None:
+def test_a_length_replaces_an_earlier_number_of_tokens() -> None:
     model = Model(max_new_tokens=5)
     assert settings_of(model, {"max_length": 12}).new_tokens(prompt=4) == 8
     assert settings_of(model, {}, {"max_length": 12}).new_tokens(prompt=4) == 8

@@ -61,7 +61,7 @@ def test_dynamic_rotary_frequencies() -> None:
         assert torch.equal(model(ids).logits, before)
 
 
-def test_a_second_thread_is_refused_and_a_call_within_a_call_is_not() -> None:
+def test_a_second_thread_is_refused_and_a_nested_call_is_not() -> None:
     """The model has dropout: the first thread to end would put it back into training mode under the other."""
     model = cases.build("gpt2", tied=True, dtype=torch.float32, device="cpu")
     for module in model.modules():

@@ -50,7 +50,7 @@ def test_another_dtype(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     assert streamed(source, scratch, dtype=dtype) == answers(load_model(source, dtype=dtype))
 
 
-def test_tensors_begin_where_they_are_read_straight_to_where_they_compute(tmp_path: Path) -> None:
+def test_tensors_are_aligned_for_direct_reads(tmp_path: Path) -> None:
     """Behind headers of every length; a file is written twice only when it changes."""
     shift, shifts = 0, []
     for length in range(1, 41):

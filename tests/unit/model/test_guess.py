@@ -209,7 +209,7 @@ def test_families_without_any_plan(kind: str) -> None:
     check(model, plan, logits, blocks=blocks)
 
 
-def test_meta_and_real_modules_are_guessed_alike_and_nothing_else_changes() -> None:
+def test_meta_and_real_modules_are_guessed_alike() -> None:
     model = Model(Separate, Gated)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     torch.manual_seed(0)

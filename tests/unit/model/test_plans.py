@@ -212,7 +212,7 @@ def test_every_parameter_is_described() -> None:
     assert by_name["lm_head.weight"].note.endswith("tied to model.embed_tokens.weight")
 
 
-def test_an_embedding_that_is_more_than_a_lookup_stays_whole_with_its_tied_head() -> None:
+def test_a_scaled_embedding_and_its_tied_head_are_not_split() -> None:
     model = family("llama", tie_word_embeddings=True)
     model.model.embed_tokens.max_norm = 1.0
     plan = plan_of(model, 2)
@@ -363,7 +363,7 @@ def test_layers_that_are_not_called_or_not_plain_are_refused() -> None:
         plan_of(wrapped, 2, {"up": "colwise"})
 
 
-def test_a_norm_with_weights_for_every_head_is_refused_in_a_user_s_plan() -> None:
+def test_a_norm_per_head_is_refused_in_a_users_plan() -> None:
     user = {f"model.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"} | {
         "model.layers.*.self_attn.o_proj": "rowwise"
     }
@@ -413,7 +413,7 @@ def test_dropout_between_layers_that_stay_split_is_no_reason() -> None:
     )
 
 
-def test_sequence_parallelism_needs_blocks_whose_parts_are_all_known() -> None:
+def test_sequence_parallelism_needs_known_parts_of_blocks() -> None:
     model = nn.ModuleDict({"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)})
     user = {"up": "colwise", "down": "rowwise"}
     assert "no list of repeated blocks" in str(plan_of(model, 2, user).sequence_parallel)
@@ -438,7 +438,7 @@ def wrong(plan: TensorPlan, **styles: str) -> TensorPlan:
     return replace(plan, modules=changed)
 
 
-def test_the_judge_finds_a_fused_weight_that_is_split_as_if_it_were_not() -> None:
+def test_the_judge_finds_a_fused_weight_that_is_split_wrongly() -> None:
     model = family(
         "phi3", intermediate_size=52
     )  # half of [gate | up] has an even width too, so nothing fails aloud
@@ -472,7 +472,7 @@ def test_the_judge_finds_a_whole_gradient_that_is_summed() -> None:
         check(model, doubled, logits, blocks=find_blocks(model))
 
 
-def test_the_judge_finds_a_norm_that_is_forgotten_under_sequence_parallelism() -> None:
+def test_the_judge_finds_a_forgotten_norm() -> None:
     model = family("llama")
     plan = plan_of(model, 2)
     forgotten = replace(plan, norms=plan.norms[1:])

@@ -46,7 +46,7 @@ def test_a_star_stands_for_exactly_one_segment(segments: list[str], data: st.Dat
     assert not matches(name, ".".join([*starred, "*"]))
 
 
-def test_styles_come_in_model_order_whatever_the_order_of_the_rules() -> None:
+def test_styles_are_in_the_order_of_the_model() -> None:
     styles = assign(stack(), given_rules(("layers.*.down", "rowwise"), ("layers.*.up", "colwise")))
     assert list(styles.items()) == [
         ("layers.0.up", "colwise"),
@@ -80,7 +80,7 @@ def test_two_styles_for_one_module_are_refused() -> None:
         assign(stack(), given_rules(("layers.*.up", "colwise"), ("layers.0.*", "rowwise")))
 
 
-def test_a_family_may_name_modules_that_a_configuration_leaves_out_but_not_all() -> None:
+def test_a_family_may_name_absent_modules_but_not_only_those() -> None:
     assert set(
         assign(
             stack(), given_rules(("head", "colwise"), ("layers.*.q_norm", "colwise"), optional=True)
@@ -156,9 +156,7 @@ def test_names_of_transformers_4_are_understood() -> None:
 @pytest.mark.parametrize(
     ("kind", "style"), [("olmoe", "moe_tp_experts"), ("deepseek_v2", "mla_kv_a_proj")]
 )
-def test_styles_that_plait_does_not_apply_are_refused_by_family_and_name(
-    kind: str, style: str
-) -> None:
+def test_unsupported_styles_are_refused_by_family_and_name(kind: str, style: str) -> None:
     with pytest.raises(
         ModelError,
         match=rf"Transformers' plan of {kind} has styles that Plait does not apply: .*'{style}'.*parallel.tp = 1",

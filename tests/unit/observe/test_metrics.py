@@ -72,7 +72,7 @@ def test_each_event_is_a_line(tmp_path: Path) -> None:
     }
 
 
-def test_a_decision_about_communication_is_a_line_and_is_repeated_like_its_step(
+def test_a_decision_about_communication_is_a_repeated_line(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "metrics.jsonl"

@@ -59,7 +59,7 @@ def test_lines_in_a_pipe_have_no_control_characters() -> None:
     ]
 
 
-def test_a_terminal_shows_every_step_in_place_and_keeps_the_same_lines() -> None:
+def test_a_terminal_shows_every_step_in_place() -> None:
     text = _shown(_step(1), _step(2), _step(3), terminal=True)
     assert "\x1b" in text
     assert "3/5" in text

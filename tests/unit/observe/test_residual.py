@@ -55,7 +55,7 @@ def test_a_planned_run_is_compared(tmp_path: Path, fixed: dict[str, int]) -> Non
     assert said[0].endswith("; 8 steps")
 
 
-def test_a_short_run_is_compared_at_its_end_and_a_very_short_one_is_not(tmp_path: Path) -> None:
+def test_a_short_run_is_compared_at_its_end(tmp_path: Path) -> None:
     file, found = planned(tmp_path, {})
     for steps, lines in ((WARMUP_STEPS + 2, 0), (WARMUP_STEPS + 3, 1)):
         said: list[str] = []

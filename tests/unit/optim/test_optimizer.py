@@ -146,7 +146,7 @@ def test_weight_decay_reaches_every_parameter():
         torch.testing.assert_close(p.detach(), before[name] * (1 - 0.1 * 0.5))
 
 
-def test_frozen_parameters_are_left_out_and_tied_ones_updated_once():
+def test_frozen_parameters_are_excluded_and_tied_updated_once():
     model = net()
     model.up.requires_grad_(False)
     model.lm_head.weight = model.embed.weight
@@ -235,7 +235,7 @@ def test_what_the_user_says_about_the_kernel_is_kept_or_refused():
         build("SGD", {"fused": True}, low)
 
 
-def test_a_parameter_that_is_not_on_a_device_with_a_fused_kernel_gets_torchs_default():
+def test_without_a_fused_kernel_torchs_default_is_used():
     assert "fused" not in {
         k: v for k, v in build("AdamW", model=net().to("meta")).param_groups[0].items() if v
     }
@@ -287,7 +287,7 @@ def test_groups_are_whole_again_after_a_failed_step(mesh):
     assert optimizer.param_groups is groups and len(groups) == 1
 
 
-def test_what_torch_cannot_do_on_shards_is_refused_before_the_first_step(mesh):
+def test_what_torch_cannot_do_on_shards_is_refused(mesh):
     model = sharded(net(), mesh)
     for name in ("Adafactor", "Rprop"):
         with pytest.raises(
@@ -299,7 +299,7 @@ def test_what_torch_cannot_do_on_shards_is_refused_before_the_first_step(mesh):
         build("SGD", {"fused": True}, model)
 
 
-def test_muon_takes_the_matrices_inside_and_leaves_the_rest_to_adamw():
+def test_muon_takes_the_inner_matrices_and_adamw_the_others():
     model = net()
     muon, adam = build(
         "Muon", {"lr": 0.01, "adam_lr": 0.002, "momentum": 0.8, "eps": 1e-9}, model
@@ -361,7 +361,7 @@ def test_a_joined_optimizer_is_scheduled_saved_and_loaded_as_one():
     assert_equal(go(*resumed, range(3, 6)), whole)
 
 
-def test_a_joined_optimizer_takes_no_groups_later_and_calls_a_closure_once():
+def test_a_joined_optimizer_calls_a_closure_once():
     model = net()
     optimizer = build("Muon", model=model)
     with pytest.raises(ModelError, match="cannot be added"):
@@ -389,9 +389,7 @@ def through_a_checkpoint(folder, model, optimizer, other_model, other_optimizer)
     ("type", "fused"), [("AdamW", (True, True)), ("SGD", (True, False)), ("Muon", (False, False))]
 )
 @pytest.mark.parametrize("back", [False, True])
-def test_a_state_moves_between_plain_and_sharded_parameters_and_the_kernel_does_not(
-    mesh, tmp_path, type, fused, back
-):
+def test_a_state_moves_between_plain_and_sharded_parameters(mesh, tmp_path, type, fused, back):
     plain, shards = net(), sharded(net(), mesh)
     params = {"lr": 0.01, **({"momentum": 0.9} if type == "SGD" else {})}
     pair = [(plain, build(type, params, plain)), (shards, build(type, params, shards))]
@@ -436,7 +434,7 @@ def test_lion_is_lion_pytorchs_with_deepspeeds_defaults(package):
     assert build("Lion", {"lr": 0.1, "betas": [0.8, 0.9]}).betas == (0.8, 0.9)
 
 
-def test_a_class_is_named_by_its_path_and_checked_when_it_is_built(package):
+def test_a_class_is_named_by_its_path_and_checked_when_built(package):
     assert (
         build("lion_pytorch.Lion", {"bias_correction": False}).bias_correction is False
     )  # DeepSpeed's rules are not a library's

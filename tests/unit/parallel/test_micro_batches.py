@@ -270,7 +270,7 @@ BATCH = {"input_ids": torch.tensor([[3, 4, 5, 6]]), "labels": torch.tensor([[3, 
 class TestTransform:
     """A micro-batch before its forward."""
 
-    def test_labels_are_shifted_and_positions_written_before_a_sequence_is_cut(self) -> None:
+    def test_labels_are_shifted_before_a_sequence_is_cut(self) -> None:
         """Position 1 predicts the label at 2, and position 2 that at 3, whichever part they are in."""
         part = Hooks([StepHook(), Half()]).prepared(BATCH)
         assert {name: entry.tolist() for name, entry in part.items()} == {

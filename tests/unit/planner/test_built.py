@@ -49,7 +49,7 @@ several times, a decoder cut out of an encoder and a decoder."""
 
 
 @pytest.mark.parametrize("kind", ODD)
-def test_parameters_of_families_that_no_formula_knows_are_counted(kind: str) -> None:
+def test_parameters_of_families_without_a_formula_are_counted(kind: str) -> None:
     config: dict[str, Any] = {
         "model_type": kind,
         **({} if kind == "gemma3" else SIZES),
@@ -124,7 +124,7 @@ def test_blocks_of_two_lists_are_planned_without_a_pipeline() -> None:
         space_of(request, {"pp": 2})
 
 
-def test_a_model_without_blocks_that_are_found_has_its_parameters_all_the_same() -> None:
+def test_a_model_without_blocks_has_its_parameters() -> None:
     config = {"model_type": "roc_bert", **SIZES, "intermediate_size": 96}
     model, found = built.built(config, dropout=False), from_config(config)
     assert not find_blocks(model) and "no list of equal blocks" in found.uncut

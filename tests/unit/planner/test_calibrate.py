@@ -108,7 +108,7 @@ def test_an_offset_of_a_group_moves_no_constant():
     assert abs(np.log(held.rates["overall"])) < abs(np.log(free.rates["overall"]))
 
 
-def test_a_fit_is_the_same_from_wherever_it_begins_and_stays_in_the_physical_range():
+def test_a_fit_does_not_depend_on_its_start():
     runs = read_runs(rows())
     names = relevant(tuple(CONSTANTS), runs.job)
     predict, known = time_of(runs.job), knowledge().constants

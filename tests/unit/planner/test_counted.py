@@ -88,7 +88,7 @@ def test_a_dropout_of_scores_in_memory_is_counted_for_gpus_too() -> None:
         ("gpt_neo", {"attention_types": [[["global", "local"], 1]], "num_layers": 2}, (4096, 2048)),
     ],
 )
-def test_a_recurrence_that_goes_token_by_token_is_counted_of_a_few(
+def test_a_recurrence_by_token_is_counted_on_a_few_tokens(
     kind: str, more: dict[str, Any], lengths: tuple[int, int]
 ) -> None:
     """Of 4,096 tokens it would take a quarter of an hour."""

@@ -57,7 +57,7 @@ def job_host(asked):
     return float(job.framework.host_seconds * knowledge().rates["host"])
 
 
-def test_processes_of_one_machine_slow_each_other_down_on_a_cpu_alone():
+def test_processes_slow_each_other_down_on_a_cpu_only():
     for name, precision, slower in (("cpu", "fp32", True), ("h100", "bf16", False)):
         asked = request(name, precision=precision)
         one, more = (
@@ -99,7 +99,7 @@ def test_every_micro_batch_but_the_first_adds_gradients():
     assert found[0] == 0 and found[2] == pytest.approx(3 * found[1])
 
 
-def test_constants_of_gpus_are_not_fitted_on_a_cpu_and_the_other_way_round():
+def test_constants_are_fitted_on_their_own_kind_of_device():
     on_cpu = relevant(knowledge().time_names, job_of(request(), Layouts()))
     on_gpu = relevant(knowledge().time_names, job_of(request("h100", precision="bf16"), Layouts()))
     assert {"memory.cpu", "link.cpu", "latency.cpu", "crowding.cpu", "gemm.cpu"} <= set(on_cpu)
@@ -109,7 +109,7 @@ def test_constants_of_gpus_are_not_fitted_on_a_cpu_and_the_other_way_round():
     ]
 
 
-def test_the_closed_form_of_a_pipeline_is_near_its_table_where_the_head_is_heavy():
+def test_the_closed_form_is_near_the_table_with_a_heavy_head():
     asked = request()
     layout = {"pp": 2, "schedule": SCHEDULES.index("1f1b"), "micro_batch": 1, "accumulation": 8}
     choice = price(asked, [layout])[0]
@@ -149,9 +149,7 @@ def test_small_products_lose_no_ramp_on_a_cpu():
 @pytest.mark.parametrize(
     ("heads", "length", "measured"), [(8, 256, (13.1e-3, 8.2e-3)), (8, 512, (54.8e-3, 30.8e-3))]
 )
-def test_attention_that_drops_is_computed_in_parts_with_a_random_number_for_each_score(
-    heads, length, measured
-):
+def test_attention_with_dropout_draws_a_number_per_score(heads, length, measured):
     """Two samples in float32 and heads 64 wide, on a core of an Intel Xeon: torch's kernel takes 10.3 and 38.3 ms, forward and backward."""
     seconds = {}
     for share in (0.0, 0.1):

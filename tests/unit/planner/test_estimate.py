@@ -175,7 +175,7 @@ _WIDE = (*_WIDTHS, "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 @pytest.mark.parametrize("name", BLOCKS)
 @pytest.mark.parametrize("mode", ["full", "selective"])
-def test_products_that_are_recomputed_are_those_that_plait_recomputes(mode, name):
+def test_recomputed_products_are_those_of_the_engine(mode, name):
     """FLOPs of products with weights that a step adds by recomputation, as a share of a forward's, beside the planner's share for the same
     block 32 times as wide. Experts are computed by `bmm` here, which torch counts and Plait keeps as little as their grouped product."""
     kind = name.split()[0]
@@ -221,7 +221,7 @@ def test_products_that_are_recomputed_are_those_that_plait_recomputes(mode, name
     assert one(again / cost.products) == pytest.approx(repeated, rel=0.05)
 
 
-def test_collectives_that_are_recomputed_are_those_that_plait_repeats():
+def test_recomputed_collectives_are_those_of_the_engine():
     """Of a forward's two all-reduces, or two gathers and two reduce-scatters, the last comes after all that the backward needs."""
 
     def tensor(**fields):
@@ -239,7 +239,7 @@ def test_collectives_that_are_recomputed_are_those_that_plait_repeats():
     ) == tensor(recompute=full, sp=1)
 
 
-def test_tokens_go_to_their_experts_again_where_these_are_recomputed():
+def test_recomputed_experts_receive_their_tokens_again():
     def exchange(recompute):
         found = job(
             "mixtral-8x7b", gpus=8, dp_shard=8, stage=1, ep=8, recompute=RECOMPUTE.index(recompute)
@@ -263,7 +263,7 @@ def test_attention_with_narrow_values_costs_what_its_products_do():
     )
 
 
-def test_attention_of_cut_sequences_is_the_kernel_and_what_combines_its_results():
+def test_attention_of_cut_sequences_is_kernel_and_combination():
     """Narrow values are padded, capped scores are computed again in the backward, and a ring merges the more the more ranks it has."""
 
     def attention(name="llama-3-8b", family=None, **fields):

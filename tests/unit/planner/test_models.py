@@ -197,7 +197,7 @@ def test_a_table_entry_and_its_configuration_are_the_same_model(name):
         assert again.parameters == found.parameters
 
 
-def test_a_vocabulary_is_that_of_the_configuration_the_data_or_transformers():
+def test_the_vocabulary_has_three_sources():
     pytest.importorskip("transformers")
     sizes = {name: value for name, value in SIZES.items() if name != "vocab_size"}
     assert from_config({"model_type": "llama", **sizes}).vocab == 32000
@@ -216,7 +216,7 @@ def test_a_vocabulary_is_that_of_the_configuration_the_data_or_transformers():
 
 
 @pytest.mark.parametrize("name", ["text_config", "llm_config", "language_config"])
-def test_a_language_model_inside_another_has_the_sizes_that_transformers_leaves_out(name):
+def test_a_nested_language_model_has_the_default_sizes(name):
     """LLaVA 1.5's own file: of the language model what differs from Llama's."""
     pytest.importorskip("transformers")
     inner = {
@@ -325,7 +325,7 @@ def test_wrong_configurations_say_what_is_wrong(tmp_path):
         find_model(str(tmp_path / "other.json"))
 
 
-def test_more_leading_layers_without_experts_than_layers_are_all_of_them():
+def test_too_many_leading_dense_layers_are_all_layers():
     found = from_config({"model_type": "deepseek_v3", **SIZES, "first_k_dense_replace": 5})
     assert found.dense_layers == SIZES["num_hidden_layers"] and found.expert_layers == 0
 

@@ -15,7 +15,7 @@ def request(model: str) -> Request:
     return Request(find_model(model, sequence=2048), cluster("h100", 1), 32, 2048)
 
 
-def test_a_model_whose_states_do_not_fit_has_its_optimizer_on_the_host() -> None:
+def test_states_that_do_not_fit_are_on_the_host() -> None:
     best = plan(request("llama-3-8b")).best[0].layout
     assert (best["stage"], best["dp_shard"]) == (1, 1) and best["offload"] > 0
 

@@ -143,7 +143,7 @@ def check(tree: dict[str, Any]) -> bool:
 
 def test_a_plan_keeps_what_a_file_says() -> None:
     """D1: random files, each planned for, and what comes out compared with what went in."""
-    assert sum(check(tree) for tree in files(seed=1, count=12)) >= 6
+    assert sum(check(tree) for tree in files(seed=1, count=8)) >= 4
 
 
 @pytest.mark.proof

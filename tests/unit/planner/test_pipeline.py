@@ -38,7 +38,7 @@ def test_share_of_a_step_that_a_stage_waits(schedule, vpp, bubble):
 @pytest.mark.parametrize(
     ("pp", "vpp", "m", "apart"), [(8, 1, 16, 1), (8, 4, 16, 6), (8, 4, 3, 3), (2, 2, 16, 1)]
 )
-def test_time_between_the_first_and_the_last_gradients_of_a_stage(pp, vpp, m, apart):
+def test_time_between_first_and_last_gradients_of_a_stage(pp, vpp, m, apart):
     assert micro_batches_between_chunks(at("interleaved", pp=pp, vpp=vpp, m=m))[0] == apart
 
 

@@ -66,7 +66,7 @@ def test_without_dropout_gpt2_shards_its_sequence():
     assert split_of(from_config(fields)).sequence is None
 
 
-def test_strangers_are_not_split_and_experts_over_ranks_of_their_own():
+def test_unknown_models_are_not_split():
     assert split_of(named("mixtral-8x7b")).with_experts
     assert "splits no attention of its kind" in split_of(named("deepseek-v3")).tensor
     assert (

@@ -79,7 +79,7 @@ def test_a_tied_embedding_is_on_both_ends_of_a_pipeline():
         )
 
 
-def test_a_share_of_the_optimizer_on_the_host_is_what_the_engine_takes_there():
+def test_the_share_of_states_on_the_host_is_the_engines():
     """The engine takes blocks, so up to one more than the share; of them the host has master weights, gradients and states."""
     facts, request = real_facts("llama", 1), request_for("llama")
     found = account_states(

@@ -268,7 +268,7 @@ def test_a_lost_loss_stops_the_run_and_keeps_the_checkpoints(tmp_path: Path, los
     assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000002"]
 
 
-def test_a_batch_that_was_not_finite_is_named_and_can_be_left_out(tmp_path: Path) -> None:
+def test_a_batch_that_was_not_finite_can_be_skipped(tmp_path: Path) -> None:
     def fail(step: int) -> None:
         if step == 3:
             raise NumbersError("not finite")
@@ -289,7 +289,7 @@ def test_a_skipped_step_may_overflow(tmp_path: Path) -> None:
     assert all(event.skipped for event in events if isinstance(event, StepDone))
 
 
-def test_on_a_gpu_numbers_are_read_one_step_late_and_none_is_lost(tmp_path: Path) -> None:
+def test_on_a_gpu_numbers_are_read_one_step_late(tmp_path: Path) -> None:
     """The engine only says that it is on a GPU; what counts is when its results are read."""
     reads: list[tuple[int, int]] = []
     engine = FakeEngine(loss=float, device=torch.device("meta"))

@@ -1,25 +1,12 @@
-"""A signal that reached one rank is known to all."""
+"""Requests to stop of one process. tests/parity/test_stop_signal.py has several."""
 
 from __future__ import annotations
 
 import signal
-from typing import Any
 
 import torch
 
 from plait.train.loop import STOP_REQUESTED, StopRequest
-
-
-def _asked(rank: int, world_size: int) -> list[float]:
-    stop = StopRequest()
-    before = stop.shared(device=torch.device("cpu"))
-    if rank == 1:
-        stop._handle(signal.SIGTERM, None)
-    return [float(before), float(stop.shared(device=torch.device("cpu")))]
-
-
-def test_every_rank_learns_of_a_signal_to_one(pool: Any) -> None:
-    assert pool.run(2, _asked) == [[0.0, 15.0]] * 2
 
 
 def test_without_a_group_it_is_ones_own() -> None:

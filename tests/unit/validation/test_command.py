@@ -11,6 +11,7 @@ import pytest
 from plait.cli.main import main
 from plait.cli.validating import command
 from plait.errors import DeviceError
+from plait.validation import runner
 from plait.validation.rows import Row
 from tests.unit.validation import launches
 from tests.unit.validation.launches import FACTS
@@ -100,6 +101,7 @@ def test_a_full_disk(
 
     machine += [launches.row("planned/tp")]
     monkeypatch.setattr(command, "write_atomically", full)
+    monkeypatch.setattr(runner, "GRACE_SECONDS", 0.2)
     assert run() == 2
     shown = capsys.readouterr()
     assert "passed   planned/tp" in shown.out

@@ -25,7 +25,7 @@ def test_rows_after_one_that_ended_badly() -> None:
         row("dies", "die"),
         row("second"),
         row("leaves", "leave"),
-        row("hangs", "hang", least_limit=10),
+        row("hangs", "hang", least_limit=3),
         row("fails", "fail"),
         row("refuses", "refuse"),
         row("absent", unavailable="one GPU"),
@@ -41,7 +41,7 @@ def test_rows_after_one_that_ended_badly() -> None:
     assert "of no interest" not in outcomes["raises"][1]
     assert outcomes["dies"][0] == "failed" and "exit code -9" in outcomes["dies"][1]
     assert outcomes["leaves"][0] == "failed" and "exit code 0" in outcomes["leaves"][1]
-    assert outcomes["hangs"] == ("failed", "ran for more than 10 s and was stopped")
+    assert outcomes["hangs"] == ("failed", "ran for more than 3 s and was stopped")
     assert outcomes["fails"] == ("failed", "too large")
     assert outcomes["refuses"] == ("not run", "no links")
     assert outcomes["absent"] == ("not run", "one GPU")
@@ -70,6 +70,7 @@ def test_rows_share_a_launch() -> None:
 
 def test_a_launch_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "LAUNCH_LIMIT_SECONDS", 0.3)
+    monkeypatch.setattr(runner, "GRACE_SECONDS", 0.2)
     (result,) = run([row("stuck", "never")])
     assert result.outcome == "failed" and "did not start" in result.reason
 

@@ -109,15 +109,15 @@ def test_fewer_layers_after_memory_ran_out(
 
     def runs_out(context: Context, workload: Workload) -> TimedTrainer:
         built.append(workload.layers)
-        if workload.layers > 5:
+        if workload.layers > 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return transformers_fsdp2(context, TINY)
 
     monkeypatch.setitem(throughput.TRAINERS, "fsdp2", runs_out)
     contenders = ["plait", "fsdp2"]
-    workload, visits, errors = throughput.first_visits(context, contenders, TINY.with_layers(8))
-    assert workload.layers == 4 and set(visits) == {"plait", "fsdp2"} and not errors
-    assert built == [8, 6, 4]
+    workload, visits, errors = throughput.first_visits(context, contenders, TINY.with_layers(4))
+    assert workload.layers == 2 and set(visits) == {"plait", "fsdp2"} and not errors
+    assert built == [4, 3, 2]
     monkeypatch.setitem(throughput.TRAINERS, "fsdp2", never_fits)
     with pytest.raises(NotRun, match="out of memory with 2 layers"):
         throughput.first_visits(context, ["fsdp2"], TINY.with_layers(3))

@@ -19,6 +19,7 @@ from plait.config.dialects.examine import _TRAINER_FSDP
 from plait.config.resolving.explain import values_of
 from plait.config.resolving.resolve import load, resolve
 from plait.errors import ConfigError, Problem
+from tests.table import check_rows
 from tests.unit.config.foreign import ACCELERATE, ACCELERATE_REFUSED, TRAINER, TRAINER_REFUSED
 from tests.unit.config.mutations import VALUES, places
 from tests.unit.config.published import leaves
@@ -46,11 +47,25 @@ def sample(folder: Path, kind: str, name: str) -> tuple[Path, Any]:
     return written(folder, kind, tree), said
 
 
-@pytest.mark.parametrize(("kind", "name"), ALL)
-def test_load_names_the_command_that_converts(tmp_path: Path, kind: str, name: str) -> None:
-    file, _ = sample(tmp_path, kind, name)
+Sample = tuple[Path, str, str]
+"""Folder for the file, its kind and its name."""
+
+
+def samples(folder: Path, names: list[tuple[str, str]]) -> dict[str, Sample]:
+    """Return rows of a table. They follow each other in one folder."""
+    return {f"{name} ({kind})": (folder, kind, name) for kind, name in names}
+
+
+def check_load(row: Sample) -> None:
+    """Check that `load` refuses the file and names the command that converts it."""
+    folder, kind, name = row
+    file, _ = sample(folder, kind, name)
     with pytest.raises(ConfigError, match=f"run: plait config convert {file}"):
         load(file)
+
+
+def test_load_names_the_command_that_converts(tmp_path: Path) -> None:
+    check_rows(samples(tmp_path, ALL), check_load)
 
 
 def test_fields_of_the_trainer_that_load_recognises() -> None:
@@ -68,9 +83,10 @@ def problems_of(file: Path) -> tuple[Problem, ...]:
     return error.value.problems
 
 
-@pytest.mark.parametrize(("kind", "name"), ALL)
-def test_accepted(tmp_path: Path, kind: str, name: str) -> None:
-    file, expected = sample(tmp_path, kind, name)
+def check_accepted(row: Sample) -> None:
+    """Check the values that a file resolves to."""
+    folder, kind, name = row
+    file, expected = sample(folder, kind, name)
     config = load_foreign(file)
     assert not config.is_deepspeed
     given = config.run.processes if config.run is not None else "auto"
@@ -84,31 +100,46 @@ def test_accepted(tmp_path: Path, kind: str, name: str) -> None:
     } == expected
 
 
-@pytest.mark.parametrize(("kind", "name"), ALL)
-def test_what_is_written_means_the_same(tmp_path: Path, kind: str, name: str) -> None:
-    file, _ = sample(tmp_path, kind, name)
+def test_accepted(tmp_path: Path) -> None:
+    check_rows(samples(tmp_path, ALL), check_accepted)
+
+
+def check_written(row: Sample) -> None:
+    """Check that the converted file loads as the file does, and is not converted again."""
+    folder, kind, name = row
+    file, _ = sample(folder, kind, name)
     conversion = convert(file)
     assert not conversion.problems
-    again = tmp_path / "plait.json"
+    again = folder / "plait.json"
     again.write_text(json.dumps(conversion.tree))
     assert load(again).model_dump() == load_foreign(file).model_dump()
     assert convert(again).tree == conversion.tree
 
 
-@pytest.mark.parametrize(("kind", "name"), REFUSED)
-def test_refused(tmp_path: Path, kind: str, name: str) -> None:
-    file, expected = sample(tmp_path, kind, name)
+def test_what_is_written_means_the_same(tmp_path: Path) -> None:
+    check_rows(samples(tmp_path, ALL), check_written)
+
+
+def check_refused(row: Sample) -> None:
+    """Check which keys are refused, and the messages."""
+    folder, kind, name = row
+    file, expected = sample(folder, kind, name)
     found = problems_of(file)
-    assert [problem.field.replace(f"{tmp_path}/", "") for problem in found] == [
+    assert [problem.field.replace(f"{folder}/", "") for problem in found] == [
         key for key, _ in expected
     ]
     for problem, (_, part) in zip(found, expected, strict=True):
         assert part in str(problem)
 
 
-@pytest.mark.parametrize(("kind", "name"), [*ALL, *REFUSED])
-def test_every_key_has_a_row(tmp_path: Path, kind: str, name: str) -> None:
-    file, _ = sample(tmp_path, kind, name)
+def test_refused(tmp_path: Path) -> None:
+    check_rows(samples(tmp_path, REFUSED), check_refused)
+
+
+def check_keys(row: Sample) -> None:
+    """Check that the report names each key of the file once."""
+    folder, kind, name = row
+    file, _ = sample(folder, kind, name)
     tree = yaml.safe_load(file.read_text())
     rows = [row.key for row in convert(file).keys if row.key != "(left out)"]
     assert len(rows) == len(set(rows))
@@ -116,6 +147,10 @@ def test_every_key_has_a_row(tmp_path: Path, kind: str, name: str) -> None:
         own = any(leaf == row or leaf.startswith(f"{row}.") for row in rows)
         named = isinstance(tree.get("fsdp_config"), dict) or f"fsdp_config.{leaf}" in rows
         assert own or (named and leaf in rows), leaf
+
+
+def test_every_key_has_a_row(tmp_path: Path) -> None:
+    check_rows(samples(tmp_path, [*ALL, *REFUSED]), check_keys)
 
 
 def test_every_key_of_accelerate_is_in_the_tables() -> None:

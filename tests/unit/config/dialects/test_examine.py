@@ -19,6 +19,7 @@ from plait.config.dialects.examine import brief
 from plait.config.schema.config import Status
 from plait.errors import ConfigError
 from plait.optim.optimizer import build_optimizer
+from tests.table import check_rows
 from tests.unit.config.cases import load, resolved, status_of
 
 
@@ -83,7 +84,7 @@ def test_two_names_that_agree_are_one_setting() -> None:
     assert load({"bf16": {"enabled": "auto"}, "bfloat16": {"enabled": True}}).bf16.enabled is True
 
 
-def test_two_names_that_disagree_are_refused_with_both_names_and_values() -> None:
+def test_names_that_disagree_are_refused_with_both_values() -> None:
     assert problems({"tensor_parallel": {"tp_size": 2}, "parallel": {"tp": 4}}) == [
         "tensor_parallel.tp_size = 2 and parallel.tp = 4: both set parallel.tp and disagree; keep one of them"
     ]
@@ -103,7 +104,7 @@ def test_one_value_written_in_two_ways_is_one_value() -> None:
     )
 
 
-def test_harmless_keys_are_noted_and_what_changes_a_run_is_refused() -> None:
+def test_harmless_keys_are_noted_and_others_refused() -> None:
     """D12, E8: memory that DeepSpeed arranges, and a dtype that is met by more."""
     tree = {
         "bf16": {"enabled": True},
@@ -216,7 +217,7 @@ def test_compile_disable_is_enabled_negated() -> None:
     assert "disagree" in problems({"compile": {"disable": True, "enabled": True}})[0]
 
 
-def test_parameters_of_the_optimizer_that_mean_nothing_are_not_handed_on() -> None:
+def test_meaningless_optimizer_parameters_are_dropped() -> None:
     config = load(
         {"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "max_grad_norm": 0, "_why": "x"}}}
     )
@@ -261,10 +262,8 @@ TYPICAL = {
 WRONG = {"flag": "maybe", "integer": 0.5, "number": "many", "text": 3, "list": "x", "object": 3}
 
 
-@pytest.mark.parametrize(
-    "key", [key for key in TABLE.values() if key.status is Status.IGNORED], ids=lambda key: key.path
-)
-def test_a_meaningless_key_is_accepted_and_explained(key: Key) -> None:
+def check_meaningless(key: Key) -> None:
+    """Check that the key is accepted with every kind of value and changes nothing."""
     for value in (TYPICAL[key.kind], "auto"):
         config = load(nested(key.path, value))
         assert status_of(config, key.path) == "ignored"
@@ -276,10 +275,13 @@ def test_a_meaningless_key_is_accepted_and_explained(key: Key) -> None:
     ).model_dump(exclude={"sources"})
 
 
-@pytest.mark.parametrize(
-    "key", [key for key in TABLE.values() if key.status is Status.REFUSED], ids=lambda key: key.path
-)
-def test_a_refused_key_is_refused_when_it_asks_for_something(key: Key) -> None:
+def test_a_meaningless_key_is_accepted_and_explained() -> None:
+    ignored = {path: key for path, key in TABLE.items() if key.status is Status.IGNORED}
+    check_rows(ignored, check_meaningless)
+
+
+def check_refused(key: Key) -> None:
+    """Check that the key is refused where it asks for something, and ignored where it is off."""
     active = next(
         value
         for value in (True, False, {"enabled": True}, 4, "cpu")
@@ -292,13 +294,21 @@ def test_a_refused_key_is_refused_when_it_asks_for_something(key: Key) -> None:
         assert status_of(load(nested(key.path, off)), key.path) == "ignored"
 
 
-@pytest.mark.parametrize(
-    "key", [key for key in TABLE.values() if key.kind in WRONG], ids=lambda key: key.path
-)
-def test_a_wrong_type_is_refused_even_where_the_key_means_nothing(key: Key) -> None:
+def test_a_refused_key_is_refused_when_it_asks_for_something() -> None:
+    refused = {path: key for path, key in TABLE.items() if key.status is Status.REFUSED}
+    check_rows(refused, check_refused)
+
+
+def check_wrong_type(key: Key) -> None:
+    """Check that the message names the value, unless it is a secret."""
     (problem,) = problems(nested(key.path, WRONG[key.kind]))
     value = "(not shown)" if key.path in SECRETS else WRONG[key.kind]
     assert problem.startswith(f"{key.path} = {value!r}: must be ")
+
+
+def test_a_wrong_type_of_a_meaningless_key_is_refused() -> None:
+    typed = {path: key for path, key in TABLE.items() if key.kind in WRONG}
+    check_rows(typed, check_wrong_type)
 
 
 @pytest.mark.parametrize(
@@ -423,7 +433,7 @@ def test_wrong_values(tree: dict[str, Any], message: str) -> None:
     assert [text for text in problems(tree) if text.startswith(message)], problems(tree)
 
 
-def test_an_override_wins_over_the_file_whatever_name_the_file_uses() -> None:
+def test_an_override_wins_over_any_name_of_the_file() -> None:
     config = load({"tensor_parallel": {"tp_size": 2}}, ["parallel.tp=4"])
     assert config.parallel.tp == 4
     assert config.origin("parallel.tp") == "override"

@@ -95,7 +95,7 @@ def test_other_names_lead_to_a_setting_or_to_the_table() -> None:
     assert set(SHORT_FORMS) <= keys.sections()
 
 
-def test_every_row_of_the_table_says_why_and_every_refusal_what_instead() -> None:
+def test_every_row_has_a_reason_and_every_refusal_a_remedy() -> None:
     for key in TABLE.values():
         assert key.why, key.path
         assert (key.status is Status.REFUSED) == bool(key.remedy), key.path
@@ -124,13 +124,15 @@ def typos(name: str, chance: random.Random) -> set[str]:
     return found
 
 
-def test_a_one_letter_typo_finds_the_key() -> None:
+@pytest.mark.parametrize("count", [2, pytest.param(12, marks=pytest.mark.proof)])
+def test_a_one_letter_typo_finds_the_key(count: int) -> None:
+    """Random typos of each key."""
     wrong = []
     for path in sorted(keys.known_paths()):
         section, _, name = path.rpartition(".")
         known = set(keys.names_in(section))
         chance = random.Random(path)
-        for typo in chance.sample(sorted(typos(name, chance)), k=min(6, len(name))):
+        for typo in chance.sample(sorted(typos(name, chance)), k=min(count, len(name))):
             if typo in known or len(typo) < 2 or typo.startswith("_"):  # `_anything` is a remark
                 continue
             remedy = keys.remedy_for(section, typo)

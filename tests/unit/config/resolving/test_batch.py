@@ -42,7 +42,7 @@ def test_one_alone_means_no_accumulation(micro: int, dp: int) -> None:
 
 
 @given(st.none() | st.integers(1, 200), st.none() | size, st.none() | size, dps)
-def test_the_product_always_holds_or_it_is_refused_with_what_works(
+def test_the_product_holds_or_is_refused_with_a_remedy(
     train: int | None, micro: int | None, accumulation: int | None, dp: int
 ) -> None:
     assume(train is not None or micro is not None)
@@ -66,7 +66,7 @@ def test_the_product_always_holds_or_it_is_refused_with_what_works(
         assert accumulation in (None, batch.accumulation)
 
 
-def test_a_contradiction_names_the_numbers_and_every_single_change_that_works() -> None:
+def test_a_contradiction_names_every_change_that_works() -> None:
     with pytest.raises(ConfigError) as error:
         solve_batch(32, 4, 2, 2)
     assert str(error.value) == (

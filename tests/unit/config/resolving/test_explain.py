@@ -256,7 +256,7 @@ def test_one_row_a_key_in_the_order_of_the_file() -> None:
         ),
     ],
 )
-def test_a_setting_that_is_not_read_in_this_configuration_is_meaningless(
+def test_a_setting_that_is_not_read_is_meaningless(
     tree: dict[str, Any], key: str, status: str
 ) -> None:
     assert statuses(tree)[key] == status

@@ -19,7 +19,7 @@ def problems(tree: dict[str, Any], **context: Any) -> list[str]:
     return [str(problem) for problem in error.value.problems]
 
 
-def test_gradients_are_reduced_in_the_dtype_of_the_computation_whatever_else_a_file_says() -> None:
+def test_gradients_are_reduced_in_the_compute_dtype() -> None:
     """A24: a default depends on no key that has nothing to do with it."""
     for name, dtype in (("fp16", "float16"), ("bf16", "bfloat16")):
         for more in (
@@ -257,7 +257,7 @@ def test_half_precision_left_open_is_never_float32_in_silence() -> None:
     )
 
 
-def test_the_length_of_the_schedule_is_the_callers_or_that_of_the_run() -> None:
+def test_the_schedules_length_is_the_callers_or_the_runs() -> None:
     tree = {
         "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}},
         "run": {"steps": 30},
@@ -394,7 +394,7 @@ def test_problems_of_all_parts_are_told_at_once() -> None:
     assert len(found) == 3
 
 
-def test_a_batch_size_of_the_caller_stands_in_where_the_file_has_none() -> None:
+def test_the_callers_batch_size_replaces_a_missing_one() -> None:
     made = resolve(load({}), world_size=2, micro_batch_size=3)
     assert (made.batch.train_batch_size, made.sources["train_micro_batch_size_per_gpu"]) == (
         6,

@@ -186,7 +186,7 @@ def test_a_type_that_cannot_be_used_is_refused_with_the_reason(spec, type, messa
         (SchedulerSpec, "warmup_stable_decay", {}, "needs `num_decay_steps`"),
     ],
 )
-def test_a_parameter_that_cannot_be_used_is_refused_with_the_reason(spec, type, params, message):
+def test_an_unusable_parameter_is_refused_with_the_reason(spec, type, params, message):
     field, said = refusal(spec, type, params)
     assert field == ("params",)
     assert message in said

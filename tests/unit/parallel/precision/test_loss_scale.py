@@ -97,12 +97,12 @@ def test_sequence_is_deepspeeds(policy, overflows):
     assert scales(LossScaler(policy), overflows) == scales(theirs, overflows)
 
 
-def test_first_doubling_comes_after_window_plus_one_steps_then_every_window():
+def test_the_scale_doubles_after_each_window():
     found = scales(LossScaler(LossScale(initial_scale_power=4, window=3)), [False] * 8)
     assert found == [16, 16, 16, 32, 32, 32, 64, 64]
 
 
-def test_default_hysteresis_forgives_one_overflow_and_then_none_until_a_doubling():
+def test_default_hysteresis_forgives_one_overflow_per_doubling():
     found = scales(
         LossScaler(LossScale(initial_scale_power=4, window=2)),
         [True, False, True, True, False, False, False, True, True],
@@ -122,7 +122,7 @@ def test_consecutive_hysteresis_counts_only_overflows_in_a_row():
     ]
 
 
-def test_overflow_at_the_minimum_says_step_scale_and_remedy_and_changes_nothing():
+def test_overflow_at_the_minimum_has_a_remedy():
     scaler = LossScaler(LossScale(initial_scale_power=1, hysteresis=1))
     scaler.update(True)
     before = scaler.state
@@ -163,7 +163,7 @@ def test_the_settings_of_the_resumed_run_rule():
     assert static.scale == 8
 
 
-def test_a_run_that_turns_dynamic_starts_anew_with_its_window_from_there():
+def test_a_run_that_turns_dynamic_starts_a_new_window():
     static = LossScaler(LossScale(static=8))
     scales(static, [False] * 100)
     dynamic = LossScaler(LossScale(initial_scale_power=4, window=3))

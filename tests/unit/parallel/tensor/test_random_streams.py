@@ -41,7 +41,7 @@ def test_parts_have_their_own_numbers_and_what_follows_is_shared() -> None:
     ), "no number twice"
 
 
-def test_who_restores_the_shared_generator_has_the_same_numbers_again() -> None:
+def test_a_restored_shared_generator_repeats_its_numbers() -> None:
     """Recomputation, also where it was left in a part by an exception."""
     torch.manual_seed(5)
     stream, state = SplitStream(1), torch.get_rng_state()

@@ -1,0 +1,25 @@
+"""Tables of values whose rows are checked in one test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+
+def check_rows(rows: Mapping[str, Any], check: Callable[[Any], None]) -> None:
+    """Call `check` with each row, and fail at the end with the names of all rows for which it failed.
+
+    Args:
+        rows: Arguments of `check`, keyed by the name of the row.
+        check: Raises an error for a row that is wrong.
+    """
+    failures = []
+    for name, row in rows.items():
+        try:
+            check(row)
+        except (Exception, pytest.fail.Exception) as error:
+            failures.append(f"{name}: {type(error).__name__}: {error}")
+    assert rows, "the table has no rows"
+    assert not failures, "\n".join([f"{len(failures)} of {len(rows)} rows:", *failures])
