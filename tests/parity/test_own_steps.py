@@ -55,6 +55,40 @@ def trainer_class(kind: str, base: Any) -> Any:
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
             return super().compute_loss(*args, **kwargs)
 
+    class Distilled(base):
+        def compute_loss(
+            self, model: Any, inputs: Any, *args: Any, num_items_in_batch: Any = None
+        ) -> torch.Tensor:
+            loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+            return loss + loss_of(model, inputs, "sum") / num_items_in_batch
+
+    class DistilledByHelper(base):
+        def term(self, model: Any, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
+            found = loss_of(model, inputs, "sum")
+            found /= num_items_in_batch
+            return found
+
+        def compute_loss(
+            self, model: Any, inputs: Any, *args: Any, num_items_in_batch: Any = None
+        ) -> torch.Tensor:
+            loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+            return loss + self.term(model, inputs, num_items_in_batch)
+
+    class DistilledForRanks(base):
+        def compute_loss(
+            self, model: Any, inputs: Any, *args: Any, num_items_in_batch: Any = None
+        ) -> torch.Tensor:
+            loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+            term = loss_of(model, inputs, "sum") / num_items_in_batch
+            return loss + term * self.accelerator.num_processes
+
+    class Passed(base):
+        def compute_loss(
+            self, model: Any, inputs: Any, *args: Any, num_items_in_batch: Any = None
+        ) -> torch.Tensor:
+            loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+            return loss / 2 if num_items_in_batch is None else loss
+
     class Twice(base):
         def training_step(
             self, model: Any, inputs: Any, num_items_in_batch: Any = None
@@ -122,6 +156,7 @@ def native(kind: str, folder: str) -> dict[str, list[float]]:
         pytest.param("Super", zero(1), 2, marks=pytest.mark.proof),
         ("Super", {"parallel": {"pp": 2}}, 4),
         ("DividedForRanks", zero(1), 2),
+        ("DistilledForRanks", zero(1), 2),
         ("DeclaredMean", zero(1), 2),
     ],
 )
@@ -147,6 +182,10 @@ def test_an_own_backward_in_a_pipeline(pool: Pool, tmp_path: Path) -> None:
         assert "Twice.training_step" in text and "call super().training_step" in text
 
 
+WARNED = ("Mean", "Divided", "Distilled", "DistilledByHelper")
+UNWARNED = ("DeclaredMean", "DividedForRanks", "Logged", "Super", "DistilledForRanks", "Passed")
+
+
 @pytest.mark.parametrize("wraps", [False, True], ids=["subclass", "wrap"])
 def test_cautions_about_losses(wraps: bool) -> None:
     """Those whose scale follows the layout, and no other."""
@@ -155,7 +194,7 @@ def test_cautions_about_losses(wraps: bool) -> None:
     import plait.hf
 
     found = {}
-    for kind in ("Mean", "DeclaredMean", "Divided", "DividedForRanks", "Logged", "Super"):
+    for kind in (*WARNED, *UNWARNED):
         base = transformers.Trainer if wraps else plait.hf.Trainer
         made = trainer_class(kind, base)
         made = plait.hf.wrap(made) if wraps else made
@@ -171,6 +210,7 @@ def test_cautions_about_losses(wraps: bool) -> None:
         "multiplied by self.accelerator.num_processes" in found["Divided"]
         and "2 times smaller" in found["Divided"]
     )
-    assert not any(
-        found[kind] for kind in ("DeclaredMean", "DividedForRanks", "Logged", "Super")
-    ), found
+    for kind in ("Distilled", "DistilledByHelper"):
+        assert "multiply the term by self.accelerator.num_processes" in found[kind]
+        assert "2 times smaller" in found[kind]
+    assert not any(found[kind] for kind in UNWARNED), found

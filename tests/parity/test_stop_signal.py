@@ -5,8 +5,8 @@ from __future__ import annotations
 import signal
 
 import torch
-from plait.train.loop import StopRequest
 
+from plait.train.loop import StopRequest
 from tests.pool import Pool
 
 

@@ -33,6 +33,7 @@ from plait._torch.groups import (
 )
 from plait.cluster import accelerator
 from plait.cluster.layout import AXES, EXPERT_AXES, SAMPLE_AXES, SPLIT_AXES, TOKEN_AXES, Layout
+from plait.cluster.open_files import check_open_files
 from plait.cluster.process_groups import (
     end_default_group,
     end_groups,
@@ -559,9 +560,12 @@ def _make_default_group(
     # Processes may start at different times, so they wait longer than a collective does. With a
     # device torch creates NCCL's communicator now, and not in the first collective.
     start_timeout = timeout if is_single else max(timeout, DEFAULT_TIMEOUT)
+    store = store_of_next_group(rank_info, start_timeout)
+    if not is_single:
+        check_open_files(store, rank_info)
     dist.init_process_group(
         accelerator.backend(device, host_tensors=host_tensors),
-        store=store_of_next_group(rank_info, start_timeout),
+        store=store,
         rank=rank_info.rank,
         world_size=rank_info.world_size,
         timeout=start_timeout,

@@ -169,7 +169,12 @@ def _has_busy_thread() -> bool:
 
     The result is False if the system does not report the state of threads.
     """
-    for task in Path("/proc/self/task").glob("*/stat"):
+    try:
+        tasks = list(Path("/proc/self/task").glob("*/stat"))
+    except OSError:
+        # The process has reached its limit of open files.
+        return False
+    for task in tasks:
         with suppress(OSError, ValueError):
             # `NUMBER (NAME) STATE ...`, where the name may have parentheses.
             name, _, fields = task.read_text().partition("(")[2].rpartition(")")

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from importlib.metadata import version
+from itertools import pairwise
 from types import CodeType
 from typing import Any
 
@@ -160,10 +161,22 @@ def cautions_about_loss(trainer: Any, *, ranks: int, accumulation: int) -> list[
         accumulation: Micro-batches per step.
     """
     method = own_method(type(trainer), "compute_loss")
-    # A method that reads its own name calls that of Transformers.
-    if method is None or reads(method, "compute_loss"):
+    if method is None:
         return []
     name = f"{type(trainer).__name__}.compute_loss"
+    # A method that reads its own name calls that of Transformers.
+    if reads(method, "compute_loss"):
+        functions = [method, *_helpers(type(trainer), method)]
+        if ranks == 1 or not any(map(_divides_by_targets, functions)):
+            return []
+        if any(reads(function, size) for function in functions for size in _SIZES):
+            return []
+        return [
+            f"{name} divides a term by num_items_in_batch, the targets of all processes, and adds "
+            "it to the loss of Transformers' compute_loss, which is multiplied by their number: "
+            "multiply the term by self.accelerator.num_processes. Otherwise it is "
+            f"{ranks} times smaller than in one process"
+        ]
     if reads(method, "num_items_in_batch") or _takes_any_keyword(method):
         if ranks == 1 or any(reads(method, size) for size in _SIZES):
             return []
@@ -184,6 +197,32 @@ def cautions_about_loss(trainer: Any, *, ranks: int, accumulation: int) -> list[
         f"is divided by it, and adds up the losses of {accumulation} micro-batches; if it returns "
         f"a mean, set loss_is_scaled_for_ga = False in {type(trainer).__name__}"
     ]
+
+
+def _helpers(kind: type, method: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """Yield the functions of a script that a method names: methods of its class, and globals."""
+    for name in _names(method.__code__) if hasattr(method, "__code__") else ():
+        if name == "compute_loss":
+            continue
+        if any(name in vars(base) for base in kind.__mro__):
+            helper = own_method(kind, name)
+        else:
+            helper = method.__globals__.get(name)
+        if helper is not None and hasattr(helper, "__code__"):
+            yield helper
+
+
+def _divides_by_targets(function: Callable[..., Any]) -> bool:
+    """Return whether the code of a function divides by a variable `num_items_in_batch`."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return False
+    for divisor, operation in pairwise(dis.get_instructions(code)):
+        names = divisor.argval if isinstance(divisor.argval, tuple) else (divisor.argval,)
+        is_division = operation.opname == "BINARY_OP" and operation.argrepr in ("/", "/=")
+        if is_division and names[-1] == "num_items_in_batch":
+            return True
+    return False
 
 
 def _takes_any_keyword(method: Callable[..., Any]) -> bool:

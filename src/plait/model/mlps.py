@@ -267,12 +267,17 @@ def _narrow_copy(module: nn.Module, generator: torch.Generator) -> nn.Module:
 
 
 def _narrowing_factor(module: nn.Module) -> int:
-    """Return the largest common divisor of all large sizes that leaves at least 4 elements."""
+    """Return the largest common divisor of all large sizes that leaves at least 4 elements.
+
+    It is 1 for a small module, and for one whose size comes from the number of its parameters.
+    """
     if count_parameters(module) <= _MAX_PARAMETERS:
         return 1
     large: set[int] = set()
     for parameter in module.parameters():
         large.update(size for size in parameter.shape if size >= _MIN_NARROWED_SIZE)
+    if not large:
+        return 1
     common = math.gcd(*large)
     factors = [factor for factor in range(1, common + 1) if common % factor == 0]
     return max(factor for factor in factors if min(large) // factor >= 4)

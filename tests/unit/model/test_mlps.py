@@ -52,6 +52,18 @@ def test_a_wide_one_is_tried_narrower() -> None:
     assert found(model).mlps == ("model.layers.0.mlp", "model.layers.1.mlp")
 
 
+def test_many_narrow_layers() -> None:
+    """More than a million parameters, of which no size is large."""
+    model = nn.Module()
+    model.blocks = nn.ModuleList()
+    for _ in range(2):
+        block = nn.Module()
+        block.norm = nn.LayerNorm(40)
+        block.mlp = nn.Sequential(*(nn.Linear(40, 40) for _ in range(660)))
+        model.blocks.append(block)
+    assert found(model).mlps == ("blocks.0.mlp", "blocks.1.mlp")
+
+
 class Mlp(nn.Module):
     """One up and one down, and something between them."""
 

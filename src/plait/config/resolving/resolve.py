@@ -400,7 +400,7 @@ def outline(
             findings,
             precision,
             compression.scheme,
-            shard=layout.dp_shard if layout is not None else 1,
+            shard=layout.dp_shard if layout is not None else None,
             hidden_size=hidden_size,
         )
 

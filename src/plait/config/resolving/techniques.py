@@ -146,7 +146,12 @@ def pipeline(findings: Findings, layout: Layout) -> Pipeline:
 
 
 def data_parallel(
-    findings: Findings, dtypes: Precision, scheme: Scheme, *, shard: int, hidden_size: int | None
+    findings: Findings,
+    dtypes: Precision,
+    scheme: Scheme,
+    *,
+    shard: int | None,
+    hidden_size: int | None,
 ) -> DataParallel:
     """Return the ZeRO stage and the reduction of gradients.
 
@@ -154,7 +159,7 @@ def data_parallel(
         findings: Sources and problems.
         dtypes: Resolved dtypes.
         scheme: Resolved compression.
-        shard: Number of processes that shard the parameters.
+        shard: Number of processes that shard the parameters, or None if the layout is impossible.
         hidden_size: The caller's, for an "auto" bucket. If None, that of `model.config`.
     """
     parallel = findings.config.parallel
@@ -425,9 +430,16 @@ def refuse_small_states(spec: OptimizerSpec, data: DataParallel, offload: Optimi
     _refuse("optimizer.states", spec.states, rules, otherwise="leave it out")
 
 
-def _secondary_partition(findings: Findings, shard: int) -> int:
-    """Return the size of the secondary partition; 0 is off."""
+def _secondary_partition(findings: Findings, shard: int | None) -> int:
+    """Return the size of the secondary partition; 0 is off.
+
+    Args:
+        findings: The configuration.
+        shard: Ranks that shard, or None if the layout is impossible, which is reported itself.
+    """
     size = findings.config.parallel.secondary_partition
+    if shard is None:
+        return size
     # A partition over all processes that shard would be the primary one.
     if size in (0, 1) or findings.config.zero_optimization.stage < 3 or size == shard:
         return 0

@@ -531,3 +531,10 @@ def test_compression() -> None:
 )
 def test_compression_that_cannot_be_had(tree: dict[str, Any], message: str) -> None:
     assert any(text.startswith(message) for text in problems(tree)), problems(tree)
+
+
+def test_partition_of_an_impossible_layout() -> None:
+    """Only the layout is reported, and not a partition of the processes that it does not have."""
+    tree = {"zero_optimization": {"stage": 3}, "parallel": {"secondary_partition": 2, "tp": 3}}
+    (problem,) = problems(tree)
+    assert problem.startswith("parallel: pp 1 x cp 1 x tp 3 = 3 and 4 % 3 = 1")
