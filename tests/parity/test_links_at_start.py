@@ -72,9 +72,9 @@ def started(
             resolved.model_copy(update={"data_parallel": data}),
             loss_fn=plait.causal_lm_loss,
         )
-    assert engine.hooks.of(Reducer) is not None
+    assert engine.hooks.find(Reducer) is not None
     loss = float(engine.train_batch(cases.steps_for("plain", world)[0][rank]))
-    return engine.communication, engine.hooks.of(Reducer).bucket_bytes, loss
+    return engine.communication, engine.hooks.find(Reducer).bucket_bytes, loss
 
 
 def test_a_start_measures_decides_alike_and_keeps(pool: Pool, tmp_path: Path) -> None:

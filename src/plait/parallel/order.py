@@ -73,7 +73,7 @@ UNSUPPORTED_COMBINATIONS: tuple[UnsupportedCombination, ...] = (
     UnsupportedCombination(
         field="compile.enabled",
         value=lambda _: "true",
-        applies=lambda context: context.chosen(Compile).enabled and context.layout.tp > 1,
+        applies=lambda context: context.technique(Compile).enabled and context.layout.tp > 1,
         rule=(
             "blocks that tensor parallelism has split are not proven to keep their gradients under"
             " torch.compile"
@@ -83,15 +83,15 @@ UNSUPPORTED_COMBINATIONS: tuple[UnsupportedCombination, ...] = (
     UnsupportedCombination(
         field="compile.enabled",
         value=lambda _: "true",
-        applies=lambda context: context.chosen(Compile).enabled and context.layout.pp > 1,
+        applies=lambda context: context.technique(Compile).enabled and context.layout.pp > 1,
         rule="pipeline stages are not proven under torch.compile",
         remedy="use false, or parallel.pp = 1",
     ),
     UnsupportedCombination(
         field="parallel.secondary_partition",
-        value=lambda context: context.chosen(DataParallel).secondary_partition,
+        value=lambda context: context.technique(DataParallel).secondary_partition,
         applies=lambda context: (
-            context.chosen(DataParallel).secondary_partition > 0
+            context.technique(DataParallel).secondary_partition > 0
             and context.layout.pp * context.layout.tp > 1
         ),
         rule=(

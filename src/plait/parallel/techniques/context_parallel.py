@@ -154,18 +154,18 @@ class ContextParallel(Technique):
         if cp == 1:
             return
         problems = []
-        if context.chosen(DataParallel).update_in_backward:
+        if context.technique(DataParallel).update_in_backward:
             rule = (
                 "parallel.optimizer_in_backward updates a parameter before its gradient is summed"
                 " over cp"
             )
             problems.append(Problem("parallel.cp", cp, rule, "set that to false, or use 1"))
-        if context.chosen(Compile).enabled:
+        if context.technique(Compile).enabled:
             rule = "compile.enabled is true, and cut sequences are not tested with torch.compile"
             problems.append(Problem("parallel.cp", cp, rule, "set that to false, or use 1"))
         offload_devices = (
-            context.chosen(OptimizerOffload).device,
-            context.chosen(ParameterOffload).device,
+            context.technique(OptimizerOffload).device,
+            context.technique(ParameterOffload).device,
         )
         if "nvme" in offload_devices:
             rule = "gradients in files are not summed over cp"
@@ -363,13 +363,13 @@ class SequenceParts(StepHook):
         self._compared = False
         self._checked_documents = False
         chunks = "2 chunks, from both ends" if self.layout.zigzag else "one chunk"
-        self.said = (
+        self.description = (
             f"each sequence is cut over {self.layout.ranks} ranks ({technique.context}; a rank has"
             f" {chunks})"
         )
         self._tiles_reason = self._why_in_tiles(documents=False)
         if self._tiles_reason:
-            self.said += f"; {IN_TILES}: {self._tiles_reason}"
+            self.description += f"; {IN_TILES}: {self._tiles_reason}"
 
     def _why_in_tiles(self, *, documents: bool) -> str:
         if not self.parameters:

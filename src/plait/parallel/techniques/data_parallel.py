@@ -168,10 +168,10 @@ class DataParallel(CollectiveSettings):
         if context.model is None:
             return None
         layout = context.layout
-        cast = context.chosen(Precision).compute is not None
+        cast = context.technique(Precision).compute is not None
         offloaded = (
-            context.chosen(OptimizerOffload).device != "none"
-            or context.chosen(ParameterOffload).device != "none"
+            context.technique(OptimizerOffload).device != "none"
+            or context.technique(ParameterOffload).device != "none"
         )
         # Casting and offloading wrap the model in FSDP even on a single rank.
         sharded = layout.dp_shard > 1 or cast or offloaded
@@ -188,7 +188,7 @@ class DataParallel(CollectiveSettings):
 
     def groups(self, context: TechniqueContext) -> Groups:
         """Return the axes whose collectives run within and between machines in turn."""
-        compression = context.chosen(Compression)
+        compression = context.technique(Compression)
         layout = context.layout
         if _all_reduces(context):
             needs_levels = (
@@ -229,8 +229,8 @@ class DataParallel(CollectiveSettings):
                 track_unused=self.unused_parameters,
                 excluded=parts.separately_reduced,
             )
-            reducer.said = reduction.description
-            reducer.said_is_default = reduction.is_default
+            reducer.description = reduction.description
+            reducer.is_default_choice = reduction.is_default
             autotuner = reduction.autotuner_of(reducer, mesh)
             return replace(parts, reducer=reducer, compression_autotuner=autotuner)
 
@@ -261,8 +261,8 @@ class DataParallel(CollectiveSettings):
         if isinstance(model, FSDPModule):
             steps = ShardedSteps(model, self.stage)
             if collectives is not None:
-                steps.said = _place_in_shared_memory(collectives, parts)
-                steps.said_is_default = collectives.is_default
+                steps.description = _place_in_shared_memory(collectives, parts)
+                steps.is_default_choice = collectives.is_default
             hooks.append(steps)
             keep_trainability(model)
             if not mean:
@@ -301,14 +301,14 @@ def _all_reduces(context: TechniqueContext) -> bool:
 
     `DataParallel.apply` decides the same from the settings that earlier techniques have left.
     """
-    states = context.chosen(OptimizerOffload)
-    shards = context.chosen(ParameterOffload)
+    states = context.technique(OptimizerOffload)
+    shards = context.technique(ParameterOffload)
     sharded = (
         context.layout.dp_shard > 1
         or states.device == "cpu"
         or (shards.device == "nvme" and not shards.with_states)
     )
-    return not sharded and context.chosen(Precision).compute is None
+    return not sharded and context.technique(Precision).compute is None
 
 
 def _place_in_shared_memory(collectives: ShardCollectives, parts: Parts) -> str:

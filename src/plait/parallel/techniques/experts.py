@@ -200,10 +200,13 @@ class ExpertParallel(Technique):
 def _rules(context: TechniqueContext) -> tuple[tuple[bool, str, str], ...]:
     """Return the refused settings as (applies, rule, remedy)."""
     layout = context.layout
-    data = context.chosen(DataParallel)
-    precision = context.chosen(Precision)
-    offloads = {context.chosen(OptimizerOffload).device, context.chosen(ParameterOffload).device}
-    compression = context.chosen(Compression)
+    data = context.technique(DataParallel)
+    precision = context.technique(Precision)
+    offloads = {
+        context.technique(OptimizerOffload).device,
+        context.technique(ParameterOffload).device,
+    }
+    compression = context.technique(Compression)
     return (
         (
             data.stage == 0 and precision.compute is not None,
@@ -229,14 +232,14 @@ def _rules(context: TechniqueContext) -> tuple[tuple[bool, str, str], ...]:
             "compressed messages are not proven",
             "leave the compression out",
         ),
-        (context.chosen(Compile).enabled, "compile.enabled is not proven", "set that to false"),
+        (context.technique(Compile).enabled, "compile.enabled is not proven", "set that to false"),
         (
             offloads != {"none"} and layout.dp_shard == 1,
             "offloaded states are those of shards, and parallel.dp_shard is 1",
             'set that to 2 or more, or use device "none"',
         ),
         (
-            context.chosen(Recompute).mode == "budget",
+            context.technique(Recompute).mode == "budget",
             "parallel.recompute.budget_gib counts what every process keeps for all experts",
             'use the mode "full" or "selective"',
         ),
@@ -335,7 +338,7 @@ class ExpertGradients(StepHook):
         self.same = same
         self.everyone = everyone
         counts = {experts.count for experts in layers}
-        self.said = (
+        self.description = (
             f"experts ({', '.join(map(str, sorted(counts)))} a layer) are split over ranks, and"
             " tokens are sent to them"
         )
@@ -387,7 +390,7 @@ class BiasUpdate(StepHook):
         for index, (name, router) in enumerate(zip(routers, self._routers, strict=True)):
             self._counts.append(torch.zeros_like(self._bias(router), dtype=torch.int64))
             self._handles.append(router.register_forward_hook(partial(self._count, index, name)))
-        self.said = f"the biases of {len(routers)} routers move by {rate:g} after every step"
+        self.description = f"the biases of {len(routers)} routers move by {rate:g} after every step"
 
     @staticmethod
     def _bias(router: nn.Module) -> torch.Tensor:

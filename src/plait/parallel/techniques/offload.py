@@ -259,7 +259,7 @@ class ActivationOffload(Technique):
             rule = f"of {len(blocks)} blocks that is less than half of one"
             remedy = f"use {1 / len(blocks):.3g} or more, or 0"
             raise ConfigError(Problem(f"{field}.fraction", self.fraction, rule, remedy))
-        if context.chosen(Compile).enabled:
+        if context.technique(Compile).enabled:
             rule = "what a compiled block saves is decided by the compiler"
             remedy = "use 0, or compile.enabled = false"
             raise ConfigError(Problem(f"{field}.fraction", self.fraction, rule, remedy))

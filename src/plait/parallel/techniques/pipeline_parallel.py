@@ -248,7 +248,7 @@ class Pipeline(Technique):
 
     def _refuse_split_backward(self, context: TechniqueContext) -> None:
         """Raise ConfigError if a technique does not allow a backward in two halves."""
-        if context.chosen(DataParallel).stage == 3:
+        if context.technique(DataParallel).stage == 3:
             alternatives = ", ".join(name for name in SCHEDULES if name in _UNSPLIT_SCHEDULES)
             rule = (
                 "with ZeRO stage 3: it defers the gradients of weights, for which freed parameters"

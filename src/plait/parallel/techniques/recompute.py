@@ -189,10 +189,10 @@ class Recompute(Technique):
             _check_model(context.model, context.blocks, setting=f"{field} = {value!r}")
         # Raises ConfigError for unknown operators.
         selective.kept_operators(self.keep)
-        if context.chosen(Compile).enabled and self.mode != "full":
+        if context.technique(Compile).enabled and self.mode != "full":
             rule = "operators cannot be kept one by one inside a compiled block, which has its own"
             raise ConfigError(Problem(field, value, rule, 'use "full", or compile.enabled = false'))
-        if self.partition_inputs and context.chosen(TensorParallel).sequence_parallel:
+        if self.partition_inputs and context.technique(TensorParallel).sequence_parallel:
             rule = "with sequence parallelism a block's input is sharded over tp already"
             raise ConfigError(
                 Problem("activation_checkpointing.partition_activations", "true", rule, "use false")

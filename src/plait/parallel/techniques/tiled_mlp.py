@@ -233,7 +233,7 @@ class TiledMLP(Technique):
         """
         if not self.tokens:
             return None
-        if context.chosen(Compile).enabled:
+        if context.technique(Compile).enabled:
             rule = (
                 "compile.enabled is true, and what a compiled block recomputes is decided by the"
                 " compiler"
