@@ -15,7 +15,7 @@ from plait.model.facts import ModelFacts, model_facts
 from plait.model.plans import make_plan
 from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.order import account_all
-from plait.parallel.pipeline.account import facts_of_rank, stage_counts
+from plait.parallel.pipeline.estimates import facts_of_rank, stage_counts
 from plait.parallel.techniques.pipeline_parallel import PipelinePlan
 from tests.parity import cases
 from tests.parity.pipelines import layers_of

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from plait._torch.units import unsharded_gradient_bytes, unsharded_parameter_bytes
-from plait.parallel.pipeline.account import UnshardedBytes, unsharded_after
+from plait.parallel.pipeline.estimates import UnshardedBytes, unsharded_after
 from plait.parallel.schedules.schedule import Action
 from tests.covers import cover
 from tests.fake.pipelines import batch, build, predicted

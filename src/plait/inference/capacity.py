@@ -39,7 +39,7 @@ from plait.model.adapters import without_wrapper
 from plait.model.blocks import find_blocks
 from plait.model.facts import largest_of_layers, model_facts, sizes_of_layers
 from plait.model.plans import make_plan
-from plait.parallel.pipeline.account import cut, forward_costs
+from plait.parallel.pipeline.estimates import cut, forward_costs
 from plait.sharded.cache import arguments_of, cache_argument, supports_cache
 from plait.sizes import format_bytes
 

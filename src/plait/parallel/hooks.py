@@ -10,6 +10,8 @@ Note [Hooks of a step]
     4. The global norm, and the decision to update or to skip. Without a skip: `before_update` and
        the optimizer.
     5. `after_step`.
+
+    `order.HOOKS` is the order in which the hooks of all techniques are called.
 """
 
 from __future__ import annotations
@@ -123,13 +125,6 @@ class StepHook:
 
 
 Hook = TypeVar("Hook", bound=StepHook)
-_RUNNING_BACKWARDS: list[Hooks] = []
-"""Hooks of the engines whose backward is running."""
-
-
-def backward_underway() -> bool:
-    """Return True if any engine of this process runs a backward now."""
-    return bool(_RUNNING_BACKWARDS)
 
 
 class Hooks:
@@ -214,3 +209,12 @@ class Hooks:
     def state(self) -> dict[str, torch.Tensor]:
         """Return the state of all hooks, by name."""
         return {name: tensor for hook in self.all for name, tensor in hook.state().items()}
+
+
+_RUNNING_BACKWARDS: list[Hooks] = []
+"""Hooks of the engines whose backward is running."""
+
+
+def backward_underway() -> bool:
+    """Return True if any engine of this process runs a backward now."""
+    return bool(_RUNNING_BACKWARDS)

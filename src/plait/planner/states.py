@@ -18,7 +18,7 @@ import numpy as np
 from plait.model.facts import ModelFacts, ParameterFacts
 from plait.model.outer_layers import LEAST_SHARE
 from plait.parallel.accounting.ledger import Ledger
-from plait.parallel.pipeline.account import cut
+from plait.parallel.pipeline.estimates import cut
 from plait.parallel.techniques.data_parallel import DataParallel
 from plait.parallel.techniques.mixed_precision import Precision
 from plait.planner.architecture import Architecture

@@ -26,7 +26,7 @@ from typing import Literal
 import numpy as np
 
 from plait.errors import ConfigError, InputError
-from plait.parallel.pipeline.account import cut
+from plait.parallel.pipeline.estimates import cut
 from plait.parallel.schedules.schedule import make_schedule
 from plait.parallel.schedules.timeline import Durations, Timeline, simulate
 from plait.planner.compute import (

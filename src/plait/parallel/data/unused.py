@@ -37,6 +37,7 @@ from plait.cluster.accelerator import HostCopy
 from plait.cluster.small_messages import all_gather_objects
 from plait.errors import CommunicationError, InputError
 from plait.parallel.hooks import FailureScope, StepHook, backward_underway
+from plait.parallel.parameter_layout import parameter_name
 
 _DELAY_STEPS = 2
 """Steps after which a GPU's result of the comparison is read."""
@@ -201,9 +202,7 @@ class UnusedTracker(StepHook):
         assert gradient is not None
         if not bool(local_tensor(gradient).any()):
             return
-        name = next(
-            (name for name, p in self._model.named_parameters() if p is parameter), "a parameter"
-        )
+        name = parameter_name(self._model, parameter)
         raise CommunicationError(
             f"{name} has a gradient that no rank has seen autograd compute, and would not be"
             " trained; report this, and meanwhile set parallel.unused_parameters = false (if every"

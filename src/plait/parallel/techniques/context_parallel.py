@@ -52,7 +52,7 @@ from plait.parallel.context.families import (
     why_in_tiles,
 )
 from plait.parallel.context.kinds import Kind, SequenceLayout, SequencePlacement
-from plait.parallel.gradient_sums import sum_gradients
+from plait.parallel.data.reducer import sum_gradients
 from plait.parallel.hooks import StepHook
 from plait.parallel.micro_batches import (
     CACHES,

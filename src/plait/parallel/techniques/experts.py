@@ -68,9 +68,9 @@ from plait.model.experts import (
 from plait.model.facts import ModelFacts
 from plait.model.sequence import is_inside
 from plait.parallel.accounting.ledger import Array, Ledger
+from plait.parallel.data.reducer import sum_gradients
 from plait.parallel.experts import dispatch
 from plait.parallel.experts.router_statistics import RouterStatistics
-from plait.parallel.gradient_sums import sum_gradients
 from plait.parallel.hooks import StepEnd, StepHook
 from plait.parallel.micro_batches import TokensOfForward
 from plait.parallel.parts import Parts

@@ -41,13 +41,12 @@ from plait.parallel.accounting.ledger import (
     after_root_backward,
 )
 from plait.parallel.activations.activation_store import ActivationStore
-from plait.parallel.data.reducer import Reducer
-from plait.parallel.gradient_sums import sum_gradients
+from plait.parallel.data.reducer import Reducer, sum_gradients
 from plait.parallel.hooks import FailureScope, StepHook
 from plait.parallel.parameter_layout import Reduction
 from plait.parallel.parts import Parts, Plans
-from plait.parallel.pipeline.account import cut, forward_costs
 from plait.parallel.pipeline.cut_check import CutCheck
+from plait.parallel.pipeline.estimates import cut, forward_costs
 from plait.parallel.pipeline.runtime import Runtime
 from plait.parallel.pipeline.stage import PipelinePlan, Stage, StagedModel, stage_model
 from plait.parallel.schedules.schedule import SCHEDULES, Action, Kind, Schedule, make_schedule

@@ -14,7 +14,13 @@ from torch import nn
 from plait.errors import InputError, ModelError
 from plait.model.blocks import find_blocks
 from plait.model.facts import ModelFacts, model_facts
-from plait.parallel.pipeline.account import ForwardCosts, cut, forward_costs, imbalance, stage_costs
+from plait.parallel.pipeline.estimates import (
+    ForwardCosts,
+    cut,
+    forward_costs,
+    imbalance,
+    stage_costs,
+)
 
 costs = st.one_of(
     st.integers(0, 20), st.floats(0, 100, allow_nan=False), st.sampled_from([0.1, 0.2, 0.3])
