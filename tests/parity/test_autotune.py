@@ -25,7 +25,7 @@ from plait.parallel.data.compression import (
     CompressionAutotuner,
     CompressionCandidate,
     Residuals,
-    best_of,
+    best_candidate,
 )
 from plait.parallel.data.reducer import Reducer
 from plait.parallel.hooks import StepEnd
@@ -166,7 +166,7 @@ def test_what_changes_more_has_to_save_more(
 def test_a_twentieth_of_the_best_before_has_to_be_saved(
     tried: dict[str, float], taken: str
 ) -> None:
-    assert best_of({"whole": 1.0, **tried}) == taken
+    assert best_candidate({"whole": 1.0, **tried}) == taken
 
 
 def on_a_clock(rank: int, world: int, seconds: list[float]) -> tuple[int, list[str], list[str]]:

@@ -43,21 +43,6 @@ LossFunction = Callable[[Any, Any], tuple[torch.Tensor, Any]]
 """Function of (output, micro-batch) that returns (loss, weight)."""
 
 
-@dataclass(frozen=True)
-class CutResult:
-    """Result of the check for one kind of batch.
-
-    Attributes:
-        missing: Entries of the output that the last stage does not have, with the error message of
-            each.
-        values: Whether shapes between stages may depend on the batch's values, not only on its
-            shapes.
-    """
-
-    missing: dict[str | int, str]
-    values: bool
-
-
 @dataclass
 class CutCheck:
     """Checks every kind of batch once, and again if attributes outside of the blocks change.
@@ -259,6 +244,21 @@ class CutCheck:
             if stage not in self.cut.owners.get(name, ()) or not recomputes:
                 return name
         return None
+
+
+@dataclass(frozen=True)
+class CutResult:
+    """Result of the check for one kind of batch.
+
+    Attributes:
+        missing: Entries of the output that the last stage does not have, with the error message of
+            each.
+        values: Whether shapes between stages may depend on the batch's values, not only on its
+            shapes.
+    """
+
+    missing: dict[str | int, str]
+    values: bool
 
 
 def _loss_of_copy(

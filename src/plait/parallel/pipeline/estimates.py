@@ -1,15 +1,14 @@
-"""Ledger of one pipeline rank, and its unsharded memory after every computation of the schedule.
+"""Numbers of a pipeline without running it: balanced stages, and the bytes of each rank.
 
-A rank's parameters are those of its stages. On them the accounts of all techniques apply as without
+`balance_stages` partitions the blocks such that the slowest stage is as fast as possible. It works
+on numbers only: costs of blocks in, numbers of blocks out. The embedding is on the first stage and
+the head on the last, and both are counted. Stages are contiguous in the model's order. The result
+is exact: no other partition has a smaller largest stage.
+
+A rank's parameters are those of its stages. For them the numbers of all techniques hold as without
 a pipeline. What differs is counted from the schedule's table: how often the root unit (the
 parameters outside of the blocks) is gathered and reduced, what stays unsharded between
 computations, and what is sent to other stages.
-
-Cut of a model into pipeline stages that makes the slowest stage as fast as possible.
-
-The functions work on numbers only: costs of blocks in, numbers of blocks out. The embedding is on
-the first stage and the head on the last, and both are counted. Stages are contiguous in the model's
-order. The result is exact: no other cut has a smaller largest stage.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from math import lcm
 import numpy as np
 
 from plait.errors import InputError, ModelError
-from plait.model.facts import ModelFacts, ParameterFacts, block_index
+from plait.model.facts import ModelFacts, block_index
 from plait.model.outer_layers import OuterUnits
 from plait.model.plans import TensorPlan
 from plait.model.stages import StageCut
@@ -35,21 +34,6 @@ from plait.parallel.accounting.ledger import (
     parameter_part,
 )
 from plait.parallel.schedules.schedule import Action, Kind, Schedule, messages
-
-
-@dataclass(frozen=True)
-class ForwardCosts:
-    """Costs of the parts of a model, in one unit.
-
-    Attributes:
-        blocks: Cost of every block, in the model's order.
-        first: Cost of the modules before the blocks, on the first stage.
-        last: Cost of the modules after the blocks, on the last stage.
-    """
-
-    blocks: tuple[float, ...]
-    first: float
-    last: float
 
 
 def forward_costs(facts: ModelFacts) -> ForwardCosts:
@@ -95,15 +79,30 @@ def forward_costs(facts: ModelFacts) -> ForwardCosts:
     return ForwardCosts(tuple(blocks), first, last)
 
 
-def cut(
+@dataclass(frozen=True)
+class ForwardCosts:
+    """Costs of the parts of a model, in one unit.
+
+    Attributes:
+        blocks: Cost of every block, in the model's order.
+        first: Cost of the modules before the blocks, on the first stage.
+        last: Cost of the modules after the blocks, on the last stage.
+    """
+
+    blocks: tuple[float, ...]
+    first: float
+    last: float
+
+
+def balance_stages(
     costs: Sequence[float], stages: int, *, first: float = 0, last: float = 0
 ) -> tuple[int, ...]:
     """Return the number of blocks of each stage that minimises the cost of the largest stage.
 
-    Several cuts may be best. Of these, each stage in turn takes as many blocks as fit into an equal
-    share of what remains, and more only if the remainder would not fit otherwise. So what cannot be
-    shared evenly is on the later stages (10 equal blocks on 4 stages: 2, 2, 3, 3), and the earlier
-    stages, which hold the activations of more micro-batches, have less.
+    Several partitions may be best. Of these, each stage in turn takes as many blocks as fit into an
+    equal share of what remains, and more only if the remainder would not fit otherwise. So later
+    stages get the larger shares if the blocks cannot be shared evenly (10 equal blocks on 4 stages:
+    2, 2, 3, 3), because earlier stages hold the activations of more micro-batches.
 
     Args:
         costs: Cost of each block.
@@ -195,7 +194,7 @@ def _stages_needed(items: Sequence[int], limit: int) -> list[int]:
 def stage_costs(
     costs: Sequence[float], sizes: Sequence[int], *, first: float = 0, last: float = 0
 ) -> tuple[float, ...]:
-    """Return the cost of each stage of a cut.
+    """Return the cost of each stage.
 
     Args:
         costs: Cost of each block.
@@ -248,9 +247,7 @@ def facts_of_rank(facts: ModelFacts, cut: StageCut, stages: Sequence[int]) -> Mo
     Tied parameters of several stages are on each of them.
     """
     rank_stages = set(stages)
-    blocks: tuple[str, ...] = ()
-    for stage in stages:
-        blocks += _blocks_of_stage(cut, stage)
+    blocks = tuple(name for stage in stages for name in _blocks_of_stage(cut, stage))
     # Units are renumbered; -1 is the root unit.
     unit_of = {facts.blocks.index(name): index for index, name in enumerate(blocks)}
     parameters = tuple(
@@ -272,7 +269,7 @@ def facts_of_rank(facts: ModelFacts, cut: StageCut, stages: Sequence[int]) -> Mo
         blocks=blocks,
         tensor_plan=tensor_plan,
         experts=experts,
-        # In a pipeline everything outside of the blocks is one unit (`parallel.data.shard_units`).
+        # In a pipeline everything outside of the blocks is one unit (`techniques.shard_units`).
         outer=OuterUnits(),
     )
 
@@ -300,9 +297,12 @@ def _plan_of_rank(
         return bool(module_stages & rank_stages)
 
     modules = tuple(entry for entry in plan.modules if runs(entry.name))
-    norms = tuple(filter(runs, plan.norms))
-    whole = tuple(filter(runs, plan.whole))
-    return replace(plan, modules=modules, norms=norms, whole=whole)
+    return replace(
+        plan,
+        modules=modules,
+        norms=tuple(filter(runs, plan.norms)),
+        whole=tuple(filter(runs, plan.whole)),
+    )
 
 
 def stage_counts(
@@ -314,7 +314,7 @@ def stage_counts(
     boundary_bytes: int,
     ledger: Ledger,
 ) -> StageCounts:
-    """Return the counts of a rank.
+    """Return how often a rank gathers, reduces and sends in a step.
 
     Args:
         schedule: Schedule of the pipeline.
@@ -360,18 +360,14 @@ def _shared_bytes(
     for parameter in facts.trainable:
         ranks = {schedule.stage_ranks[stage] for stage in cut.owners[parameter.name]}
         if len(ranks) > 1 and rank in ranks:
-            dim = facts.tensor_plan.dims[parameter.name] if facts.tensor_plan is not None else None
-            total += 2 * (len(ranks) - 1) * _local_bytes(parameter, dim, ledger) // len(ranks)
+            dim = None
+            if facts.tensor_plan is not None:
+                dim = facts.tensor_plan.dims[parameter.name]
+            # tp splits it along `dim`, and dp_shard along the first dimension.
+            part = parameter_part(parameter.shape, dim, ledger)
+            local_bytes = int(part.held[0] * part.row[0]) * parameter.itemsize
+            total += 2 * (len(ranks) - 1) * local_bytes // len(ranks)
     return total
-
-
-def _local_bytes(parameter: ParameterFacts, dim: int | None, ledger: Ledger) -> int:
-    """Return the bytes of a rank's part of a parameter.
-
-    tp splits it along `dim`, and dp_shard along the first dimension.
-    """
-    part = parameter_part(parameter.shape, dim, ledger)
-    return int(part.held[0] * part.row[0]) * parameter.itemsize
 
 
 def unsharded_after(
@@ -449,14 +445,14 @@ def _parameters_of_rank(
 
 @dataclass(frozen=True)
 class StageRow:
-    """Summary of one stage of a cut.
+    """Summary of one stage.
 
     Attributes:
         stage: Number of the stage.
         rank: Rank on the pp axis.
         blocks: Names of its blocks.
         parameters: Number of parameters; tied parameters count on each stage that holds them.
-        cost: FLOPs of a forward for one token (see `balance.forward_costs`).
+        cost: FLOPs of a forward for one token (see `forward_costs`).
     """
 
     stage: int
@@ -471,17 +467,16 @@ def stage_rows(schedule: Schedule, cut: StageCut, facts: ModelFacts) -> list[Sta
     costs = forward_costs(facts)
     sizes = [end - start for start, end in pairwise(cut.bounds)]
     loads = stage_costs(costs.blocks, sizes, first=costs.first, last=costs.last)
-    rows = []
-    for stage in range(cut.stages):
-        row = StageRow(
+    return [
+        StageRow(
             stage=stage,
             rank=schedule.stage_ranks[stage],
             blocks=_blocks_of_stage(cut, stage),
             parameters=facts_of_rank(facts, cut, [stage]).numel,
             cost=loads[stage],
         )
-        rows.append(row)
-    return rows
+        for stage in range(cut.stages)
+    ]
 
 
 def rank_imbalance(rows: Sequence[StageRow]) -> float:
