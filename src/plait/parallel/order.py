@@ -24,7 +24,7 @@ from plait.parallel.hooks import Hooks, StepHook
 from plait.parallel.parts import Parts, Plans
 from plait.parallel.technique import Technique, TechniqueContext
 from plait.parallel.techniques.compile import Compile
-from plait.parallel.techniques.context_parallel import ContextParallel, SequenceParts
+from plait.parallel.techniques.context_parallel import ContextParallel, SequenceShards
 from plait.parallel.techniques.data_collectives import Compression
 from plait.parallel.techniques.data_parallel import DataParallel, ShardedSteps
 from plait.parallel.techniques.experts import (
@@ -70,7 +70,7 @@ HOOKS: tuple[type[StepHook], ...] = (
     Reducer,
     UnusedTracker,
     ExpertGradients,
-    SequenceParts,
+    SequenceShards,
     PipelineRank,
     OffloadedActivations,
     RecordedBalance,

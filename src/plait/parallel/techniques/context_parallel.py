@@ -1,14 +1,14 @@
-"""Technique that gives each rank of the cp axis a part of every sequence, in all layers.
+"""Context parallelism: each rank of the cp axis has a part of every sequence, in all layers.
 
-All layers except attention compute a token from itself. Attention sees the other parts in one of
-three kinds (`kinds`). Everything that depends on the position of a token in its sequence is decided
-from the full batch before it is cut: the label that it predicts, its position, and the keys that it
-sees. Parameters are the same on all ranks of the axis, and a gradient is the sum over them.
+All layers except attention compute a token from itself. Attention reads the other parts in one of
+three ways (`context.kinds`). Everything that depends on the position of a token in its sequence is
+decided from the full batch before it is split: the label that it predicts, its position, and the
+keys that it sees. Parameters are the same on all ranks of the axis, and a gradient is the sum over
+them.
 
-Bytes that context parallelism sends over the cp axis per optimizer step, from the shapes only.
-
-With T tokens per micro-batch, n ranks, q and w elements of a token's queries and of its keys and
-values together (of a tp rank), and e bytes per element, a block sends per micro-batch:
+Note [Traffic of context parallelism]
+    With T tokens per micro-batch, n ranks, q and w elements of a token's queries and of its keys
+    and values together (of a tp rank), and e bytes per element, a block sends per micro-batch:
 
     all-gather-kv   forward:  all-gather of T w e (n-1)/n
                     backward: the same, and a reduce-scatter of as much
@@ -17,9 +17,10 @@ values together (of a tp rank), and e bytes per element, a block sends per micro
     ulysses         forward:  all-to-all of (2 q + w') (T/n) e (n-1)/n, w' with repeated heads
                     backward: the same
 
-All-to-all is counted as the reduce-scatter with which gloo carries it out. What recomputation
-repeats is measured elsewhere. Sequence lengths are assumed to be divisible. A parameter's gradient
-is all-reduced once per step, after data parallelism has reduced and sharded it.
+    All-to-all is counted as the reduce-scatter with which gloo implements it. Collectives that
+    recomputation repeats are measured elsewhere. Sequence lengths are assumed to be divisible. A
+    parameter's gradient is all-reduced once per step, after data parallelism has reduced and
+    sharded it.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ from plait.parallel.micro_batches import (
     IGNORED,
     LABELS,
     SHIFTED,
+    attach_token_mask,
     map_tensors,
-    mark_tokens,
     with_explicit_entries,
 )
 from plait.parallel.parts import Parts
@@ -69,73 +70,11 @@ from plait.parallel.techniques.compile import Compile
 from plait.parallel.techniques.data_parallel import DataParallel
 from plait.parallel.techniques.offload import OptimizerOffload, ParameterOffload
 
-
-def context_traffic(facts: ModelFacts, ledger: Ledger, kind: Kind) -> dict[str, Array]:
-    """Return the bytes that one rank sends per optimizer step, by collective."""
-    n = ledger.cp
-    one_per_candidate = np.ones_like(ledger.cp)
-    sent = {"all_reduce": 2 * _summed_bytes(facts, ledger) * (n - 1) // n}
-    shape = facts.attention
-    if shape is None or not facts.blocks:
-        return sent
-
-    itemsize = one_per_candidate * facts.parameters[0].itemsize
-    if ledger.compute_bytes is not None:
-        itemsize = one_per_candidate * ledger.compute_bytes
-    # Tokens of all micro-batches and blocks.
-    tokens = ledger.accumulation * len(facts.blocks) * ledger.tokens
-    tp = ledger.tp if _splits_heads(facts.tensor_plan) else one_per_candidate
-    heads = shape.heads // tp
-    kv_heads = np.maximum(shape.kv_heads // tp, 1)
-    kv_width = kv_heads * (shape.head_dim + shape.value_dim)
-    if kind == "all-gather-kv":
-        gathered = tokens * kv_width * itemsize * (n - 1) // n
-        return {**sent, "all_gather": 2 * gathered, "reduce_scatter": gathered}
-
-    if kind == "ring":
-        part = tokens * kv_width // n
-        gradient_messages = np.where(n > 1, n, 0)
-        gradient_itemsize = np.maximum(itemsize, 4)
-        bytes_per_element = (2 * n - 2) * itemsize + gradient_messages * gradient_itemsize
-        return {**sent, "send": part * bytes_per_element}
-
-    repeated_kv_heads = np.asarray(
-        [lcm(int(count), int(ranks)) for count, ranks in zip(kv_heads, n, strict=True)]
-    )
-    width = (heads + repeated_kv_heads) * (shape.head_dim + shape.value_dim)
-    return {**sent, "reduce_scatter": 2 * tokens * width * itemsize // n * (n - 1) // n}
-
-
-def _summed_bytes(facts: ModelFacts, ledger: Ledger) -> Array:
-    """Return the bytes of the gradients that are summed over cp."""
-    if facts.experts is None or not facts.experts.parameters:
-        return gradient_bytes(facts, ledger)
-    # Gradients of experts on different ranks are reduced over their own axis.
-    experts = frozenset(facts.experts.parameters)
-    others = tuple(p for p in facts.parameters if p.name not in experts)
-    without_experts = replace(facts, parameters=others)
-    return np.where(
-        ledger.ep > 1, gradient_bytes(without_experts, ledger), gradient_bytes(facts, ledger)
-    )
-
-
-def _splits_heads(plan: TensorPlan | None) -> bool:
-    """Return True if each tp rank has a part of the heads.
-
-    A fused projection whose heads are not contiguous is gathered, and each rank computes all heads.
-    """
-    if plan is None:
-        return False
-    names = QUERY_NAMES | KEY_VALUE_NAMES | FUSED_NAMES
-    styles = {entry.style for entry in plan.modules if entry.name.rpartition(".")[2] in names}
-    return bool(styles) and "colwise_gather_output" not in styles
-
-
 IN_TILES = (
     "attention is computed in tiles of matrix products, which is many times slower than a fused"
     " kernel"
 )
-"""Begin of the message if a GPU uses no fused kernel. The reason follows."""
+"""Beginning of the message if a GPU uses no fused kernel. The reason follows."""
 
 
 class ContextParallel(Technique):
@@ -199,7 +138,7 @@ class ContextParallel(Technique):
         return replace(parts, attention=InstalledAttention(original, implementation, place))
 
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
-        """Return the hook that cuts micro-batches and sums gradients."""
+        """Return the hook that splits micro-batches and sums gradients."""
         installed = parts.attention
         if installed is None:
             return []
@@ -210,22 +149,22 @@ class ContextParallel(Technique):
         ]
         dtype = parts.shard.compute_dtype or next(parts.model.parameters()).dtype
         model = without_wrapper(parts.model)
-        return [SequenceParts(model, self, installed, parameters, dtype, device=mesh.device)]
+        return [SequenceShards(model, self, installed, parameters, dtype, device=mesh.device)]
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
         """Add the traffic of attention and of gradients."""
         if (ledger.cp == 1).all():
             return ledger
-        for collective, count in context_traffic(facts, ledger, self.context).items():
+        for collective, count in _traffic(facts, ledger, self.context).items():
             ledger = ledger.add_traffic(collective, count)
         return ledger
 
-    def part(
+    def local_batch(
         self, batch: Any, layout: SequenceLayout, *, keeps_cache: bool = False, family: str = ""
     ) -> dict[str, Any]:
         """Return a rank's part of a micro-batch.
 
-        Entries that have a row for each token are cut. `attention_mask` describes the keys that
+        Entries that have a row for each token are split. `attention_mask` describes the keys that
         each token may see (see `visible`). `labels` are left out, because a loss would shift them
         at the wrong end.
 
@@ -236,7 +175,7 @@ class ContextParallel(Technique):
             family: The model's `config.model_type`.
 
         Raises:
-            InputError: The batch cannot be cut.
+            InputError: The batch cannot be split.
         """
         ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
         if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
@@ -256,7 +195,7 @@ class ContextParallel(Technique):
             )
         starts = attention_function.document_starts(batch)
         if starts is not None:
-            _refuse_documents(caches=batch.get("use_cache", keeps_cache), family=family)
+            _refuse_packed_documents(caches=batch.get("use_cache", keeps_cache), family=family)
             length = starts.shape[1]
             # Tokens that are added as padding see themselves.
             padding = torch.arange(length, layout.padded(length), device=starts.device)
@@ -264,71 +203,18 @@ class ContextParallel(Technique):
             # With `ulysses` a rank computes attention for all tokens.
             if self.context != "ulysses":
                 starts = layout.cut(starts, dim=1)
-        cut_entries = {
-            name: _cut(name, entry, ids, layout)
+        local_entries = {
+            name: _split_entry(name, entry, ids, layout)
             for name, entry in batch.items()
             if name not in (LABELS, "attention_mask")
         }
         mask = attention_function.as_mask(starts, len(ids), ids.device)
-        mark_tokens(mask, _real_tokens(batch, ids, layout))
-        return LocalBatch(cut_entries, attention_mask=mask, use_cache=False)
+        attach_token_mask(mask, _local_token_mask(batch, ids, layout))
+        return LocalBatch(local_entries, attention_mask=mask, use_cache=False)
 
 
-def _refuse_documents(*, caches: bool, family: str) -> None:
-    """Raise InputError if one process would not separate the documents of a row."""
-    if caches:
-        raise InputError(
-            "parallel.cp: position_ids restart within a row. Transformers treats this as several"
-            " documents only if it creates no KV cache, and model.config.use_cache = True creates"
-            " one; set it to False on every layout, so that documents do not see each other"
-        )
-    if family in WITHOUT_DOCUMENTS:
-        raise InputError(
-            f"parallel.cp: position_ids restart within a row, and Transformers' {family} ignores"
-            " them when it masks attention: documents of a row see each other in one process, and"
-            " would not with context parallelism; use one row per document"
-        )
-
-
-def _real_tokens(
-    batch: Mapping[str, Any], ids: torch.Tensor, layout: SequenceLayout
-) -> torch.Tensor | None:
-    """Return this rank's part of a mask [batch, seq] of tokens that are not padding, or None."""
-    mask = batch.get("attention_mask")
-    if isinstance(mask, torch.Tensor):
-        return layout.cut(mask, dim=1)
-    length = ids.shape[1]
-    if layout.padded(length) == length:
-        return None
-    return layout.cut(torch.ones_like(ids), dim=1)
-
-
-def _cut(name: str, entry: Any, ids: torch.Tensor, layout: SequenceLayout) -> Any:
-    if not isinstance(entry, torch.Tensor) or entry.ndim < 2:
-        return entry
-    rows, length = ids.shape
-    if entry.shape[1] != length or entry.shape[0] not in (1, rows):
-        raise InputError(
-            f"parallel.cp: the batch's `{name}` is {list(entry.shape)}, and what is cut has a row"
-            f" for each token: [{rows}, {length}, ...]; give it that shape, or leave it out"
-        )
-    return layout.cut(entry, dim=1, fill=IGNORED if name == SHIFTED else 0)
-
-
-class LocalBatch(dict[str, Any]):
-    """Part of a micro-batch on one rank. Reading `labels` is an error."""
-
-    def __missing__(self, key: str) -> Any:
-        if key == LABELS:
-            raise InputError(
-                "parallel.cp: the loss reads `labels`, which it would shift within a part of a"
-                " sequence; read `shift_labels`, which each position predicts"
-            )
-        raise KeyError(key)
-
-
-class SequenceParts(StepHook):
-    """Hook that cuts every micro-batch, and sums gradients over all parts of the sequences."""
+class SequenceShards(StepHook):
+    """Hook that splits every micro-batch, and sums gradients over all parts of the sequences."""
 
     def __init__(
         self,
@@ -362,7 +248,9 @@ class SequenceParts(StepHook):
         self._dtype = dtype
         self._compared = False
         self._checked_documents = False
-        chunks = "2 chunks, from both ends" if self.layout.zigzag else "one chunk"
+        chunks = "one chunk"
+        if self.layout.zigzag:
+            chunks = "2 chunks, from both ends"
         self.description = (
             f"each sequence is cut over {self.layout.ranks} ranks ({technique.context}; a rank has"
             f" {chunks})"
@@ -388,16 +276,18 @@ class SequenceParts(StepHook):
         config = getattr(self.model, "config", None)
         keeps_cache = bool(getattr(config, "use_cache", False))
         family = str(getattr(config, "model_type", ""))
-        part = self.technique.part(batch, self.layout, keeps_cache=keeps_cache, family=family)
+        shard = self.technique.local_batch(
+            batch, self.layout, keeps_cache=keeps_cache, family=family
+        )
         if (
             not self._checked_documents
-            and attention_function.starts_of_mask(part["attention_mask"]) is not None
+            and attention_function.starts_of_mask(shard["attention_mask"]) is not None
         ):
             self._checked_documents = True
             reason = self._why_in_tiles(documents=True)
             if reason and not self._tiles_reason:
                 warn(f"parallel.cp: rows have several documents, and {IN_TILES}: {reason}")
-        return attention_function.on_device(self.model, part, self.device)
+        return attention_function.on_device(self.model, shard, self.device)
 
     def _compare_first(self, batch: Any) -> None:
         """Raise InputError if the first batch differs between the ranks. Collective.
@@ -448,7 +338,7 @@ class SequenceParts(StepHook):
         sum_gradients(self.parameters, self.group, users=self.group)
 
     def release(self) -> None:
-        """Give the model its original attention."""
+        """Restore the original attention of the model."""
         attention_function.remove(self.model, self._original)
 
 
@@ -456,4 +346,123 @@ def local_batch(batch: Any, technique: ContextParallel, cp: int, rank: int) -> A
     """Return a rank's part of a micro-batch as a user passes it; all of it if cp is 1."""
     if cp == 1:
         return batch
-    return dict(technique.part(with_explicit_entries(batch), technique.layout(cp, rank)))
+    return dict(technique.local_batch(with_explicit_entries(batch), technique.layout(cp, rank)))
+
+
+class LocalBatch(dict[str, Any]):
+    """Part of a micro-batch on one rank. Reading `labels` is an error."""
+
+    def __missing__(self, key: str) -> Any:
+        if key == LABELS:
+            raise InputError(
+                "parallel.cp: the loss reads `labels`, which it would shift within a part of a"
+                " sequence; read `shift_labels`, which each position predicts"
+            )
+        raise KeyError(key)
+
+
+def _split_entry(name: str, entry: Any, ids: torch.Tensor, layout: SequenceLayout) -> Any:
+    if not isinstance(entry, torch.Tensor) or entry.ndim < 2:
+        return entry
+    rows, length = ids.shape
+    if entry.shape[1] != length or entry.shape[0] not in (1, rows):
+        raise InputError(
+            f"parallel.cp: the batch's `{name}` is {list(entry.shape)}, and what is cut has a row"
+            f" for each token: [{rows}, {length}, ...]; give it that shape, or leave it out"
+        )
+    return layout.cut(entry, dim=1, fill=IGNORED if name == SHIFTED else 0)
+
+
+def _local_token_mask(
+    batch: Mapping[str, Any], ids: torch.Tensor, layout: SequenceLayout
+) -> torch.Tensor | None:
+    """Return this rank's part of a mask [batch, seq] of tokens that are not padding, or None."""
+    mask = batch.get("attention_mask")
+    if isinstance(mask, torch.Tensor):
+        return layout.cut(mask, dim=1)
+    length = ids.shape[1]
+    if layout.padded(length) == length:
+        return None
+    return layout.cut(torch.ones_like(ids), dim=1)
+
+
+def _refuse_packed_documents(*, caches: bool, family: str) -> None:
+    """Raise InputError if one process would not separate the documents of a row."""
+    if caches:
+        raise InputError(
+            "parallel.cp: position_ids restart within a row. Transformers treats this as several"
+            " documents only if it creates no KV cache, and model.config.use_cache = True creates"
+            " one; set it to False on every layout, so that documents do not see each other"
+        )
+    if family in WITHOUT_DOCUMENTS:
+        raise InputError(
+            f"parallel.cp: position_ids restart within a row, and Transformers' {family} ignores"
+            " them when it masks attention: documents of a row see each other in one process, and"
+            " would not with context parallelism; use one row per document"
+        )
+
+
+def _traffic(facts: ModelFacts, ledger: Ledger, kind: Kind) -> dict[str, Array]:
+    """Return the bytes that one rank sends per optimizer step, by collective.
+
+    See Note [Traffic of context parallelism].
+    """
+    n = ledger.cp
+    one_per_candidate = np.ones_like(ledger.cp)
+    sent = {"all_reduce": 2 * _summed_bytes(facts, ledger) * (n - 1) // n}
+    shape = facts.attention
+    if shape is None or not facts.blocks:
+        return sent
+
+    itemsize = one_per_candidate * facts.parameters[0].itemsize
+    if ledger.compute_bytes is not None:
+        itemsize = one_per_candidate * ledger.compute_bytes
+    # Tokens of all micro-batches and blocks.
+    tokens = ledger.accumulation * len(facts.blocks) * ledger.tokens
+    tp = one_per_candidate
+    if _splits_heads(facts.tensor_plan):
+        tp = ledger.tp
+    heads = shape.heads // tp
+    kv_heads = np.maximum(shape.kv_heads // tp, 1)
+    kv_width = kv_heads * (shape.head_dim + shape.value_dim)
+    if kind == "all-gather-kv":
+        gathered = tokens * kv_width * itemsize * (n - 1) // n
+        return {**sent, "all_gather": 2 * gathered, "reduce_scatter": gathered}
+
+    if kind == "ring":
+        part = tokens * kv_width // n
+        gradient_messages = np.where(n > 1, n, 0)
+        gradient_itemsize = np.maximum(itemsize, 4)
+        bytes_per_element = (2 * n - 2) * itemsize + gradient_messages * gradient_itemsize
+        return {**sent, "send": part * bytes_per_element}
+
+    repeated_kv_heads = np.asarray(
+        [lcm(int(count), int(ranks)) for count, ranks in zip(kv_heads, n, strict=True)]
+    )
+    width = (heads + repeated_kv_heads) * (shape.head_dim + shape.value_dim)
+    return {**sent, "reduce_scatter": 2 * tokens * width * itemsize // n * (n - 1) // n}
+
+
+def _summed_bytes(facts: ModelFacts, ledger: Ledger) -> Array:
+    """Return the bytes of the gradients that are summed over cp."""
+    if facts.experts is None or not facts.experts.parameters:
+        return gradient_bytes(facts, ledger)
+    # Gradients of experts on different ranks are reduced over their own axis.
+    experts = frozenset(facts.experts.parameters)
+    others = tuple(p for p in facts.parameters if p.name not in experts)
+    without_experts = replace(facts, parameters=others)
+    return np.where(
+        ledger.ep > 1, gradient_bytes(without_experts, ledger), gradient_bytes(facts, ledger)
+    )
+
+
+def _splits_heads(plan: TensorPlan | None) -> bool:
+    """Return True if each tp rank has a part of the heads.
+
+    A fused projection whose heads are not contiguous is gathered, and each rank computes all heads.
+    """
+    if plan is None:
+        return False
+    names = QUERY_NAMES | KEY_VALUE_NAMES | FUSED_NAMES
+    styles = {entry.style for entry in plan.modules if entry.name.rpartition(".")[2] in names}
+    return bool(styles) and "colwise_gather_output" not in styles
