@@ -49,7 +49,7 @@ class StepHook:
     """True if `description` is that of a default, which the first lines of a run leave out."""
 
     has_refused: bool = False
-    """True if it has refused a gradient. Earlier gradients of the step have to be dropped then."""
+    """True if it has refused a gradient. Earlier gradients of the step must be dropped."""
 
     def transform(self, batch: Any) -> Any:
         """Return the micro-batch that replaces `batch` for the model and the loss.

@@ -1,4 +1,4 @@
-"""Initial weights for a model that was built on `meta` and sharded there.
+"""Initial weights for a model that was built and sharded on `meta`.
 
 The weights have the same bits on every layout, and no process ever holds the full model.
 

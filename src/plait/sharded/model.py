@@ -240,7 +240,7 @@ class ShardedModel:
     @property
     def _counted_by_other_stage(self) -> frozenset[nn.Parameter]:
         """Tied parameters whose gradient another pipeline stage adds to the norm."""
-        return self.pipeline.counted if self.pipeline is not None else frozenset()
+        return self.pipeline.counted_by_other_stage if self.pipeline is not None else frozenset()
 
     def stepper(
         self,

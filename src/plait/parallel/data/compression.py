@@ -65,7 +65,7 @@ class Residuals(StepHook):
         return state
 
     def load_state(self, saved: Mapping[str, torch.Tensor]) -> None:
-        """Restore the tensors that have the same shape here.
+        """Restore the tensors that have the same shape in this run.
 
         The others start anew, which loses what compression has left over from one step.
         """

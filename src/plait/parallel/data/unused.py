@@ -96,7 +96,8 @@ class UnusedTracker(StepHook):
     def _watch(self, module: FSDPModule, *_: object) -> None:
         pairs = gathered_parameters(module)
         for sharded, unsharded in pairs:
-            if _may_train(unsharded):
+            # Integers of quantised weights cannot require a gradient.
+            if unsharded.is_floating_point() or unsharded.is_complex():
                 _call_on_gradient(unsharded, partial(self._mark, self._index[sharded]))
         if pairs:
             self._handles.pop(module).remove()
@@ -192,11 +193,6 @@ class UnusedTracker(StepHook):
             " trained; report this, and meanwhile set parallel.unused_parameters = false (if every"
             " step uses every parameter) or use ZeRO stage 0"
         )
-
-
-def _may_train(parameter: torch.Tensor) -> bool:
-    """Return True if torch allows `requires_grad`, unlike for integers of quantised weights."""
-    return parameter.is_floating_point() or parameter.is_complex()
 
 
 def _call_on_gradient(parameter: torch.Tensor, function: Callable[[torch.Tensor], None]) -> None:

@@ -1,4 +1,4 @@
-"""Check that a model that was cut into pipeline stages computes the same as the uncut model.
+"""Check that the pipeline stages of a model compute the same as the full model.
 
 The check runs before the first use of every kind of batch, on all ranks and without communication.
 It traces one forward and the loss of a copy without weights (`model.dataflow`). The trace also
@@ -81,7 +81,7 @@ class CutCheck:
             training: Whether the model is in training mode.
 
         Raises:
-            ModelError: The cut model would compute something else, or the copy cannot tell.
+            ModelError: The stages would compute something else, or the copy cannot be traced.
         """
         key = (training, loss is not None, _kind(batch))
         if key not in self._results:
@@ -180,7 +180,7 @@ class CutCheck:
         return CutResult(result_missing, depends_on_values)
 
     def _refuse_other_owners(self, flow: Dataflow, name: str) -> None:
-        """Raise ModelError if a stage uses a parameter that the cut does not give it."""
+        """Raise ModelError if a stage uses a parameter that the cut does not assign to it."""
         needed = stages_needed(flow, self.cut.bounds, name=name)
         for owners, available, verb in (
             (needed.owners, self.cut.owners, "uses"),

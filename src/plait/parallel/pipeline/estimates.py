@@ -7,8 +7,7 @@ is exact: no other partition has a smaller largest stage.
 
 A rank's parameters are those of its stages. For them the numbers of all techniques hold as without
 a pipeline. What differs is counted from the schedule's table: how often the root unit (the
-parameters outside of the blocks) is gathered and reduced, what stays unsharded between
-computations, and what is sent to other stages.
+parameters outside of the blocks) is gathered and reduced, and what is sent to other stages.
 """
 
 from __future__ import annotations
@@ -29,8 +28,6 @@ from plait.model.stages import StageCut
 from plait.parallel.accounting.ledger import (
     Ledger,
     StageCounts,
-    after_block_backward,
-    after_root_backward,
     parameter_part,
 )
 from plait.parallel.schedules.schedule import Action, Kind, Schedule, messages
@@ -55,7 +52,7 @@ def forward_costs(facts: ModelFacts) -> ForwardCosts:
     """
     if not facts.blocks:
         raise ModelError(
-            "the model has no repeated blocks to cut into pipeline stages; name them in"
+            "the model has no repeated blocks to split into pipeline stages; name them in"
             " parallel.blocks"
         )
     blocks = [0.0] * len(facts.blocks)
@@ -226,21 +223,6 @@ def imbalance(loads: Sequence[float]) -> float:
     return max(loads) / mean if mean else 1.0
 
 
-@dataclass(frozen=True)
-class UnshardedBytes:
-    """Bytes that a rank holds unsharded after a computation.
-
-    Attributes:
-        action: The computation.
-        gathered_parameters: Bytes of gathered parameters.
-        unsharded_gradients: Bytes of gradients that were not reduced yet.
-    """
-
-    action: Action
-    gathered_parameters: int
-    unsharded_gradients: int
-
-
 def facts_of_rank(facts: ModelFacts, cut: StageCut, stages: Sequence[int]) -> ModelFacts:
     """Return the facts of the part of a model that a rank with these stages has.
 
@@ -368,79 +350,6 @@ def _shared_bytes(
             local_bytes = int(part.held[0] * part.row[0]) * parameter.itemsize
             total += 2 * (len(ranks) - 1) * local_bytes // len(ranks)
     return total
-
-
-def unsharded_after(
-    schedule: Schedule,
-    rank: int,
-    *,
-    zero: int,
-    facts: ModelFacts,
-    cut: StageCut,
-    gathered: dict[str, int],
-    gradients: dict[str, int],
-) -> list[UnshardedBytes]:
-    """Return the unsharded bytes after every computation of a rank, in the order of its row.
-
-    Everything is zero if parameters are neither sharded nor cast.
-
-    Args:
-        schedule: Schedule of the pipeline.
-        rank: Rank on the pp axis.
-        zero: ZeRO stage.
-        facts: Facts of the complete model.
-        cut: Cut of the model.
-        gathered: Bytes of every parameter when it is gathered, with padding.
-        gradients: Bytes of the unsharded gradient of every parameter.
-    """
-    stages = set(schedule.stages_of(rank))
-    blocks, root = _parameters_of_rank(facts, cut, stages)
-    ends = cut.outside_stages() & stages
-    remaining = dict.fromkeys(stages, schedule.microbatches)
-    is_gathered: set[str] = set()
-    has_gradient: set[str] = set()
-    rows = []
-    for action in schedule.ranks[rank]:
-        stage = action.stage
-        is_gathered |= {*blocks[stage], *root}
-        if zero == 3:
-            is_gathered -= set(blocks[stage])
-        if action.kind in (Kind.BACKWARD, Kind.WEIGHT):
-            has_gradient.update(blocks[stage])
-            has_gradient.update(name for name, users in root.items() if stage in users)
-            for names, after in (
-                (blocks[stage], after_block_backward(zero, remaining, ran=stage, own=stage)),
-                (root, after_root_backward(zero, remaining, ran=stage, users=ends)),
-            ):
-                if after.reduce:
-                    has_gradient -= set(names)
-                if after.free:
-                    is_gathered -= set(names)
-            remaining[stage] -= 1
-        gathered_bytes = sum(gathered[name] for name in is_gathered)
-        gradient_bytes = sum(gradients.get(name, 0) for name in has_gradient)
-        rows.append(UnshardedBytes(action, gathered_bytes, gradient_bytes))
-    return rows
-
-
-def _parameters_of_rank(
-    facts: ModelFacts, cut: StageCut, stages: set[int]
-) -> tuple[dict[int, list[str]], dict[str, set[int]]]:
-    """Return the parameters of each stage's blocks, and the stages that use each other one."""
-    stage_of_block: dict[str, int] = {}
-    for stage in stages:
-        stage_of_block.update(dict.fromkeys(_blocks_of_stage(cut, stage), stage))
-    blocks: dict[int, list[str]] = {stage: [] for stage in stages}
-    root: dict[str, set[int]] = {}
-    for parameter in facts.parameters:
-        users = set(cut.owners[parameter.name] & stages)
-        if parameter.unit >= 0:
-            block = facts.blocks[parameter.unit]
-            if block in stage_of_block:
-                blocks[stage_of_block[block]].append(parameter.name)
-        elif users:
-            root[parameter.name] = users
-    return blocks, root
 
 
 @dataclass(frozen=True)

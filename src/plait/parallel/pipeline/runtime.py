@@ -66,7 +66,8 @@ class Runtime:
         schedule: Table of the computations of all ranks.
         staged: Stages of this rank.
         messenger: Sends and receives between pipeline ranks.
-        check: Checks every kind of batch before it is used; None for a rank that runs alone.
+        check: Checks every kind of batch before it is used. None if this rank runs without the
+            others.
         observers: Called before (False) and after (True) every computation.
         listeners: Called with everything that is sent to another stage.
         statistics: Router statistics that are sent with the activations, if a loss depends on the
@@ -108,7 +109,7 @@ class Runtime:
     def announce_output(self, stage: int, batch: Any, output: Any) -> None:
         """Set the boundary of a stage for micro-batches like `batch`.
 
-        A rank that runs alone then does not wait for a description from the other ranks.
+        A rank that runs without the others does not wait for their descriptions afterwards.
         """
         if self.statistics is not None:
             output = self.statistics.like(output)

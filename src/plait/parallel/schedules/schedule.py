@@ -200,7 +200,8 @@ def make_schedule(
         stages_per_rank: Stages per rank, or None for the default of the schedule.
 
     Raises:
-        ConfigError: The schedule does not exist for these numbers. It says what works instead.
+        ConfigError: The schedule does not exist for these numbers. The message names numbers that
+            work.
     """
     spec = SCHEDULES.get(name)
     if spec is None:

@@ -100,7 +100,7 @@ class ContextParallel(Technique):
             )
             problems.append(Problem("parallel.cp", cp, rule, "set that to false, or use 1"))
         if context.technique(Compile).enabled:
-            rule = "compile.enabled is true, and cut sequences are not tested with torch.compile"
+            rule = "compile.enabled is true, and split sequences are not tested with torch.compile"
             problems.append(Problem("parallel.cp", cp, rule, "set that to false, or use 1"))
         offload_devices = (
             context.technique(OptimizerOffload).device,
@@ -181,7 +181,7 @@ class ContextParallel(Technique):
         if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
             raise InputError(
                 "parallel.cp: a batch is a mapping with `input_ids` [batch, seq]; a batch in"
-                " another form cannot be cut"
+                " another form cannot be split"
             )
         if batch.get("use_cache") or any(batch.get(name) is not None for name in CACHES):
             raise InputError(
@@ -252,8 +252,8 @@ class SequenceShards(StepHook):
         if self.layout.zigzag:
             chunks = "2 chunks, from both ends"
         self.description = (
-            f"each sequence is cut over {self.layout.ranks} ranks ({technique.context}; a rank has"
-            f" {chunks})"
+            f"each sequence is split over {self.layout.ranks} ranks ({technique.context}; a rank"
+            f" has {chunks})"
         )
         self._tiles_reason = self._why_in_tiles(documents=False)
         if self._tiles_reason:
@@ -292,7 +292,7 @@ class SequenceShards(StepHook):
     def _compare_first(self, batch: Any) -> None:
         """Raise InputError if the first batch differs between the ranks. Collective.
 
-        Each rank cuts its part from its own batch, and a data loader may give them different rows.
+        Each rank takes its part from its own batch, and data loaders may return different rows.
         """
         ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
         if self._compared or not isinstance(ids, torch.Tensor):
@@ -308,7 +308,7 @@ class SequenceShards(StepHook):
         if int(extremes[0]) != -int(extremes[1]):
             raise InputError(
                 f"parallel.cp = {self.layout.ranks}: the first batch is not the same on all ranks"
-                " of the cp axis, which cut their parts from it; give every rank the rows of its"
+                " of the cp axis, which take their parts from it; give every rank the rows of its"
                 " engine.dp_rank (of engine.dp_size), in full"
             )
 
@@ -367,8 +367,8 @@ def _split_entry(name: str, entry: Any, ids: torch.Tensor, layout: SequenceLayou
     rows, length = ids.shape
     if entry.shape[1] != length or entry.shape[0] not in (1, rows):
         raise InputError(
-            f"parallel.cp: the batch's `{name}` is {list(entry.shape)}, and what is cut has a row"
-            f" for each token: [{rows}, {length}, ...]; give it that shape, or leave it out"
+            f"parallel.cp: the batch's `{name}` is {list(entry.shape)}, and an entry that is split"
+            f" has a row for each token: [{rows}, {length}, ...]; give it that shape, or leave it out"
         )
     return layout.cut(entry, dim=1, fill=IGNORED if name == SHIFTED else 0)
 

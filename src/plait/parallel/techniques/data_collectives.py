@@ -121,7 +121,7 @@ class Compression(Technique):
         return [autotuner, residuals]
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
-        """Store the scheme in the ledger, for the technique that accounts for messages."""
+        """Store the scheme in the ledger, for the technique that counts the messages."""
         return ledger.with_(scheme=self.scheme)
 
 
@@ -179,7 +179,7 @@ def select_replicated(
         if algorithm == "by-machines":
             reason = transport.reason
             if transport.name == "shared-memory":
-                reason += "; the links were not measured, because nothing here is faster"
+                reason += "; the links were not measured, because shared memory is faster"
         make_buckets = transport.buckets
         description = f"gradients are reduced by {transport.name}: {reason}"
         in_memory = algorithm == "shared-memory" or transport.name == "shared-memory"

@@ -24,7 +24,7 @@ are all-reduced over `dp_replicate` once per step.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -487,21 +487,7 @@ def _account_parameters(
     n = ledger.dp_shard
     replicas = ledger.dp_replicate
     k = ledger.accumulation
-    kinds = (
-        "parameters",
-        "gradients",
-        "optimizer",
-        "gathered",
-        "wire_gather_block",
-        "wire_gather_root",
-        "wire_reduce_block",
-        "wire_reduce_root",
-        "wire_gather_again",
-        "all_reduced",
-        "compression",
-        "unsharded_gradients",
-    )
-    total: dict[str, Array] = {kind: np.zeros_like(n) for kind in kinds}
+    total: defaultdict[str, Array] = defaultdict(lambda: np.zeros_like(n))
     # Models repeat a few shapes many times, so equal parameters are priced once.
     for (shape, itemsize, trainable, in_block, tensor_dim), count in _shapes(facts, ledger).items():
         part = parameter_part(shape, tensor_dim, ledger)
@@ -550,8 +536,8 @@ def _account_parameters(
     for kind in ("parameters", "gradients", "optimizer"):
         ledger = ledger.add_memory(kind, total[kind])
 
-    # Additional memory between two micro-batches. In a pipeline it is counted after each
-    # computation (`pipeline.estimates`).
+    # Additional memory between two micro-batches. In a pipeline it differs between the moments of a
+    # step (`accounting.peak`).
     accumulates = (k > 1) & (ledger.stage is None)
     ledger = ledger.add_memory(
         "gathered_parameters",

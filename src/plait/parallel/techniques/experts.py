@@ -102,8 +102,7 @@ class ExpertParallel(Technique):
             if applies
         )
         if context.model is not None:
-            _refuse_unsupported_model(context.model, ep)
-            _refuse_unproven(context.model, tp=context.layout.tp)
+            _refuse_unsupported_model(context.model, ep, tp=context.layout.tp)
 
     def groups(self, context: TechniqueContext) -> Groups:
         """Return the group of all ranks that may use different experts of a layer."""
@@ -266,7 +265,7 @@ _IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
 """Implementations of experts in Transformers that work with the experts of one rank."""
 
 
-def _refuse_unsupported_model(model: nn.Module, ep: int) -> None:
+def _refuse_unsupported_model(model: nn.Module, ep: int, *, tp: int) -> None:
     layers = find_experts(model)
     name = type(model).__name__
     if not layers:
@@ -293,7 +292,8 @@ def _refuse_unsupported_model(model: nn.Module, ep: int) -> None:
                 f"parallel.ep = {ep}: {first} and {second} are one parameter, and experts are"
                 " split; use 1"
             )
-    kind = getattr(getattr(model, "config", None), "_experts_implementation", "eager")
+    config = getattr(model, "config", None)
+    kind = getattr(config, "_experts_implementation", "eager")
     if kind not in _IMPLEMENTATIONS:
         raise ModelError(
             f"parallel.ep = {ep}: {name} computes experts with {kind!r}, which is not proven to"
@@ -301,12 +301,10 @@ def _refuse_unsupported_model(model: nn.Module, ep: int) -> None:
             f" {', '.join(_IMPLEMENTATIONS)}"
         )
 
-
-def _refuse_unproven(model: nn.Module, *, tp: int) -> None:
-    kind = getattr(getattr(model, "config", None), "model_type", None)
-    if tp > 1 and kind not in SPLIT_FAMILIES:
+    family = getattr(config, "model_type", None)
+    if tp > 1 and family not in SPLIT_FAMILIES:
         raise ModelError(
-            f"parallel.ep with parallel.tp = {tp}: {type(model).__name__} (model_type {kind!r}) is"
+            f"parallel.ep with parallel.tp = {tp}: {name} (model_type {family!r}) is"
             " not among the models for which splitting other layers together with experts is"
             f" tested: {', '.join(SPLIT_FAMILIES)}; use parallel.tp = 1"
         )

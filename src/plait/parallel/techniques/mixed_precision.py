@@ -56,7 +56,7 @@ class LossScale(Policy):
     consecutive_hysteresis: bool = False
     """True if each step without overflow restores the allowance.
 
-    Only overflows in a row count then.
+    Otherwise overflows add up until the scale doubles.
     """
     minimum: float = Field(1.0, gt=0, allow_inf_nan=False)
     """Smallest scale. An overflow at the minimum ends the run with an error."""

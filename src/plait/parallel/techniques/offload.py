@@ -123,7 +123,7 @@ class OptimizerOffload(Technique):
         moved = zero
         for parameter, padded, unpadded in offloaded_bytes_of(facts, ledger, self.ratio):
             if on_host:
-                # Master weights. In files `ParameterOffload` accounts for them.
+                # Master weights. In files `ParameterOffload` counts them.
                 moved = moved + padded
             if not parameter.trainable:
                 continue
@@ -253,7 +253,7 @@ class ActivationOffload(Technique):
             raise ConfigError(Problem(f"{field}.fraction", self.fraction, rule, remedy))
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
-        """Create the store, which `Recompute.apply` then gives to the blocks."""
+        """Create the store, which `Recompute.apply` installs in the blocks."""
         count = self.blocks(len(parts.blocks))
         if not count:
             return parts

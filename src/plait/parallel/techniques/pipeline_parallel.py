@@ -192,7 +192,46 @@ class Pipeline(Technique):
         plan = parts.plans.pipeline
         if plan is None:
             return []
-        return [_make_hook(plan, parts, mesh)]
+        staged = plan.staged
+        schedule = plan.schedule
+        forward_group = mesh.group("pp")
+        assert staged is not None
+        assert forward_group is not None
+        assert mesh.reverse_pp is not None
+
+        zero = StagedZero(staged, schedule, zero=parts.zero_stage, reducer=parts.reducer)
+        messenger = Messenger([(forward_group, mesh.reverse_pp), *mesh.more_pp], device=mesh.device)
+        check = CutCheck(plan.skeleton, plan.cut, parts.model)
+        runtime = Runtime(schedule, staged, messenger, check=check, observers=[zero])
+        runtime.statistics = parts.router_statistics
+        offloaded = parts.offloaded_activations
+        if offloaded is not None:
+            offloaded_blocks = parts.blocks[: offloaded.blocks]
+            runtime.observers.append(
+                StagePrefetcher(offloaded.store, staged.stages, offloaded_blocks)
+            )
+
+        parameters: dict[str, nn.Parameter] = {}
+        for name, parameter in parts.model.named_parameters(remove_duplicate=False):
+            parameters.setdefault(plan.cut.first_names.get(name, name), parameter)
+        shared: dict[nn.Parameter, dist.ProcessGroup] = {}
+        counted: set[nn.Parameter] = set()
+        for name, ranks in plan.tied().items():
+            group = mesh.stages[ranks]
+            if group is not None and name in parameters and parameters[name].requires_grad:
+                shared[parameters[name]] = group
+                # The first of the stages adds the gradient to the norm.
+                if not Reduction(stages=tuple(ranks)).is_first_stage(mesh.coordinates):
+                    counted.add(parameters[name])
+        hook = PipelineRank(
+            runtime=runtime,
+            zero=zero,
+            shared=shared,
+            counted_by_other_stage=frozenset(counted),
+            track_unused=parts.tracks_unused,
+            output_rank=schedule.stage_ranks[-1],
+        )
+        return [hook]
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
         """Add the messages between stages and the sums of tied gradients.
@@ -216,7 +255,7 @@ class PipelineRank(StepHook):
         runtime: Executes the schedule.
         zero: Observer that applies the ZeRO stages.
         shared: Process group of each parameter that several pipeline ranks hold.
-        counted: Shared parameters whose gradient another rank adds to the norm.
+        counted_by_other_stage: Shared parameters whose gradient another rank adds to the norm.
         track_unused: Whether a step may leave shared parameters unused.
         output_rank: The pp rank that holds the last stage.
     """
@@ -224,7 +263,7 @@ class PipelineRank(StepHook):
     runtime: Runtime
     zero: StagedZero
     shared: Mapping[nn.Parameter, dist.ProcessGroup]
-    counted: frozenset[nn.Parameter]
+    counted_by_other_stage: frozenset[nn.Parameter]
     track_unused: bool
     output_rank: int
 
@@ -245,46 +284,6 @@ class PipelineRank(StepHook):
         """
         for parameter, group in self.shared.items():
             sum_gradients([parameter], group, users=group if self.track_unused else None)
-
-
-def _make_hook(plan: PipelinePlan, parts: Parts, mesh: Mesh) -> PipelineRank:
-    staged = plan.staged
-    schedule = plan.schedule
-    forward_group = mesh.group("pp")
-    assert staged is not None
-    assert forward_group is not None
-    assert mesh.reverse_pp is not None
-
-    zero = StagedZero(staged, schedule, zero=parts.zero_stage, reducer=parts.reducer)
-    messenger = Messenger([(forward_group, mesh.reverse_pp), *mesh.more_pp], device=mesh.device)
-    check = CutCheck(plan.skeleton, plan.cut, parts.model)
-    runtime = Runtime(schedule, staged, messenger, check=check, observers=[zero])
-    runtime.statistics = parts.router_statistics
-    offloaded = parts.offloaded_activations
-    if offloaded is not None:
-        offloaded_blocks = parts.blocks[: offloaded.blocks]
-        runtime.observers.append(StagePrefetcher(offloaded.store, staged.stages, offloaded_blocks))
-
-    parameters: dict[str, nn.Parameter] = {}
-    for name, parameter in parts.model.named_parameters(remove_duplicate=False):
-        parameters.setdefault(plan.cut.first_names.get(name, name), parameter)
-    shared: dict[nn.Parameter, dist.ProcessGroup] = {}
-    counted: set[nn.Parameter] = set()
-    for name, ranks in plan.tied().items():
-        group = mesh.stages[ranks]
-        if group is not None and name in parameters and parameters[name].requires_grad:
-            shared[parameters[name]] = group
-            # The first of the stages adds the gradient to the norm.
-            if not Reduction(stages=tuple(ranks)).is_first_stage(mesh.coordinates):
-                counted.add(parameters[name])
-    return PipelineRank(
-        runtime=runtime,
-        zero=zero,
-        shared=shared,
-        counted=frozenset(counted),
-        track_unused=parts.tracks_unused,
-        output_rank=schedule.stage_ranks[-1],
-    )
 
 
 # Computations after which a micro-batch's gradients on a stage are complete.

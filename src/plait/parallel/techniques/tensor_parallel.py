@@ -74,7 +74,7 @@ class TensorParallel(Technique):
     loss_parallel: bool = True
     """True to leave the logits split over the vocabulary for a loss that supports it.
 
-    Training never builds the full logits then.
+    Training never builds the full logits with it.
     """
     tensor_overlap: int = 0
     """Chunks in which a row-parallel product is computed. 0: all-reduces do not overlap.
@@ -89,7 +89,7 @@ class TensorParallel(Technique):
         """Split the parameters in place, and replace the forwards of the modules in the plan."""
         if mesh.layout.tp == 1:
             return parts
-        # A dry run, which checks nothing, makes the plan here.
+        # A dry run has no checks, and therefore no plan yet.
         plan = parts.plans.tensor or self._plan(parts.model, parts.blocks, tp=mesh.layout.tp)
         group = mesh.group("tp")
         assert group is not None
@@ -104,8 +104,13 @@ class TensorParallel(Technique):
         _set_forwards(parts.model, plan, region, parts.blocks)
         if self.sequence_parallel:
             region.random_scope = "blocks"
+            gathers = any(
+                is_inside(entry.name, parts.blocks)
+                for entry in plan.modules
+                if entry.style in ("colwise_gather_output", "rowwise_split_input")
+            )
             # Such a block also computes on all tokens, where ranks must draw the same numbers.
-            if plan.whole or _gathers_inside(plan, parts.blocks):
+            if plan.whole or gathers:
                 region.random_scope = "nothing"
             _shard_sequence(parts.model, plan, region, parts.blocks)
         _leave_random_streams(parts.model, region, parts.blocks)
@@ -268,14 +273,6 @@ def _forward(
             return styles.vocab_head(module, region, RegionInput(region))
         case "replicated_with_grad_allreduce":
             return styles.summed_gradient(module, region)
-
-
-def _gathers_inside(plan: TensorPlan, blocks: tuple[str, ...]) -> bool:
-    return any(
-        is_inside(entry.name, blocks)
-        for entry in plan.modules
-        if entry.style in ("colwise_gather_output", "rowwise_split_input")
-    )
 
 
 def _shard_sequence(

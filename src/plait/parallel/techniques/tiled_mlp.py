@@ -130,8 +130,8 @@ class TiledMLP(Technique):
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
         """Return the ledger unchanged.
 
-        The measured activations, which `recompute` accounts for, include the tiles, and tiles send
-        nothing more.
+        The measured activations, which `recompute` counts, include the tiles, and tiles send
+        nothing.
         """
         return ledger
 
