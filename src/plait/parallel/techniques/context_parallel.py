@@ -368,7 +368,8 @@ def _split_entry(name: str, entry: Any, ids: torch.Tensor, layout: SequenceLayou
     if entry.shape[1] != length or entry.shape[0] not in (1, rows):
         raise InputError(
             f"parallel.cp: the batch's `{name}` is {list(entry.shape)}, and an entry that is split"
-            f" has a row for each token: [{rows}, {length}, ...]; give it that shape, or leave it out"
+            f" has a row for each token: [{rows}, {length}, ...]; give it that shape, or leave it"
+            " out"
         )
     return layout.cut(entry, dim=1, fill=IGNORED if name == SHIFTED else 0)
 

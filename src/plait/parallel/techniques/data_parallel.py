@@ -212,6 +212,7 @@ class DataParallel(CollectiveSettings):
         collectives = parts.shard_collectives
         if reducer is not None:
             hooks.append(_attach_reducer(reducer, mean=mean))
+
         if isinstance(model, FSDPModule):
             steps = ShardedSteps(model, self.stage)
             if collectives is not None:
@@ -221,25 +222,31 @@ class DataParallel(CollectiveSettings):
             keep_trainability(model)
             if not mean:
                 reduce_by_sum(model)
+
+            axes = parts.batch_axes
             # With expert parallelism the ranks of tp hold different experts, so they may differ in
             # the parameters that a step used.
-            group = mesh.group(*parts.batch_axes, *(("tp",) if mesh.layout.ep > 1 else ()))
+            if mesh.layout.ep > 1:
+                axes = (*axes, "tp")
+            group = mesh.group(*axes)
             scalars = _scalar_reducer(parts, group, mesh, track_unused=self.unused_parameters)
             if scalars is not None:
                 hooks.append(_attach_reducer(scalars, mean=mean))
             if self.unused_parameters and group is not None:
-                # After `_place_in_shared_memory`, which replaces the all-gather of the units: the
-                # order has to wrap the replacement.
+                # After `_place_in_shared_memory`, which replaces the all-gather of the units. The
+                # order must wrap the replacement.
                 order = _unit_order(self, parts, mesh)
                 hooks.append(
                     UnusedTracker(
                         model, group, device=mesh.device, order=order, finishes_backward=mean
                     )
                 )
-            # Shards in shared memory are read in place, so writes to them are kept.
+
+            # Shards in shared memory are read in place, so writes to them are not lost.
             reads_in_place = collectives is not None and collectives.parameter_host is not None
             if not reads_in_place and not is_fake():
                 hooks.append(LostWrites(model, in_forward=mean))
+
         buffers = ChangingBuffers(model, parts.blocks, mesh, parts.batch_axes)
         if mean:
             buffers.send_in_forward(model)
