@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,9 +14,11 @@ from plait.engine.single_rank import predict_messages
 from plait.model.blocks import find_blocks
 from plait.model.facts import ModelFacts, model_facts
 from plait.model.plans import make_plan
-from plait.parallel.accounting.ledger import Ledger
+from plait.model.stages import StageCut
+from plait.parallel.accounting.ledger import Ledger, after_block_backward, after_root_backward
 from plait.parallel.order import account_all
-from plait.parallel.pipeline.account import facts_of_rank, stage_counts
+from plait.parallel.pipeline.estimates import facts_of_rank, stage_counts
+from plait.parallel.schedules.schedule import Action, Kind, Schedule
 from plait.parallel.techniques.pipeline_parallel import PipelinePlan
 from tests.parity import cases
 from tests.parity.pipelines import layers_of
@@ -64,3 +67,93 @@ def predicted(resolved: Resolved, facts: ModelFacts, pipeline: PipelinePlan, ran
     own = facts_of_rank(facts, pipeline.cut, pipeline.schedule.stages_of(at["pp"]))
     techniques = resolved.techniques
     return account_all(techniques, ledger.with_(stage=counts), own)
+
+
+@dataclass(frozen=True)
+class UnshardedBytes:
+    """Bytes that a rank holds unsharded after a computation.
+
+    Attributes:
+        action: The computation.
+        gathered_parameters: Bytes of gathered parameters.
+        unsharded_gradients: Bytes of gradients that were not reduced yet.
+    """
+
+    action: Action
+    gathered_parameters: int
+    unsharded_gradients: int
+
+
+def unsharded_after(
+    schedule: Schedule,
+    rank: int,
+    *,
+    zero: int,
+    facts: ModelFacts,
+    cut: StageCut,
+    gathered: dict[str, int],
+    gradients: dict[str, int],
+) -> list[UnshardedBytes]:
+    """Return the unsharded bytes after every computation of a rank, in the order of its row.
+
+    Everything is zero if parameters are neither sharded nor cast.
+
+    Args:
+        schedule: Schedule of the pipeline.
+        rank: Rank on the pp axis.
+        zero: ZeRO stage.
+        facts: Facts of the complete model.
+        cut: Cut of the model.
+        gathered: Bytes of every parameter when it is gathered, with padding.
+        gradients: Bytes of the unsharded gradient of every parameter.
+    """
+    stages = set(schedule.stages_of(rank))
+    blocks, root = _parameters_of_rank(facts, cut, stages)
+    ends = cut.outside_stages() & stages
+    remaining = dict.fromkeys(stages, schedule.microbatches)
+    is_gathered: set[str] = set()
+    has_gradient: set[str] = set()
+    rows = []
+    for action in schedule.ranks[rank]:
+        stage = action.stage
+        is_gathered |= {*blocks[stage], *root}
+        if zero == 3:
+            is_gathered -= set(blocks[stage])
+        if action.kind in (Kind.BACKWARD, Kind.WEIGHT):
+            has_gradient.update(blocks[stage])
+            has_gradient.update(name for name, users in root.items() if stage in users)
+            for names, after in (
+                (blocks[stage], after_block_backward(zero, remaining, ran=stage, own=stage)),
+                (root, after_root_backward(zero, remaining, ran=stage, users=ends)),
+            ):
+                if after.reduce:
+                    has_gradient -= set(names)
+                if after.free:
+                    is_gathered -= set(names)
+            remaining[stage] -= 1
+        gathered_bytes = sum(gathered[name] for name in is_gathered)
+        gradient_bytes = sum(gradients.get(name, 0) for name in has_gradient)
+        rows.append(UnshardedBytes(action, gathered_bytes, gradient_bytes))
+    return rows
+
+
+def _parameters_of_rank(
+    facts: ModelFacts, cut: StageCut, stages: set[int]
+) -> tuple[dict[int, list[str]], dict[str, set[int]]]:
+    """Return the parameters of each stage's blocks, and the stages that use each other one."""
+    stage_of_block: dict[str, int] = {}
+    for stage in stages:
+        stage_of_block.update(
+            dict.fromkeys(cut.blocks[cut.bounds[stage] : cut.bounds[stage + 1]], stage)
+        )
+    blocks: dict[int, list[str]] = {stage: [] for stage in stages}
+    root: dict[str, set[int]] = {}
+    for parameter in facts.parameters:
+        users = set(cut.owners[parameter.name] & stages)
+        if parameter.unit >= 0:
+            block = facts.blocks[parameter.unit]
+            if block in stage_of_block:
+                blocks[stage_of_block[block]].append(parameter.name)
+        elif users:
+            root[parameter.name] = users
+    return blocks, root

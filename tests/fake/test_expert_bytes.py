@@ -19,7 +19,7 @@ from plait.model.facts import model_facts
 from plait.model.plans import make_plan
 from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.order import account_all
-from plait.parallel.pipeline.account import facts_of_rank
+from plait.parallel.pipeline.estimates import facts_of_rank
 
 RECORDED = Path(__file__).parents[2] / "benchmarks/results/deepseek_v3.json"
 SMALL = {

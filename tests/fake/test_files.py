@@ -29,7 +29,7 @@ def bytes_in_files(
     engine: plait.Engine, batch: dict[str, torch.Tensor], *, kinds: set[str], whole: bool = True
 ) -> int:
     """Of shards, gradients and states in a step; those of `kinds` are there, all of them if `whole`, and nothing of the others."""
-    model, tier, found = engine.model, engine.hooks.of(DiskTier), {}
+    model, tier, found = engine.model, engine.hooks.find(DiskTier), {}
 
     def look() -> None:
         found["parameters"] = [

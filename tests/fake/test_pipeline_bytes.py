@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from plait._torch.units import unsharded_gradient_bytes, unsharded_parameter_bytes
-from plait.parallel.pipeline.account import UnshardedBytes, unsharded_after
 from plait.parallel.schedules.schedule import Action
 from tests.covers import cover
-from tests.fake.pipelines import batch, build, predicted
+from tests.fake.pipelines import UnshardedBytes, batch, build, predicted, unsharded_after
 from tests.fake.worlds import FakeWorld
 from tests.measured.memory import measure_step
 from tests.measured.traffic import count_traffic

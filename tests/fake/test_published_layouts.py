@@ -15,7 +15,7 @@ from plait.model.facts import model_facts
 from plait.model.plans import make_plan
 from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.order import account_all
-from plait.parallel.pipeline.account import facts_of_rank
+from plait.parallel.pipeline.estimates import facts_of_rank
 
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 LLAMA = {"vocab_size": 32000, "max_position_embeddings": 4096}

@@ -16,7 +16,7 @@ from plait.model.facts import model_facts
 from plait.model.plans import make_plan
 from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.order import account_all
-from plait.parallel.pipeline.account import facts_of_rank
+from plait.parallel.pipeline.estimates import facts_of_rank
 from tests.covers import cover
 from tests.fake import peaks as peak
 from tests.fake.worlds import FakeWorld

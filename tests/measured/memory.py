@@ -50,7 +50,7 @@ def measure_step(engine: Engine, batch: Any) -> dict[str, int]:
         micro_batches_seen += 1
         return forward(model, piece)
 
-    residuals = engine.hooks.of(Residuals)
+    residuals = engine.hooks.find(Residuals)
     parameters = list(
         engine.model.parameters()
     )  # in a backward, the model would name gathered ones
@@ -89,7 +89,7 @@ def measure_activations(engine: Engine, piece: Any) -> dict[str, int]:
     model, blocks, offloaded = (
         engine.model,
         engine.parts.blocks,
-        engine.hooks.of(OffloadedActivations),
+        engine.hooks.find(OffloadedActivations),
     )
     piece = to_device(piece, engine.device)
     known = [
@@ -155,7 +155,7 @@ def measure_in_flight(engine: Engine, batch: Any) -> MeasuredInFlight:
     model, runtime, offloaded = (
         engine.model,
         engine.sharded.pipeline.runtime,
-        engine.hooks.of(OffloadedActivations),
+        engine.hooks.find(OffloadedActivations),
     )
     known = [
         *model.parameters(),
@@ -249,13 +249,13 @@ def step_tensors(
 def measure_peak(engine: Engine, batch: Any) -> MeasuredPeak:
     """Run three `train_batch`: one that makes the optimizer's states, and one under each tracker."""
     engine.train_batch(batch)
-    existing = step_tensors(engine.model, engine.optimizer, engine.hooks.of(Reducer), batch)
+    existing = step_tensors(engine.model, engine.optimizer, engine.hooks.find(Reducer), batch)
     tracker = StorageTracker()
     tracker.track_external(*[local_tensor(tensor.detach()) for tensor in existing])
     with tracker:
         engine.train_batch(batch)
     own = LiveStorages()
-    own.hold(step_tensors(engine.model, engine.optimizer, engine.hooks.of(Reducer), batch))
+    own.hold(step_tensors(engine.model, engine.optimizer, engine.hooks.find(Reducer), batch))
     with own:
         engine.train_batch(batch)
     return MeasuredPeak(tracker.peak_bytes(engine.device.type), own.peak)

@@ -52,7 +52,7 @@ def digests(
             layers=4 if axes.get("pp", 1) > 1 else None,
         )
         engine = plait.initialize(model, file, loss_fn=plait.causal_lm_loss)
-        assert (engine.hooks.of(OffloadedActivations) is not None) == bool(section)
+        assert (engine.hooks.find(OffloadedActivations) is not None) == bool(section)
         dp = world // (axes.get("tp", 1) * axes.get("pp", 1))
         found.append(
             digest(

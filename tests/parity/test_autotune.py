@@ -25,7 +25,7 @@ from plait.parallel.data.compression import (
     CompressionAutotuner,
     CompressionCandidate,
     Residuals,
-    best_of,
+    best_candidate,
 )
 from plait.parallel.data.reducer import Reducer
 from plait.parallel.hooks import StepEnd
@@ -88,17 +88,17 @@ def trained(
     batch = cases.steps_for("plain", world)[0][rank]
     with slowed(clock, slow), clock.instead():
         results = [engine.train_batch(batch) for _ in range(steps)]
-    assert engine.hooks.of(Reducer) is not None
+    assert engine.hooks.find(Reducer) is not None
     return {
-        "said": engine.hooks.said,
+        "said": engine.hooks.description,
         "says_now": engine.communication,
         "decided": [result.decided for result in results],
         "losses": [float(result.loss) for result in results],
-        "compressed": isinstance(engine.hooks.of(Reducer).reduction, QuantisedBuckets),
-        "code": int(engine.hooks.of(CompressionAutotuner).decision)
-        if engine.hooks.of(CompressionAutotuner) is not None
+        "compressed": isinstance(engine.hooks.find(Reducer).reduction, QuantisedBuckets),
+        "code": int(engine.hooks.find(CompressionAutotuner).decision)
+        if engine.hooks.find(CompressionAutotuner) is not None
         else 0,
-        "autotuner": engine.hooks.of(CompressionAutotuner) is not None,
+        "autotuner": engine.hooks.find(CompressionAutotuner) is not None,
         "parameters": [p.detach().clone() for p in engine.model.parameters()],
     }
 
@@ -166,7 +166,7 @@ def test_what_changes_more_has_to_save_more(
 def test_a_twentieth_of_the_best_before_has_to_be_saved(
     tried: dict[str, float], taken: str
 ) -> None:
-    assert best_of({"whole": 1.0, **tried}) == taken
+    assert best_candidate({"whole": 1.0, **tried}) == taken
 
 
 def on_a_clock(rank: int, world: int, seconds: list[float]) -> tuple[int, list[str], list[str]]:
@@ -225,7 +225,7 @@ def sharded_config(stage: int, **more: Any) -> dict[str, Any]:
 
 
 def bits_of(engine: Any) -> set[int]:
-    residuals = engine.hooks.of(Residuals)
+    residuals = engine.hooks.find(Residuals)
     return (
         {scatter._bits for scatter in residuals.units.values()} if residuals is not None else set()
     )
@@ -264,7 +264,7 @@ def sharded(
         other.load_checkpoint(folder)
         again = [float(one.train_batch(batch)) for one in (engine, other)]
     return {
-        "said": engine.hooks.said,
+        "said": engine.hooks.description,
         "decided": [result.decided for result in results],
         "losses": [float(result.loss) for result in results],
         "bits": bits_of(engine),
@@ -338,9 +338,9 @@ def resumed(
         one = plait.initialize(
             cases.build("plain", tied=False), config_of(), loss_fn=plait.causal_lm_loss
         )
-        assert one.hooks.of(CompressionAutotuner) is not None
+        assert one.hooks.find(CompressionAutotuner) is not None
         one.train_batch(batch)
-        one.hooks.of(CompressionAutotuner).commit(8 if compress else 0)
+        one.hooks.find(CompressionAutotuner).commit(8 if compress else 0)
         for _ in range(2):
             one.train_batch(batch)
         one.save_checkpoint(folder)
@@ -348,8 +348,8 @@ def resumed(
             cases.build("plain", tied=False), config_of(), loss_fn=plait.causal_lm_loss
         )
         other.load_checkpoint(folder)
-    assert other.hooks.of(Reducer) is not None
-    compresses = isinstance(other.hooks.of(Reducer).reduction, QuantisedBuckets)
+    assert other.hooks.find(Reducer) is not None
+    compresses = isinstance(other.hooks.find(Reducer).reduction, QuantisedBuckets)
     with patch.object(CompressionAutotuner, "commit", side_effect=AssertionError("decided twice")):
         after = [[float(engine.train_batch(batch)) for _ in range(4)] for engine in (one, other)]
     return after[0], after[1], compresses
@@ -379,7 +379,7 @@ def in_a_loop(rank: int, world: int) -> int:
             total, weight = plait.causal_lm_loss(model(batch["input_ids"]), batch)
             sharded.backward(total / weight)
             sharded.step(optimizer)
-    return int(sharded.hooks.of(CompressionAutotuner).decision)
+    return int(sharded.hooks.find(CompressionAutotuner).decision)
 
 
 def test_the_steps_of_a_loop_decide(pool: Pool) -> None:

@@ -97,7 +97,7 @@ def under_plait(rank: int, world: int, stage: int) -> dict[str, Any]:
     for step in range(STEPS):
         engine.train_batch(pieces(step, rank))
     found = {
-        "names": engine.hooks.of(ChangingBuffers).names,
+        "names": engine.hooks.find(ChangingBuffers).names,
         "engine": buffers(engine.model),
         "ddp": under_ddp(rank, world),
     }

@@ -136,9 +136,9 @@ def decided(rank: int, world: int, stage: int) -> int:
     engine = plait.initialize(
         cases.build("plain", tied=False, dtype=torch.float32), config, loss_fn=plait.causal_lm_loss
     )
-    assert engine.hooks.of(CompressionAutotuner) is not None
+    assert engine.hooks.find(CompressionAutotuner) is not None
     deciding, slow, clock = (
-        engine.hooks.of(CompressionAutotuner),
+        engine.hooks.find(CompressionAutotuner),
         engine.mesh.coordinates["tp"] == 1,
         0.0,
     )
@@ -153,7 +153,7 @@ def decided(rank: int, world: int, stage: int) -> int:
             if int(deciding.decision) >= 0:
                 break
             deciding.after_step(StepEnd(skipped=False))
-    return int(engine.hooks.of(CompressionAutotuner).decision)
+    return int(engine.hooks.find(CompressionAutotuner).decision)
 
 
 @pytest.mark.parametrize("stage", [0, 2])
@@ -177,11 +177,11 @@ def chosen(rank: int, world: int) -> tuple[str, str, int, str]:
             config,
             loss_fn=plait.causal_lm_loss,
         )
-    assert engine.hooks.of(Reducer) is not None
+    assert engine.hooks.find(Reducer) is not None
     mesh: Mesh = engine.mesh
     agreed = data_collectives._broadcast_over_tp(mesh, (rank, rank * 10))
     return (
-        type(engine.hooks.of(Reducer).reduction).__name__,
+        type(engine.hooks.find(Reducer).reduction).__name__,
         engine.communication,
         agreed[0],
         str(agreed),

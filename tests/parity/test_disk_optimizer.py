@@ -34,7 +34,7 @@ def digests(
             {**config, "zero_optimization": zero},
             loss_fn=plait.causal_lm_loss,
         )
-        tier = engine.hooks.of(DiskTier)
+        tier = engine.hooks.find(DiskTier)
         assert (tier is not None) == (size is not None)
         dp = world // config["parallel"]["tp"]
         count = config["gradient_accumulation_steps"]
@@ -120,7 +120,7 @@ def shares(
         seen = digest(
             engine_trace(engine, cases.ragged_steps(dp * config["gradient_accumulation_steps"]))
         )
-        tier = engine.hooks.of(DiskTier)
+        tier = engine.hooks.find(DiskTier)
         filed = [
             name
             for name, parameter in engine.model.named_parameters()
@@ -199,7 +199,7 @@ def resumed(rank: int, world: int, config: dict[str, Any], folder: str, disk: li
                 if isinstance(v, torch.Tensor) and v.ndim
             ]
             assert states and all(
-                engine.hooks.of(DiskTier).arena.holds(local_tensor(value)) for value in states
+                engine.hooks.find(DiskTier).arena.holds(local_tensor(value)) for value in states
             )
     return digest_of(engine)
 

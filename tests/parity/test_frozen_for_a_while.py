@@ -59,7 +59,7 @@ class RebuiltSteps(GradualSteps):
 
     def __init__(self, engine: plait.Engine, steps: list[Any]) -> None:
         super().__init__(engine.model, steps)
-        self._reducer = engine.sharded.hooks.of(Reducer)
+        self._reducer = engine.sharded.hooks.find(Reducer)
 
     def __iter__(self) -> Iterator[Any]:
         assert self._reducer is not None

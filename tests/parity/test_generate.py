@@ -159,7 +159,7 @@ def trained(rank: int, world: int, layouts: list[str]) -> None:
             config = {"train_micro_batch_size_per_gpu": 2, **{**TWO, **FOUR, **OFFLOADED}[name]}
             count = config.get("gradient_accumulation_steps", 1)
             engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
-            assert (engine.hooks.of(OffloadedActivations) is not None) == ("activations" in name)
+            assert (engine.hooks.find(OffloadedActivations) is not None) == ("activations" in name)
             losses = []
             freed = [
                 group.post_forward_mesh_info is None

@@ -26,7 +26,7 @@ from tests.pool import Pool
 class Counting(StepHook):
     """Writes down every call, and whether gradients were sums over the ranks by then."""
 
-    said = "calls are written down"
+    description = "calls are written down"
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -191,7 +191,7 @@ def test_only_what_is_overridden_is_called() -> None:
     lists = {name: value for name, value in vars(hooks).items() if isinstance(value, list)}
     assert len(lists) == 13
     assert [name for name, calls in lists.items() if calls] == ["finish_reduction"]
-    assert hooks.of(Reducer) is None
-    assert hooks.of(Quiet) is hooks.all[0]
+    assert hooks.find(Reducer) is None
+    assert hooks.find(Quiet) is hooks.all[0]
     assert hooks.state() == {}
-    assert hooks.said == ""
+    assert hooks.description == ""

@@ -72,9 +72,9 @@ def started(
             resolved.model_copy(update={"data_parallel": data}),
             loss_fn=plait.causal_lm_loss,
         )
-    assert engine.hooks.of(Reducer) is not None
+    assert engine.hooks.find(Reducer) is not None
     loss = float(engine.train_batch(cases.steps_for("plain", world)[0][rank]))
-    return engine.communication, engine.hooks.of(Reducer).bucket_bytes, loss
+    return engine.communication, engine.hooks.find(Reducer).bucket_bytes, loss
 
 
 def test_a_start_measures_decides_alike_and_keeps(pool: Pool, tmp_path: Path) -> None:
@@ -156,14 +156,14 @@ def settled(rank: int, world: int, config: dict[str, Any], fast: str) -> str:
             way: op if way == fast else partial(later, op) for way, op in of(nbytes).items()
         }
 
-    began, honest_seconds = time.perf_counter(), time.perf_counter
-    slow = SimpleNamespace(
-        perf_counter=lambda: began + (honest_seconds() - began) * (1 + 50 * rank)
-    )  # rank 1's clock runs ahead
+    began = clock.now
+    # The clock of rank 1 runs ahead.
+    ahead = SimpleNamespace(
+        perf_counter=lambda: began + (clock.perf_counter() - began) * (1 + 50 * rank)
+    )
     with (
         patch.object(measure, "all_reduce_operations", ways_of),
-        patch.object(measure, "time", clock),
-        patch.object(measure, "time", slow),
+        patch.object(measure, "time", ahead),
     ):
         return started(rank, world, config, None, (links,) * 2)[0]
 
@@ -184,7 +184,7 @@ def no_measuring(rank: int, world: int, config: dict[str, Any]) -> str:
 
 def test_nothing_is_measured_where_memory_is_shared(pool: Pool) -> None:
     said = pool.run(2, no_measuring, config_of(transport="auto"))[0]
-    assert "the links were not measured, because nothing here is faster" in said
+    assert "the links were not measured, because shared memory is faster" in said
     assert "set in the configuration" in pool.run(2, no_measuring, config_of(all_reduce="ring"))[0]
 
 

@@ -43,7 +43,7 @@ def in_files(zero: dict[str, Any], folder: str, sections: set[str], buffer: int)
 
 def are_in_files(engine: plait.Engine, sections: set[str]) -> None:
     """Everything that the sections name is, and nothing else."""
-    tier = engine.hooks.of(DiskTier)
+    tier = engine.hooks.find(DiskTier)
     shards = [
         buffer
         for unit in sharded_modules(engine.model)

@@ -125,7 +125,7 @@ def resumed(
         cases.build("llama", tied=True, dtype=dtype), config, loss_fn=plait.causal_lm_loss
     )
     again.load_checkpoint(folder)
-    residuals = [engine.hooks.of(Residuals) for engine in (straight, again)]
+    residuals = [engine.hooks.find(Residuals) for engine in (straight, again)]
     kinds = [
         {name: tensor.device.type for name, tensor in found.state().items()}
         for found in residuals

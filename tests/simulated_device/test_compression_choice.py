@@ -28,7 +28,7 @@ def decided(rank: int, world: int, stage: int, uncompressed_seconds: float = 1.0
     engine = plait.initialize(
         cases.build("llama", tied=True, dtype=torch.float32), config, loss_fn=plait.causal_lm_loss
     )
-    tuner = engine.hooks.of(CompressionAutotuner)
+    tuner = engine.hooks.find(CompressionAutotuner)
     assert tuner is not None and engine.device.type == accelerator.NAME
     batch = cases.ragged_steps(engine.dp_size * 2, steps=1)[0][
         2 * engine.dp_rank : 2 * engine.dp_rank + 2

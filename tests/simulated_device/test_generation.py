@@ -72,7 +72,7 @@ def generated(
         open_source(Path(folder)), budget_bytes=budget + OTHER, other_bytes=OTHER, host_bytes=host
     )
     held = torch.accelerator.memory_allocated()
-    streaming = sharded.hooks.of(WeightStreamHook)
+    streaming = sharded.hooks.find(WeightStreamHook)
     assert streaming is not None
     copied = device.copies()
     tokens = [

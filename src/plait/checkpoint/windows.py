@@ -87,7 +87,7 @@ class TensorRecord(Policy):
     def is_written_by(self, coordinates: Mapping[str, int]) -> bool:
         """Return True if the rank at the coordinates writes its part."""
         axes = tuple(axis for axis, _ in self.cuts)
-        return Reduction(axes, stages=self.stages[:1]).is_written_at(coordinates)
+        return Reduction(axes, stages=self.stages[:1]).is_written_by(coordinates)
 
     def begins_at(self, coordinates: Mapping[str, int]) -> bool:
         """Return True if the rank at the coordinates has the first part, or all of the tensor."""

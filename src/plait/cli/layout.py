@@ -147,7 +147,7 @@ def _model_layout(module: Any, resolved: Resolved) -> ModelLayout:
     from plait.model.blocks import find_blocks
     from plait.model.facts import model_facts
     from plait.model.plans import describe, make_plan
-    from plait.parallel.pipeline.account import stage_rows
+    from plait.parallel.pipeline.estimates import stage_rows
 
     blocks = find_blocks(module, resolved.blocks or None)
     plan = None
@@ -173,7 +173,7 @@ def _model_states(resolved: Resolved, model_layout: ModelLayout) -> dict[str, in
     """Return the bytes of each kind of model state on rank 0."""
     from plait.parallel.accounting.ledger import Ledger
     from plait.parallel.order import account_all
-    from plait.parallel.pipeline.account import facts_of_rank
+    from plait.parallel.pipeline.estimates import facts_of_rank
 
     facts = model_layout.facts
     pipeline = model_layout.pipeline
@@ -290,7 +290,7 @@ def _print_layout(
         ]
         tables.append((("parameter", "shape", "style", "on rank 0", "note"), shards))
     if model_layout.stages:
-        from plait.parallel.pipeline.account import rank_imbalance
+        from plait.parallel.pipeline.estimates import rank_imbalance
 
         schedule = model_layout.pipeline.schedule
         slowest = rank_imbalance(model_layout.stages)

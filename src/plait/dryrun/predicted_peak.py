@@ -38,7 +38,7 @@ from plait.parallel.accounting.peak import Peak, StageMoments, StepFacts, step_p
 from plait.parallel.micro_batches import default_forward, tensors_in
 from plait.parallel.order import account_all, apply_all
 from plait.parallel.parts import Parts, Plans
-from plait.parallel.pipeline.account import facts_of_rank, stage_counts
+from plait.parallel.pipeline.estimates import facts_of_rank, stage_counts
 from plait.parallel.pipeline.stage import StagedModel
 from plait.parallel.schedules.schedule import Action, Kind
 from plait.parallel.techniques.context_parallel import local_batch

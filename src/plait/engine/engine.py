@@ -193,7 +193,7 @@ class Engine(EngineFacts):
 
         self._weight_check = WeightCheck()
         self._outcome: StepOutcome | None = None
-        self.communication = self.hooks.said
+        self.communication = self.hooks.description
         self._decision = ""
         """Description of what the hooks decided in the last step."""
         self._writer = Writer(sharded.mesh)

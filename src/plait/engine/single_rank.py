@@ -278,7 +278,7 @@ class _RankStep:
         ids = torch.zeros(self.samples * count, self.length, dtype=torch.int64, device=device)
         batch = {"input_ids": ids, "labels": ids.clone()}
         cut = micro_batches(batch, count=count, size=self.samples)
-        return [self.sharded.hooks.prepared(micro_batch) for micro_batch in cut]
+        return [self.sharded.hooks.prepare(micro_batch) for micro_batch in cut]
 
     def _states(self) -> Iterator[torch.Tensor]:
         for state in self.optimizer.state.values():

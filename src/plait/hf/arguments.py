@@ -353,7 +353,7 @@ def _unsupported(resolved: Resolved) -> list[Problem]:
         rule = f"with parallel.tp = {layout.tp} the Trainer has not been run"
         problems.append(Problem("parallel.ep", layout.ep, rule, causal_lm))
 
-    for setting, value, off in resolved.routing.added:
+    for setting, value, off in resolved.routing.loss_settings:
         rule = (
             "the Trainer takes the loss from the model, not plait.causal_lm_loss, which adds those"
             " of routers"

@@ -39,7 +39,7 @@ from plait.model.adapters import without_wrapper
 from plait.model.blocks import find_blocks
 from plait.model.facts import largest_of_layers, model_facts, sizes_of_layers
 from plait.model.plans import make_plan
-from plait.parallel.pipeline.account import cut, forward_costs
+from plait.parallel.pipeline.estimates import balance_stages, forward_costs
 from plait.sharded.cache import arguments_of, cache_argument, supports_cache
 from plait.sizes import format_bytes
 
@@ -445,7 +445,7 @@ def _measure(description: _ModelDescription) -> CacheLayout:
     def stages(pp: int) -> tuple[int, ...]:
         try:
             costs = forward_costs(model_facts(twin, blocks))
-            return cut(costs.blocks, pp, first=costs.first, last=costs.last)
+            return balance_stages(costs.blocks, pp, first=costs.first, last=costs.last)
         except PlaitError:  # it cannot be cut
             return ()
 

@@ -25,7 +25,7 @@ from plait.events import (
     Validated,
 )
 from plait.model.facts import model_facts
-from plait.parallel.pipeline.account import rank_imbalance, stage_rows
+from plait.parallel.pipeline.estimates import rank_imbalance, stage_rows
 from plait.sizes import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:

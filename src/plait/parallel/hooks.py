@@ -10,6 +10,8 @@ Note [Hooks of a step]
     4. The global norm, and the decision to update or to skip. Without a skip: `before_update` and
        the optimizer.
     5. `after_step`.
+
+    `order.HOOKS` is the order in which the hooks of all techniques are called.
 """
 
 from __future__ import annotations
@@ -40,21 +42,21 @@ class StepEnd:
 class StepHook:
     """Base class of hooks, which does nothing. See Note [Hooks of a step]."""
 
-    said: str = ""
+    description: str = ""
     """Description of the selections that it made on this machine at the start, with the reason."""
 
-    said_is_default: bool = False
-    """True if `said` describes a default, which the first lines of a run leave out."""
+    is_default_choice: bool = False
+    """True if `description` is that of a default, which the first lines of a run leave out."""
 
     has_refused: bool = False
-    """True if it has refused a gradient. Earlier gradients of the step have to be dropped then."""
+    """True if it has refused a gradient. Earlier gradients of the step must be dropped."""
 
     def transform(self, batch: Any) -> Any:
         """Return the micro-batch that replaces `batch` for the model and the loss.
 
         It is called in `train_batch`, `eval_batch` and `predict`. Tensors are on the device. A
         mapping has `shift_labels` and `position_ids` (see `with_explicit_entries`), so that its
-        sequences can be cut.
+        sequences can be split.
         """
         return batch
 
@@ -127,68 +129,61 @@ class StepHook:
 
 
 Hook = TypeVar("Hook", bound=StepHook)
-_RUNNING_BACKWARDS: list[Hooks] = []
-"""Hooks of the engines whose backward is running."""
-
-
-def backward_underway() -> bool:
-    """Return True if any engine of this process runs a backward now."""
-    return bool(_RUNNING_BACKWARDS)
 
 
 class Hooks:
     """Hooks of a model, in the order in which they are called.
 
-    For each method, a list holds the calls of the hooks that override it. It is made once, so that
-    a step does not call empty methods.
+    For each method, a list holds the bound methods of the hooks that override it. The lists are
+    built once, so that a step does not call empty methods.
     """
 
     def __init__(self, hooks: Iterable[StepHook] = ()) -> None:
         self.all: tuple[StepHook, ...] = tuple(hooks)
-        self.transform: list[Callable[[Any], Any]] = self._bound("transform")
-        self.join: list[Callable[[Any, Any], Any]] = self._bound("join")
-        self.before_microbatch: list[Callable[[bool], None]] = self._bound("before_microbatch")
-        self.around_backward: list[Callable[[], AbstractContextManager[Any]]] = self._bound(
+        self.transform: list[Callable[[Any], Any]] = self._overrides("transform")
+        self.join: list[Callable[[Any, Any], Any]] = self._overrides("join")
+        self.before_microbatch: list[Callable[[bool], None]] = self._overrides("before_microbatch")
+        self.around_backward: list[Callable[[], AbstractContextManager[Any]]] = self._overrides(
             "backward"
         )
-        self.after_backward: list[Callable[[], None]] = self._bound("after_backward")
-        self.finish_reduction: list[Callable[[], None]] = self._bound("finish_reduction")
-        self.before_update: list[Callable[[], None]] = self._bound("before_update")
-        self.after_step: list[Callable[[StepEnd], str]] = self._bound("after_step")
-        self.drop_gradients: list[Callable[[], None]] = self._bound("drop_gradients")
-        self.backward_failed: list[Callable[[], bool]] = self._bound("backward_failed")
-        self.on_error: list[Callable[[FailureScope], None]] = self._bound("on_error")
-        self.load_state: list[Callable[[Mapping[str, torch.Tensor]], None]] = self._bound(
+        self.after_backward: list[Callable[[], None]] = self._overrides("after_backward")
+        self.finish_reduction: list[Callable[[], None]] = self._overrides("finish_reduction")
+        self.before_update: list[Callable[[], None]] = self._overrides("before_update")
+        self.after_step: list[Callable[[StepEnd], str]] = self._overrides("after_step")
+        self.drop_gradients: list[Callable[[], None]] = self._overrides("drop_gradients")
+        self.backward_failed: list[Callable[[], bool]] = self._overrides("backward_failed")
+        self.on_error: list[Callable[[FailureScope], None]] = self._overrides("on_error")
+        self.load_state: list[Callable[[Mapping[str, torch.Tensor]], None]] = self._overrides(
             "load_state"
         )
-        self.release: list[Callable[[], None]] = self._bound("release")
-        self.close: list[Callable[[], None]] = self._bound("close")
+        self.release: list[Callable[[], None]] = self._overrides("release")
+        self.close: list[Callable[[], None]] = self._overrides("close")
 
-    def _bound(self, name: str) -> list[Callable[..., Any]]:
-        # Methods that a class does not override do nothing, and a step need not call them.
+    def _overrides(self, name: str) -> list[Callable[..., Any]]:
         return [
             getattr(hook, name)
             for hook in self.all
             if getattr(type(hook), name) is not getattr(StepHook, name)
         ]
 
-    def of(self, kind: type[Hook]) -> Hook | None:
+    def find(self, kind: type[Hook]) -> Hook | None:
         """Return the first hook of a class, or None."""
         return next((hook for hook in self.all if isinstance(hook, kind)), None)
 
     @property
-    def said(self) -> str:
+    def description(self) -> str:
         """Description of all selections made at the start."""
-        return ". ".join(hook.said for hook in self.all if hook.said)
+        return ". ".join(hook.description for hook in self.all if hook.description)
 
     @property
-    def notable(self) -> str:
+    def non_default_description(self) -> str:
         """Description of the selections that are not a default."""
-        return ". ".join(hook.said for hook in self.all if hook.said and not hook.said_is_default)
+        hooks = [hook for hook in self.all if not hook.is_default_choice]
+        return ". ".join(hook.description for hook in hooks if hook.description)
 
-    def prepared(self, batch: Any) -> Any:
+    def prepare(self, batch: Any) -> Any:
         """Return a micro-batch after the `transform` of all hooks."""
-        # A transform may cut sequences. Targets and positions that follow from the place of a
+        # A transform may split sequences. Targets and positions that follow from the place of a
         # token in its sequence must be entries before that.
         if self.transform:
             batch = with_explicit_entries(batch)
@@ -196,10 +191,10 @@ class Hooks:
             batch = transform(batch)
         return batch
 
-    def joined(self, output: Any, batch: Any) -> Any:
+    def join_output(self, output: Any, batch: Any) -> Any:
         """Return the output for the full micro-batch from that for a prepared one. Collective.
 
-        It undoes what `prepared` does to a batch, for example by gathering the sequence.
+        It reverses `prepare`, for example by gathering the sequence.
         """
         for join in self.join:
             output = join(output, batch)
@@ -209,8 +204,8 @@ class Hooks:
     def backward(self) -> Iterator[None]:
         """Return a context that wraps a backward."""
         with ExitStack() as stack:
-            for around in self.around_backward:
-                stack.enter_context(around())
+            for enter in self.around_backward:
+                stack.enter_context(enter())
             # A model of another engine that receives a gradient now can name the cause.
             _RUNNING_BACKWARDS.append(self)
             stack.callback(_RUNNING_BACKWARDS.remove, self)
@@ -219,3 +214,12 @@ class Hooks:
     def state(self) -> dict[str, torch.Tensor]:
         """Return the state of all hooks, by name."""
         return {name: tensor for hook in self.all for name, tensor in hook.state().items()}
+
+
+_RUNNING_BACKWARDS: list[Hooks] = []
+"""Hooks of the engines whose backward is running."""
+
+
+def backward_underway() -> bool:
+    """Return True if any engine of this process runs a backward now."""
+    return bool(_RUNNING_BACKWARDS)

@@ -1,4 +1,4 @@
-"""Initial weights for a model that was built on `meta` and sharded there.
+"""Initial weights for a model that was built and sharded on `meta`.
 
 The weights have the same bits on every layout, and no process ever holds the full model.
 
@@ -34,6 +34,7 @@ Initialise = Callable[[nn.Module], None]
 
 `_init_weights` of Transformers and `reset_parameters` of torch are of this kind.
 """
+
 _WRITES = "_plait_writes"
 """Attribute of a template: number of writes to each parameter on `meta`, by name."""
 
@@ -112,7 +113,7 @@ def initialise(
     Raises:
         ModelError: A parameter or buffer has no initialisation that can be run again.
     """
-    targets = _targets(model)
+    targets = dict(_own_tensors(model, "", recurse=True))
     name_of_target = {id(target): name for name, target in reversed(targets.items())}
     ties = tied_names(template)
     _tie(targets, ties)
@@ -163,7 +164,11 @@ def initialise(
             # A tied parameter takes the value of its first name.
             if id(target) not in filled_targets:
                 filled_targets.add(id(target))
-                _copy_slice(target, value)
+                with torch.no_grad():
+                    if isinstance(target, DTensor):
+                        target.to_local().copy_(value[local_window(target)])
+                    else:
+                        target.copy_(value)
                 filled(target)
         unit.to_empty(device="meta", recurse=recurse)
 
@@ -205,14 +210,6 @@ def broadcast(model: nn.Module, *, group: dist.ProcessGroup | None = None) -> No
                 unexpanded.copy_(buffer)
 
 
-def _each_element_once(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of an expanded tensor in which each element of its storage occurs once."""
-    for dim in range(tensor.ndim):
-        if not isinstance(tensor, DTensor) and tensor.stride(dim) == 0 and tensor.shape[dim] > 1:
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor
-
-
 def fill_buffers(model: nn.Module, template: nn.Module) -> None:
     """Rebuild the non-persistent buffers (rotary frequencies, masks), which files do not hold.
 
@@ -221,24 +218,31 @@ def fill_buffers(model: nn.Module, template: nn.Module) -> None:
     """
     persistent = set(template.state_dict(keep_vars=True))
     rules = _rules(template)
-    targets = _targets(model)
+    targets = dict(_own_tensors(model, "", recurse=True))
     for name, module in template.named_modules():
-        leaves = [leaf for leaf, _ in module.named_buffers(recurse=False)]
-        missing = [leaf for leaf in leaves if _join(name, leaf) not in persistent]
-        missing = [leaf for leaf in missing if _join(name, leaf) in targets]
+        buffers = [full_name for full_name, _ in module.named_buffers(prefix=name, recurse=False)]
+        missing = [buffer for buffer in buffers if buffer in targets and buffer not in persistent]
         if not missing:
             continue
         _allocate_poisoned(module, recurse=False)
         _run(rules[name], module, name, 0)
-        for leaf in missing:
-            value = module.get_buffer(leaf)
+        for buffer in missing:
+            value = template.get_buffer(buffer)
             if _is_poisoned(value):
                 raise ModelError(
-                    f"{_join(name, leaf)} is a non-persistent buffer, and"
-                    f" {type(module).__name__} cannot rebuild it; make it persistent"
+                    f"{buffer} is a non-persistent buffer, and {type(module).__name__} cannot"
+                    " rebuild it; make it persistent"
                 )
-            targets[_join(name, leaf)].copy_(value)
+            targets[buffer].copy_(value)
         module.to_empty(device="meta", recurse=False)
+
+
+def _each_element_once(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of an expanded tensor in which each element of its storage occurs once."""
+    for dim in range(tensor.ndim):
+        if not isinstance(tensor, DTensor) and tensor.stride(dim) == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 def _join(prefix: str, leaf: str) -> str:
@@ -366,16 +370,3 @@ def _own_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_parameters(prefix=prefix, recurse=recurse, remove_duplicate=False)
     yield from module.named_buffers(prefix=prefix, recurse=recurse, remove_duplicate=False)
-
-
-def _targets(model: nn.Module) -> dict[str, torch.Tensor]:
-    return dict(_own_tensors(model, "", recurse=True))
-
-
-def _copy_slice(target: torch.Tensor, value: torch.Tensor) -> None:
-    """Copy a full CPU tensor, or this rank's slice of it, into `target`."""
-    with torch.no_grad():
-        if isinstance(target, DTensor):
-            target.to_local().copy_(value[local_window(target)])
-        else:
-            target.copy_(value)

@@ -1,13 +1,11 @@
-"""Batches of `train_batch`: micro-batches, transfer to the device, call of the model.
+"""Batches of a step: micro-batches, their transfer to the device, and the call of the model.
 
-Containers of a batch: mappings, tuples, named tuples, lists and dataclasses, nested.
-
-They keep their class when their entries change, because a loss may access `batch.labels`.
-
-Token masks of a forward: which positions of a micro-batch are tokens, and which are padding.
+A batch is a tensor or a nested container: mappings, tuples, named tuples, lists and dataclasses.
+Containers keep their class when their entries change, because a loss may access `batch.labels`.
 
 If sequences are split over cp, code that counts tokens cannot read `attention_mask`: the mask of a
-sequence shard has another form, and splitting may add padding. The token mask is attached to it.
+sequence shard has another form, and splitting may add padding. The token mask, which tells tokens
+from padding, is attached to it.
 """
 
 from __future__ import annotations
@@ -28,65 +26,6 @@ from plait.cluster import accelerator
 from plait.errors import InputError
 from plait.model.positions import call_model
 
-
-def entries(value: Any) -> Mapping[Any, Any] | None:
-    """Return the entries of a container by key, position or field, or None for any other value."""
-    if isinstance(value, Mapping):
-        return value
-    if isinstance(value, tuple | list):
-        return dict(enumerate(value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    return None
-
-
-def rebuild(value: Any, inside: Mapping[Any, Any]) -> Any:
-    """Return a container of the same class with other entries.
-
-    Args:
-        value: The container.
-        inside: The new entries, with the keys of `entries(value)`.
-    """
-    if isinstance(value, Mapping):
-        if type(value) is dict or not isinstance(value, MutableMapping):
-            return dict(inside)
-        changed: Any = copy.copy(value)
-        for key, entry in inside.items():
-            changed[key] = entry
-        return changed
-    if isinstance(value, tuple):
-        # A named tuple.
-        if hasattr(value, "_fields"):
-            return type(value)(*inside.values())
-        return tuple(inside.values())
-    if isinstance(value, list):
-        return list(inside.values())
-    changed = copy.copy(value)
-    for name, entry in inside.items():
-        # A dataclass may be frozen.
-        object.__setattr__(changed, name, entry)
-    return changed
-
-
-def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """Return a nested container with `function(tensor)` in place of every tensor."""
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    inside = entries(value)
-    if inside is None:
-        return value
-    return rebuild(value, {key: map_tensors(function, entry) for key, entry in inside.items()})
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield every tensor of a nested container, in order."""
-    if isinstance(value, torch.Tensor):
-        yield value
-        return
-    for entry in (entries(value) or {}).values():
-        yield from tensors_in(entry)
-
-
 Forward = Callable[[nn.Module, Any], Any]
 """Function (model, micro-batch) -> output."""
 
@@ -98,66 +37,11 @@ The loss is computed from logits outside of the model, so that it is the same on
 `labels` [batch, seq] int64 are the tokens of a sequence. `shift_labels`, a name of Transformers,
 are the tokens that each position predicts.
 """
+
 CACHES = ("past_key_values", "cache")
 """Arguments of Transformers models for a KV cache: the first before 5.24, the second since then."""
 IGNORED = -100
 """Label of a position that is not a target, as in Transformers and torch's cross entropy."""
-
-
-def default_forward(model: nn.Module, batch: Any) -> Any:
-    """Call the model with a micro-batch.
-
-    Args:
-        model: The model.
-        batch: A mapping is passed by name, except for `labels` and `shift_labels`. A tuple or list
-            is passed by position, except for the last entry, the target. Anything else is the only
-            argument.
-    """
-    if isinstance(batch, Mapping):
-        inputs = {key: value for key, value in batch.items() if key not in (LABELS, SHIFTED)}
-        return call_model(model, **inputs)
-    if isinstance(batch, tuple | list):
-        return model(*batch[:-1])
-    return model(batch)
-
-
-def shift_labels(labels: torch.Tensor) -> torch.Tensor:
-    """Return the targets of labels [..., seq]: each position predicts the label of the next one.
-
-    The last position predicts nothing.
-    """
-    return F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
-
-
-def with_explicit_entries(batch: Any) -> Any:
-    """Add the entries that otherwise follow from the position of a token in its sequence.
-
-    These are the targets `shift_labels` of `labels`, and `position_ids` [batch, seq] of
-    `input_ids`. Existing entries stay, and batches that are not mappings are returned unchanged.
-    """
-    if not isinstance(batch, Mapping):
-        return batch
-    ids = batch.get("input_ids")
-    result = dict(batch)
-    if LABELS in batch and SHIFTED not in batch:
-        result[SHIFTED] = shift_labels(batch[LABELS])
-    if isinstance(ids, torch.Tensor) and batch.get("position_ids") is None:
-        result["position_ids"] = torch.arange(ids.shape[-1], device=ids.device).expand_as(ids)
-    return result
-
-
-def with_cache(batch: Any, cache: Any, *, argument: str) -> Any:
-    """Add a KV cache to a mapping, under the name of the model's argument for it.
-
-    Raises:
-        InputError: The batch is not a mapping.
-    """
-    if not isinstance(batch, Mapping):
-        raise InputError(
-            "predict(cache=...) gives the cache to the model by name, and needs a mapping as"
-            f" batch, not {type(batch).__name__}"
-        )
-    return {**batch, argument: cache, "use_cache": True}
 
 
 def micro_batches(batch: Any, *, count: int, size: int | None) -> list[Any]:
@@ -253,12 +137,11 @@ def _is_one_batch(entries: list[Any], *, count: int, size: int | None) -> bool:
         int(tensor.shape[0]) for entry in entries for tensor in tensors_in(entry) if tensor.ndim
     }
     # The fields of a batch have equally many samples.
-    if len(lengths) != 1:
+    if len(lengths) != 1 or len(entries) == 1:
         return False
-    if len(entries) == 1:
-        return False
+    # Micro-batches of one model have one form.
     if not all(_have_one_form(entries[0], entry) for entry in entries[1:]):
-        return True  # micro-batches of one model have one form
+        return True
     # A mapping or a tuple is a complete micro-batch.
     if not isinstance(entries[0], torch.Tensor | list):
         return False
@@ -319,7 +202,8 @@ def _slice(value: Any, start: int, size: int, sample_count: int) -> Any:
         and len(value) == sample_count
         and not any(_rows(entry) == sample_count for entry in value)
     ):
-        return value[start : start + size]  # one entry per sample, as collation leaves texts
+        # One entry per sample, as collation leaves texts.
+        return value[start : start + size]
     parts = {key: _slice(entry, start, size, sample_count) for key, entry in inside.items()}
     return rebuild(value, parts)
 
@@ -360,11 +244,125 @@ def to_device(value: Any, device: torch.device) -> Any:
     return rebuild(value, moved)
 
 
-_TOKENS_ATTRIBUTE = "_plait_tokens"
+def default_forward(model: nn.Module, batch: Any) -> Any:
+    """Call the model with a micro-batch.
+
+    Args:
+        model: The model.
+        batch: A mapping is passed by name, except for `labels` and `shift_labels`. A tuple or list
+            is passed by position, except for the last entry, the target. Anything else is the only
+            argument.
+    """
+    if isinstance(batch, Mapping):
+        inputs = {key: value for key, value in batch.items() if key not in (LABELS, SHIFTED)}
+        return call_model(model, **inputs)
+    if isinstance(batch, tuple | list):
+        return model(*batch[:-1])
+    return model(batch)
 
 
-def mark_tokens(mask: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:
-    """Attach the token mask of a part of sequences to the mask that replaces `attention_mask`.
+def shift_labels(labels: torch.Tensor) -> torch.Tensor:
+    """Return the targets of labels [..., seq]: each position predicts the label of the next one.
+
+    The last position predicts nothing.
+    """
+    return F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+
+
+def with_explicit_entries(batch: Any) -> Any:
+    """Add the entries that otherwise follow from the position of a token in its sequence.
+
+    These are the targets `shift_labels` of `labels`, and `position_ids` [batch, seq] of
+    `input_ids`. Existing entries stay, and batches that are not mappings are returned unchanged.
+    """
+    if not isinstance(batch, Mapping):
+        return batch
+    result = dict(batch)
+    if LABELS in batch and SHIFTED not in batch:
+        result[SHIFTED] = shift_labels(batch[LABELS])
+    ids = batch.get("input_ids")
+    if isinstance(ids, torch.Tensor) and batch.get("position_ids") is None:
+        result["position_ids"] = torch.arange(ids.shape[-1], device=ids.device).expand_as(ids)
+    return result
+
+
+def with_cache(batch: Any, cache: Any, *, argument: str) -> Any:
+    """Add a KV cache to a mapping, under the name of the model's argument for it.
+
+    Raises:
+        InputError: The batch is not a mapping.
+    """
+    if not isinstance(batch, Mapping):
+        raise InputError(
+            "predict(cache=...) gives the cache to the model by name, and needs a mapping as"
+            f" batch, not {type(batch).__name__}"
+        )
+    return {**batch, argument: cache, "use_cache": True}
+
+
+def entries(value: Any) -> Mapping[Any, Any] | None:
+    """Return the entries of a container by key, position or field, or None for any other value."""
+    if isinstance(value, Mapping):
+        return value
+    if isinstance(value, tuple | list):
+        return dict(enumerate(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return None
+
+
+def rebuild(value: Any, inside: Mapping[Any, Any]) -> Any:
+    """Return a container of the same class with other entries.
+
+    Args:
+        value: The container.
+        inside: The new entries, with the keys of `entries(value)`.
+    """
+    if isinstance(value, Mapping):
+        if type(value) is dict or not isinstance(value, MutableMapping):
+            return dict(inside)
+        changed: Any = copy.copy(value)
+        for key, entry in inside.items():
+            changed[key] = entry
+        return changed
+    if isinstance(value, tuple):
+        # A named tuple.
+        if hasattr(value, "_fields"):
+            return type(value)(*inside.values())
+        return tuple(inside.values())
+    if isinstance(value, list):
+        return list(inside.values())
+    changed = copy.copy(value)
+    for name, entry in inside.items():
+        # A dataclass may be frozen.
+        object.__setattr__(changed, name, entry)
+    return changed
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """Return a nested container with `function(tensor)` in place of every tensor."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    inside = entries(value)
+    if inside is None:
+        return value
+    return rebuild(value, {key: map_tensors(function, entry) for key, entry in inside.items()})
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield every tensor of a nested container, in order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    for entry in (entries(value) or {}).values():
+        yield from tensors_in(entry)
+
+
+_TOKEN_MASK = "_plait_tokens"
+
+
+def attach_token_mask(mask: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:
+    """Attach the token mask of a sequence shard to the mask that replaces `attention_mask`.
 
     Args:
         mask: The replacement.
@@ -374,22 +372,22 @@ def mark_tokens(mask: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor
         `mask` itself.
     """
     # In a tuple, so that None (no padding) differs from a mask without the attribute.
-    setattr(mask, _TOKENS_ATTRIBUTE, (tokens,))
+    setattr(mask, _TOKEN_MASK, (tokens,))
     return mask
 
 
-def tokens_of(mask: Any) -> Any:
-    """Return the tokens that `mark` attached to a mask, or the mask itself if none are attached."""
-    (tokens,) = getattr(mask, _TOKENS_ATTRIBUTE, (mask,))
+def token_mask_of(mask: Any) -> Any:
+    """Return the token mask that is attached to a mask, or the mask itself if none is attached."""
+    (tokens,) = getattr(mask, _TOKEN_MASK, (mask,))
     return tokens
 
 
-class TokensOfForward:
+class TokenMaskObserver:
     """Observer of the token mask of a model's forward."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.now: torch.Tensor | None = None
-        """Token mask of the running or the last forward (see `mark`), or None."""
+        self.mask: torch.Tensor | None = None
+        """Token mask of the running or the last forward (see `attach_token_mask`), or None."""
         self._signature = inspect.signature(model.forward)
         self._handle = model.register_forward_pre_hook(self._record_mask, with_kwargs=True)
 
@@ -397,7 +395,7 @@ class TokensOfForward:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         arguments = self._signature.bind_partial(*args, **kwargs).arguments
-        self.now = tokens_of(arguments.get("attention_mask"))
+        self.mask = token_mask_of(arguments.get("attention_mask"))
 
     def release(self) -> None:
         """Remove the hook from the model."""

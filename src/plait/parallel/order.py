@@ -1,11 +1,8 @@
-"""Order of the techniques, and the loops over them.
+"""Order of the techniques and of their hooks, and the loops over them.
 
-`check_all` refuses impossible settings, `apply_all` changes the modules of the engine, and
-`account_all` adds up the numbers of the planner.
-
-Combinations of settings that are not supported yet.
-
-Each one is refused with its reason until a test proves it.
+`check_all` refuses impossible settings, `apply_all` changes the modules of the engine, `attach_all`
+returns the hooks of a step, and `account_all` adds up the numbers of the planner. Combinations of
+settings that no test has proven yet are listed in `UNSUPPORTED_COMBINATIONS`.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ from plait.parallel.hooks import Hooks, StepHook
 from plait.parallel.parts import Parts, Plans
 from plait.parallel.technique import Technique, TechniqueContext
 from plait.parallel.techniques.compile import Compile
-from plait.parallel.techniques.context_parallel import ContextParallel, SequenceParts
+from plait.parallel.techniques.context_parallel import ContextParallel, SequenceShards
 from plait.parallel.techniques.data_collectives import Compression
 from plait.parallel.techniques.data_parallel import DataParallel, ShardedSteps
 from plait.parallel.techniques.experts import (
@@ -43,80 +40,6 @@ from plait.parallel.techniques.pipeline_parallel import Pipeline, PipelineRank
 from plait.parallel.techniques.recompute import Recompute
 from plait.parallel.techniques.tensor_parallel import TensorParallel
 from plait.parallel.techniques.tiled_mlp import TiledMLP
-
-
-@dataclass(frozen=True)
-class UnsupportedCombination:
-    """A combination of settings that is refused."""
-
-    field: str
-    """Setting that the error names."""
-    value: Callable[[TechniqueContext], object]
-    """Returns the value of the setting."""
-    applies: Callable[[TechniqueContext], bool]
-    """Returns True if a context has the combination."""
-    rule: str
-    remedy: str
-
-
-UNSUPPORTED_COMBINATIONS: tuple[UnsupportedCombination, ...] = (
-    UnsupportedCombination(
-        field="parallel.cp",
-        value=lambda context: context.layout.cp,
-        applies=lambda context: (
-            context.layout.cp > 1
-            and not any("cp" in technique.batch_axes for technique in context.techniques)
-        ),
-        rule="no technique cuts sequences over cp",
-        remedy="use 1; the processes become data parallel",
-    ),
-    UnsupportedCombination(
-        field="compile.enabled",
-        value=lambda _: "true",
-        applies=lambda context: context.chosen(Compile).enabled and context.layout.tp > 1,
-        rule=(
-            "blocks that tensor parallelism has split are not proven to keep their gradients under"
-            " torch.compile"
-        ),
-        remedy="use false, or parallel.tp = 1",
-    ),
-    UnsupportedCombination(
-        field="compile.enabled",
-        value=lambda _: "true",
-        applies=lambda context: context.chosen(Compile).enabled and context.layout.pp > 1,
-        rule="pipeline stages are not proven under torch.compile",
-        remedy="use false, or parallel.pp = 1",
-    ),
-    UnsupportedCombination(
-        field="parallel.secondary_partition",
-        value=lambda context: context.chosen(DataParallel).secondary_partition,
-        applies=lambda context: (
-            context.chosen(DataParallel).secondary_partition > 0
-            and context.layout.pp * context.layout.tp > 1
-        ),
-        rule=(
-            "all processes create the groups of a secondary partition together, but other pipeline"
-            " stages and tp slices create other groups: it would hang"
-        ),
-        remedy="use 0, or parallel.pp = 1 and parallel.tp = 1",
-    ),
-)
-
-
-def refuse_incompatible(context: TechniqueContext) -> None:
-    """Refuse all unsupported combinations at once.
-
-    Raises:
-        ConfigError: It lists every combination that applies.
-    """
-    problems = [
-        Problem(combination.field, combination.value(context), combination.rule, combination.remedy)
-        for combination in UNSUPPORTED_COMBINATIONS
-        if combination.applies(context)
-    ]
-    if problems:
-        raise ConfigError(*problems)
-
 
 ORDER: tuple[type[Technique], ...] = (
     Precision,
@@ -137,38 +60,17 @@ ORDER: tuple[type[Technique], ...] = (
 """Order in which techniques are applied.
 
 What changes the forward of a block comes before what shards it. Precision, offload and compression
-leave settings for the technique that shards and reduces. Precision comes first, because the account
-of all others depends on the size of an element. A pipeline comes after tensor parallelism, whose
+leave settings for the technique that shards and reduces. Precision comes first, because the numbers
+of all others depend on the size of an element. A pipeline comes after tensor parallelism, whose
 plan covers the full model, and before what changes the blocks of this rank.
 """
-
-
-def in_order(techniques: Iterable[Technique]) -> tuple[Technique, ...]:
-    """Sort techniques by ORDER.
-
-    A technique of the user's, which is not in it, comes after the pipeline, before what changes the
-    forward of this rank's blocks and what shards them.
-    """
-    positions: dict[type, float] = {kind: index for index, kind in enumerate(ORDER)}
-
-    def position(technique: Technique) -> float:
-        return positions.get(type(technique), positions[Pipeline] + 0.5)
-
-    return tuple(sorted(techniques, key=position))
-
-
-def batch_axes(techniques: Iterable[Technique]) -> tuple[str, ...]:
-    """Return the axes over which any of the techniques splits the batch."""
-    used = {axis for technique in techniques for axis in technique.batch_axes}
-    return tuple(axis for axis in AXES if axis in used)
-
 
 HOOKS: tuple[type[StepHook], ...] = (
     ShardedSteps,
     Reducer,
     UnusedTracker,
     ExpertGradients,
-    SequenceParts,
+    SequenceShards,
     PipelineRank,
     OffloadedActivations,
     RecordedBalance,
@@ -179,10 +81,11 @@ HOOKS: tuple[type[StepHook], ...] = (
 )
 """Order in which a step calls hooks. Hooks of other classes come last.
 
-Each reduction reads what the one before has left: a gradient is summed over the data-parallel
-ranks, None is restored where no rank used the parameter, the parts of sequences are summed, and
-tied parameters are summed over the stages that hold them. The selection of compression comes before
-the state of the compressed collectives, so that a checkpoint's residuals find their collectives.
+Each reduction continues with the result of the one before: a gradient is summed over the
+data-parallel ranks, None is restored where no rank used the parameter, the shards of sequences are
+summed, and tied parameters are summed over the stages that hold them. The selection of compression
+comes before the state of the compressed collectives, so that a checkpoint's residuals find their
+collectives.
 """
 
 
@@ -220,8 +123,8 @@ def apply_all(techniques: Iterable[Technique], parts: Parts, mesh: Mesh) -> Part
     techniques = in_order(techniques)
     parts = replace(parts, batch_axes=batch_axes(techniques))
     named = parts.model.named_parameters(remove_duplicate=False)
-    attributes = {name: dict(vars(parameter)) for name, parameter in named if vars(parameter)}
-    names = [name for name, _ in parts.model.named_parameters(remove_duplicate=False)]
+    attributes = {name: dict(vars(parameter)) for name, parameter in named}
+    names = list(attributes)
     for technique in techniques:
         parts = technique.apply(parts, mesh)
         new_names = [name for name, _ in parts.model.named_parameters(remove_duplicate=False)]
@@ -236,12 +139,11 @@ def apply_all(techniques: Iterable[Technique], parts: Parts, mesh: Mesh) -> Part
                 " technique must keep them"
             )
 
-    if attributes:
-        for name, parameter in parts.model.named_parameters(remove_duplicate=False):
-            for key, value in attributes.get(name, {}).items():
-                # What a technique has set itself stays.
-                if key not in vars(parameter):
-                    setattr(parameter, key, value)
+    for name, parameter in parts.model.named_parameters(remove_duplicate=False):
+        for key, value in attributes[name].items():
+            # Attributes that a technique has set itself stay.
+            if key not in vars(parameter):
+                setattr(parameter, key, value)
     return parts
 
 
@@ -249,11 +151,8 @@ def attach_all(techniques: Iterable[Technique], parts: Parts, mesh: Mesh) -> Par
     """Attach every technique to a model that has its weights, and sort their hooks. Collective."""
     hooks = [hook for technique in in_order(techniques) for hook in technique.attach(parts, mesh)]
     positions = {kind: index for index, kind in enumerate(HOOKS)}
-
-    def position(hook: StepHook) -> int:
-        return positions.get(type(hook), len(HOOKS))
-
-    return replace(parts, hooks=Hooks(sorted(hooks, key=position)))
+    hooks.sort(key=lambda hook: positions.get(type(hook), len(HOOKS)))
+    return replace(parts, hooks=Hooks(hooks))
 
 
 def account_all(techniques: Iterable[Technique], ledger: Ledger, facts: ModelFacts) -> Ledger:
@@ -261,3 +160,93 @@ def account_all(techniques: Iterable[Technique], ledger: Ledger, facts: ModelFac
     for technique in in_order(techniques):
         ledger = technique.account(ledger, facts)
     return ledger
+
+
+def in_order(techniques: Iterable[Technique]) -> tuple[Technique, ...]:
+    """Sort techniques by ORDER.
+
+    A technique of the user, which is not in it, comes after the pipeline, and before those that
+    change the forward of this rank's blocks or shard them.
+    """
+    positions: dict[type, float] = {kind: index for index, kind in enumerate(ORDER)}
+    default = positions[Pipeline] + 0.5
+    return tuple(sorted(techniques, key=lambda technique: positions.get(type(technique), default)))
+
+
+def batch_axes(techniques: Iterable[Technique]) -> tuple[str, ...]:
+    """Return the axes over which any of the techniques splits the batch."""
+    used = {axis for technique in techniques for axis in technique.batch_axes}
+    return tuple(axis for axis in AXES if axis in used)
+
+
+def refuse_incompatible(context: TechniqueContext) -> None:
+    """Refuse all unsupported combinations at once.
+
+    Raises:
+        ConfigError: It lists every combination that applies.
+    """
+    problems = [
+        Problem(combination.field, combination.value(context), combination.rule, combination.remedy)
+        for combination in UNSUPPORTED_COMBINATIONS
+        if combination.applies(context)
+    ]
+    if problems:
+        raise ConfigError(*problems)
+
+
+@dataclass(frozen=True)
+class UnsupportedCombination:
+    """A combination of settings that is refused."""
+
+    field: str
+    """Setting that the error names."""
+    value: Callable[[TechniqueContext], object]
+    """Returns the value of the setting."""
+    applies: Callable[[TechniqueContext], bool]
+    """Returns True if a context has the combination."""
+    rule: str
+    remedy: str
+
+
+UNSUPPORTED_COMBINATIONS: tuple[UnsupportedCombination, ...] = (
+    UnsupportedCombination(
+        field="parallel.cp",
+        value=lambda context: context.layout.cp,
+        applies=lambda context: (
+            context.layout.cp > 1
+            and not any("cp" in technique.batch_axes for technique in context.techniques)
+        ),
+        rule="no technique splits sequences over cp",
+        remedy="use 1; the processes become data parallel",
+    ),
+    UnsupportedCombination(
+        field="compile.enabled",
+        value=lambda _: "true",
+        applies=lambda context: context.technique(Compile).enabled and context.layout.tp > 1,
+        rule=(
+            "blocks that tensor parallelism has split are not proven to keep their gradients under"
+            " torch.compile"
+        ),
+        remedy="use false, or parallel.tp = 1",
+    ),
+    UnsupportedCombination(
+        field="compile.enabled",
+        value=lambda _: "true",
+        applies=lambda context: context.technique(Compile).enabled and context.layout.pp > 1,
+        rule="pipeline stages are not proven under torch.compile",
+        remedy="use false, or parallel.pp = 1",
+    ),
+    UnsupportedCombination(
+        field="parallel.secondary_partition",
+        value=lambda context: context.technique(DataParallel).secondary_partition,
+        applies=lambda context: (
+            context.technique(DataParallel).secondary_partition > 0
+            and context.layout.pp * context.layout.tp > 1
+        ),
+        rule=(
+            "all processes create the groups of a secondary partition together, but other pipeline"
+            " stages and tp slices create other groups: it would hang"
+        ),
+        remedy="use 0, or parallel.pp = 1 and parallel.tp = 1",
+    ),
+)

@@ -1,15 +1,11 @@
 """Layout of a parameter: its distribution over the ranks, and the order of its elements in memory.
 
-Distribution of a parameter over the ranks, for norms, sums and checkpoints.
+`Reduction` is the distribution, for norms, sums and checkpoints: an axis either splits a tensor or
+replicates it, and replicas are bitwise equal once gradients are reduced. The planner's counterpart
+is `accounting.ledger.ParameterPart`.
 
-An axis either splits a tensor or replicates it. Replicas are bitwise equal once gradients are
-reduced. The counterpart in numbers is `accounting.ledger.ParameterPart`.
-
-Memory layout of tensors: contiguous, transposed, channels last, or with gaps.
-
-A gradient that an optimizer's fused kernel reads must have the memory layout of its parameter.
-
-Placement of plain tensors like a parameter.
+In memory a tensor is contiguous, transposed, channels last, or has gaps. A gradient that an
+optimizer's fused kernel reads must have the memory layout of its parameter.
 """
 
 from __future__ import annotations
@@ -19,6 +15,7 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from plait.cluster.layout import AXES, EXPERT_AXES, SPLIT_AXES
@@ -39,39 +36,46 @@ class Reduction:
     """Coordinates along pp that hold a tied parameter. Empty if each stage has a separate tensor.
     """
 
-    def is_first_stage(self, at: Mapping[str, int]) -> bool:
+    def is_first_stage(self, coordinates: Mapping[str, int]) -> bool:
         """Return True if no earlier pipeline stage holds it.
 
         Only this stage counts and writes a tied parameter.
         """
-        return not self.stages or at["pp"] == min(self.stages)
+        return not self.stages or coordinates["pp"] == min(self.stages)
 
-    def counts_at(self, at: Mapping[str, int]) -> bool:
+    def counts_in_norm(self, coordinates: Mapping[str, int]) -> bool:
         """Return True if a rank adds its shard to a sum over `Mesh.norm_axes`.
 
         Only the first replica does, so that every element is counted once.
 
         Args:
-            at: Coordinates of the rank by axis.
+            coordinates: Coordinates of the rank by axis.
         """
-        if "ep" in at:
-            return self._is_first_replica(at, AXES)
-        return self._is_first_replica(at, SPLIT_AXES)
+        if "ep" in coordinates:
+            return self._is_first_replica(coordinates, AXES)
+        return self._is_first_replica(coordinates, SPLIT_AXES)
 
-    def is_written_at(self, at: Mapping[str, int]) -> bool:
+    def is_written_by(self, coordinates: Mapping[str, int]) -> bool:
         """Return True if a rank writes its shard to a checkpoint. Only the first replica does.
 
         Args:
-            at: Coordinates of the rank by axis.
+            coordinates: Coordinates of the rank by axis.
         """
-        return self._is_first_replica(at, AXES)
+        return self._is_first_replica(coordinates, AXES)
 
-    def _is_first_replica(self, at: Mapping[str, int], axes: Collection[str]) -> bool:
+    def _is_first_replica(self, coordinates: Mapping[str, int], axes: Collection[str]) -> bool:
         # For a parameter of experts, these axes take the place of all others but pp.
         if not set(self.sharded).isdisjoint(EXPERT_AXES):
             axes = EXPERT_AXES
         replicating = [axis for axis in axes if axis != "pp" and axis not in self.sharded]
-        return self.is_first_stage(at) and all(at.get(axis, 0) == 0 for axis in replicating)
+        is_first = all(coordinates.get(axis, 0) == 0 for axis in replicating)
+        return is_first and self.is_first_stage(coordinates)
+
+
+def parameter_name(model: nn.Module, parameter: torch.Tensor) -> str:
+    """Return the name of a parameter for an error message."""
+    named = model.named_parameters()
+    return next((name for name, p in named if p is parameter), "a parameter")
 
 
 def sharded_axes(tensor: torch.Tensor) -> tuple[str, ...]:

@@ -1,11 +1,11 @@
 """Data that passes through the ordered list of techniques.
 
-`Plans` are made by the checks, from the full model and before any process group exists. `Parts` is
-the model while techniques transform it. What one technique hands to another is a named field of
-one of them.
+The checks return `Plans`, from the full model and before any process group exists. `Parts` is the
+model while techniques transform it. What one technique passes to another is a named field of one of
+them.
 
 Some settings of several techniques are arguments of one call of torch: precision, offload,
-compression and sharding all go to `fully_shard` and to the reduction of gradients. They are
+compression and sharding all configure `fully_shard` and the reduction of gradients. They are
 collected in `Parts.shard` until the technique that makes the call consumes them.
 """
 
@@ -45,7 +45,7 @@ class Plans:
     tensor: TensorPlan | None = None
     """Style of every module that tensor parallelism splits."""
     pipeline: PipelinePlan | None = None
-    """Schedule of the pipeline, and the cut of the model into stages."""
+    """Schedule of the pipeline, and the stages of the model."""
     tiled: TokenModules | None = None
     """Modules that are computed in tiles of tokens."""
     outer_units: OuterUnits | None = None

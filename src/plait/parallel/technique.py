@@ -45,7 +45,7 @@ class TechniqueContext:
     plans: Plans = field(default_factory=Plans)
     """Results of the checks. Empty while the checks run."""
 
-    def chosen(self, kind: type[Kind]) -> Kind:
+    def technique(self, kind: type[Kind]) -> Kind:
         """Return the technique of a class, or its default if none was configured."""
         for technique in self.techniques:
             if isinstance(technique, kind):

@@ -18,7 +18,7 @@ import numpy as np
 from plait.model.facts import ModelFacts, ParameterFacts
 from plait.model.outer_layers import LEAST_SHARE
 from plait.parallel.accounting.ledger import Ledger
-from plait.parallel.pipeline.account import cut
+from plait.parallel.pipeline.estimates import balance_stages
 from plait.parallel.techniques.data_parallel import DataParallel
 from plait.parallel.techniques.mixed_precision import Precision
 from plait.planner.architecture import Architecture
@@ -669,7 +669,7 @@ def _cut(model: Architecture, stages: int) -> Sequence[int]:
         # Priced for comparison; no engine runs it.
         return [-(-layers // stages)] * stages
     block = float(model.block_parameters / model.layers) - float(model.small_parameters)
-    return cut([block] * layers, stages, last=float(model.vocab * model.hidden))
+    return balance_stages([block] * layers, stages, last=float(model.vocab * model.hidden))
 
 
 def _blocks_of_ranks(counts: Sequence[int], pp: int, schedule: str) -> list[tuple[int, ...]]:

@@ -26,7 +26,7 @@ from typing import Literal
 import numpy as np
 
 from plait.errors import ConfigError, InputError
-from plait.parallel.pipeline.account import cut
+from plait.parallel.pipeline.estimates import balance_stages
 from plait.parallel.schedules.schedule import make_schedule
 from plait.parallel.schedules.timeline import Durations, Timeline, simulate
 from plait.planner.compute import (
@@ -624,7 +624,7 @@ def _durations(job: Job, rates: Rates, stages: int) -> Durations:
     wait = only(host_wait(job, layer, forward + backward)) / 2
     head = only(head_cost(job, rates))
     per_layer = forward + backward + 2 * wait
-    counts = cut([1.0] * int(job.model.layers), stages, first=0, last=head / per_layer)
+    counts = balance_stages([1.0] * int(job.model.layers), stages, first=0, last=head / per_layer)
     heads = [head if index == stages - 1 else 0.0 for index in range(stages)]
     send = only(send_seconds(job, rates)) * float(rates["p2p"])
 

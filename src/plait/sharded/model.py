@@ -86,9 +86,9 @@ class ShardedModel:
         self.forward = forward
         self.guard = Guard(parts, handle)
         self.parts = parts.with_hooks(self.guard)
-        self.pipeline = parts.hooks.of(PipelineRank)
+        self.pipeline = parts.hooks.find(PipelineRank)
         self.region = parts.region
-        self.tier = parts.hooks.of(DiskTier)
+        self.tier = parts.hooks.find(DiskTier)
         scale = config.precision.loss_scale
         self.scaler = LossScaler(scale) if scale is not None else None
         self._unchanged = UnchangedParameters(parts.model, mesh)
@@ -156,7 +156,7 @@ class ShardedModel:
         """Return a micro-batch on the device, after all techniques have changed it."""
         # Techniques run first: they read values of the batch, which after the move would wait for
         # the device.
-        return to_device(self.hooks.prepared(batch), self.device)
+        return to_device(self.hooks.prepare(batch), self.device)
 
     def micro_batches(self, batch: Any) -> list[Any]:
         """Cut the batch of a step into micro-batches, and prepare each.
@@ -240,7 +240,7 @@ class ShardedModel:
     @property
     def _counted_by_other_stage(self) -> frozenset[nn.Parameter]:
         """Tied parameters whose gradient another pipeline stage adds to the norm."""
-        return self.pipeline.counted if self.pipeline is not None else frozenset()
+        return self.pipeline.counted_by_other_stage if self.pipeline is not None else frozenset()
 
     def stepper(
         self,
@@ -401,7 +401,7 @@ class ShardedModel:
             # parallel.loss_chunk_tokens leaves the head to the loss, and there is no loss here.
             if isinstance(logits, DeferredLogits):
                 output.logits = logits.full()
-        return self.hooks.joined(output, batch) if self.holds_output else output
+        return self.hooks.join_output(output, batch) if self.holds_output else output
 
     def new_cache(self, *, on_host: bool = False) -> Any:
         """Return an empty KV cache for `predict`, or None if the model does not support one.

@@ -524,7 +524,7 @@ def _refuse_router_losses(model: nn.Module, resolved: Resolved) -> None:
     remedy = "use plait.initialize and engine.train_batch"
     raise_problems(
         Problem(setting, value, rule, f"{remedy}, or {json.dumps(off)}")
-        for setting, value, off in resolved.routing.added
+        for setting, value, off in resolved.routing.loss_settings
     )
     if resolved.layout.pp > 1 and enables_balance_loss(model):
         rule = (

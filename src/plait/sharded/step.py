@@ -95,7 +95,7 @@ def _norm_over_ranks(by_axes: Mapping[tuple[str, ...], torch.Tensor], mesh: Mesh
         square = (norm**2).to(mesh.device)  # Gradients may be on the host.
         # If another rank counts a replica, 0 times the square is added here. This keeps NaN and
         # infinity.
-        squares.append(square if Reduction(axes).counts_at(mesh.coordinates) else square * 0)
+        squares.append(square if Reduction(axes).counts_in_norm(mesh.coordinates) else square * 0)
 
     if squares:
         total = sum(squares[1:], squares[0])

@@ -454,7 +454,7 @@ def _training_context(
             layout=str(resolved.layout),
             folder=str(checked.folder.path),
             communication=engine.communication,
-            notable_communication=engine.hooks.notable,
+            notable_communication=engine.hooks.non_default_description,
             resumed=tuple(notes),
         ),
         stop=stop,

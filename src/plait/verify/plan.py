@@ -171,7 +171,7 @@ def prepare(
     )
     raise_problems(
         Problem(setting, value, rule, f"use {json.dumps(off)}")
-        for setting, value, off in resolved.routing.added
+        for setting, value, off in resolved.routing.loss_settings
     )
     choice = choose(config, model, layout=resolved.layout)
     buckets = resolved.data_parallel

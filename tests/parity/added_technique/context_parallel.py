@@ -44,7 +44,7 @@ class ContextParallel(Technique):
                     "use a divisor",
                 )
             )
-        if context.chosen(DataParallel).update_in_backward:
+        if context.technique(DataParallel).update_in_backward:
             rule = "a parameter is updated in the backward, before its gradient is summed over cp"
             raise ConfigError(Problem("parallel.optimizer_in_backward", "true", rule, "use false"))
         config: Any = getattr(context.model, "config", None)

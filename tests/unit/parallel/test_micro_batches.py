@@ -272,14 +272,14 @@ class TestTransform:
 
     def test_labels_are_shifted_before_a_sequence_is_cut(self) -> None:
         """Position 1 predicts the label at 2, and position 2 that at 3, whichever part they are in."""
-        part = Hooks([StepHook(), Half()]).prepared(BATCH)
+        part = Hooks([StepHook(), Half()]).prepare(BATCH)
         assert {name: entry.tolist() for name, entry in part.items()} == {
             "input_ids": [[5, 6]],
             "labels": [[IGNORED, 6]],
             "shift_labels": [[6, IGNORED]],
             "position_ids": [[2, 3]],
         }
-        assert Hooks([StepHook()]).prepared(BATCH) is BATCH
+        assert Hooks([StepHook()]).prepare(BATCH) is BATCH
 
     def test_the_parts_of_a_loss_add_up(self) -> None:
         """Sums, weights, and the model is given positions and no labels."""

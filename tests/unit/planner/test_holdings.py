@@ -48,7 +48,7 @@ def test_blocks_in_flight_are_those_of_the_table(schedule: str, pp: int, v: int,
     """On every rank, of stages that are not equally long, and for many more micro-batches than are walked."""
     table = make_schedule(SCHEDULE_NAMES[schedule], pp=pp, microbatches=m, stages_per_rank=v)
     sizes = tuple(1 + stage % 3 for stage in range(table.stages))
-    peaks = peak_in_flight(table, held=sizes)
+    peaks = peak_in_flight(table, sizes=sizes)
     for rank in range(pp):
         blocks = tuple(sizes[stage] for stage in table.stages_of(rank))
         assert most(schedule, pp, m, rank, blocks, "blocks") == peaks[rank], rank

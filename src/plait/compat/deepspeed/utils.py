@@ -193,7 +193,7 @@ def _reduced_gradient(
         raise InputError(
             f"{call}: with parallel.tp > 1 gradients are complete inside of engine.step() only"
         )
-    reducer = engine.plait.hooks.of(Reducer)
+    reducer = engine.plait.hooks.find(Reducer)
     if reducer is not None:
         # engine.step() does not repeat it.
         reducer.finish_reduction()

@@ -51,7 +51,7 @@ Array = NDArray[np.int64]
 class StageCounts:
     """Work of one pipeline rank in a step, counted from the table of its schedule.
 
-    See `pipeline.account`.
+    See `pipeline.estimates`.
     """
 
     root_gathers: Array
@@ -86,8 +86,8 @@ MEMORY_KINDS = (
 
 `parameters`, `gradients`, `optimizer` and `compression` (its errors) are what a rank holds just
 before the optimizer step. `gathered_parameters` and `unsharded_gradients` are what it holds in
-addition between two micro-batches of a step. A pipeline accounts for them after each computation
-(`pipeline.account`).
+addition between two micro-batches of a step. In a pipeline `accounting.peak` counts them at every
+moment of a step.
 """
 
 ACTIVATION_KINDS = ("activations", "logits", "returning_activations", "stored_activations")

@@ -426,7 +426,7 @@ class _StepSimulation:
         if is_first_half:
             moments = stage.inputs
         # If some backwards of a schedule are split, the others reduce at their end too
-        # (`pipeline_zero`).
+        # (`techniques.pipeline_parallel.StagedZero`).
         reduces_late = self.schedule is not None and self.schedule.splits_backward
         has_root = False
         blocks = self.blocks[action.stage]

@@ -32,7 +32,13 @@ from plait.parallel.context.families import (
 )
 from plait.parallel.context.kernel import AttentionRule
 from plait.parallel.context.kinds import Kind, SequencePlacement, attention, exchange_heads
-from plait.parallel.micro_batches import IGNORED, SHIFTED, mark_tokens, to_device, tokens_of
+from plait.parallel.micro_batches import (
+    IGNORED,
+    SHIFTED,
+    attach_token_mask,
+    to_device,
+    token_mask_of,
+)
 
 # Size of the second dimension of a mask without documents. It is 1 with documents.
 _NO_DOCUMENTS = 2
@@ -198,7 +204,7 @@ def on_device(model: nn.Module, part: Any, device: torch.device) -> Any:
     """
     mask = part["attention_mask"]
     moved = to_device(part, device)
-    mark_tokens(moved["attention_mask"], to_device(tokens_of(mask), device))
+    attach_token_mask(moved["attention_mask"], to_device(token_mask_of(mask), device))
     settings: PartialAttention = getattr(model, _ATTRIBUTE)
     starts = starts_of_mask(mask)
     if starts is not None and settings.implementation in IMPLEMENTATIONS:

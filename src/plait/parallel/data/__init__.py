@@ -1,6 +1,6 @@
 """Data parallelism and ZeRO.
 
-`data_parallel` is the technique. It reduces replicated gradients in buckets (`reducer`), or shards
-the model into units of `fully_shard` (`shard_units`). `collective_selection` selects the
-collectives of both, and `autotune` times candidates for compressed gradients.
+`techniques.data_parallel` is the technique. `reducer` sums replicated gradients in buckets. For
+sharded models `unused` restores None as the gradient of unused parameters. `buffers` synchronises
+the buffers that a forward changes, and `compression` keeps the state of compressed gradients.
 """

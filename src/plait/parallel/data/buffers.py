@@ -5,7 +5,7 @@ All data-parallel ranks have the values of rank 0, as under DistributedDataParal
 Note [Changing buffers]
     Data-parallel ranks see different samples, so their buffers drift apart. After every step the
     values of the first data-parallel rank are broadcast, so that the next forward, an evaluation
-    and a checkpoint find the same values on all ranks.
+    and a checkpoint read the same values on all ranks.
 
     Changed buffers are detected by the version counter of a tensor, and by the identity of the
     tensor for an assignment. Ranks may see different changes. They therefore exchange the names
@@ -39,32 +39,6 @@ from plait.cluster.process_groups import is_fake
 from plait.cluster.small_messages import all_gather_objects, max_over_ranks
 from plait.comm.collectives import AsyncMaximum
 from plait.parallel.hooks import StepEnd, StepHook
-
-
-@dataclass
-class _WatchedBuffer:
-    """Buffer of a module, with its state when it was last compared."""
-
-    module: nn.Module
-    leaf: str
-    persistent: bool
-    tensor: torch.Tensor
-    version: int
-
-    def changed(self) -> bool:
-        """Return True if the buffer has changed since the last call."""
-        current = own_buffers(self.module).get(self.leaf)
-        if current is None:
-            return False
-        if current is self.tensor:
-            has_changed = version_of(current) != self.version
-        else:
-            has_changed = self.persistent
-        self.tensor = current
-        self.version = version_of(current)
-        # torch's batch_norm writes these without increasing the version.
-        is_statistic = self.leaf in ("running_mean", "running_var")
-        return has_changed or (is_statistic and self.module.training)
 
 
 class ChangingBuffers(StepHook):
@@ -105,7 +79,7 @@ class ChangingBuffers(StepHook):
         """Buffers that have changed on this rank, but are not in `names`."""
         self._any_unsent: AsyncMaximum | None = None
         """Exchange of whether any rank has unsent buffers, or None if none is in flight."""
-        self._may_find_more = False
+        self._may_change_later = False
         """True if another persistent buffer may begin to change on any rank."""
         self._has_agreed = False
         """True if the first step is over."""
@@ -122,23 +96,19 @@ class ChangingBuffers(StepHook):
                     owner, leaf, is_persistent(owner, leaf), tensor, version_of(tensor)
                 )
 
-    def look(self) -> None:
-        """Ignore all changes so far, because they were the same on all ranks (a checkpoint)."""
-        for buffer in self._buffers.values():
-            buffer.changed()
-
     def before_microbatch(self, last: bool) -> None:
         """Record whether the step continues after this micro-batch."""
         self.accumulating = not last
 
     def after_step(self, end: StepEnd) -> str:
-        """Send the changed buffers, so that the next forward finds equal values on all ranks."""
+        """Send the changed buffers, so that the next forward reads equal values on all ranks."""
         self.send()
         return ""
 
     def load_state(self, saved: Mapping[str, torch.Tensor]) -> None:
-        """Ignore the changes of a checkpoint that was loaded."""
-        self.look()
+        """Ignore all changes so far, because a checkpoint is the same on all ranks."""
+        for buffer in self._buffers.values():
+            buffer.changed()
 
     def release(self) -> None:
         """Remove the hook of `send_in_forward`."""
@@ -173,10 +143,15 @@ class ChangingBuffers(StepHook):
         self._unsent |= changed - set(self.names)
         if not self._has_agreed or self._has_any_unsent():
             self._agree()
-        elif self._may_find_more:
+        elif self._may_change_later:
             # The next step reads the result, so the exchange overlaps with it.
             self._any_unsent = AsyncMaximum(int(bool(self._unsent)), self._mesh.device, self._group)
-        self._broadcast_all()
+
+        if self._data_group is not None and self.names:
+            self._broadcast(self.names, self._data_group, 0)
+        for source, names in self._names_of_stage.items():
+            assert self._stage_group is not None
+            self._broadcast(names, self._stage_group, source)
 
     def _has_any_unsent(self) -> bool:
         """Return the result of the exchange that the previous step has started."""
@@ -200,7 +175,7 @@ class ChangingBuffers(StepHook):
             changed = {name for name, flag in zip(all_names, flags, strict=True) if flag}
         self._unsent = set()
         self.names = tuple(sorted(changed))
-        self._may_find_more = any(
+        self._may_change_later = any(
             buffer.persistent and name not in changed for name, buffer in self._buffers.items()
         )
         if self._stage_group is not None:
@@ -210,10 +185,10 @@ class ChangingBuffers(StepHook):
         """Select the stage whose values are right, for every buffer that all stages share."""
         prefixes = tuple(f"{block}." for block in self._blocks)
         outside = [name for name in sorted(self._buffers) if not name.startswith(prefixes)]
-        answers = all_gather_objects((self.names, outside, self._may_find_more), group)
+        answers = all_gather_objects((self.names, outside, self._may_change_later), group)
 
         # All stages must agree, because each of them takes part in the next exchange.
-        self._may_find_more = any(may_find_more for *_, may_find_more in answers)
+        self._may_change_later = any(may_change_later for *_, may_change_later in answers)
         shared = set.intersection(*(set(names) for _, names, _ in answers))
         first: dict[str, int] = {}
         for rank, (changed, _, _) in enumerate(answers):
@@ -223,13 +198,6 @@ class ChangingBuffers(StepHook):
         self._names_of_stage = {rank: [] for rank in sorted(set(first.values()))}
         for name in sorted(first):
             self._names_of_stage[first[name]].append(name)
-
-    def _broadcast_all(self) -> None:
-        if self._data_group is not None and self.names:
-            self._broadcast(self.names, self._data_group, 0)
-        for source, names in self._names_of_stage.items():
-            assert self._stage_group is not None
-            self._broadcast(names, self._stage_group, source)
 
     @torch.no_grad()
     def _broadcast(self, names: Sequence[str], group: dist.ProcessGroup, source: int) -> None:
@@ -246,6 +214,32 @@ class ChangingBuffers(StepHook):
             tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
             # The write of the broadcast itself is no change.
             self._buffers[name].changed()
+
+
+@dataclass
+class _WatchedBuffer:
+    """Buffer of a module, with its state when it was last compared."""
+
+    module: nn.Module
+    leaf: str
+    persistent: bool
+    tensor: torch.Tensor
+    version: int
+
+    def changed(self) -> bool:
+        """Return True if the buffer has changed since the last call."""
+        current = own_buffers(self.module).get(self.leaf)
+        if current is None:
+            return False
+        if current is self.tensor:
+            has_changed = version_of(current) != self.version
+        else:
+            has_changed = self.persistent
+        self.tensor = current
+        self.version = version_of(current)
+        # torch's batch_norm writes these without increasing the version.
+        is_statistic = self.leaf in ("running_mean", "running_var")
+        return has_changed or (is_statistic and self.module.training)
 
 
 def bind_sync_batch_norm(model: nn.Module, mesh: Mesh) -> None:

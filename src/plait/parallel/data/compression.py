@@ -1,15 +1,15 @@
-"""State of compressed collectives between steps.
+"""Hooks of compressed gradients: the state that they keep, and the selection by measured time.
 
-A checkpoint stores it, and a skipped step does not change it.
+`Residuals` is the state of compressed collectives between steps. A checkpoint stores it, and a
+skipped step does not change it.
 
-Choice of gradient compression by measured step time, where the user allows several candidates.
-
-The costs of the links cannot decide it, because a step gains no more than the communication that
-computation does not hide. The run's own steps are timed instead: first uncompressed ones, then a
-few of every candidate. A lossier candidate is chosen if its steps are 5 % shorter than the best
-before it. Before that, uncompressed gradients run a few more steps, in case the first ones were
-slow by chance. The decision is taken once, the same on every rank of the groups, and saved in the
-checkpoint. The residual of a candidate is dropped when another one is activated.
+`CompressionAutotuner` selects among several candidates that the user allows. The costs of the links
+cannot decide it, because a step gains no more than the communication that computation does not
+hide. The run's own steps are timed instead: first uncompressed ones, then a few of every candidate.
+A lossier candidate is chosen if its steps are 5 % shorter than the best before it. Before that,
+uncompressed gradients run a few more steps, in case the first ones were slow by chance. The
+decision is taken once, the same on every rank of the groups, and saved in the checkpoint. The
+residual of a candidate is dropped when another one is activated.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Residuals(StepHook):
         return state
 
     def load_state(self, saved: Mapping[str, torch.Tensor]) -> None:
-        """Restore the tensors that have the same shape here.
+        """Restore the tensors that have the same shape in this run.
 
         The others start anew, which loses what compression has left over from one step.
         """
@@ -85,10 +85,8 @@ class Residuals(StepHook):
 
     def tensors(self) -> list[torch.Tensor]:
         """Return all tensors in memory: `state`, and the copies that a skipped step needs."""
-        return [
-            *self.state().values(),
-            *(tensor for carried in self._carriers() for tensor in carried.aside),
-        ]
+        copies = [tensor for carried in self._carriers() for tensor in carried.aside]
+        return [*self.state().values(), *copies]
 
     def after_step(self, end: StepEnd) -> str:
         """Keep the new values, or drop them after a skipped step, and follow the loss scale."""
@@ -117,42 +115,13 @@ class Residuals(StepHook):
         return carriers
 
 
-SHARE = 0.05
-"""Share of a step's time that a candidate has to save."""
+_LEAST_SAVING = 0.05
+"""Share of the time of a step that a candidate has to save."""
+_WARMUP_STEPS = 2
+"""Steps per candidate that do not count, because they fill caches and buffers."""
+_TIMED_STEPS = 3
 _UNCOMPRESSED = "uncompressed"
-_UNCOUNTED = 2
-_COUNTED = 3
-"""Steps per candidate that count. The first ones do not, because they fill caches and buffers."""
 _DECISION = "autotune.decision"
-
-
-def best_of(seconds: Mapping[str, float]) -> str:
-    """Return the last candidate whose steps are shorter by SHARE than the best one before it.
-
-    Args:
-        seconds: Seconds per step of each candidate, the least lossy first.
-    """
-    best, *others = seconds
-    for name in others:
-        if seconds[name] < (1 - SHARE) * seconds[best]:
-            best = name
-    return best
-
-
-@dataclass(frozen=True)
-class CompressionCandidate:
-    """A scheme of compression that may be selected.
-
-    Attributes:
-        name: Name for the user.
-        code: Number of the scheme in a checkpoint, positive.
-        activate: Switches to the scheme at the next step. Called between two steps, on every rank
-            of the groups.
-    """
-
-    name: str
-    code: int
-    activate: Callable[[], object]
 
 
 @dataclass
@@ -208,12 +177,14 @@ class CompressionAutotuner(StepHook):
         if self._last_end is not None:
             self._steps.append(now - self._last_end)
         self._last_end = now
-        if len(self._steps) < _UNCOUNTED + _COUNTED:
+        if len(self._steps) < _WARMUP_STEPS + _TIMED_STEPS:
             return ""
 
         # The phases are: uncompressed, each candidate, and uncompressed again if a candidate won,
         # because the first steps may have been slow by chance.
-        seconds = self._slowest_rank()
+        # One axis after the other gives the maximum over all of them.
+        median_seconds = median(self._steps[_WARMUP_STEPS:])
+        (seconds,) = max_over_ranks([median_seconds], *self.groups, device=self.device)
         self._steps = []
         if not self._seconds:
             self._seconds[_UNCOMPRESSED] = seconds
@@ -227,19 +198,13 @@ class CompressionAutotuner(StepHook):
         if self._untested:
             self._activate(self._untested[0])
             return ""
-        if self._seconds_again is None and best_of(self._seconds) != _UNCOMPRESSED:
+        if self._seconds_again is None and best_candidate(self._seconds) != _UNCOMPRESSED:
             self._activate(None)
             return ""
         return self._decide()
 
-    def _slowest_rank(self) -> float:
-        """Return the median seconds per step of the slowest rank. Collective."""
-        seconds = median(self._steps[_UNCOUNTED:])
-        # One axis after the other gives the maximum over all of them.
-        return max_over_ranks([seconds], *self.groups, device=self.device)[0]
-
     def _decide(self) -> str:
-        best = best_of(self._seconds)
+        best = best_candidate(self._seconds)
         code = next((candidate.code for candidate in self.candidates if candidate.name == best), 0)
         self.commit(code)
 
@@ -262,9 +227,8 @@ class CompressionAutotuner(StepHook):
             code: Code of a candidate, or 0 for uncompressed gradients.
         """
         self.decision.fill_(code)
-        self._activate(
-            next((candidate for candidate in self.candidates if candidate.code == code), None)
-        )
+        matching = (candidate for candidate in self.candidates if candidate.code == code)
+        self._activate(next(matching, None))
 
     def _activate(self, candidate: CompressionCandidate | None) -> None:
         if candidate is self._active:
@@ -274,3 +238,32 @@ class CompressionAutotuner(StepHook):
             self.deactivate()
         else:
             candidate.activate()
+
+
+@dataclass(frozen=True)
+class CompressionCandidate:
+    """A scheme of compression that may be selected.
+
+    Attributes:
+        name: Name for the user.
+        code: Number of the scheme in a checkpoint, positive.
+        activate: Switches to the scheme at the next step. Called between two steps, on every rank
+            of the groups.
+    """
+
+    name: str
+    code: int
+    activate: Callable[[], object]
+
+
+def best_candidate(seconds: Mapping[str, float]) -> str:
+    """Return the last candidate whose steps are 5 % shorter than those of the best before it.
+
+    Args:
+        seconds: Seconds per step of each candidate, the least lossy first.
+    """
+    best, *others = seconds
+    for name in others:
+        if seconds[name] < (1 - _LEAST_SAVING) * seconds[best]:
+            best = name
+    return best

@@ -2,7 +2,8 @@
 
 The idea is that of DistributedDataParallel's reducer, which cannot be used here: it wraps the
 forward of the root module, breaks under pipeline schedules, and always averages. `Reducer` only
-listens to gradients, so it works for any part of a model and any schedule.
+listens to gradients, so it works for any part of a model and any schedule. `sum_gradients` is the
+simpler sum after the last backward, for axes whose gradients do not overlap with it.
 
 Note [Life of a gradient]
     A gradient has one copy, in a gradient bucket that all parameters of the bucket share.
@@ -28,26 +29,17 @@ Note [Life of a gradient]
       reduces it in a second round, for the late buckets only.
     * Another backward after `finish_reduction`. The sums move to `Bucket.reduced` and are added to
       those of the new round.
-
-Account of the reducer's gradient buckets: which parameters share one, and what their sums send.
-
-A plain all-reduce does not need this, because its traffic is that of all gradients together (see
-`DataParallel.account`). Compression and other algorithms depend on the size of a bucket.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from math import prod
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -56,208 +48,19 @@ from plait._torch.operators import tree_leaves
 from plait._torch.passes import after_backward, graph_task
 from plait._torch.tensors import local_tensor
 from plait.cluster import accelerator
-from plait.comm.all_reduce import Buckets, Flat, Name, wire_bytes
+from plait.cluster.process_groups import is_fake
+from plait.comm.all_reduce import Buckets, Flat
 from plait.comm.collectives import AsyncAllReduce
-from plait.comm.compress import factor_numel, factor_rank, owned_numel
 from plait.comm.failures import naming
-from plait.comm.quantise import packed_bytes
 from plait.errors import ModelError
-from plait.model.facts import ModelFacts
-from plait.parallel.accounting.compression_scheme import copies
-from plait.parallel.accounting.ledger import Array, Ledger
 from plait.parallel.data.unused import foreign_backward
 from plait.parallel.hooks import FailureScope, StepEnd, StepHook
-from plait.parallel.parameter_layout import dims_in_memory, like_in_memory, like_parameter
-
-ALGORITHM_KINDS: dict[str, tuple[str, ...]] = {
-    "reduce-scatter+all-gather": ("reduce_scatter", "all_gather"),
-    "ring": ("send",),
-    "recursive-doubling": ("send",),
-}
-"""Collectives that the messages of an algorithm are accounted as, in equal parts.
-
-The hierarchical algorithm is absent, because it sends as many bytes as one all-reduce.
-"""
-
-
-def account_buckets(
-    algorithm: str,
-    ledger: Ledger,
-    facts: ModelFacts,
-    numels: Iterable[Array],
-    *,
-    bucket_bytes: int,
-    candidates: NDArray[np.bool_],
-) -> Ledger:
-    """Add the traffic and memory of stage 0 that depend on the buckets.
-
-    The account is that of the first rank.
-
-    Args:
-        algorithm: Name of the algorithm that sums uncompressed gradients.
-        ledger: The ledger of all candidate layouts.
-        facts: The parameters of the model.
-        numels: Elements of every trainable parameter on a rank, in the order of `facts`.
-        bucket_bytes: Size of a gradient bucket.
-        candidates: The candidates to account, as a mask.
-    """
-    columns = [np.broadcast_to(numel, candidates.shape) for numel in numels]
-    kinds = ("all_reduce", "all_gather", "reduce_scatter", "send", "compression", "gradients")
-    sums = {kind: np.zeros_like(ledger.dp_replicate) for kind in kinds}
-    for candidate in np.flatnonzero(candidates):
-        costs = _candidate_costs(
-            algorithm,
-            ledger,
-            facts,
-            [int(column[candidate]) for column in columns],
-            bucket_bytes=bucket_bytes,
-            candidate=int(candidate),
-        )
-        for kind, count in costs.items():
-            sums[kind][candidate] = count
-
-    for kind in ("compression", "gradients"):
-        ledger = ledger.add_memory(kind, sums.pop(kind))
-    for kind, counts in sums.items():
-        ledger = ledger.add_traffic(kind, counts)
-    return ledger
-
-
-def _candidate_costs(
-    algorithm: str,
-    ledger: Ledger,
-    facts: ModelFacts,
-    numels: Sequence[int],
-    *,
-    bucket_bytes: int,
-    candidate: int,
-) -> Counter[str]:
-    """Return the bytes of each kind of traffic and of memory, for one candidate of the ledger."""
-    scheme = ledger.scheme
-    parameters = facts.trainable
-    ranks = int(ledger.dp_replicate[candidate])
-    tensor_dims: Mapping[str, int | None] = {}
-    if int(ledger.tp[candidate]) > 1:
-        tensor_dims = ledger.tensor_dims
-
-    # The same kinds as in `Reducer._partition`.
-    sizes: list[tuple[int, Hashable]] = []
-    for numel, parameter in zip(numels, parameters, strict=True):
-        kind = (
-            parameter.itemsize,
-            len(parameter.shape) > 1 or not scheme.gradients,
-            tensor_dims.get(parameter.name) is not None,
-        )
-        sizes.append((numel * parameter.itemsize, kind))
-
-    costs = Counter[str]()
-    carried = 0
-    if scheme.powersgd_rank:
-        # PowerSGD's count of steps, int64.
-        carried += 8
-    for members in partition(sizes, bucket_bytes):
-        numel = sum(numels[i] for i in members)
-        itemsize = parameters[members[0]].itemsize
-        if ledger.reduce_bytes is not None:
-            itemsize = int(ledger.reduce_bytes[candidate])
-
-        if not scheme.gradients:
-            sent_bytes = sum(
-                wire_bytes(
-                    cast(Name, algorithm),
-                    numel=numel,
-                    itemsize=itemsize,
-                    ranks=ranks,
-                    per_node=ranks,
-                )
-            )
-            for collective in ALGORITHM_KINDS[algorithm]:
-                costs[collective] += sent_bytes // len(ALGORITHM_KINDS[algorithm])
-        elif len(parameters[members[0]].shape) < 2:
-            # Vectors are sent uncompressed.
-            costs["all_reduce"] += 2 * (ranks - 1) * numel * itemsize // ranks
-        elif scheme.powersgd_rank:
-            shapes = [parameters[i].shape for i in members]
-            factors = sum(factor_numel(shape, scheme.powersgd_rank) for shape in shapes)
-            costs["all_reduce"] += 2 * (ranks - 1) * factors * max(itemsize, 4) // ranks
-            right_factors = sum(
-                prod(shape[1:]) * factor_rank(shape, scheme.powersgd_rank) for shape in shapes
-            )
-            # Residuals of the bucket and right factors, at least in float32.
-            carried += (numel + right_factors) * max(itemsize, 4) * bool(right_factors)
-        else:
-            part_numel = owned_numel(numel, ranks)
-            for collective in ("reduce_scatter", "all_gather"):
-                costs[collective] += (ranks - 1) * packed_bytes(part_numel, scheme.gradient_bits)
-            # float32 residuals of both collectives: all parts, and the part of this rank.
-            carried += 4 * (ranks + 1) * part_numel * scheme.error_feedback
-            # Buckets are padded to equal parts.
-            costs["gradients"] += (ranks * part_numel - numel) * itemsize
-    costs["compression"] = copies(scheme) * carried
-    return costs
-
-
-def partition(sizes: Sequence[tuple[int, Hashable]], bucket_bytes: int) -> list[list[int]]:
-    """Assign parameters to gradient buckets, in about the order in which their gradients appear.
-
-    Parameters are taken in reverse order of registration. A bucket is closed before it exceeds
-    `bucket_bytes`, and holds one kind of parameters.
-
-    Args:
-        sizes: (bytes, kind) of each parameter.
-        bucket_bytes: Largest size of a bucket with several parameters.
-
-    Returns:
-        The indices of the parameters of each bucket, ordered by the arrival of their last gradient.
-    """
-    closed: list[list[int]] = []
-    open_: dict[Hashable, tuple[list[int], int]] = {}
-    for index in reversed(range(len(sizes))):
-        nbytes, kind = sizes[index]
-        members, filled = open_.get(kind, ([], 0))
-        if members and filled + nbytes > bucket_bytes:
-            closed.append(members)
-            members = []
-            filled = 0
-        members.append(index)
-        open_[kind] = members, filled + nbytes
-
-    buckets = [*closed, *(members for members, _ in open_.values())]
-    # The last member is the parameter that was registered first, whose gradient comes last.
-    return sorted(buckets, key=lambda members: -members[-1])
-
-
-@dataclass(eq=False)
-class Bucket:
-    """Gradients that are reduced together.
-
-    `flat` has shape [numel] and holds the gradients one after the other, each in the memory layout
-    of its parameter.
-    """
-
-    parameters: list[nn.Parameter]
-    flat: torch.Tensor
-    wire: torch.Tensor
-    """Buffer that is summed over the ranks: `flat`, or a buffer in the reduction's dtype."""
-    index: int
-    slots: range
-    """Slot indices of `parameters`."""
-    missing: set[int] = field(default_factory=set)
-    """Slots whose gradient has not arrived in this round."""
-    launched: bool = False
-    reduced: torch.Tensor | None = None
-    """Sum of earlier rounds of the step while another round runs, otherwise None."""
-
-
-@dataclass(frozen=True)
-class ParameterSlot:
-    """Place of a parameter in a bucket."""
-
-    bucket: Bucket
-    view: torch.Tensor
-    grad: torch.Tensor
-    """Value of the parameter's `grad`: `view`, or a DTensor around it under tensor parallelism."""
-    index: int
+from plait.parallel.parameter_layout import (
+    dims_in_memory,
+    like_in_memory,
+    like_parameter,
+    parameter_name,
+)
 
 
 @dataclass
@@ -380,8 +183,6 @@ class Reducer(StepHook):
         self.make_buckets = make_buckets
         self.bucket_bytes = bucket_bytes
         self.separate_vectors = separate_vectors
-        self.buckets.clear()
-        self._slots.clear()
         self._allocate()
 
     def reduces(self, parameter: nn.Parameter) -> bool:
@@ -389,6 +190,8 @@ class Reducer(StepHook):
         return parameter in self._slots
 
     def _allocate(self) -> None:
+        self.buckets.clear()
+        self._slots.clear()
         reduced_or_excluded = {*self._trainable, *self.excluded}
         self._frozen = [p for p in self.model.parameters() if p not in reduced_or_excluded]
 
@@ -455,11 +258,7 @@ class Reducer(StepHook):
             self._handles.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))
         trainable = {*self._trainable, *unfrozen}
         self._trainable = [p for p in self.model.parameters() if p in trainable]
-        self.rebuild(
-            self.make_buckets,
-            bucket_bytes=self.bucket_bytes,
-            separate_vectors=self.separate_vectors,
-        )
+        self._allocate()
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -531,7 +330,7 @@ class Reducer(StepHook):
         if gradient is not slot.grad:
             if gradient.layout != torch.strided:
                 raise ModelError(
-                    f"`{self._name_of(parameter)}` has a"
+                    f"`{parameter_name(self.model, parameter)}` has a"
                     f" {str(gradient.layout).removeprefix('torch.')}"
                     " gradient, and only dense gradients can be reduced; build the embedding with"
                     " sparse=False"
@@ -736,10 +535,38 @@ class Reducer(StepHook):
             bucket.missing = set(bucket.slots)
             bucket.launched = False
 
-    def _name_of(self, parameter: nn.Parameter) -> str:
-        return next(
-            (name for name, p in self.model.named_parameters() if p is parameter), "a parameter"
-        )
+
+@dataclass(eq=False)
+class Bucket:
+    """Gradients that are reduced together.
+
+    `flat` has shape [numel] and holds the gradients one after the other, each in the memory layout
+    of its parameter.
+    """
+
+    parameters: list[nn.Parameter]
+    flat: torch.Tensor
+    wire: torch.Tensor
+    """Buffer that is summed over the ranks: `flat`, or a buffer in the reduction's dtype."""
+    index: int
+    slots: range
+    """Slot indices of `parameters`."""
+    missing: set[int] = field(default_factory=set)
+    """Slots whose gradient has not arrived in this round."""
+    launched: bool = False
+    reduced: torch.Tensor | None = None
+    """Sum of earlier rounds of the step while another round runs, otherwise None."""
+
+
+@dataclass(frozen=True)
+class ParameterSlot:
+    """Position of a parameter in a bucket."""
+
+    bucket: Bucket
+    view: torch.Tensor
+    grad: torch.Tensor
+    """Value of the parameter's `grad`: `view`, or a DTensor around it under tensor parallelism."""
+    index: int
 
 
 class _OutputHook:
@@ -760,7 +587,83 @@ class _OutputHook:
         return _OutputHook, ()
 
 
+def partition(sizes: Sequence[tuple[int, Hashable]], bucket_bytes: int) -> list[list[int]]:
+    """Assign parameters to gradient buckets, in about the order in which their gradients appear.
+
+    Parameters are taken in reverse order of registration. A bucket is closed before it exceeds
+    `bucket_bytes`, and holds one kind of parameters.
+
+    Args:
+        sizes: (bytes, kind) of each parameter.
+        bucket_bytes: Largest size of a bucket with several parameters.
+
+    Returns:
+        The indices of the parameters of each bucket, ordered by the arrival of their last gradient.
+    """
+    closed: list[list[int]] = []
+    open_: dict[Hashable, tuple[list[int], int]] = {}
+    for index in reversed(range(len(sizes))):
+        nbytes, kind = sizes[index]
+        members, filled = open_.get(kind, ([], 0))
+        if members and filled + nbytes > bucket_bytes:
+            closed.append(members)
+            members = []
+            filled = 0
+        members.append(index)
+        open_[kind] = members, filled + nbytes
+
+    buckets = [*closed, *(members for members, _ in open_.values())]
+    # The last member is the parameter that was registered first, whose gradient comes last.
+    return sorted(buckets, key=lambda members: -members[-1])
+
+
 def _shape_in_memory(parameter: nn.Parameter) -> tuple[int, ...]:
     """Return the local shape, with the dimension that has the largest stride first."""
     tensor = local_tensor(parameter.detach())
     return tuple(tensor.shape[dim] for dim in dims_in_memory(tensor) or range(tensor.ndim))
+
+
+def sum_gradients(
+    parameters: Sequence[torch.Tensor],
+    group: dist.ProcessGroup | None,
+    *,
+    users: dist.ProcessGroup | None,
+) -> None:
+    """Sum the gradients of parameters over ranks, in place. Collective.
+
+    A parameter that no rank used keeps no gradient. If any rank used it, all ranks get a gradient,
+    as in one process.
+
+    Args:
+        parameters: Parameters, the same on all ranks.
+        group: The ranks whose gradients are summed. None if there are no others.
+        users: The ranks that may use a parameter. None if all of them use every parameter.
+    """
+    if not parameters:
+        return
+    used = [parameter.grad is not None for parameter in parameters]
+    used_by_any = [True] * len(used)
+    if users is not None:
+        device = local_tensor(parameters[0].detach()).device
+        flags = accelerator.tensor_of(used, dtype=torch.uint8, device=device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=users)
+        # Reading the flags waits for the device. A rank that used all parameters knows the result.
+        if not all(used) and not is_fake():
+            used_by_any = flags.tolist()
+
+    sums = []
+    for parameter, is_used in zip(parameters, used_by_any, strict=True):
+        if not is_used:
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        if group is not None:
+            gradient = local_tensor(parameter.grad)
+            # Grouped products leave the gradient transposed, and collectives need it contiguous.
+            sent = gradient.contiguous()
+            sums.append((gradient, sent, dist.all_reduce(sent, group=group, async_op=True)))
+    for gradient, sent, work in sums:
+        if work is not None:
+            work.wait()
+        if sent is not gradient:
+            gradient.copy_(sent)

@@ -37,26 +37,7 @@ from plait.cluster.accelerator import HostCopy
 from plait.cluster.small_messages import all_gather_objects
 from plait.errors import CommunicationError, InputError
 from plait.parallel.hooks import FailureScope, StepHook, backward_underway
-
-_DELAY_STEPS = 2
-"""Steps after which a GPU's result of the comparison is read."""
-
-
-def foreign_backward() -> InputError:
-    """Return the error for a gradient that arrives while the model's engine runs no backward."""
-    if backward_underway():
-        return InputError(
-            "engine.backward(loss): the loss was computed by the model of another engine too, whose"
-            " gradients that engine does not expect and would not reduce; call"
-            " requires_grad_(False) on the other engine's model before its forward for this loss (a"
-            " discriminator's, where the generator is trained), and requires_grad_(True)"
-            " afterwards; gradients still flow through it"
-        )
-    return InputError(
-        "loss.backward() was called on a model of plait.initialize: it does not divide by the"
-        " number of micro-batches and ranks; call engine.backward(loss), or use plait.parallelize"
-        " with your own training loop"
-    )
+from plait.parallel.parameter_layout import parameter_name
 
 
 class UnusedTracker(StepHook):
@@ -89,7 +70,9 @@ class UnusedTracker(StepHook):
         self.group = group
         self._model = model
         self._device = device
-        self._comparison = _OrderComparison(order, group) if order is not None else None
+        self._comparison = None
+        if order is not None:
+            self._comparison = _OrderComparison(order, group)
         units = [module for module in sharded_modules(model) if sharded_parameters(module)]
         # Frozen parameters too: they may be unfrozen at any step.
         self.parameters = [p.sharded_param for module in units for p in sharded_parameters(module)]
@@ -113,7 +96,8 @@ class UnusedTracker(StepHook):
     def _watch(self, module: FSDPModule, *_: object) -> None:
         pairs = gathered_parameters(module)
         for sharded, unsharded in pairs:
-            if _may_train(unsharded):
+            # Integers of quantised weights cannot require a gradient.
+            if unsharded.is_floating_point() or unsharded.is_complex():
                 _call_on_gradient(unsharded, partial(self._mark, self._index[sharded]))
         if pairs:
             self._handles.pop(module).remove()
@@ -134,7 +118,7 @@ class UnusedTracker(StepHook):
             self.expects_gradients = False
 
     def drop_gradients(self) -> None:
-        """Forget which parameters the step has used so far."""
+        """Clear the record of the parameters that the step has used so far."""
         self._used = [False] * len(self.parameters)
         self._had_gradient = None
 
@@ -171,7 +155,9 @@ class UnusedTracker(StepHook):
         Raises:
             CommunicationError: The ranks have gathered or reduced different units.
         """
-        digest = self._comparison.begin() if self._comparison is not None else []
+        digest: list[int] = []
+        if self._comparison is not None:
+            digest = self._comparison.begin()
         flags = accelerator.tensor_of(
             [*digest, *self._used], dtype=torch.uint8, device=self._device
         )
@@ -179,6 +165,7 @@ class UnusedTracker(StepHook):
         if self._comparison is not None:
             self._comparison.end(flags[: len(digest)])
             flags = flags[len(digest) :]
+
         # Reading the flags waits for the device. A rank that used every parameter that has a
         # gradient does not need them.
         keeps_gradient = self._used
@@ -187,13 +174,12 @@ class UnusedTracker(StepHook):
         pairs = zip(self.parameters, keeps_gradient, strict=True)
         candidates = [p for p, keeps in pairs if not keeps and p.grad is not None]
         if candidates:
-            flag_of = flags.tolist()
+            used_by_any = flags.tolist()
             for parameter in candidates:
-                if not flag_of[self._index[parameter]]:
+                if not used_by_any[self._index[parameter]]:
                     self._refuse_unseen_gradient(parameter)
                     parameter.grad = None
-        self._used = [False] * len(self.parameters)
-        self._had_gradient = None
+        self.drop_gradients()
 
     def _refuse_unseen_gradient(self, parameter: torch.Tensor) -> None:
         """Refuse to drop a gradient that is not zero: its parameter would silently not train."""
@@ -201,14 +187,28 @@ class UnusedTracker(StepHook):
         assert gradient is not None
         if not bool(local_tensor(gradient).any()):
             return
-        name = next(
-            (name for name, p in self._model.named_parameters() if p is parameter), "a parameter"
-        )
+        name = parameter_name(self._model, parameter)
         raise CommunicationError(
             f"{name} has a gradient that no rank has seen autograd compute, and would not be"
             " trained; report this, and meanwhile set parallel.unused_parameters = false (if every"
             " step uses every parameter) or use ZeRO stage 0"
         )
+
+
+def _call_on_gradient(parameter: torch.Tensor, function: Callable[[torch.Tensor], None]) -> None:
+    """Call `function` whenever a gradient was accumulated into a parameter.
+
+    The parameter may be frozen now and unfrozen later.
+    """
+    # torch refuses the hook for a frozen parameter, but keeps it if the parameter is frozen later.
+    requires_grad = parameter.requires_grad
+    parameter.requires_grad_(True)
+    parameter.register_post_accumulate_grad_hook(function)
+    parameter.requires_grad_(requires_grad)
+
+
+_DELAY_STEPS = 2
+"""Steps after which a GPU's result of the comparison is read."""
 
 
 class _OrderComparison:
@@ -274,18 +274,18 @@ class _OrderComparison:
         )
 
 
-def _may_train(parameter: torch.Tensor) -> bool:
-    """Return True if torch allows `requires_grad`, unlike for integers of quantised weights."""
-    return parameter.is_floating_point() or parameter.is_complex()
-
-
-def _call_on_gradient(parameter: torch.Tensor, function: Callable[[torch.Tensor], None]) -> None:
-    """Call `function` whenever a gradient was accumulated into a parameter.
-
-    The parameter may be frozen now and unfrozen later.
-    """
-    # torch refuses the hook for a frozen parameter, but keeps it if the parameter is frozen later.
-    requires_grad = parameter.requires_grad
-    parameter.requires_grad_(True)
-    parameter.register_post_accumulate_grad_hook(function)
-    parameter.requires_grad_(requires_grad)
+def foreign_backward() -> InputError:
+    """Return the error for a gradient that arrives while the model's engine runs no backward."""
+    if backward_underway():
+        return InputError(
+            "engine.backward(loss): the loss was computed by the model of another engine too, whose"
+            " gradients that engine does not expect and would not reduce; call"
+            " requires_grad_(False) on the other engine's model before its forward for this loss (a"
+            " discriminator's, where the generator is trained), and requires_grad_(True)"
+            " afterwards; gradients still flow through it"
+        )
+    return InputError(
+        "loss.backward() was called on a model of plait.initialize: it does not divide by the"
+        " number of micro-batches and ranks; call engine.backward(loss), or use plait.parallelize"
+        " with your own training loop"
+    )

@@ -27,7 +27,7 @@ from plait._torch.passes import graph_task
 from plait.comm.collectives import enter, leave
 from plait.errors import ModelError
 from plait.model.experts import Router
-from plait.parallel.micro_batches import TokensOfForward
+from plait.parallel.micro_batches import TokenMaskObserver
 from plait.sizes import wide_dtype
 
 Sums = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -82,7 +82,7 @@ class RouterStatistics:
         self.routers = len(routers)
         self._logits: list[torch.Tensor] | None = None
         self._earlier_sums: Sums | None = None
-        self._tokens = TokensOfForward(model)
+        self._tokens = TokenMaskObserver(model)
         self._handles = [model.register_forward_pre_hook(self._begin_forward, with_kwargs=True)]
         for router in routers:
             module = model.get_submodule(router.name)
@@ -139,7 +139,7 @@ class RouterStatistics:
     def sums(self) -> Sums:
         """Return the sums over all routers so far, those of earlier stages included."""
         all_logits = self._logits or []
-        token_mask = self._tokens.now
+        token_mask = self._tokens.mask
         if self._earlier_sums is not None:
             tokens, probabilities, rows, squares = self._earlier_sums
         else:

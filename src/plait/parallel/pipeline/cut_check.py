@@ -1,4 +1,4 @@
-"""Check that a model that was cut into pipeline stages computes the same as the uncut model.
+"""Check that the pipeline stages of a model compute the same as the full model.
 
 The check runs before the first use of every kind of batch, on all ranks and without communication.
 It traces one forward and the loss of a copy without weights (`model.dataflow`). The trace also
@@ -43,21 +43,6 @@ LossFunction = Callable[[Any, Any], tuple[torch.Tensor, Any]]
 """Function of (output, micro-batch) that returns (loss, weight)."""
 
 
-@dataclass(frozen=True)
-class CutResult:
-    """Result of the check for one kind of batch.
-
-    Attributes:
-        missing: Entries of the output that the last stage does not have, with the error message of
-            each.
-        values: Whether shapes between stages may depend on the batch's values, not only on its
-            shapes.
-    """
-
-    missing: dict[str | int, str]
-    values: bool
-
-
 @dataclass
 class CutCheck:
     """Checks every kind of batch once, and again if attributes outside of the blocks change.
@@ -96,7 +81,7 @@ class CutCheck:
             training: Whether the model is in training mode.
 
         Raises:
-            ModelError: The cut model would compute something else, or the copy cannot tell.
+            ModelError: The stages would compute something else, or the copy cannot be traced.
         """
         key = (training, loss is not None, _kind(batch))
         if key not in self._results:
@@ -195,7 +180,7 @@ class CutCheck:
         return CutResult(result_missing, depends_on_values)
 
     def _refuse_other_owners(self, flow: Dataflow, name: str) -> None:
-        """Raise ModelError if a stage uses a parameter that the cut does not give it."""
+        """Raise ModelError if a stage uses a parameter that the cut does not assign to it."""
         needed = stages_needed(flow, self.cut.bounds, name=name)
         for owners, available, verb in (
             (needed.owners, self.cut.owners, "uses"),
@@ -259,6 +244,21 @@ class CutCheck:
             if stage not in self.cut.owners.get(name, ()) or not recomputes:
                 return name
         return None
+
+
+@dataclass(frozen=True)
+class CutResult:
+    """Result of the check for one kind of batch.
+
+    Attributes:
+        missing: Entries of the output that the last stage does not have, with the error message of
+            each.
+        values: Whether shapes between stages may depend on the batch's values, not only on its
+            shapes.
+    """
+
+    missing: dict[str | int, str]
+    values: bool
 
 
 def _loss_of_copy(

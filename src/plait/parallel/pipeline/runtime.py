@@ -1,11 +1,11 @@
 """Execution of a schedule's table on one pipeline rank, for training steps and for evaluations.
 
-torch's own runtime is not used, because it fixes the shapes of a run, cuts batches into equal
+torch's own runtime is not used, because it fixes the shapes of a run, divides batches into equal
 parts, and keeps a stage's parameters and gradients unsharded between micro-batches at every ZeRO
 stage. This one executes the same tables.
 
 Note [Shapes between stages]
-    Every rank of the pipeline is given the same micro-batches. Shapes may differ between them and
+    Every rank of the pipeline receives the same micro-batches. Shapes may differ between them and
     between steps. A stage describes what it sends (`Boundary`) once for every signature of a
     micro-batch, so that later receives start without a message about shapes. If the shapes may
     follow from the values of a batch, or from the tokens in a cache, the stage sends a description
@@ -13,10 +13,6 @@ Note [Shapes between stages]
 
     Receives from a rank are started in the order in which that rank sends, which both know from the
     schedule.
-
-Description of the activations that pass from one pipeline stage to the next.
-
-It says which tensors a block's output contains and what their shapes follow from.
 """
 
 from __future__ import annotations
@@ -35,7 +31,7 @@ from plait.comm.messages import Arriving, Messenger
 from plait.errors import InputError, ModelError
 from plait.model.stages import with_unavailable_entries
 from plait.parallel.experts.router_statistics import RouterStatistics
-from plait.parallel.micro_batches import tensors_in
+from plait.parallel.micro_batches import Forward, tensors_in
 from plait.parallel.pipeline.cut_check import CutCheck, CutResult, LossFunction
 from plait.parallel.pipeline.split_backward import (
     DeferredBackward,
@@ -56,147 +52,10 @@ from plait.sizes import dtype_name
 
 Signature = tuple[Any, ...]
 """Grad mode, and shapes and dtypes of a micro-batch, which decide the shapes between stages."""
-
-MASK = "attention_mask"
-"""Name of the attention mask in a micro-batch."""
-
-
-@dataclass(frozen=True)
-class TensorSlot:
-    """Placeholder for a tensor in the structure of a block's output.
-
-    Attributes:
-        index: Position of the tensor among all tensors of the output.
-    """
-
-    index: int
-
-
-@dataclass(frozen=True)
-class Boundary:
-    """Activations that a stage sends to the next one.
-
-    Attributes:
-        structure: A block's output, with a TensorSlot for every tensor.
-        tensors: Shape and dtype of each tensor, and whether its gradient is sent back.
-        length: Length of the sequences if tensor parallelism splits them, else 0.
-    """
-
-    structure: Any
-    tensors: tuple[tuple[torch.Size, torch.dtype, bool], ...]
-    length: int
-
-    @property
-    def differentiable(self) -> list[tuple[torch.Size, torch.dtype]]:
-        """Shapes and dtypes of the gradients that are sent back."""
-        return [(shape, dtype) for shape, dtype, needs_gradient in self.tensors if needs_gradient]
-
-    def allows(self, other: Boundary) -> bool:
-        """Return True if a stage that knows this boundary can receive the other one."""
-        if (self.tensors, self.length) != (other.tensors, other.length):
-            return False
-        return _comparable_leaves(self.structure) == _comparable_leaves(other.structure)
-
-    def summary(self) -> str:
-        """Return shapes and dtypes for an error message."""
-        texts = [f"{dtype_name(dtype)} {list(shape)}" for shape, dtype, _ in self.tensors]
-        return ", ".join(texts) or "no tensor"
-
-
-def _comparable_leaves(structure: Any) -> list[Any]:
-    """Return the leaves whose equality has a meaning; other objects may not define it."""
-    return [
-        leaf
-        for leaf in tree_leaves(structure)
-        if isinstance(leaf, TensorSlot | int | float | str | None)
-    ]
-
-
-class EarlierStageFailed(ModelError):
-    """Error of a stage whose input is missing because an earlier stage failed.
-
-    The rank of the earlier stage raises the actual error.
-    """
-
-
-def signature(batch: Any) -> Signature:
-    """Return the properties of a micro-batch that decide the shapes between stages."""
-    if has_cache(batch):
-        # The mask covers all earlier tokens. The shapes of single tokens do not follow from it.
-        batch = {
-            key: entry
-            for key, entry in batch.items()
-            if key != MASK and not isinstance(entry, StageCaches)
-        }
-    tensors = [tensor for leaf in tree_leaves(batch) for tensor in tensors_in(leaf)]
-    return (torch.is_grad_enabled(), *((tuple(tensor.shape), tensor.dtype) for tensor in tensors))
-
-
-def has_cache(batch: Any) -> bool:
-    """Return True if a micro-batch contains the KV caches of the stages."""
-    if not isinstance(batch, Mapping):
-        return False
-    return any(isinstance(entry, StageCaches) for entry in batch.values())
-
-
-def flatten_output(output: Any) -> tuple[Any, list[torch.Tensor]]:
-    """Return the structure of a block's output, with a TensorSlot per tensor, and its tensors."""
-    tensors: list[torch.Tensor] = []
-
-    def replace(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        tensors.append(leaf)
-        return TensorSlot(len(tensors) - 1)
-
-    return tree_map(replace, output), tensors
-
-
-def unflatten_output(boundary: Boundary, tensors: Sequence[torch.Tensor]) -> Any:
-    """Rebuild a block's output from its tensors."""
-
-    def replace(leaf: Any) -> Any:
-        return tensors[leaf.index] if isinstance(leaf, TensorSlot) else leaf
-
-    return tree_map(replace, boundary.structure)
-
-
-Forward = Callable[[torch.nn.Module, Any], Any]
-"""Function of (model, micro-batch) that returns the output."""
-
 Loss = Callable[[Any, Any], torch.Tensor]
 """Function of (output, micro-batch) that returns the 0-dimensional tensor to differentiate."""
-
-
-class _ReceivedActivation(torch.autograd.Function):
-    """Alias of a received tensor that the stage may change in place, like any activation.
-
-    The received tensor itself is a leaf that requires a gradient, which torch does not allow to be
-    changed in place.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, received: torch.Tensor) -> torch.Tensor:
-        return received.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
-
-
-@dataclass
-class _StageActivations:
-    """Tensors of a stage and a micro-batch between its forward and the end of its backward.
-
-    Attributes:
-        inputs: Received tensors whose gradient is sent back.
-        outputs: Sent tensors that have a gradient; on the last stage the loss.
-        deferred: Second half of a backward that was split.
-    """
-
-    inputs: list[torch.Tensor]
-    outputs: list[torch.Tensor]
-    deferred: DeferredBackward | None = None
+MASK = "attention_mask"
+"""Name of the attention mask in a micro-batch."""
 
 
 @dataclass
@@ -207,7 +66,8 @@ class Runtime:
         schedule: Table of the computations of all ranks.
         staged: Stages of this rank.
         messenger: Sends and receives between pipeline ranks.
-        check: Checks every kind of batch before it is used; None for a rank that runs alone.
+        check: Checks every kind of batch before it is used. None if this rank runs without the
+            others.
         observers: Called before (False) and after (True) every computation.
         listeners: Called with everything that is sent to another stage.
         statistics: Router statistics that are sent with the activations, if a loss depends on the
@@ -223,13 +83,13 @@ class Runtime:
     statistics: RouterStatistics | None = None
     _boundaries: dict[tuple[int, Signature], Boundary] = field(default_factory=dict, init=False)
     _trusted: set[tuple[int, Signature]] = field(default_factory=set, init=False)
-    """Stages and signatures that `_ScheduleRun._check_known` need not look at again."""
+    """Stages and signatures that `_ScheduleRun._check_known` has checked."""
     _is_running: bool = field(default=False, init=False)
 
     def refuse_within(self, call: str) -> None:
-        """Raise InputError for a call from inside of `train` or `evaluate`.
+        """Raise InputError for a collective call from inside of `train` or `evaluate`.
 
-        The other stages could not answer it.
+        The other stages would not take part in it.
         """
         if self._is_running:
             raise InputError(
@@ -249,15 +109,16 @@ class Runtime:
     def announce_output(self, stage: int, batch: Any, output: Any) -> None:
         """Set the boundary of a stage for micro-batches like `batch`.
 
-        A rank that runs alone then does not wait for a description from the other ranks.
+        A rank that runs without the others does not wait for their descriptions afterwards.
         """
         if self.statistics is not None:
             output = self.statistics.like(output)
         structure, tensors = flatten_output(output)
-        length = self.staged.region.length if self.staged.region is not None else 0
         described = tuple((tensor.shape, tensor.dtype, True) for tensor in tensors)
         self.check = None
-        self._boundaries[stage, signature(batch)] = Boundary(structure, described, length)
+        self._boundaries[stage, signature(batch)] = Boundary(
+            structure, described, self.staged.sequence_length
+        )
         self._trusted.add((stage + 1, signature(batch)))
 
     def train(
@@ -318,10 +179,10 @@ class Runtime:
             The model's output on the rank of the last stage, None on the others. Entries that
             follow from values of earlier stages are unavailable: their use is an error.
         """
-        rows = []
-        for rank in range(self.schedule.pp):
-            stages = self.schedule.stages_of(rank)
-            rows.append(tuple(Action(stage, Kind.FORWARD, 0) for stage in stages))
+        rows = [
+            tuple(Action(stage, Kind.FORWARD, 0) for stage in self.schedule.stages_of(rank))
+            for rank in range(self.schedule.pp)
+        ]
         stage_ranks = self.schedule.stage_ranks
         forward_only = Schedule("forward", self.schedule.pp, 1, stage_ranks, tuple(rows))
         model_output: Any = None
@@ -590,11 +451,10 @@ class _ScheduleRun:
         structure, tensors = flatten_output(output)
         message = Message(Payload.ACTIVATION, action.stage, action.microbatch)
         to = destination(self.schedule, message)
-        region = self.runtime.staged.region
         boundary = Boundary(
             structure,
             tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors),
-            region.length if region is not None else 0,
+            self.runtime.staged.sequence_length,
         )
         known = self._boundary(action.stage, action.microbatch)
         if known is None:
@@ -671,6 +531,44 @@ class _ScheduleRun:
         self.arriving[message] = self.runtime.messenger.receive(like, source=source)
 
 
+@dataclass
+class _StageActivations:
+    """Tensors of a stage and a micro-batch between its forward and the end of its backward.
+
+    Attributes:
+        inputs: Received tensors whose gradient is sent back.
+        outputs: Sent tensors that have a gradient; on the last stage the loss.
+        deferred: Second half of a backward that was split.
+    """
+
+    inputs: list[torch.Tensor]
+    outputs: list[torch.Tensor]
+    deferred: DeferredBackward | None = None
+
+
+class EarlierStageFailed(ModelError):
+    """Error of a stage whose input is missing because an earlier stage failed.
+
+    The rank of the earlier stage raises the actual error.
+    """
+
+
+class _ReceivedActivation(torch.autograd.Function):
+    """Alias of a received tensor that the stage may change in place, like any activation.
+
+    The received tensor itself is a leaf that requires a gradient, which torch does not allow to be
+    changed in place.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, received: torch.Tensor) -> torch.Tensor:
+        return received.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
 def _differentiable(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor for tensor in tensors if tensor.requires_grad]
 
@@ -680,18 +578,108 @@ def _may_contain_nan(output: Any) -> bool:
 
     Scalars such as the loss are not considered.
     """
-    has_floating = False
-    for leaf in tree_leaves(output):
-        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dim():
-            has_floating = True
-            if bool(torch.isnan(local_tensor(leaf.detach())).any()):
-                return True
-    return not has_floating
+    floating = [
+        local_tensor(leaf.detach())
+        for leaf in tree_leaves(output)
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dim()
+    ]
+    return not floating or any(bool(torch.isnan(tensor).any()) for tensor in floating)
 
 
 def _has_opaque_leaf(output: Any) -> bool:
     """Return True if a model's output contains an object into which torch does not look."""
-    for leaf in tree_leaves(output):
-        if not isinstance(leaf, torch.Tensor | int | float | str | None):
-            return True
-    return False
+    known = torch.Tensor | int | float | str | None
+    return any(not isinstance(leaf, known) for leaf in tree_leaves(output))
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """Activations that a stage sends to the next one.
+
+    Attributes:
+        structure: A block's output, with a TensorSlot for every tensor.
+        tensors: Shape and dtype of each tensor, and whether its gradient is sent back.
+        length: Length of the sequences if tensor parallelism splits them, else 0.
+    """
+
+    structure: Any
+    tensors: tuple[tuple[torch.Size, torch.dtype, bool], ...]
+    length: int
+
+    @property
+    def differentiable(self) -> list[tuple[torch.Size, torch.dtype]]:
+        """Shapes and dtypes of the gradients that are sent back."""
+        return [(shape, dtype) for shape, dtype, needs_gradient in self.tensors if needs_gradient]
+
+    def allows(self, other: Boundary) -> bool:
+        """Return True if a stage that knows this boundary can receive the other one."""
+        if (self.tensors, self.length) != (other.tensors, other.length):
+            return False
+        return _comparable_leaves(self.structure) == _comparable_leaves(other.structure)
+
+    def summary(self) -> str:
+        """Return shapes and dtypes for an error message."""
+        texts = [f"{dtype_name(dtype)} {list(shape)}" for shape, dtype, _ in self.tensors]
+        return ", ".join(texts) or "no tensor"
+
+
+@dataclass(frozen=True)
+class TensorSlot:
+    """Placeholder for a tensor in the structure of a block's output.
+
+    Attributes:
+        index: Position of the tensor among all tensors of the output.
+    """
+
+    index: int
+
+
+def _comparable_leaves(structure: Any) -> list[Any]:
+    """Return the leaves whose equality has a meaning; other objects may not define it."""
+    return [
+        leaf
+        for leaf in tree_leaves(structure)
+        if isinstance(leaf, TensorSlot | int | float | str | None)
+    ]
+
+
+def flatten_output(output: Any) -> tuple[Any, list[torch.Tensor]]:
+    """Return the structure of a block's output, with a TensorSlot per tensor, and its tensors."""
+    tensors: list[torch.Tensor] = []
+
+    def replace(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        tensors.append(leaf)
+        return TensorSlot(len(tensors) - 1)
+
+    return tree_map(replace, output), tensors
+
+
+def unflatten_output(boundary: Boundary, tensors: Sequence[torch.Tensor]) -> Any:
+    """Rebuild a block's output from its tensors."""
+
+    def replace(leaf: Any) -> Any:
+        return tensors[leaf.index] if isinstance(leaf, TensorSlot) else leaf
+
+    return tree_map(replace, boundary.structure)
+
+
+def signature(batch: Any) -> Signature:
+    """Return the properties of a micro-batch that decide the shapes between stages."""
+    if has_cache(batch):
+        # The mask covers all earlier tokens. The shapes of single tokens do not follow from it.
+        batch = {
+            key: entry
+            for key, entry in batch.items()
+            if key != MASK and not isinstance(entry, StageCaches)
+        }
+    tensors = [tensor for leaf in tree_leaves(batch) for tensor in tensors_in(leaf)]
+    return (torch.is_grad_enabled(), *((tuple(tensor.shape), tensor.dtype) for tensor in tensors))
+
+
+def has_cache(batch: Any) -> bool:
+    """Return True if a micro-batch contains the KV caches of the stages."""
+    if not isinstance(batch, Mapping):
+        return False
+    return any(isinstance(entry, StageCaches) for entry in batch.values())

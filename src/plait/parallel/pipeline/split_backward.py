@@ -43,44 +43,6 @@ from plait._torch.passes import allows_two_runs
 from plait._torch.tensors import is_view
 
 
-@dataclass(eq=False)
-class WeightGroup:
-    """Leaves whose gradients are computed in one pass, and the places where it starts.
-
-    Attributes:
-        leaves: Nodes that accumulate into a parameter.
-        intermediates: Nodes that lead to inputs as well.
-        outputs: Indices of the outputs that lead to no input.
-        starts: Edges that the second half starts from, with their gradients.
-        recorded: Gradients that arrived at the intermediates in the first half.
-        owners: Nodes that keep intermediates alive. Python objects of custom Functions do not own
-            their node before torch 2.13.
-    """
-
-    leaves: list[Node] = field(default_factory=list)
-    intermediates: list[Node] = field(default_factory=list)
-    outputs: list[int] = field(default_factory=list)
-    starts: list[tuple[GradientEdge, torch.Tensor]] = field(default_factory=list)
-    recorded: dict[Node, tuple[torch.Tensor | None, ...]] = field(default_factory=dict)
-    owners: list[Any] = field(default_factory=list)
-
-
-@dataclass
-class DeferredBackward:
-    """Second half of a backward pass.
-
-    Attributes:
-        groups: Groups of leaves that have no gradients yet, although the inputs have.
-        outputs: Not empty if no output leads to an input. Nothing has run in this case, and the
-            second half is the complete backward.
-        gradients: Gradients of `outputs`, None for a scalar loss.
-    """
-
-    groups: list[WeightGroup] = field(default_factory=list)
-    outputs: tuple[torch.Tensor, ...] = ()
-    gradients: tuple[torch.Tensor, ...] | None = None
-
-
 def backward_inputs(
     outputs: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor] | None,
@@ -151,6 +113,44 @@ def backward_weights(deferred: DeferredBackward) -> None:
             _run_group(deferred.groups.pop())
 
 
+@dataclass
+class DeferredBackward:
+    """Second half of a backward pass.
+
+    Attributes:
+        groups: Groups of leaves that have no gradients yet, although the inputs have.
+        outputs: Not empty if no output leads to an input. Nothing has run in this case, and the
+            second half is the complete backward.
+        gradients: Gradients of `outputs`, None for a scalar loss.
+    """
+
+    groups: list[WeightGroup] = field(default_factory=list)
+    outputs: tuple[torch.Tensor, ...] = ()
+    gradients: tuple[torch.Tensor, ...] | None = None
+
+
+@dataclass(eq=False)
+class WeightGroup:
+    """Leaves whose gradients are computed in one pass, and the places where it starts.
+
+    Attributes:
+        leaves: Nodes that accumulate into a parameter.
+        intermediates: Nodes that lead to inputs as well.
+        outputs: Indices of the outputs that lead to no input.
+        starts: Edges that the second half starts from, with their gradients.
+        recorded: Gradients that arrived at the intermediates in the first half.
+        owners: Nodes that keep intermediates alive. Python objects of custom Functions do not own
+            their node before torch 2.13.
+    """
+
+    leaves: list[Node] = field(default_factory=list)
+    intermediates: list[Node] = field(default_factory=list)
+    outputs: list[int] = field(default_factory=list)
+    starts: list[tuple[GradientEdge, torch.Tensor]] = field(default_factory=list)
+    recorded: dict[Node, tuple[torch.Tensor | None, ...]] = field(default_factory=dict)
+    owners: list[Any] = field(default_factory=list)
+
+
 def _run_first(
     starts: Sequence[tuple[GradientEdge, torch.Tensor]],
     leaves: Sequence[Node],
@@ -208,30 +208,6 @@ def _accumulate(
     gradients = [gradient for _, gradient in starts]
     inputs = [GradientEdge(leaf, 0) for leaf in leaves]
     torch.autograd.backward(edges, gradients, inputs=inputs, retain_graph=retain_graph)
-
-
-def _is_custom(node: object) -> bool:
-    """Return True if a node is the backward of a `torch.autograd.Function`."""
-    return isinstance(node, BackwardCFunction)
-
-
-class _DisjointSets:
-    """Union-find structure over nodes of a graph."""
-
-    def __init__(self) -> None:
-        self._parents: dict[Node, Node] = {}
-
-    def find(self, node: Node) -> Node:
-        """Return the representative of a node's set."""
-        parents = self._parents
-        while parents.setdefault(node, node) is not node:
-            parents[node] = parents[parents[node]]
-            node = parents[node]
-        return node
-
-    def union(self, first: Node, second: Node) -> None:
-        """Merge the sets of two nodes."""
-        self._parents[self.find(second)] = self.find(first)
 
 
 class _Graph:
@@ -352,3 +328,27 @@ class _Graph:
                 # owns it.
                 owners += [edge for edge in edges if edge.node is owner]
         return owners
+
+
+class _DisjointSets:
+    """Union-find structure over nodes of a graph."""
+
+    def __init__(self) -> None:
+        self._parents: dict[Node, Node] = {}
+
+    def find(self, node: Node) -> Node:
+        """Return the representative of a node's set."""
+        parents = self._parents
+        while parents.setdefault(node, node) is not node:
+            parents[node] = parents[parents[node]]
+            node = parents[node]
+        return node
+
+    def union(self, first: Node, second: Node) -> None:
+        """Merge the sets of two nodes."""
+        self._parents[self.find(second)] = self.find(first)
+
+
+def _is_custom(node: object) -> bool:
+    """Return True if a node is the backward of a `torch.autograd.Function`."""
+    return isinstance(node, BackwardCFunction)

@@ -1,21 +1,16 @@
-"""Cut of a model into the stages of one pipeline rank, in place.
+"""Stages of one pipeline rank: a model whose other blocks are replaced by placeholders, in place.
 
 Note [Running a stage]
-    The model keeps its own `forward`, and each stage runs the part of it that it owns. The list of
-    blocks keeps its length. While a stage runs, the blocks outside of it are replaced by
-    placeholders: the one before the stage returns what arrived from the previous stage, and the
-    last block of the stage ends the forward.
+    The model keeps its own `forward`, and each stage runs its part of it. The list of blocks keeps
+    its length. While a stage runs, the blocks outside of it are replaced by placeholders: the one
+    before the stage returns what arrived from the previous stage, and the last block of the stage
+    ends the forward.
 
     Values that a model computes before its blocks are not known on later stages. They are NaN
-    there, unless the cut says that a stage computes them again.
+    there, unless the cut requires that a stage computes them again.
 
     Names of parameters do not change. Parameters of other ranks are replaced: by NaN if the model's
-    code also passes over them with unknown values, else by a tensor whose use is an error.
-
-Placeholders that replace blocks in a model's list of blocks on a pipeline stage.
-
-A stage has placeholders for the blocks that it does not run, and for its last block, after which it
-leaves the forward of the model.
+    code also runs over them with unknown values, else by a tensor whose use is an error.
 
 Note [Placeholders]
     A model's code does not only call its blocks. It also reads attributes such as a layer's type,
@@ -25,12 +20,11 @@ Note [Placeholders]
     changes the other. The placeholder of a block of another rank has the block's submodules
     without their tensors.
 
-KV caches of a rank that has only some of the model's blocks.
-
-A model asks its cache for the number of tokens that it has seen, and the cache asks its first
-layer, which may belong to another stage. Every stage of a rank therefore has its own cache, in
-which the layers of other stages are replaced by layers of the stage's own blocks. They give the
-same answers, and no block writes through the index of a replaced layer.
+Note [Caches of stages]
+    A model asks its KV cache for the number of tokens that it has seen, and the cache asks its
+    first layer, which may belong to another stage. Every stage of a rank therefore has its own
+    cache, in which the layers of other stages are replaced by layers of the stage's own blocks.
+    They return the same number, and no block writes through the index of a replaced layer.
 """
 
 from __future__ import annotations
@@ -53,6 +47,322 @@ from plait.errors import ModelError
 from plait.model.stages import Skeleton, StageCut, UnavailableTensor, stage_of_block
 from plait.parallel.schedules.schedule import Schedule
 from plait.parallel.tensor.styles import Region
+
+Run = Callable[[nn.Module], Any]
+"""Function that calls the model on one micro-batch."""
+
+
+@dataclass
+class StagedModel:
+    """Model of which this rank has some stages. See Note [Running a stage].
+
+    Attributes:
+        model: The model, changed in place.
+        cut: Blocks and parameters of all stages.
+        stages: Stages of this rank, by index.
+        region: State that tensor parallelism shares: it knows the length of sequences that are
+            split over tp.
+        nan_parameters: Stand-ins for parameters of earlier stages.
+    """
+
+    model: nn.Module
+    cut: StageCut
+    stages: dict[int, Stage]
+    region: Region | None
+    nan_parameters: tuple[NanParameter, ...] = field(repr=False)
+
+    @property
+    def sequence_length(self) -> int:
+        """Length of the sequences if tensor parallelism splits them, else 0."""
+        if self.region is None:
+            return 0
+        return self.region.length
+
+    def run(self, stage: Stage, call: Run, received: Any = None, *, length: int = 0) -> Any:
+        """Run the forward of one stage.
+
+        Args:
+            stage: The stage.
+            call: Calls the model on a micro-batch.
+            received: Output of the last block of the previous stage; not used on the first stage.
+            length: Length of the sequences if tp splits them; not used on the first stage.
+
+        Returns:
+            The model's output on the last stage, else the output of the stage's last block.
+
+        Raises:
+            ModelError: The model ended without running the last block of the stage.
+        """
+        if self.region is not None and not stage.first:
+            self.region.length = length
+        with self._blocks_of(stage, received):
+            try:
+                output = call(self.model)
+            except StageEnd as end:
+                output = end.output
+                # The frames of the forward would keep its activations alive.
+                end.__traceback__ = None
+                return leave_forward(self.model, output)
+        if not stage.last:
+            raise ModelError(
+                f"pipeline stage {stage.index}: the model ended without running {stage.blocks[-1]};"
+                " every block must run in every step"
+            )
+        return output
+
+    @contextmanager
+    def _blocks_of(self, stage: Stage, received: Any) -> Iterator[None]:
+        """Return a context in which blocks of other stages are replaced by placeholders.
+
+        Values that only other stages can compute are NaN in it.
+        """
+        modules = own_children(self.model.get_submodule(self.cut.container))
+        resident = dict(modules)
+        forwards: dict[nn.Embedding, Callable[..., Any] | None] = {}
+        modules.update(stage.block_view)
+        if stage.stage_input is not None:
+            stage.stage_input.plait_value = received
+            unknown = tree_map(partial(_nan_like, dense=self.cut.writes), received)
+            for module in stage.earlier_blocks:
+                module.plait_value = unknown
+            # Models derive other values, such as masks, in the dtype of the embedding's output.
+            dtype = _floating_dtype(received)
+            if dtype is not None:
+                for parameter in self.nan_parameters:
+                    parameter.set_dtype(dtype)
+            for embedding in stage.skipped_embeddings:
+                forwards[embedding] = embedding.__dict__.get("forward")
+                embedding.__dict__["forward"] = partial(
+                    _nan_embedding, embedding, embedding.forward, dtype, self.cut.writes
+                )
+        try:
+            yield
+        finally:
+            modules.update(resident)
+            if stage.stage_input is not None:
+                for module in (stage.stage_input, *stage.earlier_blocks):
+                    module.plait_value = None
+                for embedding, forward in forwards.items():
+                    del embedding.__dict__["forward"]
+                    if forward is not None:
+                        embedding.__dict__["forward"] = forward
+
+
+@dataclass
+class Stage:
+    """Pipeline stage of this rank.
+
+    Attributes:
+        index: Number of the stage in the pipeline.
+        first: Whether it is the first stage.
+        last: Whether it is the last stage.
+        blocks: Names of its blocks.
+        block_view: Contents of the list of blocks while the stage runs.
+        stage_input: Placeholder that returns what arrived; None on the first stage.
+        earlier_blocks: Placeholders of the other blocks before the stage.
+        skipped_embeddings: Embeddings before the blocks whose values the stage does not need. They
+            return NaN and compute nothing.
+    """
+
+    index: int
+    first: bool
+    last: bool
+    blocks: tuple[str, ...]
+    block_view: dict[str, nn.Module] = field(repr=False)
+    stage_input: PlaceholderBlock | None = field(repr=False)
+    earlier_blocks: tuple[PlaceholderBlock, ...] = field(repr=False)
+    skipped_embeddings: tuple[nn.Embedding, ...] = field(repr=False)
+
+
+@dataclass
+class NanParameter:
+    """Stand-in for a parameter of an earlier stage that the model's code still passes over.
+
+    Attributes:
+        module: Module that has the parameter.
+        leaf: Name of the parameter in the module.
+        shape: Shape of the parameter on this rank.
+        device: Device of the stand-in.
+    """
+
+    module: nn.Module
+    leaf: str
+    shape: torch.Size
+    device: torch.device
+
+    def set_dtype(self, dtype: torch.dtype) -> None:
+        """Set the attribute to NaN of a dtype, expanded from one element."""
+        current = self.module.__dict__.get(self.leaf)
+        if not isinstance(current, torch.Tensor) or current.dtype != dtype:
+            self.module.__dict__[self.leaf] = _nan(self.shape, dtype, self.device, dense=False)
+
+
+def stage_model(
+    model: nn.Module,
+    cut: StageCut,
+    indices: Sequence[int],
+    *,
+    region: Region | None,
+    device: torch.device,
+) -> StagedModel:
+    """Remove the blocks and parameters of other ranks from a model, in place.
+
+    Args:
+        model: The model.
+        cut: Cut of the model into stages.
+        indices: Stages of this rank.
+        region: Region of tensor parallelism, if there is one.
+        device: Device of stand-ins for parameters of other ranks.
+    """
+    container = model.get_submodule(cut.container)
+    child_names = {name: name.rpartition(".")[2] for name in cut.blocks}
+    blocks = {name: model.get_submodule(name) for name in cut.blocks}
+    front_embeddings = {
+        f"{name}.weight": module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and f"{name}.weight" in cut.first_stage
+    }
+    nan_parameters = _drop_parameters(model, cut, set(indices), device)
+
+    placeholders: dict[str, PlaceholderBlock] = {}
+    for position, name in enumerate(cut.blocks):
+        stage = stage_of_block(cut.bounds, position)
+        block = blocks[name]
+        if stage in indices:
+            placeholder = _create_placeholder(PlaceholderBlock, block, block.__dict__)
+        else:
+            message = partial(_absent_message, name, stage)
+            attributes = _without_tensors(block, message, "", {})
+            placeholder = _create_placeholder(AbsentBlock, block, attributes)
+        placeholder.plait_value = None
+        placeholders[name] = placeholder
+
+    stages = {}
+    for index in indices:
+        low = cut.bounds[index]
+        high = cut.bounds[index + 1]
+        block_view: dict[str, nn.Module] = {}
+        for position, name in enumerate(cut.blocks):
+            inside = low <= position < high
+            block_view[child_names[name]] = blocks[name] if inside else placeholders[name]
+        is_last = index == cut.stages - 1
+        if not is_last:
+            last_name = cut.blocks[high - 1]
+            last_block = blocks[last_name]
+            stage_exit = _create_placeholder(StageExit, last_block, last_block.__dict__)
+            stage_exit.plait_block = last_block.__call__
+            block_view[child_names[last_name]] = stage_exit
+        earlier_blocks = [placeholders[name] for name in cut.blocks[:low]]
+        stage_input = earlier_blocks.pop() if index else None
+        skipped_embeddings = [
+            module
+            for name, module in front_embeddings.items()
+            if index not in cut.recomputed.get(name, ())
+        ]
+        stages[index] = Stage(
+            index=index,
+            first=index == 0,
+            last=is_last,
+            blocks=cut.blocks[low:high],
+            block_view=block_view,
+            stage_input=stage_input,
+            earlier_blocks=tuple(earlier_blocks),
+            skipped_embeddings=tuple(skipped_embeddings),
+        )
+
+    # Blocks of other ranks leave the model for good.
+    resident = {name for stage in stages.values() for name in stage.blocks}
+    modules = own_children(container)
+    for name in cut.blocks:
+        if name not in resident:
+            modules[child_names[name]] = placeholders[name]
+    return StagedModel(model, cut, stages, region, nan_parameters)
+
+
+def _absent_message(block: str, stage: int, name: str) -> str:
+    return (
+        f"parallel.pp: the model reads {block}.{name} outside of that block, which belongs to stage"
+        f" {stage} on another rank, and a pipeline stage has only the tensors of its blocks; use"
+        " parallel.pp = 1"
+    )
+
+
+def _drop_parameters(
+    model: nn.Module, cut: StageCut, indices: set[int], device: torch.device
+) -> tuple[NanParameter, ...]:
+    """Remove the parameters outside of the blocks that only other stages use.
+
+    Returns:
+        Stand-ins for those that an earlier stage uses: the model's code still passes over them. Any
+        use of the others is an error.
+    """
+    begin = max(cut.bounds[stage] for stage in indices)
+    nan_parameters = []
+    for name, stages in cut.owners.items():
+        if stages & indices or any(name.startswith(f"{block}.") for block in cut.blocks):
+            continue
+        module_name, _, leaf = name.rpartition(".")
+        module = model.get_submodule(module_name)
+        parameter = own_parameters(module)[leaf]
+        assert parameter is not None
+        own_parameters(module)[leaf] = None
+        local = local_tensor(parameter.detach())
+        if cut.first_use(name) < begin:
+            nan_parameters.append(NanParameter(module, leaf, local.shape, device))
+            nan_parameters[-1].set_dtype(parameter.dtype)
+        else:
+            owners = ", ".join(map(str, sorted(stages)))
+            own_stages = ", ".join(map(str, sorted(indices)))
+            module.__dict__[leaf] = UnavailableTensor(
+                f"parallel.pp: the model uses {name} on stage {own_stages}, and it belongs to stage"
+                f" {owners}: the forward of this batch takes another path through the model than"
+                " the one it was cut by; use parallel.pp = 1",
+                local,
+            )
+    return tuple(nan_parameters)
+
+
+def _floating_dtype(value: Any) -> torch.dtype | None:
+    """Return the dtype of the first floating-point tensor in a nested value."""
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+            return leaf.dtype
+    return None
+
+
+def _nan_like(value: Any, *, dense: bool) -> Any:
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return value
+    return _nan(value.shape, value.dtype, value.device, dense=dense)
+
+
+def _nan_embedding(
+    embedding: nn.Embedding,
+    forward: Callable[..., Any],
+    dtype: torch.dtype | None,
+    dense: bool,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Return NaN in the shape of an embedding's output."""
+    if type(embedding).forward is nn.Embedding.forward and args:
+        # [..., embedding_dim]
+        return _nan((*args[0].shape, embedding.embedding_dim), dtype, args[0].device, dense=dense)
+
+    # A subclass with its own forward, such as a table of positions, decides the shape itself.
+    output = forward(*args, **kwargs)
+    if not isinstance(output, torch.Tensor):
+        return output
+    return _nan(output.shape, dtype or output.dtype, output.device, dense=dense)
+
+
+def _nan(
+    shape: Sequence[int], dtype: torch.dtype | None, device: torch.device, *, dense: bool
+) -> torch.Tensor:
+    """Return a tensor of NaN. Only a `dense` one has memory for every element."""
+    if dense:
+        return torch.full(tuple(shape), float("nan"), dtype=dtype, device=device)
+    return torch.full((), float("nan"), dtype=dtype, device=device).expand(tuple(shape))
 
 
 class StageEnd(Exception):
@@ -134,37 +444,10 @@ class StageExit(Placeholder):
         raise StageEnd(self.plait_block(*args, **kwargs))
 
 
-P = TypeVar("P", bound=Placeholder)
+P = TypeVar("P", bound="Placeholder")
 
 
-def placeholder_block(block: nn.Module) -> PlaceholderBlock:
-    """Return a placeholder for a block of another stage of this rank."""
-    placeholder = _create(PlaceholderBlock, block, block.__dict__)
-    placeholder.plait_value = None
-    return placeholder
-
-
-def absent_block(block: nn.Module, message: Callable[[str], str]) -> AbsentBlock:
-    """Return a placeholder for a block of another rank.
-
-    Args:
-        block: The block.
-        message: Returns the text of the ModelError that the use of a parameter or buffer of that
-            name raises.
-    """
-    placeholder = _create(AbsentBlock, block, _without_tensors(block, message, "", {}))
-    placeholder.plait_value = None
-    return placeholder
-
-
-def stage_exit(block: nn.Module) -> StageExit:
-    """Return a placeholder that ends the forward after the last block of a stage."""
-    placeholder = _create(StageExit, block, block.__dict__)
-    placeholder.plait_block = block.__call__
-    return placeholder
-
-
-def _create(kind: type[P], block: nn.Module, attributes: dict[str, Any]) -> P:
+def _create_placeholder(kind: type[P], block: nn.Module, attributes: dict[str, Any]) -> P:
     name = f"{kind.__name__}{type(block).__name__}"
     placeholder: P = object.__new__(types.new_class(name, (kind, type(block))))
     object.__setattr__(placeholder, "__dict__", attributes)
@@ -205,311 +488,6 @@ def _without_tensors(
     return attributes
 
 
-Run = Callable[[nn.Module], Any]
-"""Function that calls the model on one micro-batch."""
-
-
-@dataclass
-class Stage:
-    """Pipeline stage of this rank.
-
-    Attributes:
-        index: Number of the stage in the pipeline.
-        first: Whether it is the first stage.
-        last: Whether it is the last stage.
-        blocks: Names of its blocks.
-        block_view: Contents of the list of blocks while the stage runs.
-        stage_input: Placeholder that returns what arrived; None on the first stage.
-        earlier_blocks: Placeholders of the other blocks before the stage.
-        skipped_embeddings: Embeddings before the blocks whose values the stage does not need. They
-            return NaN and compute nothing.
-    """
-
-    index: int
-    first: bool
-    last: bool
-    blocks: tuple[str, ...]
-    block_view: dict[str, nn.Module] = field(repr=False)
-    stage_input: PlaceholderBlock | None = field(repr=False)
-    earlier_blocks: tuple[PlaceholderBlock, ...] = field(repr=False)
-    skipped_embeddings: tuple[nn.Embedding, ...] = field(repr=False)
-
-
-@dataclass
-class NanParameter:
-    """Stand-in for a parameter of an earlier stage that the model's code still passes over.
-
-    Attributes:
-        module: Module that has the parameter.
-        leaf: Name of the parameter in the module.
-        shape: Shape of the parameter on this rank.
-        device: Device of the stand-in.
-    """
-
-    module: nn.Module
-    leaf: str
-    shape: torch.Size
-    device: torch.device
-
-    def set_dtype(self, dtype: torch.dtype) -> None:
-        """Set the attribute to NaN of a dtype, expanded from one element."""
-        current = self.module.__dict__.get(self.leaf)
-        if not isinstance(current, torch.Tensor) or current.dtype != dtype:
-            self.module.__dict__[self.leaf] = _nan(self.shape, dtype, self.device, dense=False)
-
-
-@dataclass
-class StagedModel:
-    """Model of which this rank has some stages. See Note [Running a stage].
-
-    Attributes:
-        model: The model, changed in place.
-        cut: Blocks and parameters of all stages.
-        stages: Stages of this rank, by index.
-        region: State that tensor parallelism shares: it knows the length of sequences that are
-            split over tp.
-        nan_parameters: Stand-ins for parameters of earlier stages.
-    """
-
-    model: nn.Module
-    cut: StageCut
-    stages: dict[int, Stage]
-    region: Region | None
-    nan_parameters: tuple[NanParameter, ...] = field(repr=False)
-
-    def run(self, stage: Stage, call: Run, received: Any = None, *, length: int = 0) -> Any:
-        """Run the forward of one stage.
-
-        Args:
-            stage: The stage.
-            call: Calls the model on a micro-batch.
-            received: Output of the last block of the previous stage; not used on the first stage.
-            length: Length of the sequences if tp splits them; not used on the first stage.
-
-        Returns:
-            The model's output on the last stage, else the output of the stage's last block.
-
-        Raises:
-            ModelError: The model ended without running the last block of the stage.
-        """
-        if self.region is not None and not stage.first:
-            self.region.length = length
-        with self._blocks_of(stage, received):
-            try:
-                output = call(self.model)
-            except StageEnd as end:
-                output = end.output
-                # The frames of the forward would keep its activations alive.
-                end.__traceback__ = None
-                return leave_forward(self.model, output)
-        if not stage.last:
-            raise ModelError(
-                f"pipeline stage {stage.index}: the model ended without running {stage.blocks[-1]};"
-                " every block must run in every step"
-            )
-        return output
-
-    @contextmanager
-    def _blocks_of(self, stage: Stage, received: Any) -> Iterator[None]:
-        """Return a context in which blocks of other stages are replaced by placeholders.
-
-        Values that only other stages can compute are NaN in it.
-        """
-        modules = own_children(self.model.get_submodule(self.cut.container))
-        resident = dict(modules)
-        forwards: dict[nn.Embedding, Callable[..., Any] | None] = {}
-        modules.update(stage.block_view)
-        if stage.stage_input is not None:
-            stage.stage_input.plait_value = received
-            unknown = tree_map(partial(_nan_like, dense=self.cut.writes), received)
-            for module in stage.earlier_blocks:
-                module.plait_value = unknown
-            # Models derive other values, such as masks, in the dtype of the embedding's output.
-            dtype = _floating_dtype(received)
-            if dtype is not None:
-                for parameter in self.nan_parameters:
-                    parameter.set_dtype(dtype)
-            for embedding in stage.skipped_embeddings:
-                forwards[embedding] = embedding.__dict__.get("forward")
-                embedding.__dict__["forward"] = partial(
-                    _nan_embedding, embedding, embedding.forward, dtype, self.cut.writes
-                )
-        try:
-            yield
-        finally:
-            modules.update(resident)
-            if stage.stage_input is not None:
-                for module in (stage.stage_input, *stage.earlier_blocks):
-                    module.plait_value = None
-                for embedding, forward in forwards.items():
-                    del embedding.__dict__["forward"]
-                    if forward is not None:
-                        embedding.__dict__["forward"] = forward
-
-
-def stage_model(
-    model: nn.Module,
-    cut: StageCut,
-    indices: Sequence[int],
-    *,
-    region: Region | None,
-    device: torch.device,
-) -> StagedModel:
-    """Remove the blocks and parameters of other ranks from a model, in place.
-
-    Args:
-        model: The model.
-        cut: Cut of the model into stages.
-        indices: Stages of this rank.
-        region: Region of tensor parallelism, if there is one.
-        device: Device of stand-ins for parameters of other ranks.
-    """
-    container = model.get_submodule(cut.container)
-    child_names: dict[str, str] = {}
-    for child in own_children(container):
-        full_name = f"{cut.container}.{child}" if cut.container else child
-        child_names[full_name] = child
-    blocks = {name: model.get_submodule(name) for name in cut.blocks}
-    front_embeddings = {
-        f"{name}.weight": module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding) and f"{name}.weight" in cut.first_stage
-    }
-    nan_parameters = _drop_parameters(model, cut, set(indices), device)
-
-    placeholders: dict[str, PlaceholderBlock] = {}
-    for position, name in enumerate(cut.blocks):
-        stage = stage_of_block(cut.bounds, position)
-        if stage in indices:
-            placeholders[name] = placeholder_block(blocks[name])
-        else:
-            placeholders[name] = absent_block(blocks[name], partial(_absent_message, name, stage))
-
-    stages = {}
-    for index in indices:
-        low = cut.bounds[index]
-        high = cut.bounds[index + 1]
-        block_view: dict[str, nn.Module] = {}
-        for position, name in enumerate(cut.blocks):
-            inside = low <= position < high
-            block_view[child_names[name]] = blocks[name] if inside else placeholders[name]
-        is_last = index == cut.stages - 1
-        if not is_last:
-            last_block = cut.blocks[high - 1]
-            block_view[child_names[last_block]] = stage_exit(blocks[last_block])
-        earlier_blocks = [placeholders[name] for name in cut.blocks[:low]]
-        stage_input = earlier_blocks.pop() if index else None
-        skipped_embeddings = [
-            module
-            for name, module in front_embeddings.items()
-            if index not in cut.recomputed.get(name, ())
-        ]
-        stages[index] = Stage(
-            index=index,
-            first=index == 0,
-            last=is_last,
-            blocks=cut.blocks[low:high],
-            block_view=block_view,
-            stage_input=stage_input,
-            earlier_blocks=tuple(earlier_blocks),
-            skipped_embeddings=tuple(skipped_embeddings),
-        )
-
-    # Blocks of other ranks leave the model for good.
-    resident = {name for stage in stages.values() for name in stage.blocks}
-    modules = own_children(container)
-    for name in cut.blocks:
-        if name not in resident:
-            modules[child_names[name]] = placeholders[name]
-    return StagedModel(model, cut, stages, region, nan_parameters)
-
-
-def _absent_message(block: str, stage: int, name: str) -> str:
-    return (
-        f"parallel.pp: the model reads {block}.{name} outside of that block, which belongs to stage"
-        f" {stage} on another rank, and a pipeline stage has only the tensors of its blocks; use"
-        " parallel.pp = 1"
-    )
-
-
-def _drop_parameters(
-    model: nn.Module, cut: StageCut, indices: set[int], device: torch.device
-) -> tuple[NanParameter, ...]:
-    """Remove the parameters outside of the blocks that only other stages use.
-
-    Returns:
-        Stand-ins for those that an earlier stage uses: the model's code still passes over them. Any
-        use of the others is an error.
-    """
-    begin = max(cut.bounds[stage] for stage in indices)
-    nan_parameters = []
-    for name, stages in cut.owners.items():
-        if stages & indices or any(name.startswith(f"{block}.") for block in cut.blocks):
-            continue
-        module_name, _, leaf = name.rpartition(".")
-        module = model.get_submodule(module_name)
-        parameter = own_parameters(module)[leaf]
-        assert parameter is not None
-        own_parameters(module)[leaf] = None
-        local = local_tensor(parameter.detach())
-        if cut.first_use(name) < begin:
-            nan_parameters.append(NanParameter(module, leaf, local.shape, device))
-            nan_parameters[-1].set_dtype(parameter.dtype)
-        else:
-            owners = ", ".join(map(str, sorted(stages)))
-            own_stages = ", ".join(map(str, sorted(indices)))
-            module.__dict__[leaf] = UnavailableTensor(
-                f"parallel.pp: the model uses {name} on stage {own_stages}, and it belongs to stage"
-                f" {owners}: the forward of this batch takes another path through the model than"
-                " the one it was cut by; use parallel.pp = 1",
-                local,
-            )
-    return tuple(nan_parameters)
-
-
-def _floating_dtype(value: Any) -> torch.dtype | None:
-    """Return the dtype of the first floating-point tensor in a nested value."""
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
-            return leaf.dtype
-    return None
-
-
-def _nan(
-    shape: Sequence[int], dtype: torch.dtype | None, device: torch.device, *, dense: bool
-) -> torch.Tensor:
-    """Return a tensor of NaN. Only a `dense` one has memory for every element."""
-    if dense:
-        return torch.full(tuple(shape), float("nan"), dtype=dtype, device=device)
-    return torch.full((), float("nan"), dtype=dtype, device=device).expand(tuple(shape))
-
-
-def _nan_like(value: Any, *, dense: bool) -> Any:
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-        return value
-    return _nan(value.shape, value.dtype, value.device, dense=dense)
-
-
-def _nan_embedding(
-    embedding: nn.Embedding,
-    forward: Callable[..., Any],
-    dtype: torch.dtype | None,
-    dense: bool,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Return NaN in the shape of an embedding's output."""
-    if type(embedding).forward is nn.Embedding.forward and args:
-        # [..., embedding_dim]
-        return _nan((*args[0].shape, embedding.embedding_dim), dtype, args[0].device, dense=dense)
-
-    # A subclass with its own forward, such as a table of positions, decides the shape itself.
-    output = forward(*args, **kwargs)
-    if not isinstance(output, torch.Tensor):
-        return output
-    return _nan(output.shape, dtype or output.dtype, output.device, dense=dense)
-
-
 @dataclass(frozen=True)
 class PipelinePlan:
     """Pipeline of a model, and this rank's stages of it.
@@ -527,7 +505,7 @@ class PipelinePlan:
     staged: StagedModel | None = None
 
     def tied(self) -> dict[str, frozenset[int]]:
-        """Return the pp ranks that hold each parameter that several ranks hold.
+        """Return the pp ranks of each parameter that several ranks hold.
 
         Keys are first names of the parameters, in an order that is the same on all ranks.
         """
@@ -541,23 +519,23 @@ class PipelinePlan:
 
 
 class StageCaches:
-    """Caches of the stages of this rank.
+    """KV caches of the stages of this rank. See Note [Caches of stages].
 
     Args:
         staged: The stages.
-        make: Returns an empty cache of the complete model, with all of its layers.
+        make_empty: Returns an empty cache of the complete model, with all of its layers.
 
     Attributes:
         caches: Cache of each stage, by the stage's index.
     """
 
-    def __init__(self, staged: StagedModel, make: Callable[[], Any]) -> None:
-        self._make = make
+    def __init__(self, staged: StagedModel, make_empty: Callable[[], Any]) -> None:
+        self.make_empty = make_empty
         self._layers = {index: _cache_layers(staged, index) for index in staged.stages}
         self.caches = {index: self._make_stage_cache(index) for index in staged.stages}
 
     def _make_stage_cache(self, stage: int) -> Any:
-        cache = self._make()
+        cache = self.make_empty()
         stage_layers = self._layers[stage]
         # Layers of a model may have several types, such as full and sliding-window attention.
         first: dict[type, int] = {}
@@ -567,10 +545,6 @@ class StageCaches:
             if index not in stage_layers:
                 cache.layers[index] = cache.layers[first.get(type(layer), stage_layers[0])]
         return cache
-
-    def empty(self) -> Any:
-        """Return an empty cache of the complete model."""
-        return self._make()
 
     def own_layers(self) -> list[Any]:
         """Return the layers that this rank's blocks write to."""
@@ -583,28 +557,6 @@ class StageCaches:
         """Return the number of tokens seen."""
         stage, cache = next(iter(self.caches.items()))
         return int(cache.layers[self._layers[stage][0]].get_seq_length())
-
-
-def for_stage(batch: Any, stage: int) -> Any:
-    """Return a micro-batch in which the caches are replaced by the cache of one stage."""
-    return _replace_caches(batch, lambda caches: caches.caches[stage])
-
-
-def with_empty_cache(batch: Any) -> Any:
-    """Return a micro-batch in which the caches are replaced by an empty one of the whole model."""
-    return _replace_caches(batch, lambda caches: caches.empty())
-
-
-def _replace_caches(batch: Any, replacement: Callable[[StageCaches], Any]) -> Any:
-    if not isinstance(batch, Mapping):
-        return batch
-    # Models name this argument differently, so the entries are found by their type.
-    replaced = {
-        name: replacement(entry) for name, entry in batch.items() if isinstance(entry, StageCaches)
-    }
-    if not replaced:
-        return batch
-    return {**batch, **replaced}
 
 
 def _cache_layers(staged: StagedModel, stage: int) -> list[int]:
@@ -625,3 +577,25 @@ def _cache_layers(staged: StagedModel, stage: int) -> list[int]:
             )
         stage_layers |= block_layers
     return sorted(stage_layers)
+
+
+def for_stage(batch: Any, stage: int) -> Any:
+    """Return a micro-batch in which the caches are replaced by the cache of one stage."""
+    return _replace_caches(batch, lambda caches: caches.caches[stage])
+
+
+def with_empty_cache(batch: Any) -> Any:
+    """Return a micro-batch in which the caches are replaced by an empty one of the whole model."""
+    return _replace_caches(batch, lambda caches: caches.make_empty())
+
+
+def _replace_caches(batch: Any, replacement: Callable[[StageCaches], Any]) -> Any:
+    if not isinstance(batch, Mapping):
+        return batch
+    # Models name this argument differently, so the entries are found by their type.
+    replaced = {
+        name: replacement(entry) for name, entry in batch.items() if isinstance(entry, StageCaches)
+    }
+    if not replaced:
+        return batch
+    return {**batch, **replaced}

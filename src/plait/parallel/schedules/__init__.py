@@ -1,5 +1,5 @@
 """Pipeline schedules as tables of computations, and the time that they take.
 
-`schedule` makes the tables, `actions` defines their entries, and `timeline` simulates them. Nothing
-here runs a model.
+`schedule` generates and checks the tables, and `timeline` simulates them. This package runs no
+model.
 """

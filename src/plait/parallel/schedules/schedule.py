@@ -3,9 +3,8 @@
 The runtime, the simulator (`timeline`), the drawing and the tests read the same `Schedule`. GPipe
 and 1F1B are generated here, and the others by torch's generators, without a process group. Every
 table that `make_schedule` returns has passed `Schedule.check`: each stage runs each micro-batch
-forward and backward exactly once, and no rank waits forever.
-
-Computations of a pipeline and messages between its stages, with their dependencies.
+forward and backward exactly once, and no rank waits forever. The messages between stages follow
+from the table.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from plait._torch.pipelining import schedule_actions
-from plait.errors import ConfigError, InputError, Problem
+from plait.errors import ConfigError, InputError, Problem, raise_problems
 from plait.names import suggest_names
 
 
@@ -72,66 +71,6 @@ class Message(NamedTuple):
         return f"the {self.payload} of stage {self.stage} for micro-batch {self.microbatch}"
 
 
-class Numbered:
-    """Numbers the messages of a pipeline from 0.
-
-    A lookup in a list is several times faster than in a set, and tables have tens of thousands of
-    messages.
-    """
-
-    def __init__(self, *, stages: int, microbatches: int) -> None:
-        self._microbatches = microbatches
-        self._stages = stages
-        self.gradients = stages * microbatches
-        """Number of the first gradient. Activations come before it."""
-
-    @property
-    def size(self) -> int:
-        """Number of messages."""
-        return 2 * self.gradients
-
-    def needed_by(self, action: Action) -> tuple[int, ...]:
-        """Return the numbers of the messages that must exist before a computation can start.
-
-        If a backward needs two, the activation of its own stage comes before the gradient of the
-        next stage.
-        """
-        index = action.stage * self._microbatches + action.microbatch
-        kind = action.kind
-        if kind is Kind.FORWARD:
-            # The first stage reads the batch.
-            if action.stage == 0:
-                return ()
-            return (index - self._microbatches,)
-        # The second half of a backward needs the first half of the same stage only.
-        if kind is Kind.WEIGHT:
-            return (self.gradients + index,)
-        # The last stage computes the loss, so no other stage sends it a gradient.
-        if action.stage == self._stages - 1:
-            return (index,)
-        return (index, self.gradients + index + self._microbatches)
-
-    def produced_by(self, action: Action) -> int | None:
-        """Return the message that a computation produces, or None for W, which produces none."""
-        if action.kind is Kind.WEIGHT:
-            return None
-        index = action.stage * self._microbatches + action.microbatch
-        if action.kind is Kind.FORWARD:
-            return index
-        return self.gradients + index
-
-    def stage(self, number: int) -> int:
-        """Return the stage that produces a message."""
-        return number % self.gradients // self._microbatches
-
-    def message(self, number: int) -> Message:
-        """Return the message of a number."""
-        payload = Payload.GRADIENT
-        if number < self.gradients:
-            payload = Payload.ACTIVATION
-        return Message(payload, self.stage(number), number % self._microbatches)
-
-
 @dataclass(frozen=True)
 class Schedule:
     """Table of computations. `messages` derives the transfers between ranks from it."""
@@ -153,7 +92,7 @@ class Schedule:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages on a pp rank, in the order of the model."""
-        return tuple(stage for stage, at in enumerate(self.stage_ranks) if at == rank)
+        return tuple(stage for stage in range(self.stages) if self.stage_ranks[stage] == rank)
 
     @property
     def splits_backward(self) -> bool:
@@ -172,148 +111,6 @@ class Schedule:
         _check_counts(self)
         for _ in in_order(self):
             pass
-
-
-def _malformed(schedule: Schedule, problem: str) -> InputError:
-    return InputError(
-        f"schedule {schedule.name} with pp {schedule.pp} and {schedule.microbatches} micro-batches:"
-        f" {problem}"
-    )
-
-
-def _check_shape(schedule: Schedule) -> None:
-    if len(schedule.ranks) != schedule.pp:
-        raise _malformed(schedule, f"the table has {len(schedule.ranks)} ranks")
-    if set(schedule.stage_ranks) != set(range(schedule.pp)):
-        raise _malformed(
-            schedule,
-            f"stages are on ranks {sorted(set(schedule.stage_ranks))}, and every rank from 0 to pp"
-            " - 1 needs one",
-        )
-    for rank, row in enumerate(schedule.ranks):
-        for action in row:
-            if not (
-                0 <= action.stage < schedule.stages
-                and 0 <= action.microbatch < schedule.microbatches
-            ):
-                raise _malformed(
-                    schedule, f"rank {rank} does {action}, and there are {schedule.stages} stages"
-                )
-            if schedule.stage_ranks[action.stage] != rank:
-                raise _malformed(
-                    schedule,
-                    f"rank {rank} does {action}, and stage {action.stage} is on rank"
-                    f" {schedule.stage_ranks[action.stage]}",
-                )
-
-
-_COMPLETE = ({Kind.FORWARD, Kind.BACKWARD}, {Kind.FORWARD, Kind.INPUT, Kind.WEIGHT})
-
-
-def _check_counts(schedule: Schedule) -> None:
-    kinds_of: dict[tuple[int, int], set[Kind]] = {}
-    for row in schedule.ranks:
-        for action in row:
-            kinds = kinds_of.setdefault((action.stage, action.microbatch), set())
-            if action.kind in kinds:
-                raise _malformed(schedule, f"{action} is done twice")
-            kinds.add(action.kind)
-    for stage in range(schedule.stages):
-        for microbatch in range(schedule.microbatches):
-            kinds = kinds_of.get((stage, microbatch), set())
-            if kinds not in _COMPLETE:
-                names = ", ".join(sorted(kinds)) or "nothing"
-                raise _malformed(
-                    schedule,
-                    f"stage {stage} does {names} of micro-batch {microbatch}; it must do F, and"
-                    " either B or both I and W",
-                )
-
-
-def in_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
-    """Yield every (rank, action) in an order in which the table can be run.
-
-    Each rank keeps its order, and each action comes after all that it needs. A rank continues until
-    it must wait for another one.
-
-    Raises:
-        InputError: All ranks wait. It names what each rank waits for.
-    """
-    numbered = Numbered(stages=schedule.stages, microbatches=schedule.microbatches)
-    done = bytearray(numbered.size)
-    positions = [0] * len(schedule.ranks)
-    # Ranks that wait for each message. They are looked at again when it exists, so that the loop
-    # is linear in the size of the table.
-    waiting: dict[int, list[int]] = {}
-    ready = list(reversed(range(len(schedule.ranks))))
-    while ready:
-        rank = ready.pop()
-        row = schedule.ranks[rank]
-        while positions[rank] < len(row):
-            action = row[positions[rank]]
-            missing = None
-            for message in numbered.needed_by(action):
-                if not done[message]:
-                    missing = message
-                    break
-            if missing is not None:
-                waiting.setdefault(missing, []).append(rank)
-                break
-
-            yield rank, action
-            positions[rank] += 1
-            produced = numbered.produced_by(action)
-            if produced is not None:
-                done[produced] = 1
-                ready.extend(waiting.pop(produced, ()))
-
-    if waiting:
-        stuck = [
-            f"rank {rank} at {schedule.ranks[rank][positions[rank]]} for {numbered.message(number)}"
-            for number, ranks in waiting.items()
-            for rank in ranks
-        ]
-        more = ""
-        if len(stuck) > 4:
-            more = f" (and {len(stuck) - 4} more)"
-        raise _malformed(schedule, f"ranks deadlock: {'; '.join(stuck[:4])}{more}")
-
-
-def messages(schedule: Schedule) -> dict[tuple[int, int], tuple[Message, ...]]:
-    """Return the messages of every (source, destination) pair of ranks.
-
-    They are in the order in which the source produces them, so receives posted in this order match
-    the sends. Pairs without messages are left out, and stages on the same rank send none.
-    """
-    numbered = Numbered(stages=schedule.stages, microbatches=schedule.microbatches)
-    messages_of: dict[tuple[int, int], list[Message]] = {}
-    for rank, row in enumerate(schedule.ranks):
-        for action in row:
-            produced = numbered.produced_by(action)
-            if produced is None:
-                continue
-            message = numbered.message(produced)
-            to = destination(schedule, message)
-            if to is not None:
-                messages_of.setdefault((rank, to), []).append(message)
-    return {pair: tuple(messages_of[pair]) for pair in sorted(messages_of)}
-
-
-def destination(schedule: Schedule, message: Message) -> int | None:
-    """Return the other rank that receives a message.
-
-    The result is None at the end of the pipeline, and if the next stage is on the same rank.
-    """
-    if message.payload is Payload.ACTIVATION:
-        receiver = message.stage + 1
-    else:
-        receiver = message.stage - 1
-    if not 0 <= receiver < schedule.stages:
-        return None
-    rank = schedule.stage_ranks[receiver]
-    if rank == schedule.stage_ranks[message.stage]:
-        return None
-    return rank
 
 
 @dataclass(frozen=True)
@@ -403,7 +200,8 @@ def make_schedule(
         stages_per_rank: Stages per rank, or None for the default of the schedule.
 
     Raises:
-        ConfigError: The schedule does not exist for these numbers. It says what works instead.
+        ConfigError: The schedule does not exist for these numbers. The message names numbers that
+            work.
     """
     spec = SCHEDULES.get(name)
     if spec is None:
@@ -417,9 +215,9 @@ def make_schedule(
         )
     if stages_per_rank is None:
         stages_per_rank = spec.default_stages_per_rank
-    problems = problems_of(name, pp=pp, microbatches=microbatches, stages_per_rank=stages_per_rank)
-    if problems:
-        raise ConfigError(*problems)
+    raise_problems(
+        problems_of(name, pp=pp, microbatches=microbatches, stages_per_rank=stages_per_rank)
+    )
     schedule = Schedule(
         name,
         pp,
@@ -464,6 +262,43 @@ def _rows(
             Action(stage, Kind(kind), microbatch) for stage, kind, microbatch in table[rank]
         )
     return tuple(rows)
+
+
+def _stage_ranks(spec: ScheduleSpec, pp: int, stages_per_rank: int) -> tuple[int, ...]:
+    if spec.placement == "v":
+        return (*range(pp), *reversed(range(pp)))
+    return tuple(range(pp)) * stages_per_rank
+
+
+def _gpipe(rank: int, pp: int, microbatches: int) -> Iterator[Action]:
+    """Yield the row of a rank: all forwards, and then all backwards.
+
+    Huang et al. 2019, arXiv:1811.06965.
+    """
+    for kind in (Kind.FORWARD, Kind.BACKWARD):
+        for microbatch in range(microbatches):
+            yield Action(rank, kind, microbatch)
+
+
+def _one_forward_one_backward(rank: int, pp: int, microbatches: int) -> Iterator[Action]:
+    """Yield the row of a rank, which starts with one forward per later pipeline rank.
+
+    PipeDream-Flush, Narayanan et al. 2021, arXiv:2104.04473.
+    """
+    # Fill the pipeline.
+    ahead = min(microbatches, pp - 1 - rank)
+    for microbatch in range(ahead):
+        yield Action(rank, Kind.FORWARD, microbatch)
+    # One forward and one backward in turn. In the end only backwards are left.
+    for microbatch in range(microbatches):
+        if ahead + microbatch < microbatches:
+            yield Action(rank, Kind.FORWARD, ahead + microbatch)
+        yield Action(rank, Kind.BACKWARD, microbatch)
+
+
+_GENERATORS: Mapping[str, Callable[[int, int, int], Iterator[Action]]] = MappingProxyType(
+    {"gpipe": _gpipe, "1f1b": _one_forward_one_backward}
+)
 
 
 def problems_of(
@@ -512,12 +347,8 @@ def _problems(
             f"{name} has {allowed} on a rank",
             remedy,
         )
-    elif pp >= 1 and microbatches >= 1:
-        yield from _MICROBATCHES.get(name, _any_number)(name, pp, microbatches)
-
-
-def _any_number(name: str, pp: int, microbatches: int) -> Iterator[Problem]:
-    yield from ()
+    elif name in _MICROBATCH_RULES and pp >= 1 and microbatches >= 1:
+        yield from _MICROBATCH_RULES[name](name, pp, microbatches)
 
 
 def _equal_rounds(name: str, pp: int, microbatches: int) -> Iterator[Problem]:
@@ -548,7 +379,7 @@ def _at_least_stages(name: str, pp: int, microbatches: int) -> Iterator[Problem]
         )
 
 
-_MICROBATCHES: Mapping[str, Callable[[str, int, int], Iterator[Problem]]] = MappingProxyType(
+_MICROBATCH_RULES: Mapping[str, Callable[[str, int, int], Iterator[Problem]]] = MappingProxyType(
     {
         "interleaved-1f1b": _equal_rounds,
         "interleaved-zero-bubble": _equal_rounds,
@@ -557,38 +388,203 @@ _MICROBATCHES: Mapping[str, Callable[[str, int, int], Iterator[Problem]]] = Mapp
 )
 
 
-def _stage_ranks(spec: ScheduleSpec, pp: int, stages_per_rank: int) -> tuple[int, ...]:
-    if spec.placement == "v":
-        return (*range(pp), *reversed(range(pp)))
-    return tuple(range(pp)) * stages_per_rank
+def in_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
+    """Yield every (rank, action) in an order in which the table can be run.
 
+    Each rank keeps its order, and each action comes after all that it needs. A rank continues until
+    it must wait for another one.
 
-def _gpipe(rank: int, pp: int, microbatches: int) -> Iterator[Action]:
-    """Yield the row of a rank: all forwards, and then all backwards.
-
-    Huang et al. 2019, arXiv:1811.06965.
+    Raises:
+        InputError: All ranks wait. It names what each rank waits for.
     """
-    for kind in (Kind.FORWARD, Kind.BACKWARD):
-        for microbatch in range(microbatches):
-            yield Action(rank, kind, microbatch)
+    numbers = MessageNumbers(stages=schedule.stages, microbatches=schedule.microbatches)
+    done = bytearray(numbers.size)
+    positions = [0] * len(schedule.ranks)
+    # Ranks that wait for each message. They are looked at again when it exists, so that the loop
+    # is linear in the size of the table.
+    waiting: dict[int, list[int]] = {}
+    ready = list(reversed(range(len(schedule.ranks))))
+    while ready:
+        rank = ready.pop()
+        row = schedule.ranks[rank]
+        while positions[rank] < len(row):
+            action = row[positions[rank]]
+            missing = None
+            for message in numbers.needed_by(action):
+                if not done[message]:
+                    missing = message
+                    break
+            if missing is not None:
+                waiting.setdefault(missing, []).append(rank)
+                break
+
+            yield rank, action
+            positions[rank] += 1
+            produced = numbers.produced_by(action)
+            if produced is not None:
+                done[produced] = 1
+                ready.extend(waiting.pop(produced, ()))
+
+    if waiting:
+        stuck = [
+            f"rank {rank} at {schedule.ranks[rank][positions[rank]]} for {numbers.message(number)}"
+            for number, ranks in waiting.items()
+            for rank in ranks
+        ]
+        more = ""
+        if len(stuck) > 4:
+            more = f" (and {len(stuck) - 4} more)"
+        raise _malformed(schedule, f"ranks deadlock: {'; '.join(stuck[:4])}{more}")
 
 
-def _one_forward_one_backward(rank: int, pp: int, microbatches: int) -> Iterator[Action]:
-    """Yield the row of a rank, which starts with one forward per later pipeline rank.
+def messages(schedule: Schedule) -> dict[tuple[int, int], tuple[Message, ...]]:
+    """Return the messages of every (source, destination) pair of ranks.
 
-    PipeDream-Flush, Narayanan et al. 2021, arXiv:2104.04473.
+    They are in the order in which the source produces them, so receives posted in this order match
+    the sends. Pairs without messages are left out, and stages on the same rank send none.
     """
-    # Fill the pipeline.
-    ahead = min(microbatches, pp - 1 - rank)
-    for microbatch in range(ahead):
-        yield Action(rank, Kind.FORWARD, microbatch)
-    # One forward and one backward in turn. In the end only backwards are left.
-    for microbatch in range(microbatches):
-        if ahead + microbatch < microbatches:
-            yield Action(rank, Kind.FORWARD, ahead + microbatch)
-        yield Action(rank, Kind.BACKWARD, microbatch)
+    numbers = MessageNumbers(stages=schedule.stages, microbatches=schedule.microbatches)
+    messages_of: dict[tuple[int, int], list[Message]] = {}
+    for rank, row in enumerate(schedule.ranks):
+        for action in row:
+            produced = numbers.produced_by(action)
+            if produced is None:
+                continue
+            message = numbers.message(produced)
+            to = destination(schedule, message)
+            if to is not None:
+                messages_of.setdefault((rank, to), []).append(message)
+    return {pair: tuple(messages_of[pair]) for pair in sorted(messages_of)}
 
 
-_GENERATORS: Mapping[str, Callable[[int, int, int], Iterator[Action]]] = MappingProxyType(
-    {"gpipe": _gpipe, "1f1b": _one_forward_one_backward}
-)
+def destination(schedule: Schedule, message: Message) -> int | None:
+    """Return the other rank that receives a message.
+
+    The result is None at the end of the pipeline, and if the next stage is on the same rank.
+    """
+    if message.payload is Payload.ACTIVATION:
+        receiver = message.stage + 1
+    else:
+        receiver = message.stage - 1
+    if not 0 <= receiver < schedule.stages:
+        return None
+    rank = schedule.stage_ranks[receiver]
+    if rank == schedule.stage_ranks[message.stage]:
+        return None
+    return rank
+
+
+class MessageNumbers:
+    """Numbering of the messages of a pipeline, from 0.
+
+    A lookup in a list is several times faster than in a set, and tables have tens of thousands of
+    messages.
+    """
+
+    def __init__(self, *, stages: int, microbatches: int) -> None:
+        self._microbatches = microbatches
+        self._stages = stages
+        self.gradients = stages * microbatches
+        """Number of the first gradient. Activations come before it."""
+
+    @property
+    def size(self) -> int:
+        """Number of messages."""
+        return 2 * self.gradients
+
+    def needed_by(self, action: Action) -> tuple[int, ...]:
+        """Return the numbers of the messages that must exist before a computation can start.
+
+        If a backward needs two, the activation of its own stage comes before the gradient of the
+        next stage.
+        """
+        index = action.stage * self._microbatches + action.microbatch
+        kind = action.kind
+        if kind is Kind.FORWARD:
+            # The first stage reads the batch.
+            if action.stage == 0:
+                return ()
+            return (index - self._microbatches,)
+        # The second half of a backward needs the first half of the same stage only.
+        if kind is Kind.WEIGHT:
+            return (self.gradients + index,)
+        # The last stage computes the loss, so no other stage sends it a gradient.
+        if action.stage == self._stages - 1:
+            return (index,)
+        return (index, self.gradients + index + self._microbatches)
+
+    def produced_by(self, action: Action) -> int | None:
+        """Return the message that a computation produces, or None for W, which produces none."""
+        if action.kind is Kind.WEIGHT:
+            return None
+        index = action.stage * self._microbatches + action.microbatch
+        if action.kind is Kind.FORWARD:
+            return index
+        return self.gradients + index
+
+    def stage(self, number: int) -> int:
+        """Return the stage that produces a message."""
+        return number % self.gradients // self._microbatches
+
+    def message(self, number: int) -> Message:
+        """Return the message of a number."""
+        payload = Payload.GRADIENT
+        if number < self.gradients:
+            payload = Payload.ACTIVATION
+        return Message(payload, self.stage(number), number % self._microbatches)
+
+
+def _check_shape(schedule: Schedule) -> None:
+    if len(schedule.ranks) != schedule.pp:
+        raise _malformed(schedule, f"the table has {len(schedule.ranks)} ranks")
+    if set(schedule.stage_ranks) != set(range(schedule.pp)):
+        raise _malformed(
+            schedule,
+            f"stages are on ranks {sorted(set(schedule.stage_ranks))}, and every rank from 0 to pp"
+            " - 1 needs one",
+        )
+    for rank, row in enumerate(schedule.ranks):
+        for action in row:
+            if not (
+                0 <= action.stage < schedule.stages
+                and 0 <= action.microbatch < schedule.microbatches
+            ):
+                raise _malformed(
+                    schedule, f"rank {rank} does {action}, and there are {schedule.stages} stages"
+                )
+            if schedule.stage_ranks[action.stage] != rank:
+                raise _malformed(
+                    schedule,
+                    f"rank {rank} does {action}, and stage {action.stage} is on rank"
+                    f" {schedule.stage_ranks[action.stage]}",
+                )
+
+
+_COMPLETE = ({Kind.FORWARD, Kind.BACKWARD}, {Kind.FORWARD, Kind.INPUT, Kind.WEIGHT})
+
+
+def _check_counts(schedule: Schedule) -> None:
+    kinds_of: dict[tuple[int, int], set[Kind]] = {}
+    for row in schedule.ranks:
+        for action in row:
+            kinds = kinds_of.setdefault((action.stage, action.microbatch), set())
+            if action.kind in kinds:
+                raise _malformed(schedule, f"{action} is done twice")
+            kinds.add(action.kind)
+    for stage in range(schedule.stages):
+        for microbatch in range(schedule.microbatches):
+            kinds = kinds_of.get((stage, microbatch), set())
+            if kinds not in _COMPLETE:
+                names = ", ".join(sorted(kinds)) or "nothing"
+                raise _malformed(
+                    schedule,
+                    f"stage {stage} does {names} of micro-batch {microbatch}; it must do F, and"
+                    " either B or both I and W",
+                )
+
+
+def _malformed(schedule: Schedule, problem: str) -> InputError:
+    return InputError(
+        f"schedule {schedule.name} with pp {schedule.pp} and {schedule.microbatches} micro-batches:"
+        f" {problem}"
+    )

@@ -1,9 +1,9 @@
-"""Simulation of a pipeline schedule: the idle part of a step, and the activations held.
+"""Simulation of a pipeline schedule: the idle part of a step, and the activations in memory.
 
 It reads the same table as the runtime, with these assumptions. A rank computes one action at a
 time, in its order. A message starts when its producer ends and the link is free, and takes no time
-of either rank, because communication overlaps with computation. Received messages wait without
-limit. Stages may differ in cost. The caller chooses the unit of time.
+of either rank, because communication overlaps with computation. Received messages are buffered
+without limit. Stages may differ in cost. The caller chooses the unit of time.
 """
 
 from __future__ import annotations
@@ -15,11 +15,55 @@ from plait.errors import InputError
 from plait.parallel.schedules.schedule import (
     Action,
     Kind,
-    Numbered,
+    MessageNumbers,
     Schedule,
     destination,
     in_order,
 )
+
+
+def simulate(schedule: Schedule, durations: Durations) -> Timeline:
+    """Run the table. Messages of a pair of ranks are sent one after another, in their order.
+
+    Raises:
+        InputError: `durations` has another number of stages, or a duration below 0.
+    """
+    _check_durations(schedule, durations)
+    rows: list[list[Span]] = [[] for _ in schedule.ranks]
+    numbers = MessageNumbers(stages=schedule.stages, microbatches=schedule.microbatches)
+    free = [0.0] * len(schedule.ranks)
+    link_free: dict[tuple[int, int], float] = {}
+    # Times at which the producer and the receiver of each message have it.
+    ready = [0.0] * numbers.size
+    arrived = [0.0] * numbers.size
+    for rank, action in in_order(schedule):
+        # Results of the stage itself need no message.
+        start = free[rank]
+        for needed in numbers.needed_by(action):
+            if numbers.stage(needed) == action.stage:
+                start = max(start, ready[needed])
+            else:
+                start = max(start, arrived[needed])
+        end = start + durations.duration(action)
+        free[rank] = end
+        rows[rank].append(Span(action, start, end))
+
+        produced = numbers.produced_by(action)
+        if produced is None:
+            continue
+        ready[produced] = end
+        arrived[produced] = end
+        message = numbers.message(produced)
+        to = destination(schedule, message)
+        if to is not None:
+            boundary = message.stage - 1
+            if action.kind is Kind.FORWARD:
+                boundary = message.stage
+            begin = max(end, link_free.get((rank, to), 0.0))
+            arrival = begin + durations.send[boundary]
+            link_free[rank, to] = arrival
+            arrived[produced] = arrival
+    return Timeline(schedule, tuple(tuple(row) for row in rows))
 
 
 @dataclass(frozen=True)
@@ -37,7 +81,7 @@ class Durations:
     Not used if both are on one rank.
     """
 
-    def of(self, action: Action) -> float:
+    def duration(self, action: Action) -> float:
         """Return the duration of an action."""
         stage = action.stage
         if action.kind is Kind.FORWARD:
@@ -116,51 +160,46 @@ class Timeline:
         return sum(self.bubble(rank) for rank in range(len(self.ranks))) / len(self.ranks)
 
 
-def simulate(schedule: Schedule, durations: Durations) -> Timeline:
-    """Run the table. Messages of a pair of ranks are sent one after another, in their order.
+def peak_in_flight(
+    schedule: Schedule, *, sizes: Sequence[float] | None = None
+) -> tuple[float, ...]:
+    """Return the largest size of the activations that each pp rank holds at one moment.
+
+    Activations of size `sizes[stage]` exist from the start of a forward to the end of its backward,
+    or of W if the backward is split. A rank runs one action at a time, so the order of its actions
+    decides, and durations do not matter.
+
+    Args:
+        schedule: The schedule.
+        sizes: Size of the activations of a forward of each stage, e.g. in bytes. By default 1 /
+            (stages per rank), so that the result counts micro-batches through all stages of a rank.
 
     Raises:
-        InputError: `durations` has another number of stages, or a duration below 0.
+        InputError: `sizes` has another number of stages.
     """
-    _check(schedule, durations)
-    rows: list[list[Span]] = [[] for _ in schedule.ranks]
-    numbered = Numbered(stages=schedule.stages, microbatches=schedule.microbatches)
-    free = [0.0] * len(schedule.ranks)
-    link_free: dict[tuple[int, int], float] = {}
-    # Times at which the producer and the receiver of each message have it.
-    ready = [0.0] * numbered.size
-    arrived = [0.0] * numbered.size
-    for rank, action in in_order(schedule):
-        # Results of the stage itself need no message.
-        start = free[rank]
-        for needed in numbered.needed_by(action):
-            if numbered.stage(needed) == action.stage:
-                start = max(start, ready[needed])
-            else:
-                start = max(start, arrived[needed])
-        end = start + durations.of(action)
-        free[rank] = end
-        rows[rank].append(Span(action, start, end))
-
-        produced = numbered.produced_by(action)
-        if produced is None:
-            continue
-        ready[produced] = end
-        arrived[produced] = end
-        message = numbered.message(produced)
-        to = destination(schedule, message)
-        if to is not None:
-            boundary = message.stage - 1
+    if sizes is None:
+        sizes = (schedule.pp / schedule.stages,) * schedule.stages
+    if len(sizes) != schedule.stages:
+        raise InputError(
+            f"sizes has {len(sizes)} values; {schedule.name} with {schedule.stages} stages needs"
+            f" {schedule.stages}"
+        )
+    peaks = []
+    for rank, row in enumerate(schedule.ranks):
+        counts = dict.fromkeys(schedule.stages_of(rank), 0)
+        peak = 0.0
+        for action in row:
             if action.kind is Kind.FORWARD:
-                boundary = message.stage
-            begin = max(end, link_free.get((rank, to), 0.0))
-            arrival = begin + durations.send[boundary]
-            link_free[rank, to] = arrival
-            arrived[produced] = arrival
-    return Timeline(schedule, tuple(tuple(row) for row in rows))
+                counts[action.stage] += 1
+                peak = max(peak, sum(count * sizes[stage] for stage, count in counts.items()))
+            # A split backward holds the activations until W.
+            elif action.kind is not Kind.INPUT:
+                counts[action.stage] -= 1
+        peaks.append(peak)
+    return tuple(peaks)
 
 
-def _check(schedule: Schedule, durations: Durations) -> None:
+def _check_durations(schedule: Schedule, durations: Durations) -> None:
     lengths = {
         "forward": schedule.stages,
         "input": schedule.stages,
@@ -179,40 +218,3 @@ def _check(schedule: Schedule, durations: Durations) -> None:
                 f"durations.{name}: {min(values)} to {max(values)}; a duration is finite and not"
                 " below 0"
             )
-
-
-def peak_in_flight(schedule: Schedule, *, held: Sequence[float] | None = None) -> tuple[float, ...]:
-    """Return the most activations that every pp rank holds at one moment.
-
-    A forward holds `held[stage]` from its start to the end of its backward, or of W if the backward
-    is split. A rank runs one action at a time, so the order of its actions decides, and durations
-    do not matter.
-
-    Args:
-        schedule: The schedule.
-        held: What a forward of each stage holds, e.g. in bytes. By default 1 / (stages per rank),
-            so that the result counts micro-batches through all stages of a rank.
-
-    Raises:
-        InputError: `held` has another number of stages.
-    """
-    if held is None:
-        held = (schedule.pp / schedule.stages,) * schedule.stages
-    if len(held) != schedule.stages:
-        raise InputError(
-            f"held has {len(held)} values; {schedule.name} with {schedule.stages} stages needs"
-            f" {schedule.stages}"
-        )
-    peaks = []
-    for rank, row in enumerate(schedule.ranks):
-        counts = dict.fromkeys(schedule.stages_of(rank), 0)
-        peak = 0.0
-        for action in row:
-            if action.kind is Kind.FORWARD:
-                counts[action.stage] += 1
-                peak = max(peak, sum(count * held[stage] for stage, count in counts.items()))
-            # A split backward holds the activations until W.
-            elif action.kind is not Kind.INPUT:
-                counts[action.stage] -= 1
-        peaks.append(peak)
-    return tuple(peaks)

@@ -2,6 +2,6 @@
 
 Each file reads in the order in which a run calls it: `check`, `groups`, `apply`, `attach` and
 `account`. What these methods install (reducers, attention kernels, pipeline runtimes) is in the
-package named after its subject beside this one. `parallel.order` lists the techniques in the order
-in which they are applied.
+neighbouring package that is named after the subject. `parallel.order` lists the techniques in the
+order in which they are applied.
 """

@@ -45,7 +45,7 @@ class Compile(Technique):
         """
         if not self.enabled:
             return
-        # The backend is tested alone first, so that an error names the right setting.
+        # The backend is tested before the mode, so that an error names the right setting.
         backend: dict[str, Any] = {"backend": self.backend}
         backend_and_mode: dict[str, Any] = {"backend": self.backend, "mode": self.mode}
         for name, settings in (("backend", backend), ("mode", backend_and_mode)):

@@ -1,14 +1,14 @@
-"""Technique that gives each rank of the cp axis a part of every sequence, in all layers.
+"""Context parallelism: each rank of the cp axis has a part of every sequence, in all layers.
 
-All layers except attention compute a token from itself. Attention sees the other parts in one of
-three kinds (`kinds`). Everything that depends on the position of a token in its sequence is decided
-from the full batch before it is cut: the label that it predicts, its position, and the keys that it
-sees. Parameters are the same on all ranks of the axis, and a gradient is the sum over them.
+All layers except attention compute a token from itself. Attention reads the other parts in one of
+three ways (`context.kinds`). Everything that depends on the position of a token in its sequence is
+decided from the full batch before it is split: the label that it predicts, its position, and the
+keys that it sees. Parameters are the same on all ranks of the axis, and a gradient is the sum over
+them.
 
-Bytes that context parallelism sends over the cp axis per optimizer step, from the shapes only.
-
-With T tokens per micro-batch, n ranks, q and w elements of a token's queries and of its keys and
-values together (of a tp rank), and e bytes per element, a block sends per micro-batch:
+Note [Traffic of context parallelism]
+    With T tokens per micro-batch, n ranks, q and w elements of a token's queries and of its keys
+    and values together (of a tp rank), and e bytes per element, a block sends per micro-batch:
 
     all-gather-kv   forward:  all-gather of T w e (n-1)/n
                     backward: the same, and a reduce-scatter of as much
@@ -17,9 +17,10 @@ values together (of a tp rank), and e bytes per element, a block sends per micro
     ulysses         forward:  all-to-all of (2 q + w') (T/n) e (n-1)/n, w' with repeated heads
                     backward: the same
 
-All-to-all is counted as the reduce-scatter with which gloo carries it out. What recomputation
-repeats is measured elsewhere. Sequence lengths are assumed to be divisible. A parameter's gradient
-is all-reduced once per step, after data parallelism has reduced and sharded it.
+    All-to-all is counted as the reduce-scatter with which gloo implements it. Collectives that
+    recomputation repeats are measured elsewhere. Sequence lengths are assumed to be divisible. A
+    parameter's gradient is all-reduced once per step, after data parallelism has reduced and
+    sharded it.
 """
 
 from __future__ import annotations
@@ -52,15 +53,15 @@ from plait.parallel.context.families import (
     why_in_tiles,
 )
 from plait.parallel.context.kinds import Kind, SequenceLayout, SequencePlacement
-from plait.parallel.gradient_sums import sum_gradients
+from plait.parallel.data.reducer import sum_gradients
 from plait.parallel.hooks import StepHook
 from plait.parallel.micro_batches import (
     CACHES,
     IGNORED,
     LABELS,
     SHIFTED,
+    attach_token_mask,
     map_tensors,
-    mark_tokens,
     with_explicit_entries,
 )
 from plait.parallel.parts import Parts
@@ -69,9 +70,344 @@ from plait.parallel.techniques.compile import Compile
 from plait.parallel.techniques.data_parallel import DataParallel
 from plait.parallel.techniques.offload import OptimizerOffload, ParameterOffload
 
+IN_TILES = (
+    "attention is computed in tiles of matrix products, which is many times slower than a fused"
+    " kernel"
+)
+"""Beginning of the message if a GPU uses no fused kernel. The reason follows."""
 
-def context_traffic(facts: ModelFacts, ledger: Ledger, kind: Kind) -> dict[str, Array]:
-    """Return the bytes that one rank sends per optimizer step, by collective."""
+
+class ContextParallel(Technique):
+    """Settings of the cp axis. Its degree is part of the layout."""
+
+    batch_axes: ClassVar[tuple[str, ...]] = ("cp",)
+    context: Kind = "all-gather-kv"
+    """How queries reach the keys of other ranks: all-gather-kv, ring, ulysses."""
+
+    def check(self, context: TechniqueContext) -> None:
+        """Raise ConfigError or ModelError for settings and models that are not supported.
+
+        A model is supported if tests have shown that it computes the same as in one process.
+        """
+        cp = context.layout.cp
+        if cp == 1:
+            return
+        problems = []
+        if context.technique(DataParallel).update_in_backward:
+            rule = (
+                "parallel.optimizer_in_backward updates a parameter before its gradient is summed"
+                " over cp"
+            )
+            problems.append(Problem("parallel.cp", cp, rule, "set that to false, or use 1"))
+        if context.technique(Compile).enabled:
+            rule = "compile.enabled is true, and split sequences are not tested with torch.compile"
+            problems.append(Problem("parallel.cp", cp, rule, "set that to false, or use 1"))
+        offload_devices = (
+            context.technique(OptimizerOffload).device,
+            context.technique(ParameterOffload).device,
+        )
+        if "nvme" in offload_devices:
+            rule = "gradients in files are not summed over cp"
+            remedy = 'use device "cpu" or "none" in offload_optimizer and offload_param, or use 1'
+            problems.append(Problem("parallel.cp", cp, rule, remedy))
+        raise_problems(problems)
+        if context.model is not None:
+            refuse_unknown_model(
+                context.model,
+                cp=cp,
+                kind=self.context,
+                tp=context.layout.tp,
+                device_type=context.device_type,
+            )
+
+    def layout(self, ranks: int, rank: int) -> SequenceLayout:
+        """Return the tokens of a rank: two chunks in zigzag order, or one chunk with `ulysses`."""
+        # With `ulysses` each rank computes all tokens of its heads, so the work is even anyway.
+        return SequenceLayout(ranks, rank, zigzag=self.context != "ulysses")
+
+    def apply(self, parts: Parts, mesh: Mesh) -> Parts:
+        """Replace the attention of the model."""
+        group = mesh.group("cp")
+        if group is None:
+            return parts
+        model: Any = without_wrapper(parts.model)
+        place = SequencePlacement(self.layout(mesh.layout.cp, mesh.coordinates["cp"]), group)
+        original = str(model.config._attn_implementation)
+        implementation = implementation_of(model)
+        attention_function.install(model, PartialAttention(self.context, place, implementation))
+        return replace(parts, attention=InstalledAttention(original, implementation, place))
+
+    def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
+        """Return the hook that splits micro-batches and sums gradients."""
+        installed = parts.attention
+        if installed is None:
+            return []
+        parameters = [
+            parameter
+            for parameter in parts.model.parameters()
+            if parameter.requires_grad and "cp" in parts.reduction(parameter).summed
+        ]
+        dtype = parts.shard.compute_dtype or next(parts.model.parameters()).dtype
+        model = without_wrapper(parts.model)
+        return [SequenceShards(model, self, installed, parameters, dtype, device=mesh.device)]
+
+    def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
+        """Add the traffic of attention and of gradients."""
+        if (ledger.cp == 1).all():
+            return ledger
+        for collective, count in _traffic(facts, ledger, self.context).items():
+            ledger = ledger.add_traffic(collective, count)
+        return ledger
+
+    def local_batch(
+        self, batch: Any, layout: SequenceLayout, *, keeps_cache: bool = False, family: str = ""
+    ) -> dict[str, Any]:
+        """Return a rank's part of a micro-batch.
+
+        Entries that have a row for each token are split. `attention_mask` describes the keys that
+        each token may see (see `visible`). `labels` are left out, because a loss would shift them
+        at the wrong end.
+
+        Args:
+            batch: The micro-batch, after `with_explicit_entries`.
+            layout: Tokens of the rank.
+            keeps_cache: Whether the model returns a cache by default.
+            family: The model's `config.model_type`.
+
+        Raises:
+            InputError: The batch cannot be split.
+        """
+        ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+        if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
+            raise InputError(
+                "parallel.cp: a batch is a mapping with `input_ids` [batch, seq]; a batch in"
+                " another form cannot be split"
+            )
+        if batch.get("use_cache") or any(batch.get(name) is not None for name in CACHES):
+            raise InputError(
+                "parallel.cp: a cache would hold a part of each sequence; leave"
+                f" {', '.join(CACHES)} and use_cache out"
+            )
+        if batch.get("output_attentions"):
+            raise InputError(
+                "parallel.cp: attention weights are never computed in full; leave"
+                " output_attentions out"
+            )
+        starts = attention_function.document_starts(batch)
+        if starts is not None:
+            _refuse_packed_documents(caches=batch.get("use_cache", keeps_cache), family=family)
+            length = starts.shape[1]
+            # Tokens that are added as padding see themselves.
+            padding = torch.arange(length, layout.padded(length), device=starts.device)
+            starts = torch.cat([starts, padding.expand(len(starts), -1)], 1)
+            # With `ulysses` a rank computes attention for all tokens.
+            if self.context != "ulysses":
+                starts = layout.cut(starts, dim=1)
+        local_entries = {
+            name: _split_entry(name, entry, ids, layout)
+            for name, entry in batch.items()
+            if name not in (LABELS, "attention_mask")
+        }
+        mask = attention_function.as_mask(starts, len(ids), ids.device)
+        attach_token_mask(mask, _local_token_mask(batch, ids, layout))
+        return LocalBatch(local_entries, attention_mask=mask, use_cache=False)
+
+
+class SequenceShards(StepHook):
+    """Hook that splits every micro-batch, and sums gradients over all parts of the sequences."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        technique: ContextParallel,
+        installed: InstalledAttention,
+        parameters: Sequence[nn.Parameter],
+        dtype: torch.dtype,
+        *,
+        device: torch.device,
+    ) -> None:
+        """Create the hook.
+
+        Args:
+            model: The model, after `ContextParallel.apply`.
+            technique: Settings of the cp axis.
+            installed: Record of what `ContextParallel.apply` has changed.
+            parameters: Parameters whose gradients are summed over the axis.
+            dtype: Dtype in which attention is computed.
+            device: Device of the model. Micro-batches are moved to it after their values were read
+                on the host, so that reading them does not wait for the device.
+        """
+        self.device = device
+        self.model = model
+        self.technique = technique
+        self.parameters = parameters
+        self.layout = installed.place.layout
+        self.group = installed.place.group
+        self._original = installed.original
+        self._implementation = installed.implementation
+        self._dtype = dtype
+        self._compared = False
+        self._checked_documents = False
+        chunks = "one chunk"
+        if self.layout.zigzag:
+            chunks = "2 chunks, from both ends"
+        self.description = (
+            f"each sequence is split over {self.layout.ranks} ranks ({technique.context}; a rank"
+            f" has {chunks})"
+        )
+        self._tiles_reason = self._why_in_tiles(documents=False)
+        if self._tiles_reason:
+            self.description += f"; {IN_TILES}: {self._tiles_reason}"
+
+    def _why_in_tiles(self, *, documents: bool) -> str:
+        if not self.parameters:
+            return ""
+        return why_in_tiles(
+            self.model.config, self._implementation, self.device, self._dtype, documents=documents
+        )
+
+    def transform(self, batch: Any) -> Any:
+        """Return this rank's part of a micro-batch, on the device.
+
+        Args:
+            batch: The micro-batch, after `with_explicit_entries`.
+        """
+        self._compare_first(batch)
+        config = getattr(self.model, "config", None)
+        keeps_cache = bool(getattr(config, "use_cache", False))
+        family = str(getattr(config, "model_type", ""))
+        shard = self.technique.local_batch(
+            batch, self.layout, keeps_cache=keeps_cache, family=family
+        )
+        if (
+            not self._checked_documents
+            and attention_function.starts_of_mask(shard["attention_mask"]) is not None
+        ):
+            self._checked_documents = True
+            reason = self._why_in_tiles(documents=True)
+            if reason and not self._tiles_reason:
+                warn(f"parallel.cp: rows have several documents, and {IN_TILES}: {reason}")
+        return attention_function.on_device(self.model, shard, self.device)
+
+    def _compare_first(self, batch: Any) -> None:
+        """Raise InputError if the first batch differs between the ranks. Collective.
+
+        Each rank takes its part from its own batch, and data loaders may return different rows.
+        """
+        ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+        if self._compared or not isinstance(ids, torch.Tensor):
+            return
+        if isinstance(ids, FakeTensor) or is_fake():
+            return
+        self._compared = True
+        weights = torch.arange(1, ids.numel() + 1, device=ids.device)
+        digest = (ids.reshape(-1) * weights).sum() * 31 + ids.shape[-1]
+        # The maximum of the negative digests is the smallest digest, so one all-reduce suffices.
+        extremes = torch.stack([digest, -digest]).to(self.device)
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self.group)
+        if int(extremes[0]) != -int(extremes[1]):
+            raise InputError(
+                f"parallel.cp = {self.layout.ranks}: the first batch is not the same on all ranks"
+                " of the cp axis, which take their parts from it; give every rank the rows of its"
+                " engine.dp_rank (of engine.dp_size), in full"
+            )
+
+    def join(self, output: Any, batch: Any) -> Any:
+        """Return the outputs of complete sequences. Collective over cp."""
+        length = batch["input_ids"].shape[1]
+        part_length = self.layout.padded(length) // self.layout.ranks
+
+        def join_tensor(part: torch.Tensor) -> torch.Tensor:
+            if part.ndim < 2 or part.shape[1] != part_length:
+                return part
+            gathered = [
+                torch.empty_like(part, memory_format=torch.contiguous_format)
+                for _ in range(self.layout.ranks)
+            ]
+            dist.all_gather(gathered, part.contiguous(), group=self.group)
+            # [batch, padded length, ...] to [batch, length, ...]
+            return self.layout.join(gathered, dim=1).narrow(1, 0, length)
+
+        return map_tensors(join_tensor, output)
+
+    def finish_reduction(self) -> None:
+        """Sum the gradients over cp, after they were summed over data-parallel ranks. Collective.
+
+        A parameter that no rank used keeps no gradient.
+        """
+        sum_gradients(self.parameters, self.group, users=self.group)
+
+    def release(self) -> None:
+        """Restore the original attention of the model."""
+        attention_function.remove(self.model, self._original)
+
+
+def local_batch(batch: Any, technique: ContextParallel, cp: int, rank: int) -> Any:
+    """Return a rank's part of a micro-batch as a user passes it; all of it if cp is 1."""
+    if cp == 1:
+        return batch
+    return dict(technique.local_batch(with_explicit_entries(batch), technique.layout(cp, rank)))
+
+
+class LocalBatch(dict[str, Any]):
+    """Part of a micro-batch on one rank. Reading `labels` is an error."""
+
+    def __missing__(self, key: str) -> Any:
+        if key == LABELS:
+            raise InputError(
+                "parallel.cp: the loss reads `labels`, which it would shift within a part of a"
+                " sequence; read `shift_labels`, which each position predicts"
+            )
+        raise KeyError(key)
+
+
+def _split_entry(name: str, entry: Any, ids: torch.Tensor, layout: SequenceLayout) -> Any:
+    if not isinstance(entry, torch.Tensor) or entry.ndim < 2:
+        return entry
+    rows, length = ids.shape
+    if entry.shape[1] != length or entry.shape[0] not in (1, rows):
+        raise InputError(
+            f"parallel.cp: the batch's `{name}` is {list(entry.shape)}, and an entry that is split"
+            f" has a row for each token: [{rows}, {length}, ...]; give it that shape, or leave it"
+            " out"
+        )
+    return layout.cut(entry, dim=1, fill=IGNORED if name == SHIFTED else 0)
+
+
+def _local_token_mask(
+    batch: Mapping[str, Any], ids: torch.Tensor, layout: SequenceLayout
+) -> torch.Tensor | None:
+    """Return this rank's part of a mask [batch, seq] of tokens that are not padding, or None."""
+    mask = batch.get("attention_mask")
+    if isinstance(mask, torch.Tensor):
+        return layout.cut(mask, dim=1)
+    length = ids.shape[1]
+    if layout.padded(length) == length:
+        return None
+    return layout.cut(torch.ones_like(ids), dim=1)
+
+
+def _refuse_packed_documents(*, caches: bool, family: str) -> None:
+    """Raise InputError if one process would not separate the documents of a row."""
+    if caches:
+        raise InputError(
+            "parallel.cp: position_ids restart within a row. Transformers treats this as several"
+            " documents only if it creates no KV cache, and model.config.use_cache = True creates"
+            " one; set it to False on every layout, so that documents do not see each other"
+        )
+    if family in WITHOUT_DOCUMENTS:
+        raise InputError(
+            f"parallel.cp: position_ids restart within a row, and Transformers' {family} ignores"
+            " them when it masks attention: documents of a row see each other in one process, and"
+            " would not with context parallelism; use one row per document"
+        )
+
+
+def _traffic(facts: ModelFacts, ledger: Ledger, kind: Kind) -> dict[str, Array]:
+    """Return the bytes that one rank sends per optimizer step, by collective.
+
+    See Note [Traffic of context parallelism].
+    """
     n = ledger.cp
     one_per_candidate = np.ones_like(ledger.cp)
     sent = {"all_reduce": 2 * _summed_bytes(facts, ledger) * (n - 1) // n}
@@ -84,7 +420,9 @@ def context_traffic(facts: ModelFacts, ledger: Ledger, kind: Kind) -> dict[str, 
         itemsize = one_per_candidate * ledger.compute_bytes
     # Tokens of all micro-batches and blocks.
     tokens = ledger.accumulation * len(facts.blocks) * ledger.tokens
-    tp = ledger.tp if _splits_heads(facts.tensor_plan) else one_per_candidate
+    tp = one_per_candidate
+    if _splits_heads(facts.tensor_plan):
+        tp = ledger.tp
     heads = shape.heads // tp
     kv_heads = np.maximum(shape.kv_heads // tp, 1)
     kv_width = kv_heads * (shape.head_dim + shape.value_dim)
@@ -129,331 +467,3 @@ def _splits_heads(plan: TensorPlan | None) -> bool:
     names = QUERY_NAMES | KEY_VALUE_NAMES | FUSED_NAMES
     styles = {entry.style for entry in plan.modules if entry.name.rpartition(".")[2] in names}
     return bool(styles) and "colwise_gather_output" not in styles
-
-
-IN_TILES = (
-    "attention is computed in tiles of matrix products, which is many times slower than a fused"
-    " kernel"
-)
-"""Begin of the message if a GPU uses no fused kernel. The reason follows."""
-
-
-class ContextParallel(Technique):
-    """Settings of the cp axis. Its degree is part of the layout."""
-
-    batch_axes: ClassVar[tuple[str, ...]] = ("cp",)
-    context: Kind = "all-gather-kv"
-    """How queries reach the keys of other ranks: all-gather-kv, ring, ulysses."""
-
-    def check(self, context: TechniqueContext) -> None:
-        """Raise ConfigError or ModelError for settings and models that are not supported.
-
-        A model is supported if tests have shown that it computes the same as in one process.
-        """
-        cp = context.layout.cp
-        if cp == 1:
-            return
-        problems = []
-        if context.chosen(DataParallel).update_in_backward:
-            rule = (
-                "parallel.optimizer_in_backward updates a parameter before its gradient is summed"
-                " over cp"
-            )
-            problems.append(Problem("parallel.cp", cp, rule, "set that to false, or use 1"))
-        if context.chosen(Compile).enabled:
-            rule = "compile.enabled is true, and cut sequences are not tested with torch.compile"
-            problems.append(Problem("parallel.cp", cp, rule, "set that to false, or use 1"))
-        offload_devices = (
-            context.chosen(OptimizerOffload).device,
-            context.chosen(ParameterOffload).device,
-        )
-        if "nvme" in offload_devices:
-            rule = "gradients in files are not summed over cp"
-            remedy = 'use device "cpu" or "none" in offload_optimizer and offload_param, or use 1'
-            problems.append(Problem("parallel.cp", cp, rule, remedy))
-        raise_problems(problems)
-        if context.model is not None:
-            refuse_unknown_model(
-                context.model,
-                cp=cp,
-                kind=self.context,
-                tp=context.layout.tp,
-                device_type=context.device_type,
-            )
-
-    def layout(self, ranks: int, rank: int) -> SequenceLayout:
-        """Return the tokens of a rank: two chunks in zigzag order, or one chunk with `ulysses`."""
-        # With `ulysses` each rank computes all tokens of its heads, so the work is even anyway.
-        return SequenceLayout(ranks, rank, zigzag=self.context != "ulysses")
-
-    def apply(self, parts: Parts, mesh: Mesh) -> Parts:
-        """Replace the attention of the model."""
-        group = mesh.group("cp")
-        if group is None:
-            return parts
-        model: Any = without_wrapper(parts.model)
-        place = SequencePlacement(self.layout(mesh.layout.cp, mesh.coordinates["cp"]), group)
-        original = str(model.config._attn_implementation)
-        implementation = implementation_of(model)
-        attention_function.install(model, PartialAttention(self.context, place, implementation))
-        return replace(parts, attention=InstalledAttention(original, implementation, place))
-
-    def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
-        """Return the hook that cuts micro-batches and sums gradients."""
-        installed = parts.attention
-        if installed is None:
-            return []
-        parameters = [
-            parameter
-            for parameter in parts.model.parameters()
-            if parameter.requires_grad and "cp" in parts.reduction(parameter).summed
-        ]
-        dtype = parts.shard.compute_dtype or next(parts.model.parameters()).dtype
-        model = without_wrapper(parts.model)
-        return [SequenceParts(model, self, installed, parameters, dtype, device=mesh.device)]
-
-    def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
-        """Add the traffic of attention and of gradients."""
-        if (ledger.cp == 1).all():
-            return ledger
-        for collective, count in context_traffic(facts, ledger, self.context).items():
-            ledger = ledger.add_traffic(collective, count)
-        return ledger
-
-    def part(
-        self, batch: Any, layout: SequenceLayout, *, keeps_cache: bool = False, family: str = ""
-    ) -> dict[str, Any]:
-        """Return a rank's part of a micro-batch.
-
-        Entries that have a row for each token are cut. `attention_mask` describes the keys that
-        each token may see (see `visible`). `labels` are left out, because a loss would shift them
-        at the wrong end.
-
-        Args:
-            batch: The micro-batch, after `with_explicit_entries`.
-            layout: Tokens of the rank.
-            keeps_cache: Whether the model returns a cache by default.
-            family: The model's `config.model_type`.
-
-        Raises:
-            InputError: The batch cannot be cut.
-        """
-        ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
-        if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
-            raise InputError(
-                "parallel.cp: a batch is a mapping with `input_ids` [batch, seq]; a batch in"
-                " another form cannot be cut"
-            )
-        if batch.get("use_cache") or any(batch.get(name) is not None for name in CACHES):
-            raise InputError(
-                "parallel.cp: a cache would hold a part of each sequence; leave"
-                f" {', '.join(CACHES)} and use_cache out"
-            )
-        if batch.get("output_attentions"):
-            raise InputError(
-                "parallel.cp: attention weights are never computed in full; leave"
-                " output_attentions out"
-            )
-        starts = attention_function.document_starts(batch)
-        if starts is not None:
-            _refuse_documents(caches=batch.get("use_cache", keeps_cache), family=family)
-            length = starts.shape[1]
-            # Tokens that are added as padding see themselves.
-            padding = torch.arange(length, layout.padded(length), device=starts.device)
-            starts = torch.cat([starts, padding.expand(len(starts), -1)], 1)
-            # With `ulysses` a rank computes attention for all tokens.
-            if self.context != "ulysses":
-                starts = layout.cut(starts, dim=1)
-        cut_entries = {
-            name: _cut(name, entry, ids, layout)
-            for name, entry in batch.items()
-            if name not in (LABELS, "attention_mask")
-        }
-        mask = attention_function.as_mask(starts, len(ids), ids.device)
-        mark_tokens(mask, _real_tokens(batch, ids, layout))
-        return LocalBatch(cut_entries, attention_mask=mask, use_cache=False)
-
-
-def _refuse_documents(*, caches: bool, family: str) -> None:
-    """Raise InputError if one process would not separate the documents of a row."""
-    if caches:
-        raise InputError(
-            "parallel.cp: position_ids restart within a row. Transformers treats this as several"
-            " documents only if it creates no KV cache, and model.config.use_cache = True creates"
-            " one; set it to False on every layout, so that documents do not see each other"
-        )
-    if family in WITHOUT_DOCUMENTS:
-        raise InputError(
-            f"parallel.cp: position_ids restart within a row, and Transformers' {family} ignores"
-            " them when it masks attention: documents of a row see each other in one process, and"
-            " would not with context parallelism; use one row per document"
-        )
-
-
-def _real_tokens(
-    batch: Mapping[str, Any], ids: torch.Tensor, layout: SequenceLayout
-) -> torch.Tensor | None:
-    """Return this rank's part of a mask [batch, seq] of tokens that are not padding, or None."""
-    mask = batch.get("attention_mask")
-    if isinstance(mask, torch.Tensor):
-        return layout.cut(mask, dim=1)
-    length = ids.shape[1]
-    if layout.padded(length) == length:
-        return None
-    return layout.cut(torch.ones_like(ids), dim=1)
-
-
-def _cut(name: str, entry: Any, ids: torch.Tensor, layout: SequenceLayout) -> Any:
-    if not isinstance(entry, torch.Tensor) or entry.ndim < 2:
-        return entry
-    rows, length = ids.shape
-    if entry.shape[1] != length or entry.shape[0] not in (1, rows):
-        raise InputError(
-            f"parallel.cp: the batch's `{name}` is {list(entry.shape)}, and what is cut has a row"
-            f" for each token: [{rows}, {length}, ...]; give it that shape, or leave it out"
-        )
-    return layout.cut(entry, dim=1, fill=IGNORED if name == SHIFTED else 0)
-
-
-class LocalBatch(dict[str, Any]):
-    """Part of a micro-batch on one rank. Reading `labels` is an error."""
-
-    def __missing__(self, key: str) -> Any:
-        if key == LABELS:
-            raise InputError(
-                "parallel.cp: the loss reads `labels`, which it would shift within a part of a"
-                " sequence; read `shift_labels`, which each position predicts"
-            )
-        raise KeyError(key)
-
-
-class SequenceParts(StepHook):
-    """Hook that cuts every micro-batch, and sums gradients over all parts of the sequences."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        technique: ContextParallel,
-        installed: InstalledAttention,
-        parameters: Sequence[nn.Parameter],
-        dtype: torch.dtype,
-        *,
-        device: torch.device,
-    ) -> None:
-        """Create the hook.
-
-        Args:
-            model: The model, after `ContextParallel.apply`.
-            technique: Settings of the cp axis.
-            installed: Record of what `ContextParallel.apply` has changed.
-            parameters: Parameters whose gradients are summed over the axis.
-            dtype: Dtype in which attention is computed.
-            device: Device of the model. Micro-batches are moved to it after their values were read
-                on the host, so that reading them does not wait for the device.
-        """
-        self.device = device
-        self.model = model
-        self.technique = technique
-        self.parameters = parameters
-        self.layout = installed.place.layout
-        self.group = installed.place.group
-        self._original = installed.original
-        self._implementation = installed.implementation
-        self._dtype = dtype
-        self._compared = False
-        self._checked_documents = False
-        chunks = "2 chunks, from both ends" if self.layout.zigzag else "one chunk"
-        self.said = (
-            f"each sequence is cut over {self.layout.ranks} ranks ({technique.context}; a rank has"
-            f" {chunks})"
-        )
-        self._tiles_reason = self._why_in_tiles(documents=False)
-        if self._tiles_reason:
-            self.said += f"; {IN_TILES}: {self._tiles_reason}"
-
-    def _why_in_tiles(self, *, documents: bool) -> str:
-        if not self.parameters:
-            return ""
-        return why_in_tiles(
-            self.model.config, self._implementation, self.device, self._dtype, documents=documents
-        )
-
-    def transform(self, batch: Any) -> Any:
-        """Return this rank's part of a micro-batch, on the device.
-
-        Args:
-            batch: The micro-batch, after `with_explicit_entries`.
-        """
-        self._compare_first(batch)
-        config = getattr(self.model, "config", None)
-        keeps_cache = bool(getattr(config, "use_cache", False))
-        family = str(getattr(config, "model_type", ""))
-        part = self.technique.part(batch, self.layout, keeps_cache=keeps_cache, family=family)
-        if (
-            not self._checked_documents
-            and attention_function.starts_of_mask(part["attention_mask"]) is not None
-        ):
-            self._checked_documents = True
-            reason = self._why_in_tiles(documents=True)
-            if reason and not self._tiles_reason:
-                warn(f"parallel.cp: rows have several documents, and {IN_TILES}: {reason}")
-        return attention_function.on_device(self.model, part, self.device)
-
-    def _compare_first(self, batch: Any) -> None:
-        """Raise InputError if the first batch differs between the ranks. Collective.
-
-        Each rank cuts its part from its own batch, and a data loader may give them different rows.
-        """
-        ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
-        if self._compared or not isinstance(ids, torch.Tensor):
-            return
-        if isinstance(ids, FakeTensor) or is_fake():
-            return
-        self._compared = True
-        weights = torch.arange(1, ids.numel() + 1, device=ids.device)
-        digest = (ids.reshape(-1) * weights).sum() * 31 + ids.shape[-1]
-        # The maximum of the negative digests is the smallest digest, so one all-reduce suffices.
-        extremes = torch.stack([digest, -digest]).to(self.device)
-        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self.group)
-        if int(extremes[0]) != -int(extremes[1]):
-            raise InputError(
-                f"parallel.cp = {self.layout.ranks}: the first batch is not the same on all ranks"
-                " of the cp axis, which cut their parts from it; give every rank the rows of its"
-                " engine.dp_rank (of engine.dp_size), in full"
-            )
-
-    def join(self, output: Any, batch: Any) -> Any:
-        """Return the outputs of complete sequences. Collective over cp."""
-        length = batch["input_ids"].shape[1]
-        part_length = self.layout.padded(length) // self.layout.ranks
-
-        def join_tensor(part: torch.Tensor) -> torch.Tensor:
-            if part.ndim < 2 or part.shape[1] != part_length:
-                return part
-            gathered = [
-                torch.empty_like(part, memory_format=torch.contiguous_format)
-                for _ in range(self.layout.ranks)
-            ]
-            dist.all_gather(gathered, part.contiguous(), group=self.group)
-            # [batch, padded length, ...] to [batch, length, ...]
-            return self.layout.join(gathered, dim=1).narrow(1, 0, length)
-
-        return map_tensors(join_tensor, output)
-
-    def finish_reduction(self) -> None:
-        """Sum the gradients over cp, after they were summed over data-parallel ranks. Collective.
-
-        A parameter that no rank used keeps no gradient.
-        """
-        sum_gradients(self.parameters, self.group, users=self.group)
-
-    def release(self) -> None:
-        """Give the model its original attention."""
-        attention_function.remove(self.model, self._original)
-
-
-def local_batch(batch: Any, technique: ContextParallel, cp: int, rank: int) -> Any:
-    """Return a rank's part of a micro-batch as a user passes it; all of it if cp is 1."""
-    if cp == 1:
-        return batch
-    return dict(technique.part(with_explicit_entries(batch), technique.layout(cp, rank)))

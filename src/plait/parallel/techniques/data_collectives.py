@@ -1,4 +1,4 @@
-"""Selection of the collectives between data-parallel ranks, with a description of the reason.
+"""Selection and compression of the collectives between data-parallel ranks.
 
 The selection is made once, when the model is sharded. The first of these that applies decides:
 compression in the configuration, an algorithm in the configuration, shared memory, a measurement
@@ -9,11 +9,6 @@ Note [Same selection on all ranks of tp]
     their gradients in a separate data-parallel group. Different algorithms add in different orders.
     Therefore all groups use the selection of one of them, even if their own links or machines
     differ.
-
-Compression of the communication between data-parallel ranks.
-
-The technique holds the scheme, or the candidates among which the first steps choose. The technique
-that reduces selects the compressed collectives together with all others (`collective_selection`).
 """
 
 from __future__ import annotations
@@ -53,7 +48,6 @@ from plait.sizes import MIB
 
 T = TypeVar("T")
 MakeBuckets = Callable[[Sequence[Flat]], Buckets]
-
 NEEDS_LEVELS = ("by-machines", "hierarchical")
 """Values of `all_reduce` that depend on which ranks share a machine."""
 
@@ -87,87 +81,48 @@ class CollectiveSettings(Technique):
     """
 
 
-@dataclass(frozen=True)
-class BucketReduction:
-    """Collective that sums the gradient buckets of replicated parameters."""
+class Compression(Technique):
+    """Compression of gradients and gathered parameters.
 
-    make_buckets: MakeBuckets
-    bucket_bytes: int
-
-    def activate(self, reducer: Reducer, *, compressed: bool) -> None:
-        """Use it from the next step on. Collective."""
-        reducer.rebuild(
-            self.make_buckets, bucket_bytes=self.bucket_bytes, separate_vectors=compressed
-        )
-
-
-@dataclass(frozen=True)
-class ReplicatedReduction:
-    """Selected reduction, and the candidates that may replace it after the first steps."""
-
-    buckets: BucketReduction
-    description: str
-    candidates: tuple[tuple[Scheme, BucketReduction], ...] = ()
-    is_default: bool = False
-    """True if neither a setting nor a measurement has decided the selection."""
-
-    def autotuner_of(self, reducer: Reducer, mesh: Mesh) -> CompressionAutotuner | None:
-        """Return the hook that selects a candidate, or None if there are no candidates."""
-        if not self.candidates:
-            return None
-        candidates = tuple(
-            CompressionCandidate(
-                scheme.name, scheme.code, partial(buckets.activate, reducer, compressed=True)
-            )
-            for scheme, buckets in self.candidates
-        )
-        uncompressed = partial(self.buckets.activate, reducer, compressed=False)
-        return CompressionAutotuner(deciding_groups(mesh), mesh.device, uncompressed, candidates)
-
-
-def deciding_groups(mesh: Mesh) -> tuple[dist.ProcessGroup, ...]:
-    """Return the groups whose ranks must take the same decision on compression.
-
-    These are all ranks that sum the same gradients, and those of tp, which hold the same replicated
-    parameters and sum them in separate groups.
+    It only stores the scheme, or the candidates among which the first steps choose. `DataParallel`
+    selects the compressed collectives together with all others.
     """
-    groups = (mesh.group(axis) for axis in ("dp_replicate", "dp_shard", "tp"))
-    return tuple(group for group in groups if group is not None)
 
+    scheme: Scheme = Scheme()
+    """Scheme that is used from the first step."""
+    candidates: tuple[Scheme, ...] = ()
+    """Candidates for the first steps, the least lossy first (see `CompressionAutotuner`)."""
 
-def _broadcast_over_tp(mesh: Mesh, value: T) -> T:
-    """Return the value of the first rank of tp. See Note [Same selection on all ranks of tp]."""
-    group = mesh.group("tp")
-    if group is None or is_fake(group):
-        return value
-    return broadcast_object(value, group)
+    @property
+    def gradients(self) -> bool:
+        """True if gradients are compressed, or may be once the first steps have chosen a scheme."""
+        return self.scheme.gradients or bool(self.candidates)
 
+    @property
+    def schemes(self) -> tuple[Scheme, ...]:
+        """All schemes that may be used."""
+        return (self.scheme, *self.candidates)
 
-def _all_over_tp(mesh: Mesh, condition: bool) -> bool:
-    """Return True if a condition holds on all ranks of tp. Collective over tp."""
-    group = mesh.group("tp")
-    if group is None or is_fake(group):
-        return condition
-    return all(all_gather_objects(condition, group))
+    def apply(self, parts: Parts, mesh: Mesh) -> Parts:
+        """Store the settings for the technique that reduces gradients."""
+        return parts.with_shard(compression=self.scheme, compression_candidates=self.candidates)
 
+    def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
+        """Return the hooks that select the compression and that keep its state between steps."""
+        if not self.gradients:
+            return []
+        units = CompressedUnits()
+        if parts.shard_collectives is not None:
+            units = parts.shard_collectives.compressors
+        residuals = Residuals(parts.reducer, units, device=mesh.device)
+        autotuner = parts.compression_autotuner
+        if autotuner is None:
+            return [residuals]
+        return [autotuner, residuals]
 
-def _connect(
-    technique: CollectiveSettings, group: dist.ProcessGroup, mesh: Mesh, *, label: str
-) -> Transport:
-    """Return a transport that is the same on all ranks of tp. Collective over the group and tp."""
-    transport = connect(group, label=label, device=mesh.device, wanted=technique.transport)
-    # Only a preference can have another result on another rank. The exchange comes before the last
-    # condition, because all ranks of tp must take part in it.
-    if (
-        technique.transport != "prefer-shared-memory"
-        or _all_over_tp(mesh, transport.name == "shared-memory")
-        or transport.name == "torch"
-    ):
-        return transport
-    return replace(
-        connect(group, label=label, device=mesh.device, wanted="torch"),
-        reason="another rank of the tp axis has no memory in common with its group",
-    )
+    def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
+        """Store the scheme in the ledger, for the technique that counts the messages."""
+        return ledger.with_(scheme=self.scheme)
 
 
 def select_replicated(
@@ -224,7 +179,7 @@ def select_replicated(
         if algorithm == "by-machines":
             reason = transport.reason
             if transport.name == "shared-memory":
-                reason += "; the links were not measured, because nothing here is faster"
+                reason += "; the links were not measured, because shared memory is faster"
         make_buckets = transport.buckets
         description = f"gradients are reduced by {transport.name}: {reason}"
         in_memory = algorithm == "shared-memory" or transport.name == "shared-memory"
@@ -255,6 +210,44 @@ def select_replicated(
         candidates,
         is_default,
     )
+
+
+@dataclass(frozen=True)
+class ReplicatedReduction:
+    """Selected reduction, and the candidates that may replace it after the first steps."""
+
+    buckets: BucketReduction
+    description: str
+    candidates: tuple[tuple[Scheme, BucketReduction], ...] = ()
+    is_default: bool = False
+    """True if neither a setting nor a measurement has decided the selection."""
+
+    def autotuner_of(self, reducer: Reducer, mesh: Mesh) -> CompressionAutotuner | None:
+        """Return the hook that selects a candidate, or None if there are no candidates."""
+        if not self.candidates:
+            return None
+        candidates = tuple(
+            CompressionCandidate(
+                scheme.name, scheme.code, partial(buckets.activate, reducer, compressed=True)
+            )
+            for scheme, buckets in self.candidates
+        )
+        uncompressed = partial(self.buckets.activate, reducer, compressed=False)
+        return CompressionAutotuner(deciding_groups(mesh), mesh.device, uncompressed, candidates)
+
+
+@dataclass(frozen=True)
+class BucketReduction:
+    """Collective that sums the gradient buckets of replicated parameters."""
+
+    make_buckets: MakeBuckets
+    bucket_bytes: int
+
+    def activate(self, reducer: Reducer, *, compressed: bool) -> None:
+        """Use it from the next step on. Collective."""
+        reducer.rebuild(
+            self.make_buckets, bucket_bytes=self.bucket_bytes, separate_vectors=compressed
+        )
 
 
 def _replica_levels(
@@ -290,6 +283,9 @@ def _select_by_links(
     Returns:
         (algorithm, bucket size in bytes, reason).
     """
+    kept_links = None
+    if technique.kept_links:
+        kept_links = Path(technique.kept_links)
     measurement = find_links(
         "dp_replicate",
         group,
@@ -297,7 +293,7 @@ def _select_by_links(
         machines=mesh.machines("dp_replicate"),
         device=mesh.device,
         seconds=technique.measure_seconds,
-        kept=Path(technique.kept_links) if technique.kept_links else None,
+        kept=kept_links,
         largest_bytes=gradient_bytes,
     )
     fixed_bucket_bytes = None
@@ -316,6 +312,14 @@ def _select_by_links(
     if refinement:
         reason += f"; {refinement}"
     return _broadcast_over_tp(mesh, (choice.algorithm, choice.bucket_bytes, reason))
+
+
+def _broadcast_over_tp(mesh: Mesh, value: T) -> T:
+    """Return the value of the first rank of tp. See Note [Same selection on all ranks of tp]."""
+    group = mesh.group("tp")
+    if group is None or is_fake(group):
+        return value
+    return broadcast_object(value, group)
 
 
 def _candidate_schemes(shard: ShardSettings, *, in_memory: bool) -> tuple[tuple[Scheme, ...], str]:
@@ -357,7 +361,12 @@ def select_sharded(
     group = mesh.group("dp_shard")
     if group is None:
         if technique.transport == "shared-memory" and mesh.layout.dp > 1:
-            raise _no_shared_memory()
+            rule = (
+                "replicated parameters that are cast for the computation are reduced by torch's"
+                " collectives"
+            )
+            remedy = 'use "auto", or zero_optimization.stage 1, 2 or 3'
+            raise ConfigError(Problem("parallel.transport", "shared-memory", rule, remedy))
         return ShardCollectives()
 
     transport = _connect(technique, group, mesh, label="dp_shard")
@@ -375,7 +384,6 @@ def select_sharded(
     host = None
     if all_gather is not None and not scheme.weight_bits and _computes_with_shards(parts):
         host = transport.host
-
     description = _describe_sharded(scheme, transport, is_shared=host is not None)
 
     in_memory = transport.name == "shared-memory"
@@ -417,18 +425,10 @@ def _describe_sharded(scheme: Scheme, transport: Transport, *, is_shared: bool) 
     )
 
 
-def _no_shared_memory() -> ConfigError:
-    rule = (
-        "replicated parameters that are cast for the computation are reduced by torch's collectives"
-    )
-    remedy = 'use "auto", or zero_optimization.stage 1, 2 or 3'
-    return ConfigError(Problem("parallel.transport", "shared-memory", rule, remedy))
-
-
 def _computes_with_shards(parts: Parts) -> bool:
     """Return True if forward computes with the numbers that shards store.
 
-    Only then shared memory can store parameters. Shards on a disk or in another dtype are others.
+    Only such parameters can be stored in shared memory. Shards in files or in another dtype cannot.
     """
     shard = parts.shard
     is_special = shard.offloaded_units or shard.always_shard or shard.separate_mesh
@@ -446,42 +446,38 @@ def _install_reduce_scatter(reduce_scatter: ReduceScatter, parts: Parts) -> None
         module.set_custom_reduce_scatter(reduce_scatter)
 
 
-class Compression(Technique):
-    """Compression of gradients and gathered parameters."""
+def deciding_groups(mesh: Mesh) -> tuple[dist.ProcessGroup, ...]:
+    """Return the groups whose ranks must take the same decision on compression.
 
-    scheme: Scheme = Scheme()
-    """Scheme that is used from the first step."""
-    candidates: tuple[Scheme, ...] = ()
-    """Candidates for the first steps, the least lossy first (see `parallel.data.autotune`).
+    These are all ranks that sum the same gradients, and those of tp, which hold the same replicated
+    parameters and sum them in separate groups.
     """
+    groups = (mesh.group(axis) for axis in ("dp_replicate", "dp_shard", "tp"))
+    return tuple(group for group in groups if group is not None)
 
-    @property
-    def gradients(self) -> bool:
-        """True if gradients are compressed, or may be once the first steps have chosen a scheme."""
-        return self.scheme.gradients or bool(self.candidates)
 
-    @property
-    def schemes(self) -> tuple[Scheme, ...]:
-        """All schemes that may be used."""
-        return (self.scheme, *self.candidates)
+def _connect(
+    technique: CollectiveSettings, group: dist.ProcessGroup, mesh: Mesh, *, label: str
+) -> Transport:
+    """Return a transport that is the same on all ranks of tp. Collective over the group and tp."""
+    transport = connect(group, label=label, device=mesh.device, wanted=technique.transport)
+    # Only a preference can have another result on another rank. The exchange comes before the last
+    # condition, because all ranks of tp must take part in it.
+    if (
+        technique.transport != "prefer-shared-memory"
+        or _all_over_tp(mesh, transport.name == "shared-memory")
+        or transport.name == "torch"
+    ):
+        return transport
+    return replace(
+        connect(group, label=label, device=mesh.device, wanted="torch"),
+        reason="another rank of the tp axis has no memory in common with its group",
+    )
 
-    def apply(self, parts: Parts, mesh: Mesh) -> Parts:
-        """Store the settings for the technique that reduces gradients."""
-        return parts.with_shard(compression=self.scheme, compression_candidates=self.candidates)
 
-    def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
-        """Return the hooks that select the compression and that keep its state between steps."""
-        if not self.gradients:
-            return []
-        units = CompressedUnits()
-        if parts.shard_collectives is not None:
-            units = parts.shard_collectives.compressors
-        residuals = Residuals(parts.reducer, units, device=mesh.device)
-        autotuner = parts.compression_autotuner
-        if autotuner is None:
-            return [residuals]
-        return [autotuner, residuals]
-
-    def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
-        """Store the scheme in the ledger, for the technique that accounts for messages."""
-        return ledger.with_(scheme=self.scheme)
+def _all_over_tp(mesh: Mesh, condition: bool) -> bool:
+    """Return True if a condition holds on all ranks of tp. Collective over tp."""
+    group = mesh.group("tp")
+    if group is None or is_fake(group):
+        return condition
+    return all(all_gather_objects(condition, group))

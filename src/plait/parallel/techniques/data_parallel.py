@@ -20,17 +20,16 @@ Replicated parameters in their own dtype use `reducer.Reducer`. Everything else 
 `fully_shard`, which shards the master weights and gathers a copy in the compute dtype. With
 `dp_replicate > 1` (hybrid sharding) shards stay inside the `dp_shard` group, and the reduced shards
 are all-reduced over `dp_replicate` once per step.
-
-Error for models that write to their sharded parameters during the first step.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, Literal
+from math import prod
+from typing import Any, ClassVar, Literal, cast
 
 import numpy as np
 import torch
@@ -48,12 +47,14 @@ from plait.cluster.accelerator import HostCopy
 from plait.cluster.layout import SAMPLE_AXES
 from plait.cluster.mesh import Groups, Mesh
 from plait.cluster.process_groups import is_fake
-from plait.comm.all_reduce import GroupBuckets
+from plait.comm.all_reduce import GroupBuckets, Name, wire_bytes
+from plait.comm.compress import factor_numel, factor_rank, owned_numel
+from plait.comm.quantise import packed_bytes
 from plait.comm.shared_memory.parameters import share_parameters
 from plait.errors import ModelError
 from plait.model.facts import ModelFacts
 from plait.model.outer_layers import OuterUnits, outer_units
-from plait.parallel.accounting.compression_scheme import error_bytes, sent_bytes
+from plait.parallel.accounting.compression_scheme import copies, error_bytes, sent_bytes
 from plait.parallel.accounting.ledger import (
     Array,
     Ledger,
@@ -64,7 +65,7 @@ from plait.parallel.accounting.ledger import (
     parameter_part,
 )
 from plait.parallel.data.buffers import ChangingBuffers
-from plait.parallel.data.reducer import ALGORITHM_KINDS, Reducer, account_buckets
+from plait.parallel.data.reducer import Reducer, partition
 from plait.parallel.data.unused import UnusedTracker
 from plait.parallel.hooks import FailureScope, StepHook
 from plait.parallel.parts import Parts, Plans
@@ -84,6 +85,230 @@ from plait.parallel.techniques.shard_units import (
     refuse_unusable_parameters,
     shard_units,
 )
+
+Stage = Literal[0, 1, 2, 3]
+
+
+class DataParallel(CollectiveSettings):
+    """ZeRO stage and reduction of gradients. See Note [ZeRO stages]."""
+
+    batch_axes: ClassVar[tuple[str, ...]] = SAMPLE_AXES
+    stage: Stage = 0
+    """ZeRO stage: which states are sharded.
+
+    0: everything is replicated. 1: optimizer states are sharded. 2: gradients too. 3: parameters
+    too.
+    """
+    unused_parameters: bool = True
+    """True if a step may leave parameters unused, also different ones on different ranks.
+
+    Costs one small all-reduce per step.
+    """
+    update_in_backward: bool = False
+    """True to update a parameter inside of backward, as soon as its gradient is complete.
+
+    The gradient is freed after the update.
+    """
+
+    def check(self, context: TechniqueContext) -> Plans | None:
+        """Find the outer units before other techniques change the layers of the model.
+
+        Returns:
+            The plan of the outer units, or None if only the configuration is known.
+
+        Raises:
+            ModelError: A parameter cannot be trained.
+        """
+        if context.model is None:
+            return None
+        layout = context.layout
+        cast = context.technique(Precision).compute is not None
+        offloaded = (
+            context.technique(OptimizerOffload).device != "none"
+            or context.technique(ParameterOffload).device != "none"
+        )
+        # Casting and offloading wrap the model in FSDP even on a single rank.
+        sharded = layout.dp_shard > 1 or cast or offloaded
+        moved = layout.tp > 1 or any(
+            p.device.type != context.device_type for p in context.model.parameters()
+        )
+        refuse_quantised(
+            context.model, moved=moved or offloaded, cast=cast, several=layout.world_size > 1
+        )
+        refuse_unusable_parameters(
+            context.model, sharded=sharded, moved=moved, summed=layout.dp * layout.cp > 1
+        )
+        return Plans(outer_units=outer_units(context.model, context.blocks))
+
+    def groups(self, context: TechniqueContext) -> Groups:
+        """Return the axes whose collectives run within and between machines in turn."""
+        compression = context.technique(Compression)
+        layout = context.layout
+        if _all_reduces(context):
+            needs_levels = (
+                not compression.scheme.gradients
+                and self.all_reduce in data_collectives.NEEDS_LEVELS
+            )
+            if layout.dp_replicate > 1 and needs_levels:
+                return Groups(levels=("dp_replicate",))
+            return Groups()
+
+        compressed = compression.scheme.gradient_bits or compression.candidates
+        if layout.dp_shard > 1 and compressed:
+            return Groups(levels=("dp_shard",))
+        return Groups()
+
+    def apply(self, parts: Parts, mesh: Mesh) -> Parts:
+        """Shard the model in place, or create the reducer of its gradients."""
+        shard = parts.shard
+        parts = replace(parts, zero_stage=self.stage, tracks_unused=self.unused_parameters)
+        if shard.compute_dtype is not None or shard.reduce_dtype is not None:
+            refuse_complex(parts.model)
+        # The stage does not matter on a single rank of dp_shard: there is nothing to shard.
+        is_replicated = mesh.layout.dp_shard == 1 and shard.compute_dtype is None
+        if is_replicated and not shard.master_weights_on_host and not shard.always_shard:
+            group = mesh.group("dp_replicate")
+            if group is None:
+                return parts
+            reduction = data_collectives.select_replicated(
+                self, shard, group, mesh, gradient_bytes=_gradient_bytes(parts)
+            )
+            reducer = Reducer(
+                parts.model,
+                group,
+                bucket_bytes=reduction.buckets.bucket_bytes,
+                make_buckets=reduction.buckets.make_buckets,
+                separate_vectors=shard.compression.gradients,
+                reduce_dtype=shard.reduce_dtype,
+                track_unused=self.unused_parameters,
+                excluded=parts.separately_reduced,
+            )
+            reducer.description = reduction.description
+            reducer.is_default_choice = reduction.is_default
+            autotuner = reduction.autotuner_of(reducer, mesh)
+            return replace(parts, reducer=reducer, compression_autotuner=autotuner)
+
+        free_after_forward: bool | int = False
+        if self.stage == 3:
+            free_after_forward = self.secondary_partition or True
+        shard_units(parts, mesh, free_after_forward=free_after_forward)
+        collectives = data_collectives.select_sharded(self, self.stage, parts, mesh)
+        return replace(
+            parts,
+            shard_collectives=collectives,
+            compression_autotuner=collectives.autotuner,
+        )
+
+    def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
+        """Return the hooks of a step.
+
+        They reduce gradients, restore None as the gradient of unused parameters, and synchronise
+        buffers that a forward changes.
+        """
+        model = parts.model
+        mean = parts.shard.mean
+        hooks = list[StepHook]()
+        reducer = parts.reducer
+        collectives = parts.shard_collectives
+        if reducer is not None:
+            hooks.append(_attach_reducer(reducer, mean=mean))
+
+        if isinstance(model, FSDPModule):
+            steps = ShardedSteps(model, self.stage)
+            if collectives is not None:
+                steps.description = _place_in_shared_memory(collectives, parts)
+                steps.is_default_choice = collectives.is_default
+            hooks.append(steps)
+            keep_trainability(model)
+            if not mean:
+                reduce_by_sum(model)
+
+            axes = parts.batch_axes
+            # With expert parallelism the ranks of tp hold different experts, so they may differ in
+            # the parameters that a step used.
+            if mesh.layout.ep > 1:
+                axes = (*axes, "tp")
+            group = mesh.group(*axes)
+            scalars = _scalar_reducer(parts, group, mesh, track_unused=self.unused_parameters)
+            if scalars is not None:
+                hooks.append(_attach_reducer(scalars, mean=mean))
+            if self.unused_parameters and group is not None:
+                # After `_place_in_shared_memory`, which replaces the all-gather of the units. The
+                # order must wrap the replacement.
+                order = _unit_order(self, parts, mesh)
+                hooks.append(
+                    UnusedTracker(
+                        model, group, device=mesh.device, order=order, finishes_backward=mean
+                    )
+                )
+
+            # Shards in shared memory are read in place, so writes to them are not lost.
+            reads_in_place = collectives is not None and collectives.parameter_host is not None
+            if not reads_in_place and not is_fake():
+                hooks.append(LostWrites(model, in_forward=mean))
+
+        buffers = ChangingBuffers(model, parts.blocks, mesh, parts.batch_axes)
+        if mean:
+            buffers.send_in_forward(model)
+        return [*hooks, buffers]
+
+    def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
+        """Add the bytes and the traffic of Note [ZeRO stages], exact to the padding."""
+        sharded = is_sharded(ledger)
+        if not ledger.experts:
+            return _account_parameters(self, ledger, facts, sharded=sharded)
+        experts = tuple(p for p in facts.parameters if p.name in ledger.experts)
+        shared = tuple(p for p in facts.parameters if p.name not in ledger.experts)
+        total = _account_parameters(
+            self, ledger, replace(facts, parameters=shared), sharded=sharded
+        )
+        # `ExpertGradients` sums the gradients of experts, by one plain all-reduce.
+        expert_ledger = _account_parameters(
+            self.model_copy(update={"all_reduce": "by-machines"}),
+            of_experts(ledger),
+            replace(facts, parameters=experts),
+            sharded=sharded,
+        )
+        for kind, count in expert_ledger.memory.items():
+            total = total.add_memory(kind, count)
+        for collective, count in expert_ledger.traffic.items():
+            total = total.add_traffic(collective, count)
+        return total
+
+
+class ShardedSteps(StepHook):
+    """Sets the flags of `fully_shard` per micro-batch. See Note [ZeRO stages]."""
+
+    def __init__(self, model: FSDPModule, stage: Stage) -> None:
+        assert isinstance(model, nn.Module)
+        self.model = model
+        self.stage = stage
+
+    def before_microbatch(self, last: bool) -> None:
+        """Select which gradients are reduced and which parameters are freed."""
+        # Without a pipeline the only stage is stage 0, and the root unit ends its step together
+        # with the blocks. Two backwards left stand for any number above one.
+        backwards_left = 2
+        if last:
+            backwards_left = 1
+        after_backward = after_block_backward(self.stage, {0: backwards_left}, ran=0, own=0)
+        self.model.set_requires_gradient_sync(after_backward.reduce)
+        self.model.set_requires_all_reduce(after_backward.last)
+        self.model.set_reshard_after_backward(after_backward.free)
+
+    def finish_reduction(self) -> None:
+        """Free all gathered parameters."""
+        # A forward after the last backward gathers parameters again. They would keep their old
+        # values through the update.
+        free_gathered(self.model)
+
+    def backward_failed(self) -> bool:
+        """Return True if an exception has ended the last backward of the model."""
+        return backward_was_interrupted(self.model)
+
+    def on_error(self, lost: FailureScope) -> None:
+        """Free all gathered parameters, and wait for the collectives in flight."""
+        reset_failed_step(self.model, keep_gradients=lost == "forward")
 
 
 class LostWrites(StepHook):
@@ -132,183 +357,29 @@ class LostWrites(StepHook):
                 )
 
 
-Stage = Literal[0, 1, 2, 3]
-
-
-class DataParallel(CollectiveSettings):
-    """ZeRO stage and reduction of gradients. See Note [ZeRO stages]."""
-
-    batch_axes: ClassVar[tuple[str, ...]] = SAMPLE_AXES
-    stage: Stage = 0
-    """ZeRO stage: which states are sharded.
-
-    0: everything is replicated. 1: optimizer states are sharded. 2: gradients too. 3: parameters
-    too.
-    """
-    unused_parameters: bool = True
-    """True if a step may leave parameters unused, also different ones on different ranks.
-
-    Costs one small all-reduce per step.
-    """
-    update_in_backward: bool = False
-    """True to update a parameter inside of backward, as soon as its gradient is complete.
-
-    The gradient is freed after the update.
-    """
-
-    def check(self, context: TechniqueContext) -> Plans | None:
-        """Find the outer units before other techniques change the layers of the model.
-
-        Returns:
-            The plan of the outer units, or None if only the configuration is known.
-
-        Raises:
-            ModelError: A parameter cannot be trained.
-        """
-        if context.model is None:
-            return None
-        layout = context.layout
-        cast = context.chosen(Precision).compute is not None
-        offloaded = (
-            context.chosen(OptimizerOffload).device != "none"
-            or context.chosen(ParameterOffload).device != "none"
-        )
-        # Casting and offloading wrap the model in FSDP even on a single rank.
-        sharded = layout.dp_shard > 1 or cast or offloaded
-        moved = layout.tp > 1 or any(
-            p.device.type != context.device_type for p in context.model.parameters()
-        )
-        refuse_quantised(
-            context.model, moved=moved or offloaded, cast=cast, several=layout.world_size > 1
-        )
-        refuse_unusable_parameters(
-            context.model, sharded=sharded, moved=moved, summed=layout.dp * layout.cp > 1
-        )
-        return Plans(outer_units=outer_units(context.model, context.blocks))
-
-    def groups(self, context: TechniqueContext) -> Groups:
-        """Return the axes whose collectives run within and between machines in turn."""
-        compression = context.chosen(Compression)
-        layout = context.layout
-        if _all_reduces(context):
-            needs_levels = (
-                not compression.scheme.gradients
-                and self.all_reduce in data_collectives.NEEDS_LEVELS
-            )
-            if layout.dp_replicate > 1 and needs_levels:
-                return Groups(levels=("dp_replicate",))
-            return Groups()
-
-        compressed = compression.scheme.gradient_bits or compression.candidates
-        if layout.dp_shard > 1 and compressed:
-            return Groups(levels=("dp_shard",))
-        return Groups()
-
-    def apply(self, parts: Parts, mesh: Mesh) -> Parts:
-        """Shard the model in place, or create the reducer of its gradients."""
-        shard = parts.shard
-        parts = replace(parts, zero_stage=self.stage, tracks_unused=self.unused_parameters)
-        if shard.compute_dtype is not None or shard.reduce_dtype is not None:
-            refuse_complex(parts.model)
-        # The stage does not matter on a single rank of dp_shard: there is nothing to shard.
-        is_replicated = mesh.layout.dp_shard == 1 and shard.compute_dtype is None
-        if is_replicated and not shard.master_weights_on_host and not shard.always_shard:
-            group = mesh.group("dp_replicate")
-            if group is None:
-                return parts
-            reduction = data_collectives.select_replicated(
-                self, shard, group, mesh, gradient_bytes=_gradient_bytes(parts)
-            )
-            reducer = Reducer(
-                parts.model,
-                group,
-                bucket_bytes=reduction.buckets.bucket_bytes,
-                make_buckets=reduction.buckets.make_buckets,
-                separate_vectors=shard.compression.gradients,
-                reduce_dtype=shard.reduce_dtype,
-                track_unused=self.unused_parameters,
-                excluded=parts.separately_reduced,
-            )
-            reducer.said = reduction.description
-            reducer.said_is_default = reduction.is_default
-            autotuner = reduction.autotuner_of(reducer, mesh)
-            return replace(parts, reducer=reducer, compression_autotuner=autotuner)
-
-        free_after_forward: bool | int = False
-        if self.stage == 3:
-            free_after_forward = self.secondary_partition or True
-        shard_units(parts, mesh, free_after_forward=free_after_forward)
-        collectives = data_collectives.select_sharded(self, self.stage, parts, mesh)
-        return replace(
-            parts,
-            shard_collectives=collectives,
-            compression_autotuner=collectives.autotuner,
-        )
-
-    def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
-        """Return the hooks of a step.
-
-        They reduce gradients, restore None as the gradient of unused parameters, and synchronise
-        buffers that a forward changes.
-        """
-        model = parts.model
-        mean = parts.shard.mean
-        hooks = list[StepHook]()
-        reducer = parts.reducer
-        collectives = parts.shard_collectives
-        if reducer is not None:
-            hooks.append(_attach_reducer(reducer, mean=mean))
-        if isinstance(model, FSDPModule):
-            steps = ShardedSteps(model, self.stage)
-            if collectives is not None:
-                steps.said = _place_in_shared_memory(collectives, parts)
-                steps.said_is_default = collectives.is_default
-            hooks.append(steps)
-            keep_trainability(model)
-            if not mean:
-                reduce_by_sum(model)
-            # With expert parallelism the ranks of tp hold different experts, so they may differ in
-            # the parameters that a step used.
-            group = mesh.group(*parts.batch_axes, *(("tp",) if mesh.layout.ep > 1 else ()))
-            scalars = _scalar_reducer(parts, group, mesh, track_unused=self.unused_parameters)
-            if scalars is not None:
-                hooks.append(_attach_reducer(scalars, mean=mean))
-            if self.unused_parameters and group is not None:
-                # After `_place_in_shared_memory`, which replaces the all-gather of the units: the
-                # order has to wrap the replacement.
-                order = _unit_order(self, parts, mesh)
-                hooks.append(
-                    UnusedTracker(
-                        model, group, device=mesh.device, order=order, finishes_backward=mean
-                    )
-                )
-            # Shards in shared memory are read in place, so writes to them are kept.
-            reads_in_place = collectives is not None and collectives.parameter_host is not None
-            if not reads_in_place and not is_fake():
-                hooks.append(LostWrites(model, in_forward=mean))
-        buffers = ChangingBuffers(model, parts.blocks, mesh, parts.batch_axes)
-        if mean:
-            buffers.send_in_forward(model)
-        return [*hooks, buffers]
-
-    def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
-        """Add the bytes and the traffic of Note [ZeRO stages], exact to the padding."""
-        return _account(self, ledger, facts)
-
-
 def _all_reduces(context: TechniqueContext) -> bool:
     """Return True if a `Reducer` will reduce the gradients, because nothing is sharded or cast.
 
     `DataParallel.apply` decides the same from the settings that earlier techniques have left.
     """
-    states = context.chosen(OptimizerOffload)
-    shards = context.chosen(ParameterOffload)
+    states = context.technique(OptimizerOffload)
+    shards = context.technique(ParameterOffload)
     sharded = (
         context.layout.dp_shard > 1
         or states.device == "cpu"
         or (shards.device == "nvme" and not shards.with_states)
     )
-    return not sharded and context.chosen(Precision).compute is None
+    return not sharded and context.technique(Precision).compute is None
+
+
+def _gradient_bytes(parts: Parts) -> int:
+    """Return the bytes of the gradients that this rank reduces per step."""
+    excluded = parts.separately_reduced
+    trainable = [p for p in parts.model.parameters() if p.requires_grad and p not in excluded]
+    return sum(
+        local_tensor(p.detach()).numel() * (parts.shard.reduce_dtype or p.dtype).itemsize
+        for p in trainable
+    )
 
 
 def _place_in_shared_memory(collectives: ShardCollectives, parts: Parts) -> str:
@@ -370,16 +441,6 @@ def _unit_order(technique: DataParallel, parts: Parts, mesh: Mesh) -> UnitOrder 
     )
 
 
-def _gradient_bytes(parts: Parts) -> int:
-    """Return the bytes of the gradients that this rank reduces per step."""
-    excluded = parts.separately_reduced
-    trainable = [p for p in parts.model.parameters() if p.requires_grad and p not in excluded]
-    return sum(
-        local_tensor(p.detach()).numel() * (parts.shard.reduce_dtype or p.dtype).itemsize
-        for p in trainable
-    )
-
-
 def reduce_by_sum(model: nn.Module) -> None:
     """Make the reductions of a sharded model sums, where torch's default is the mean over ranks.
 
@@ -389,42 +450,6 @@ def reduce_by_sum(model: nn.Module) -> None:
         module.set_gradient_divide_factor(1.0)
         # By default torch scales inside of the collective, which gloo does not support.
         module.set_force_sum_reduction_for_comms(True)
-
-
-class ShardedSteps(StepHook):
-    """Sets the flags of `fully_shard` per micro-batch. See Note [ZeRO stages]."""
-
-    def __init__(self, model: FSDPModule, stage: Stage) -> None:
-        assert isinstance(model, nn.Module)
-        self.model = model
-        self.stage = stage
-        self._root = model
-
-    def before_microbatch(self, last: bool) -> None:
-        """Select which gradients are reduced and which parameters are freed."""
-        # Without a pipeline the only stage is stage 0, and the root unit ends its step together
-        # with the blocks. Two backwards left stand for any number above one.
-        backwards_left = 2
-        if last:
-            backwards_left = 1
-        after_backward = after_block_backward(self.stage, {0: backwards_left}, ran=0, own=0)
-        self.model.set_requires_gradient_sync(after_backward.reduce)
-        self.model.set_requires_all_reduce(after_backward.last)
-        self.model.set_reshard_after_backward(after_backward.free)
-
-    def finish_reduction(self) -> None:
-        """Free all gathered parameters."""
-        # A forward after the last backward gathers parameters again. They would keep their old
-        # values through the update.
-        free_gathered(self._root)
-
-    def backward_failed(self) -> bool:
-        """Return True if an exception has ended the last backward of the model."""
-        return backward_was_interrupted(self._root)
-
-    def on_error(self, lost: FailureScope) -> None:
-        """Free all gathered parameters, and wait for the collectives in flight."""
-        reset_failed_step(self._root, keep_gradients=lost == "forward")
 
 
 def watch_shards_of(model: nn.Module) -> None:
@@ -462,33 +487,10 @@ def free_gathered(model: nn.Module) -> None:
         module.reshard()
 
 
-def _account(technique: DataParallel, ledger: Ledger, facts: ModelFacts) -> Ledger:
-    if not ledger.experts:
-        return _account_of(technique, ledger, facts, sharded=is_sharded(ledger))
-    experts = tuple(p for p in facts.parameters if p.name in ledger.experts)
-    shared = tuple(p for p in facts.parameters if p.name not in ledger.experts)
-    total = _account_of(
-        technique, ledger, replace(facts, parameters=shared), sharded=is_sharded(ledger)
-    )
-    # `ExpertGradients` sums the gradients of experts, by one plain all-reduce.
-    all_reduced = technique.model_copy(update={"all_reduce": "by-machines"})
-    expert_ledger = _account_of(
-        all_reduced,
-        of_experts(ledger),
-        replace(facts, parameters=experts),
-        sharded=is_sharded(ledger),
-    )
-    for kind, count in expert_ledger.memory.items():
-        total = total.add_memory(kind, count)
-    for collective, count in expert_ledger.traffic.items():
-        total = total.add_traffic(collective, count)
-    return total
-
-
-def _account_of(
+def _account_parameters(
     technique: DataParallel, ledger: Ledger, facts: ModelFacts, *, sharded: NDArray[np.bool_]
 ) -> Ledger:
-    """Account `facts` as if all of its parameters were sharded alike.
+    """Add the bytes and the traffic of parameters that are all sharded over the same ranks.
 
     `n` and `k` are those of Note [ZeRO stages].
     """
@@ -496,25 +498,10 @@ def _account_of(
     n = ledger.dp_shard
     replicas = ledger.dp_replicate
     k = ledger.accumulation
-    kinds = (
-        "parameters",
-        "gradients",
-        "optimizer",
-        "gathered",
-        "wire_gather_block",
-        "wire_gather_root",
-        "wire_reduce_block",
-        "wire_reduce_root",
-        "wire_gather_again",
-        "all_reduced",
-        "compression",
-        "unsharded_gradients",
-    )
-    total: dict[str, Array] = {kind: np.zeros_like(n) for kind in kinds}
+    total: defaultdict[str, Array] = defaultdict(lambda: np.zeros_like(n))
     # Models repeat a few shapes many times, so equal parameters are priced once.
     for (shape, itemsize, trainable, in_block, tensor_dim), count in _shapes(facts, ledger).items():
         part = parameter_part(shape, tensor_dim, ledger)
-        rows = part.rows
         row_numel = part.row
         padded = part.padded
         compute: Any = itemsize
@@ -553,15 +540,15 @@ def _account_of(
             total[f"wire_reduce_{place}"] += sent
             total["all_reduced"] += count * padded * row_numel * reduce
             total["compression"] += count * error_bytes(ledger.scheme, shape, shard, n)
-            total["unsharded_gradients"] += count * rows * row_numel * reduce
+            total["unsharded_gradients"] += count * part.rows * row_numel * reduce
 
     if technique.update_in_backward:
         total["gradients"] = _largest_gradients(ledger, facts, sharded)
     for kind in ("parameters", "gradients", "optimizer"):
         ledger = ledger.add_memory(kind, total[kind])
 
-    # What a rank holds in addition between two micro-batches. A pipeline accounts for it after
-    # each computation (`pipeline.account`).
+    # Additional memory between two micro-batches. In a pipeline it differs between the moments of a
+    # step (`accounting.peak`).
     accumulates = (k > 1) & (ledger.stage is None)
     ledger = ledger.add_memory(
         "gathered_parameters",
@@ -592,7 +579,7 @@ def _account_of(
 
     # The traffic of a plain all-reduce is that of all gradients together. Compression and other
     # algorithms depend on the buckets.
-    depends_on_buckets = ledger.scheme.gradients or technique.all_reduce in ALGORITHM_KINDS
+    depends_on_buckets = ledger.scheme.gradients or technique.all_reduce in _ALGORITHM_COLLECTIVES
     in_buckets = np.broadcast_to(~sharded & (replicas > 1) & depends_on_buckets, n.shape)
     all_reduces = 2 * total["all_reduced"] * (replicas - 1) // replicas
     ledger = ledger.add_traffic("all_reduce", np.where(in_buckets, 0, all_reduces))
@@ -604,13 +591,23 @@ def _account_of(
         tensor_dim = ledger.tensor_dims.get(parameter.name)
         rows, row_numel = local_rows(parameter.shape, tensor_dim, ledger)
         numels.append(rows * row_numel)
-    return account_buckets(
+    return _account_buckets(
         technique.all_reduce,
         ledger,
         facts,
         numels,
         bucket_bytes=technique.bucket_bytes,
         candidates=in_buckets,
+    )
+
+
+def _shapes(
+    facts: ModelFacts, ledger: Ledger
+) -> Counter[tuple[tuple[int, ...], int, bool, bool, int | None]]:
+    """Count equal parameters: (shape, itemsize, trainable, in a block, dimension split over tp)."""
+    return Counter(
+        (p.shape, p.itemsize, p.trainable, p.unit >= 0, ledger.tensor_dims.get(p.name))
+        for p in facts.parameters
     )
 
 
@@ -631,11 +628,129 @@ def _largest_gradients(ledger: Ledger, facts: ModelFacts, sharded: NDArray[np.bo
     return np.where(sharded, np.max([zero, *units.values()], axis=0), largest)
 
 
-def _shapes(
-    facts: ModelFacts, ledger: Ledger
-) -> Counter[tuple[tuple[int, ...], int, bool, bool, int | None]]:
-    """Count equal parameters: (shape, itemsize, trainable, in a block, dimension split over tp)."""
-    return Counter(
-        (p.shape, p.itemsize, p.trainable, p.unit >= 0, ledger.tensor_dims.get(p.name))
-        for p in facts.parameters
-    )
+_ALGORITHM_COLLECTIVES: dict[str, tuple[str, ...]] = {
+    "reduce-scatter+all-gather": ("reduce_scatter", "all_gather"),
+    "ring": ("send",),
+    "recursive-doubling": ("send",),
+}
+"""Collectives as which the messages of an algorithm are counted, in equal parts.
+
+The hierarchical algorithm is absent, because it sends as many bytes as one all-reduce.
+"""
+
+
+def _account_buckets(
+    algorithm: str,
+    ledger: Ledger,
+    facts: ModelFacts,
+    numels: Iterable[Array],
+    *,
+    bucket_bytes: int,
+    candidates: NDArray[np.bool_],
+) -> Ledger:
+    """Add the traffic and memory of stage 0 that depend on the gradient buckets.
+
+    The numbers are those of the first rank.
+
+    Args:
+        algorithm: Name of the algorithm that sums uncompressed gradients.
+        ledger: The ledger of all candidate layouts.
+        facts: The parameters of the model.
+        numels: Elements of every trainable parameter on a rank, in the order of `facts`.
+        bucket_bytes: Size of a gradient bucket.
+        candidates: The candidates to account, as a mask.
+    """
+    columns = [np.broadcast_to(numel, candidates.shape) for numel in numels]
+    kinds = ("all_reduce", "all_gather", "reduce_scatter", "send", "compression", "gradients")
+    sums = {kind: np.zeros_like(ledger.dp_replicate) for kind in kinds}
+    for candidate in np.flatnonzero(candidates):
+        costs = _candidate_costs(
+            algorithm,
+            ledger,
+            facts,
+            [int(column[candidate]) for column in columns],
+            bucket_bytes=bucket_bytes,
+            candidate=int(candidate),
+        )
+        for kind, count in costs.items():
+            sums[kind][candidate] = count
+
+    for kind in ("compression", "gradients"):
+        ledger = ledger.add_memory(kind, sums.pop(kind))
+    for kind, counts in sums.items():
+        ledger = ledger.add_traffic(kind, counts)
+    return ledger
+
+
+def _candidate_costs(
+    algorithm: str,
+    ledger: Ledger,
+    facts: ModelFacts,
+    numels: Sequence[int],
+    *,
+    bucket_bytes: int,
+    candidate: int,
+) -> Counter[str]:
+    """Return the bytes of each kind of traffic and of memory, for one candidate of the ledger."""
+    scheme = ledger.scheme
+    parameters = facts.trainable
+    ranks = int(ledger.dp_replicate[candidate])
+    tensor_dims: Mapping[str, int | None] = {}
+    if int(ledger.tp[candidate]) > 1:
+        tensor_dims = ledger.tensor_dims
+
+    # The same kinds as in `Reducer._partition`.
+    sizes: list[tuple[int, Hashable]] = []
+    for numel, parameter in zip(numels, parameters, strict=True):
+        kind = (
+            parameter.itemsize,
+            len(parameter.shape) > 1 or not scheme.gradients,
+            tensor_dims.get(parameter.name) is not None,
+        )
+        sizes.append((numel * parameter.itemsize, kind))
+
+    costs = Counter[str]()
+    carried = 0
+    if scheme.powersgd_rank:
+        # PowerSGD's count of steps, int64.
+        carried += 8
+    for members in partition(sizes, bucket_bytes):
+        numel = sum(numels[i] for i in members)
+        itemsize = parameters[members[0]].itemsize
+        if ledger.reduce_bytes is not None:
+            itemsize = int(ledger.reduce_bytes[candidate])
+
+        if not scheme.gradients:
+            sent_bytes = sum(
+                wire_bytes(
+                    cast(Name, algorithm),
+                    numel=numel,
+                    itemsize=itemsize,
+                    ranks=ranks,
+                    per_node=ranks,
+                )
+            )
+            for collective in _ALGORITHM_COLLECTIVES[algorithm]:
+                costs[collective] += sent_bytes // len(_ALGORITHM_COLLECTIVES[algorithm])
+        elif len(parameters[members[0]].shape) < 2:
+            # Vectors are sent uncompressed.
+            costs["all_reduce"] += 2 * (ranks - 1) * numel * itemsize // ranks
+        elif scheme.powersgd_rank:
+            shapes = [parameters[i].shape for i in members]
+            factors = sum(factor_numel(shape, scheme.powersgd_rank) for shape in shapes)
+            costs["all_reduce"] += 2 * (ranks - 1) * factors * max(itemsize, 4) // ranks
+            right_factors = sum(
+                prod(shape[1:]) * factor_rank(shape, scheme.powersgd_rank) for shape in shapes
+            )
+            # Residuals of the bucket and right factors, at least in float32.
+            carried += (numel + right_factors) * max(itemsize, 4) * bool(right_factors)
+        else:
+            part_numel = owned_numel(numel, ranks)
+            for collective in ("reduce_scatter", "all_gather"):
+                costs[collective] += (ranks - 1) * packed_bytes(part_numel, scheme.gradient_bits)
+            # float32 residuals of both collectives: all parts, and the part of this rank.
+            carried += 4 * (ranks + 1) * part_numel * scheme.error_feedback
+            # Buckets are padded to equal parts.
+            costs["gradients"] += (ranks * part_numel - numel) * itemsize
+    costs["compression"] = copies(scheme) * carried
+    return costs

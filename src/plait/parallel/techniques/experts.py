@@ -1,38 +1,35 @@
-"""Expert parallelism: each rank of the ep axis has some of the experts of every layer.
+"""Mixtures of experts: expert parallelism, balance of the tokens, and updates of routing biases.
 
-Tokens are sent to the ranks of the experts that they are routed to. The axis is a second view of
-the ranks of a pipeline stage. Neighbouring ranks have different experts, whether they have other
-samples, other parts of sequences, or (tp) the same tokens, of which each then sends a part.
-Parameters that are not experts are split, replicated or sharded by the first view as before.
+With expert parallelism each rank of the ep axis has some of the experts of every layer, and tokens
+are sent to the ranks of the experts that they are routed to. The axis is a second view of the ranks
+of a pipeline stage. Neighbouring ranks have different experts, whether they have other samples,
+other parts of sequences, or (tp) the same tokens, of which each then sends a part. Parameters that
+are not experts are split, replicated or sharded by the first view. The gradient of an expert is
+complete except for the ranks of `edp`, which have the same experts. It is summed over them, or from
+ZeRO stage 1 on reduced in shards.
 
-The gradient of an expert is complete except for the ranks of `edp`, which have the same experts. It
-is summed over them, or from ZeRO stage 1 on reduced in shards.
+A router may add a bias per expert to its scores when it selects experts, which balances experts
+without a loss, as in DeepSeek-V3. After a step the bias is raised for experts that had fewer tokens
+than the mean, and lowered for those that had more. The classes of Transformers have the bias, but
+never change it.
 
-Bytes that expert parallelism sends per optimizer step, with equally many tokens per expert.
-
-With T tokens per micro-batch, k experts per token, h elements per token, e bytes per element, n
-ranks of ep and E experts, a layer sends per micro-batch:
+Note [Traffic of expert parallelism]
+    With T tokens per micro-batch, k experts per token, h elements per token, e bytes per element, n
+    ranks of ep and E experts, a layer sends per micro-batch, if all experts have equally many
+    tokens:
 
     forward    8 E (n-1)/n bytes of counts, and twice T k h e (n-1)/n: the tokens, and the results
     backward   twice T k h e (n-1)/n: the gradients of both
 
-T are the tokens of a rank, after cp and tp have split them. With m ranks of tp, which have all
-tokens before and after such a layer, it sends in all-gathers T m h e (m-1)/m of results in forward,
-and in backward T m h e (m-1)/m of gradients of tokens and T m k (m-1)/m gradients of weights, of 4
-bytes or more each. With sequence parallelism each rank keeps the results and the gradients of its
-tokens, and only gradients of weights are gathered.
+    T are the tokens of a rank, after cp and tp have split them. With m ranks of tp, which have all
+    tokens before and after such a layer, it sends in all-gathers T m h e (m-1)/m of results in
+    forward, and in backward T m h e (m-1)/m of gradients of tokens and T m k (m-1)/m gradients of
+    weights, of 4 bytes or more each. With sequence parallelism each rank keeps the results and the
+    gradients of its tokens, and only gradients of weights are gathered.
 
-All-to-all is counted as the reduce-scatter with which gloo carries it out. If experts are chosen
-unequally, ranks whose experts have more tokens send back more results. The sum over ranks stays
-below n / (n-1) times this. What recomputation repeats is measured elsewhere.
-
-Update of routing biases, which balance experts without a loss, as in DeepSeek-V3.
-
-A router adds a bias per expert to its scores when it selects experts. After a step the bias is
-raised for experts that had fewer tokens than the mean, and lowered for those that had more. The
-classes of Transformers have the bias, but never change it.
-
-Routing of a mixture-of-experts model: balance losses over ranks, and biases that are updated.
+    All-to-all is counted as the reduce-scatter with which gloo implements it. If experts are chosen
+    unequally, ranks whose experts have more tokens send back more results. The sum over ranks stays
+    below n / (n-1) times this. Collectives that recomputation repeats are measured elsewhere.
 """
 
 from __future__ import annotations
@@ -68,12 +65,12 @@ from plait.model.experts import (
 from plait.model.facts import ModelFacts
 from plait.model.sequence import is_inside
 from plait.parallel.accounting.ledger import Array, Ledger
+from plait.parallel.data.reducer import sum_gradients
 from plait.parallel.experts import dispatch
 from plait.parallel.experts.adapted_parameters import install as install_adapters
 from plait.parallel.experts.router_statistics import RouterStatistics
-from plait.parallel.gradient_sums import sum_gradients
 from plait.parallel.hooks import StepEnd, StepHook
-from plait.parallel.micro_batches import TokensOfForward
+from plait.parallel.micro_batches import TokenMaskObserver
 from plait.parallel.parts import Parts
 from plait.parallel.technique import Technique, TechniqueContext
 from plait.parallel.techniques.compile import Compile
@@ -84,34 +81,7 @@ from plait.parallel.techniques.offload import OptimizerOffload, ParameterOffload
 from plait.parallel.techniques.recompute import Recompute
 from plait.sizes import dtype_name
 
-
-def expert_traffic(facts: ModelFacts, ledger: Ledger) -> dict[str, Array]:
-    """Return the bytes that one rank sends per optimizer step, by collective. 0 where ep is 1."""
-    experts = facts.experts
-    n = ledger.ep
-    if experts is None:
-        return {}
-    itemsize = np.ones_like(n) * facts.parameters[0].itemsize
-    if ledger.compute_bytes is not None:
-        itemsize = ledger.compute_bytes
-    passes = ledger.accumulation * experts.layers
-    m = ledger.tp
-    tokens = shard_size(ledger.tokens // ledger.cp, m)
-
-    rows = tokens * experts.per_token * experts.hidden * itemsize * (n - 1) // n
-    counts = 8 * experts.count * (n - 1) // n
-    # Results and gradients of tokens, which sequence parallelism does not gather.
-    hidden_bytes = np.where(ledger.sequence_parallel, 0, 2 * experts.hidden * itemsize)
-    weight_bytes = experts.per_token * np.maximum(itemsize, 4)
-    gathered = tokens * (hidden_bytes + weight_bytes) * (m - 1)
-    return {
-        "reduce_scatter": passes * np.where(n > 1, 4 * rows + counts, 0),
-        "all_gather": passes * np.where(n > 1, gathered, 0),
-    }
-
-
-IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
-"""Implementations of experts in Transformers that work with the experts of one rank."""
+Balance = Literal["micro_batch", "global"]
 
 
 class ExpertParallel(Technique):
@@ -133,8 +103,7 @@ class ExpertParallel(Technique):
             if applies
         )
         if context.model is not None:
-            _refuse_unsupported_model(context.model, ep)
-            _refuse_unproven(context.model, tp=context.layout.tp)
+            _refuse_unsupported_model(context.model, ep, tp=context.layout.tp)
 
     def groups(self, context: TechniqueContext) -> Groups:
         """Return the group of all ranks that may use different experts of a layer."""
@@ -180,11 +149,11 @@ class ExpertParallel(Technique):
             hooks.append(parts.expert_adapters)
         if not parts.experts:
             return hooks
-        names = [name for experts in parts.experts for name in experts.parameters]
-        parameters = [p for p in map(parts.model.get_parameter, names) if p.requires_grad]
-        if isinstance(parts.model, FSDPModule):
-            # `fully_shard` reduces them.
-            parameters = []
+        parameters = []
+        # In a sharded model `fully_shard` reduces them.
+        if not isinstance(parts.model, FSDPModule):
+            names = [name for experts in parts.experts for name in experts.parameters]
+            parameters = [p for p in map(parts.model.get_parameter, names) if p.requires_grad]
         hooks.append(
             ExpertGradients(
                 parts.model,
@@ -201,120 +170,9 @@ class ExpertParallel(Technique):
         if (ledger.ep == 1).all() or facts.experts is None:
             return ledger
         ledger = ledger.with_(experts=frozenset(facts.experts.parameters))
-        for collective, count in expert_traffic(facts, ledger).items():
+        for collective, count in _traffic(facts, ledger).items():
             ledger = ledger.add_traffic(collective, count)
         return ledger
-
-
-def _rules(context: TechniqueContext) -> tuple[tuple[bool, str, str], ...]:
-    """Return the refused settings as (applies, rule, remedy)."""
-    layout = context.layout
-    data = context.chosen(DataParallel)
-    precision = context.chosen(Precision)
-    offloads = {context.chosen(OptimizerOffload).device, context.chosen(ParameterOffload).device}
-    compression = context.chosen(Compression)
-    return (
-        (
-            data.stage == 0 and precision.compute is not None,
-            (
-                f"ZeRO stage 0 computes in {precision.compute} by torch's sharding, which has no"
-                " replicas of experts"
-            ),
-            "set zero_optimization.stage = 1",
-        ),
-        (precision.loss_scale is not None, "fp16 with its loss scale is not proven", "use bf16"),
-        (
-            data.update_in_backward,
-            "parallel.optimizer_in_backward is not proven",
-            "set that to false",
-        ),
-        (
-            data.secondary_partition > 0,
-            "parallel.secondary_partition is not proven",
-            "set that to 0",
-        ),
-        (
-            compression.gradients or compression.scheme.weight_bits > 0,
-            "compressed messages are not proven",
-            "leave the compression out",
-        ),
-        (context.chosen(Compile).enabled, "compile.enabled is not proven", "set that to false"),
-        (
-            offloads != {"none"} and layout.dp_shard == 1,
-            "offloaded states are those of shards, and parallel.dp_shard is 1",
-            'set that to 2 or more, or use device "none"',
-        ),
-        (
-            context.chosen(Recompute).mode == "budget",
-            "parallel.recompute.budget_gib counts what every process keeps for all experts",
-            'use the mode "full" or "selective"',
-        ),
-    )
-
-
-def _refuse_unsupported_model(model: nn.Module, ep: int) -> None:
-    layers = find_experts(model)
-    name = type(model).__name__
-    if not layers:
-        raise ModelError(
-            f"parallel.ep = {ep}: {name} has no experts that are supported (modules of Transformers"
-            " with one parameter for all experts, stacked along its first dimension); use 1"
-        )
-    for experts in layers:
-        if experts.count % ep:
-            divisors = [d for d in range(1, experts.count + 1) if experts.count % d == 0]
-            rule = (
-                f"{experts.name} has {experts.count} experts, of which every process has as many,"
-                f" and {experts.count} % {ep} = {experts.count % ep}"
-            )
-            remedy = f"use a divisor: {', '.join(map(str, divisors))}"
-            raise ConfigError(Problem("parallel.ep", ep, rule, remedy))
-
-    expert_names = {name for experts in layers for name in experts.parameters}
-    first_names: dict[int, str] = {}
-    for second, parameter in model.named_parameters(remove_duplicate=False):
-        first = first_names.setdefault(id(parameter), second)
-        if first != second and {first, second} & expert_names:
-            raise ModelError(
-                f"parallel.ep = {ep}: {first} and {second} are one parameter, and experts are"
-                " split; use 1"
-            )
-    kind = getattr(getattr(model, "config", None), "_experts_implementation", "eager")
-    if kind not in IMPLEMENTATIONS:
-        raise ModelError(
-            f"parallel.ep = {ep}: {name} computes experts with {kind!r}, which is not proven to"
-            " take some of them; call model.set_experts_implementation with one of"
-            f" {', '.join(IMPLEMENTATIONS)}"
-        )
-
-
-def _refuse_unproven(model: nn.Module, *, tp: int) -> None:
-    kind = getattr(getattr(model, "config", None), "model_type", None)
-    if tp > 1 and kind not in SPLIT_FAMILIES:
-        raise ModelError(
-            f"parallel.ep with parallel.tp = {tp}: {type(model).__name__} (model_type {kind!r}) is"
-            " not among the models for which splitting other layers together with experts is"
-            f" tested: {', '.join(SPLIT_FAMILIES)}; use parallel.tp = 1"
-        )
-
-
-def _local_experts(parameter: nn.Parameter, mesh: Mesh) -> nn.Parameter:
-    """Return this rank's experts of a parameter, as a DTensor of its global shape."""
-    assert mesh.expert_mesh is not None
-    count = parameter.shape[0] // mesh.layout.ep
-    with torch.no_grad():
-        # [experts, ...] -> [experts / ep, ...]
-        experts = parameter.detach().narrow(0, mesh.coordinates["ep"] * count, count)
-        local = experts.clone(memory_format=torch.contiguous_format)
-    sharded = DTensor.from_local(
-        local,
-        mesh.expert_mesh["ep"],
-        [Shard(0)],
-        run_check=False,
-        shape=parameter.shape,
-        stride=torch.empty_like(parameter, device="meta").stride(),
-    )
-    return nn.Parameter(sharded, requires_grad=parameter.requires_grad)
 
 
 class ExpertGradients(StepHook):
@@ -344,7 +202,7 @@ class ExpertGradients(StepHook):
         self.same = same
         self.everyone = everyone
         counts = {experts.count for experts in layers}
-        self.said = (
+        self.description = (
             f"experts ({', '.join(map(str, sorted(counts)))} a layer) are split over ranks, and"
             " tokens are sent to them"
         )
@@ -363,98 +221,149 @@ class ExpertGradients(StepHook):
             dispatch.remove(self.model.get_submodule(experts.name), count=experts.count)
 
 
-class BiasUpdate(StepHook):
-    """Counts the tokens of each expert in a step, and updates the biases once per step.
+def _rules(context: TechniqueContext) -> tuple[tuple[bool, str, str], ...]:
+    """Return the refused settings as (applies, rule, remedy)."""
+    layout = context.layout
+    data = context.technique(DataParallel)
+    precision = context.technique(Precision)
+    offloads = {
+        context.technique(OptimizerOffload).device,
+        context.technique(ParameterOffload).device,
+    }
+    compression = context.technique(Compression)
+    return (
+        (
+            data.stage == 0 and precision.compute is not None,
+            (
+                f"ZeRO stage 0 computes in {precision.compute} by torch's sharding, which has no"
+                " replicas of experts"
+            ),
+            "set zero_optimization.stage = 1",
+        ),
+        (precision.loss_scale is not None, "fp16 with its loss scale is not proven", "use bf16"),
+        (
+            data.update_in_backward,
+            "parallel.optimizer_in_backward is not proven",
+            "set that to false",
+        ),
+        (
+            data.secondary_partition > 0,
+            "parallel.secondary_partition is not proven",
+            "set that to 0",
+        ),
+        (
+            compression.gradients or compression.scheme.weight_bits > 0,
+            "compressed messages are not proven",
+            "leave the compression out",
+        ),
+        (context.technique(Compile).enabled, "compile.enabled is not proven", "set that to false"),
+        (
+            offloads != {"none"} and layout.dp_shard == 1,
+            "offloaded states are those of shards, and parallel.dp_shard is 1",
+            'set that to 2 or more, or use device "none"',
+        ),
+        (
+            context.technique(Recompute).mode == "budget",
+            "parallel.recompute.budget_gib counts what every process keeps for all experts",
+            'use the mode "full" or "selective"',
+        ),
+    )
 
-    The count is the sum over micro-batches and over ranks with different tokens. Padding,
-    evaluations, recomputed blocks and skipped steps do not count.
-    """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        routers: Sequence[str],
-        *,
-        rate: float,
-        group: dist.ProcessGroup | None,
-    ) -> None:
-        """Listen to the routers of a model.
+_IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
+"""Implementations of experts in Transformers that work with the experts of one rank."""
 
-        Args:
-            model: The model on this rank.
-            routers: Names of its routers with a bias.
-            rate: Amount by which a bias changes.
-            group: The ranks with different tokens.
-        """
-        self.rate = rate
-        self.group = group
-        self._routers = [model.get_submodule(name) for name in routers]
-        self._tokens = TokensOfForward(model)
-        self._counts: list[torch.Tensor] = []
-        self._totals: list[torch.Tensor] = []
-        self._handles: list[RemovableHandle] = []
-        for index, (name, router) in enumerate(zip(routers, self._routers, strict=True)):
-            self._counts.append(torch.zeros_like(self._bias(router), dtype=torch.int64))
-            self._handles.append(router.register_forward_hook(partial(self._count, index, name)))
-        self.said = f"the biases of {len(routers)} routers move by {rate:g} after every step"
 
-    @staticmethod
-    def _bias(router: nn.Module) -> torch.Tensor:
-        bias = own_buffers(router)[SCORE_CORRECTION_BIAS]
-        assert bias is not None
-        return bias
-
-    def _count(self, index: int, name: str, router: nn.Module, args: Any, output: Any) -> None:
-        # A forward inside of a backward is a recomputation.
-        if not router.training or not torch.is_grad_enabled() or graph_task() is not None:
-            return
-        chosen = chosen_experts(output)  # [tokens, k]
-        if chosen is None:
-            raise ModelError(
-                f"experts.bias_update_rate: {name} returns no table of the experts of every token,"
-                " so they cannot be counted; use 0"
+def _refuse_unsupported_model(model: nn.Module, ep: int, *, tp: int) -> None:
+    layers = find_experts(model)
+    name = type(model).__name__
+    if not layers:
+        raise ModelError(
+            f"parallel.ep = {ep}: {name} has no experts that are supported (modules of Transformers"
+            " with one parameter for all experts, stacked along its first dimension); use 1"
+        )
+    for experts in layers:
+        if experts.count % ep:
+            divisors = [d for d in range(1, experts.count + 1) if experts.count % d == 0]
+            rule = (
+                f"{experts.name} has {experts.count} experts, of which every process has as many,"
+                f" and {experts.count} % {ep} = {experts.count % ep}"
             )
-        counts = self._counts[index]
-        mask = self._tokens.now
-        if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.numel() == len(chosen):
-            counted = mask.to(chosen.dtype).reshape(-1, 1).expand_as(chosen)
-        else:
-            counted = torch.ones_like(chosen)
-        counts.scatter_add_(0, chosen.detach().reshape(-1), counted.reshape(-1))
+            remedy = f"use a divisor: {', '.join(map(str, divisors))}"
+            raise ConfigError(Problem("parallel.ep", ep, rule, remedy))
 
-    def finish_reduction(self) -> None:
-        """Sum the counts over all ranks with different tokens."""
-        if self.group is None or not self._counts:
-            self._totals = [counts.clone() for counts in self._counts]
-            return
-        # One message for all routers.
-        summed = torch.cat(self._counts)
-        dist.all_reduce(summed, group=self.group)
-        self._totals = list(summed.split([len(counts) for counts in self._counts]))
+    expert_names = {name for experts in layers for name in experts.parameters}
+    first_names: dict[int, str] = {}
+    for second, parameter in model.named_parameters(remove_duplicate=False):
+        first = first_names.setdefault(id(parameter), second)
+        if first != second and {first, second} & expert_names:
+            raise ModelError(
+                f"parallel.ep = {ep}: {first} and {second} are one parameter, and experts are"
+                " split; use 1"
+            )
+    config = getattr(model, "config", None)
+    kind = getattr(config, "_experts_implementation", "eager")
+    if kind not in _IMPLEMENTATIONS:
+        raise ModelError(
+            f"parallel.ep = {ep}: {name} computes experts with {kind!r}, which is not proven to"
+            " take some of them; call model.set_experts_implementation with one of"
+            f" {', '.join(_IMPLEMENTATIONS)}"
+        )
 
-    def after_step(self, end: StepEnd) -> str:
-        """Move every bias by the rate, unless the step was skipped."""
-        for router, counts in zip(self._routers, self._totals, strict=True):
-            if not end.skipped:
-                wide = counts.to(torch.float64)
-                bias = self._bias(router)
-                bias.add_((wide.mean() - wide).sign().to(bias.dtype), alpha=self.rate)
-        self.drop_gradients()
-        return ""
-
-    def drop_gradients(self) -> None:
-        """Reset the counts, because the step starts again."""
-        for counts in self._counts:
-            counts.zero_()
-
-    def release(self) -> None:
-        """Remove the hooks from the model."""
-        self._tokens.release()
-        for handle in self._handles:
-            handle.remove()
+    family = getattr(config, "model_type", None)
+    if tp > 1 and family not in SPLIT_FAMILIES:
+        raise ModelError(
+            f"parallel.ep with parallel.tp = {tp}: {name} (model_type {family!r}) is"
+            " not among the models for which splitting other layers together with experts is"
+            f" tested: {', '.join(SPLIT_FAMILIES)}; use parallel.tp = 1"
+        )
 
 
-Balance = Literal["micro_batch", "global"]
+def _local_experts(parameter: nn.Parameter, mesh: Mesh) -> nn.Parameter:
+    """Return this rank's experts of a parameter, as a DTensor of its global shape."""
+    assert mesh.expert_mesh is not None
+    count = parameter.shape[0] // mesh.layout.ep
+    with torch.no_grad():
+        # [experts, ...] -> [experts / ep, ...]
+        experts = parameter.detach().narrow(0, mesh.coordinates["ep"] * count, count)
+        local = experts.clone(memory_format=torch.contiguous_format)
+    sharded = DTensor.from_local(
+        local,
+        mesh.expert_mesh["ep"],
+        [Shard(0)],
+        run_check=False,
+        shape=parameter.shape,
+        stride=torch.empty_like(parameter, device="meta").stride(),
+    )
+    return nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+
+
+def _traffic(facts: ModelFacts, ledger: Ledger) -> dict[str, Array]:
+    """Return the bytes that one rank sends per optimizer step, by collective. 0 where ep is 1.
+
+    See Note [Traffic of expert parallelism].
+    """
+    experts = facts.experts
+    n = ledger.ep
+    if experts is None:
+        return {}
+    itemsize = np.ones_like(n) * facts.parameters[0].itemsize
+    if ledger.compute_bytes is not None:
+        itemsize = ledger.compute_bytes
+    passes = ledger.accumulation * experts.layers
+    m = ledger.tp
+    tokens = shard_size(ledger.tokens // ledger.cp, m)
+
+    rows = tokens * experts.per_token * experts.hidden * itemsize * (n - 1) // n
+    counts = 8 * experts.count * (n - 1) // n
+    # Results and gradients of tokens, which sequence parallelism does not gather.
+    hidden_bytes = np.where(ledger.sequence_parallel, 0, 2 * experts.hidden * itemsize)
+    weight_bytes = experts.per_token * np.maximum(itemsize, 4)
+    gathered = tokens * (hidden_bytes + weight_bytes) * (m - 1)
+    return {
+        "reduce_scatter": passes * np.where(n > 1, 4 * rows + counts, 0),
+        "all_gather": passes * np.where(n > 1, gathered, 0),
+    }
 
 
 class Routing(Technique):
@@ -475,13 +384,14 @@ class Routing(Technique):
     """
 
     @property
-    def added(self) -> list[tuple[str, float | str, float | str]]:
+    def loss_settings(self) -> list[tuple[str, float | str, float | str]]:
         """Settings that change the loss: (setting, its value, the value without effect)."""
-        settings: tuple[tuple[str, float | str, float | str], ...] = (
-            ("experts.z_loss", self.z_loss, 0.0),
-            ("experts.balance", self.balance, "micro_batch"),
-        )
-        return [setting for setting in settings if setting[1] != setting[2]]
+        settings: list[tuple[str, float | str, float | str]] = []
+        if self.z_loss:
+            settings.append(("experts.z_loss", self.z_loss, 0.0))
+        if self.balance != "micro_batch":
+            settings.append(("experts.balance", self.balance, "micro_batch"))
+        return settings
 
     def check(self, context: TechniqueContext) -> None:
         """Refuse settings that would count a part of the tokens, or nothing.
@@ -547,11 +457,10 @@ class Routing(Technique):
         if statistics is not None:
             hooks.append(RecordedBalance(statistics))
         if self.bias_update_rate:
-            names = list(biased_routers(parts.model))
             hooks.append(
                 BiasUpdate(
                     parts.model,
-                    names,
+                    list(biased_routers(parts.model)),
                     rate=self.bias_update_rate,
                     group=mesh.group(*parts.batch_axes),
                 )
@@ -572,6 +481,97 @@ class RecordedBalance(StepHook):
     def release(self) -> None:
         """Remove the hooks of the statistics."""
         self.statistics.release()
+
+
+class BiasUpdate(StepHook):
+    """Counts the tokens of each expert in a step, and updates the biases once per step.
+
+    The count is the sum over micro-batches and over ranks with different tokens. Padding,
+    evaluations, recomputed blocks and skipped steps do not count.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        routers: Sequence[str],
+        *,
+        rate: float,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        """Listen to the routers of a model.
+
+        Args:
+            model: The model on this rank.
+            routers: Names of its routers with a bias.
+            rate: Amount by which a bias changes.
+            group: The ranks with different tokens.
+        """
+        self.rate = rate
+        self.group = group
+        self._routers = [model.get_submodule(name) for name in routers]
+        self._tokens = TokenMaskObserver(model)
+        self._counts: list[torch.Tensor] = []
+        self._totals: list[torch.Tensor] = []
+        self._handles: list[RemovableHandle] = []
+        for index, (name, router) in enumerate(zip(routers, self._routers, strict=True)):
+            self._counts.append(torch.zeros_like(self._bias(router), dtype=torch.int64))
+            self._handles.append(router.register_forward_hook(partial(self._count, index, name)))
+        self.description = f"the biases of {len(routers)} routers move by {rate:g} after every step"
+
+    @staticmethod
+    def _bias(router: nn.Module) -> torch.Tensor:
+        bias = own_buffers(router)[SCORE_CORRECTION_BIAS]
+        assert bias is not None
+        return bias
+
+    def _count(self, index: int, name: str, router: nn.Module, args: Any, output: Any) -> None:
+        # A forward inside of a backward is a recomputation.
+        if not router.training or not torch.is_grad_enabled() or graph_task() is not None:
+            return
+        chosen = chosen_experts(output)  # [tokens, k]
+        if chosen is None:
+            raise ModelError(
+                f"experts.bias_update_rate: {name} returns no table of the experts of every token,"
+                " so they cannot be counted; use 0"
+            )
+        counts = self._counts[index]
+        mask = self._tokens.mask
+        if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.numel() == len(chosen):
+            counted = mask.to(chosen.dtype).reshape(-1, 1).expand_as(chosen)
+        else:
+            counted = torch.ones_like(chosen)
+        counts.scatter_add_(0, chosen.detach().reshape(-1), counted.reshape(-1))
+
+    def finish_reduction(self) -> None:
+        """Sum the counts over all ranks with different tokens."""
+        if self.group is None or not self._counts:
+            self._totals = [counts.clone() for counts in self._counts]
+            return
+        # One message for all routers.
+        summed = torch.cat(self._counts)
+        dist.all_reduce(summed, group=self.group)
+        self._totals = list(summed.split([len(counts) for counts in self._counts]))
+
+    def after_step(self, end: StepEnd) -> str:
+        """Move every bias by the rate, unless the step was skipped."""
+        for router, counts in zip(self._routers, self._totals, strict=True):
+            if not end.skipped:
+                wide = counts.to(torch.float64)
+                bias = self._bias(router)
+                bias.add_((wide.mean() - wide).sign().to(bias.dtype), alpha=self.rate)
+        self.drop_gradients()
+        return ""
+
+    def drop_gradients(self) -> None:
+        """Reset the counts, because the step starts again."""
+        for counts in self._counts:
+            counts.zero_()
+
+    def release(self) -> None:
+        """Remove the hooks from the model."""
+        self._tokens.release()
+        for handle in self._handles:
+            handle.remove()
 
 
 def _check_statistics(model: nn.Module, setting: str, remedy: str) -> None:

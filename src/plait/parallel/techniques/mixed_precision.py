@@ -1,18 +1,17 @@
 """Mixed precision: dtypes of computation and of reduction, and the loss scale of float16.
 
 Parameters, gradients and optimizer states stay in the dtype of the parameters (float32 master
-weights, sharded by ZeRO). The casts are arguments of `fully_shard`, so `apply` only leaves them in
+weights, sharded by ZeRO). The casts are arguments of `fully_shard`, so `apply` only stores them in
 `Parts`.
 
-Loss scaling for float16: settings, and the rule from overflows to scales.
+Note [Loss scaling]
+    float16 gradients below 6e-8 become zero, so the loss is multiplied by a scale before the
+    backward pass, and the gradients are divided by the same scale before the optimizer. This module
+    only decides the scale. It reads no tensor: all ranks share the decision "some gradient is not
+    finite", which the caller passes, so every rank computes the same scale.
 
-float16 gradients below 6e-8 become zero, so the loss is multiplied by a scale before the backward
-pass, and the gradients are divided by the same scale before the optimizer. This module only decides
-the scale. It reads no tensor: all ranks share the decision "some gradient is not finite", which the
-caller passes, so every rank computes the same scale.
-
-The sequence of scales is that of DeepSpeed 0.19.8 (`DynamicLossScaler` as its ZeRO optimizers use
-it), at every ZeRO stage.
+    The sequence of scales is that of DeepSpeed 0.19.8 (`DynamicLossScaler` as its ZeRO optimizers
+    use it), at every ZeRO stage.
 """
 
 from __future__ import annotations
@@ -36,6 +35,8 @@ from plait.sizes import dtype_of
 
 FACTOR = 2.0
 """Factor by which the scale is divided and multiplied. DeepSpeed has no setting for it."""
+ComputeDtype = Literal["float16", "bfloat16"]
+ReduceDtype = Literal["float16", "bfloat16", "float32"]
 
 
 class LossScale(Policy):
@@ -55,7 +56,7 @@ class LossScale(Policy):
     consecutive_hysteresis: bool = False
     """True if each step without overflow restores the allowance.
 
-    Only overflows in a row count then.
+    Otherwise overflows add up until the scale doubles.
     """
     minimum: float = Field(1.0, gt=0, allow_inf_nan=False)
     """Smallest scale. An overflow at the minimum ends the run with an error."""
@@ -76,85 +77,60 @@ class LossScale(Policy):
         return self.static == 0
 
 
-class LossScaleError(PlaitError):
-    """Error for gradients that are not finite even at the smallest allowed scale."""
+class Precision(Technique):
+    """Dtypes of computation and of reduction, and the loss scale."""
 
+    compute: ComputeDtype | None = None
+    """Dtype of forward and backward, or None for the dtype of the parameters."""
+    reduce: ReduceDtype | None = None
+    """Dtype of the gradient reduction.
 
-@dataclass(frozen=True)
-class ScaleState:
-    """State from which the next scale is computed."""
-
-    scale: float
-    """Factor of the loss in the next step."""
-    step: int
-    """Optimizer steps so far, skipped ones included."""
-    last_overflow: int
-    """Index (from 0) of the last step that overflowed, or -1 before the first one."""
-    allowance: int
-    """Number of the next overflow that halves the scale: `hysteresis` less forgiven overflows."""
-
-
-def first_state(policy: LossScale) -> ScaleState:
-    """Return the state before the first step."""
-    scale = policy.static
-    if policy.dynamic:
-        scale = FACTOR**policy.initial_scale_power
-    return ScaleState(scale=scale, step=0, last_overflow=-1, allowance=policy.hysteresis)
-
-
-def next_state(policy: LossScale, state: ScaleState, *, overflow: bool) -> ScaleState:
-    """Return the state after a step.
-
-    With index `i = state.step`, as in DeepSpeed 0.19.8 (`runtime/fp16/loss_scaler.py`,
-    `DynamicLossScaler.update_scale`):
-
-    - overflow, allowance 1: scale = max(scale / 2, minimum). The allowance stays 1, so overflows
-      that follow halve at once. - overflow, allowance above 1: allowance - 1. - no overflow: with n
-      = i - last_overflow - 1, if n > 0 and n is a multiple of `window`, scale = 2 scale, allowance
-      restored.
-
-    Args:
-        policy: The settings.
-        state: The state before the step.
-        overflow: Whether a gradient on any rank was inf or nan, so that the step is skipped.
-
-    Raises:
-        LossScaleError: The scale would have to go below `minimum`.
+    None means float32 if `compute` is set, and otherwise the dtype of the gradients.
     """
-    if not policy.dynamic:
-        return replace(state, step=state.step + 1)
-    if overflow:
-        return _after_overflow(policy, state)
-    stable_steps = state.step - state.last_overflow - 1
-    doubles = stable_steps > 0 and stable_steps % policy.window == 0
-    scale = state.scale
-    if doubles:
-        scale *= FACTOR
-    allowance = state.allowance
-    if doubles or policy.consecutive_hysteresis:
-        allowance = policy.hysteresis
-    return replace(state, scale=scale, allowance=allowance, step=state.step + 1)
+    loss_scale: LossScale | None = None
+    """Settings of loss scaling, for float16 only."""
+    check_overflow: bool = False
+    """True to skip an optimizer step with non-finite gradients. Loss scaling always does."""
+    float32_modules: tuple[str, ...] = ()
+    """Names or patterns of modules that compute in float32 if `compute` is set.
 
+    See `model.float32_modules`.
+    """
 
-def _after_overflow(policy: LossScale, state: ScaleState) -> ScaleState:
-    if state.allowance > 1:
-        return replace(
-            state, allowance=state.allowance - 1, last_overflow=state.step, step=state.step + 1
+    @property
+    def reduction(self) -> ReduceDtype | None:
+        """Resulting dtype of the gradient reduction."""
+        if self.reduce is None and self.compute:
+            return "float32"
+        return self.reduce
+
+    def apply(self, parts: Parts, mesh: Mesh) -> Parts:
+        """Store the dtypes in the settings of the technique that shards."""
+        if self.reduction is not None:
+            parts = parts.with_shard(reduce_dtype=dtype_of(self.reduction))
+        if self.compute is None:
+            return parts
+        is_float16 = self.compute == "float16"
+        return parts.with_shard(
+            float32_modules=float32_modules(
+                parts.model, self.float32_modules, is_float16=is_float16
+            ),
+            compute_dtype=dtype_of(self.compute),
         )
-    if state.scale == policy.minimum:
-        raise LossScaleError(
-            f"optimizer step {state.step + 1}: gradients are not finite although the loss scale is"
-            f" {state.scale:g}, the smallest allowed (fp16.min_loss_scale = {policy.minimum:g}), so"
-            " smaller scales cannot help; train with bf16 instead of fp16, lower the learning rate"
-            " or clip (gradient_clipping), or look for nan in the data and the loss"
-        )
-    # The allowance stays 1, so that further overflows in a row halve at once.
-    scale = max(state.scale / FACTOR, policy.minimum)
-    return replace(state, scale=scale, last_overflow=state.step, step=state.step + 1)
+
+    def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
+        """Store the element sizes in the ledger, for the technique that shards."""
+        if self.compute is not None:
+            compute_bytes = np.full_like(ledger.dp_shard, dtype_of(self.compute).itemsize)
+            ledger = ledger.with_(compute_bytes=compute_bytes)
+        if self.reduction is not None:
+            reduce_bytes = np.full_like(ledger.dp_shard, dtype_of(self.reduction).itemsize)
+            ledger = ledger.with_(reduce_bytes=reduce_bytes)
+        return ledger
 
 
 class LossScaler:
-    """Loss scale of a run, with its state for a checkpoint."""
+    """Loss scale of a run, with its state for a checkpoint. See Note [Loss scaling]."""
 
     def __init__(self, policy: LossScale) -> None:
         self.policy = policy
@@ -210,56 +186,79 @@ class LossScaler:
         )
 
 
-ComputeDtype = Literal["float16", "bfloat16"]
-ReduceDtype = Literal["float16", "bfloat16", "float32"]
+@dataclass(frozen=True)
+class ScaleState:
+    """State from which the next scale is computed."""
+
+    scale: float
+    """Factor of the loss in the next step."""
+    step: int
+    """Optimizer steps so far, skipped ones included."""
+    last_overflow: int
+    """Index (from 0) of the last step that overflowed, or -1 before the first one."""
+    allowance: int
+    """Number of the next overflow that halves the scale: `hysteresis` less forgiven overflows."""
 
 
-class Precision(Technique):
-    """Dtypes of computation and of reduction, and the loss scale."""
+def first_state(policy: LossScale) -> ScaleState:
+    """Return the state before the first step."""
+    scale = policy.static
+    if policy.dynamic:
+        scale = FACTOR**policy.initial_scale_power
+    return ScaleState(scale=scale, step=0, last_overflow=-1, allowance=policy.hysteresis)
 
-    compute: ComputeDtype | None = None
-    """Dtype of forward and backward, or None for the dtype of the parameters."""
-    reduce: ReduceDtype | None = None
-    """Dtype of the gradient reduction.
 
-    None means float32 if `compute` is set, and otherwise the dtype of the gradients.
+def next_state(policy: LossScale, state: ScaleState, *, overflow: bool) -> ScaleState:
+    """Return the state after a step.
+
+    With index `i = state.step`, as in DeepSpeed 0.19.8 (`runtime/fp16/loss_scaler.py`,
+    `DynamicLossScaler.update_scale`):
+
+    - Overflow, allowance 1: scale = max(scale / 2, minimum). The allowance stays 1, so overflows
+      that follow halve at once.
+    - Overflow, allowance above 1: allowance - 1.
+    - No overflow: with n = i - last_overflow - 1, if n > 0 and n is a multiple of `window`,
+      scale = 2 scale, allowance restored.
+
+    Args:
+        policy: The settings.
+        state: The state before the step.
+        overflow: Whether a gradient on any rank was inf or nan, so that the step is skipped.
+
+    Raises:
+        LossScaleError: The scale would have to go below `minimum`.
     """
-    loss_scale: LossScale | None = None
-    """Settings of loss scaling, for float16 only."""
-    check_overflow: bool = False
-    """True to skip an optimizer step with non-finite gradients. Loss scaling always does."""
-    float32_modules: tuple[str, ...] = ()
-    """Names or patterns of modules that compute in float32 if `compute` is set.
+    if not policy.dynamic:
+        return replace(state, step=state.step + 1)
+    if overflow:
+        return _after_overflow(policy, state)
+    stable_steps = state.step - state.last_overflow - 1
+    doubles = stable_steps > 0 and stable_steps % policy.window == 0
+    scale = state.scale
+    if doubles:
+        scale *= FACTOR
+    allowance = state.allowance
+    if doubles or policy.consecutive_hysteresis:
+        allowance = policy.hysteresis
+    return replace(state, scale=scale, allowance=allowance, step=state.step + 1)
 
-    See `model.float32_modules`.
-    """
 
-    @property
-    def reduction(self) -> ReduceDtype | None:
-        """Resulting dtype of the gradient reduction."""
-        if self.reduce is None and self.compute:
-            return "float32"
-        return self.reduce
-
-    def apply(self, parts: Parts, mesh: Mesh) -> Parts:
-        """Store the dtypes in the settings of the technique that shards."""
-        if self.reduction is not None:
-            parts = parts.with_shard(reduce_dtype=dtype_of(self.reduction))
-        if self.compute is None:
-            return parts
-        is_float16 = self.compute == "float16"
-        return parts.with_shard(
-            float32_modules=float32_modules(
-                parts.model, self.float32_modules, is_float16=is_float16
-            ),
-            compute_dtype=dtype_of(self.compute),
+def _after_overflow(policy: LossScale, state: ScaleState) -> ScaleState:
+    if state.allowance > 1:
+        return replace(
+            state, allowance=state.allowance - 1, last_overflow=state.step, step=state.step + 1
         )
+    if state.scale == policy.minimum:
+        raise LossScaleError(
+            f"optimizer step {state.step + 1}: gradients are not finite although the loss scale is"
+            f" {state.scale:g}, the smallest allowed (fp16.min_loss_scale = {policy.minimum:g}), so"
+            " smaller scales cannot help; train with bf16 instead of fp16, lower the learning rate"
+            " or clip (gradient_clipping), or look for nan in the data and the loss"
+        )
+    # The allowance stays 1, so that further overflows in a row halve at once.
+    scale = max(state.scale / FACTOR, policy.minimum)
+    return replace(state, scale=scale, last_overflow=state.step, step=state.step + 1)
 
-    def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
-        """Store the element sizes in the ledger, for the technique that shards."""
-        sizes = {"float16": 2, "bfloat16": 2, "float32": 4}
-        if self.compute is not None:
-            ledger = ledger.with_(compute_bytes=np.full_like(ledger.dp_shard, sizes[self.compute]))
-        if self.reduction is not None:
-            ledger = ledger.with_(reduce_bytes=np.full_like(ledger.dp_shard, sizes[self.reduction]))
-        return ledger
+
+class LossScaleError(PlaitError):
+    """Error for gradients that are not finite even at the smallest allowed scale."""

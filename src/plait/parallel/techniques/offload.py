@@ -1,26 +1,20 @@
-"""Offload of optimizer states and gradients (DeepSpeed's `offload_optimizer`).
+"""Offload of optimizer states, parameter shards and activations: settings, refusals and costs.
 
-They are stored on the device, in host memory, or in files. Master weights go to host memory with
-them, and to files if `parameter_offload` says so.
+`OptimizerOffload` (DeepSpeed's `offload_optimizer`) stores states and gradients on the device, in
+host memory, or in files. Master weights go to host memory with them. Host memory is an argument of
+the call that shards, and the optimizer then runs torch's CPU kernels. `offload.arena` stores
+tensors in files, and `optim.disk_optimizer` is the step over them.
 
-This module has only the settings, their refusals and their cost. Host memory is an argument of the
-call that shards (`data`), and the optimizer then runs torch's CPU kernels. `arena` stores tensors
-in files, and `optim.disk_optimizer` is the step over them.
+`ParameterOffload` (DeepSpeed's `offload_param`) stores the shards from which parameters are
+gathered. They are the master weights that the optimizer updates, and no other copy exists between
+two steps. In files they are prefetched for the unit that is gathered next.
 
-Offload of the shards from which parameters are gathered (DeepSpeed's `offload_param`).
-
-They are stored on the device, in host memory, or in files. Shards are the master weights that the
-optimizer updates, and no other copy exists between two steps. In files they are prefetched for the
-unit that is gathered next (`shard_reader`), and the step iterates over them
-(`optim.disk_optimizer`).
-
-Technique that moves what the first blocks of a model save for backward to host memory or files.
-
-The setting is a fraction of the blocks and not a switch: copies that overlap with computation take
-no extra time, and further copies do. This module holds the settings only. `saved_tensors` decides
-which tensors move, `activation_store` stores them, and only `recompute` replaces a block's forward.
-If a block is recomputed, its input moves. Results of operators that selective recomputation saves
-stay on the device.
+`ActivationOffload` moves what the first blocks of a model save for backward to host memory or
+files. The setting is a fraction of the blocks and not a switch: copies that overlap with
+computation take no extra time, and further copies do. `activations.activation_store` decides which
+tensors move and stores them, and only `recompute` replaces a block's forward. If a block is
+recomputed, its input moves. Results of operators that selective recomputation saves stay on the
+device.
 """
 
 from __future__ import annotations
@@ -48,7 +42,11 @@ from plait.parallel.parts import Parts
 from plait.parallel.technique import Technique, TechniqueContext
 from plait.parallel.techniques.compile import Compile
 
-OPTIMIZER_FIELD = "zero_optimization.offload_optimizer"
+_OPTIMIZER_FIELD = "zero_optimization.offload_optimizer"
+_PARAMETER_FIELD = "zero_optimization.offload_param"
+_FILES_NEED_CPU = (
+    "files are mapped into host memory, and copies to and from a GPU are not implemented yet"
+)
 
 
 class OptimizerOffload(Technique):
@@ -82,19 +80,20 @@ class OptimizerOffload(Technique):
             rule = "the device is the CPU, whose memory is the host's: nothing would move"
             raise ConfigError(
                 Problem(
-                    f"{OPTIMIZER_FIELD}.device",
+                    f"{_OPTIMIZER_FIELD}.device",
                     self.device,
                     rule,
                     'use "none", or "nvme" with a nvme_path',
                 )
             )
         if self.device == "nvme" and context.device_type != "cpu":
-            rule = (
-                "files are mapped into host memory, and copies to and from a GPU are not"
-                " implemented yet"
-            )
             raise ConfigError(
-                Problem(f"{OPTIMIZER_FIELD}.device", self.device, rule, 'use "cpu" or "none"')
+                Problem(
+                    f"{_OPTIMIZER_FIELD}.device",
+                    self.device,
+                    _FILES_NEED_CPU,
+                    'use "cpu" or "none"',
+                )
             )
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
@@ -106,17 +105,13 @@ class OptimizerOffload(Technique):
             return parts
         on_host = self.device == "cpu"
         pinned = on_host and self.pin_memory and accelerator.is_accelerator(mesh.device)
-        names = set()
-        for unit in offloaded_units(model_facts(parts.model, parts.blocks), self.ratio):
-            if unit >= 0:
-                names.add(parts.blocks[unit])
-            else:
-                # The parameters outside of the blocks.
-                names.add("")
+        # The unit -1 has the parameters outside of the blocks.
+        unit_names = (*parts.blocks, "")
+        units = offloaded_units(model_facts(parts.model, parts.blocks), self.ratio)
         return parts.with_shard(
             master_weights_on_host=on_host,
             pin_master_weights=pinned,
-            offloaded_units=frozenset(names),
+            offloaded_units=frozenset(unit_names[unit] for unit in units),
         )
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
@@ -128,7 +123,7 @@ class OptimizerOffload(Technique):
         moved = zero
         for parameter, padded, unpadded in offloaded_bytes_of(facts, ledger, self.ratio):
             if on_host:
-                # Master weights. In files `ParameterOffload` accounts for them.
+                # Master weights. In files `ParameterOffload` counts them.
                 moved = moved + padded
             if not parameter.trainable:
                 continue
@@ -147,9 +142,6 @@ class OptimizerOffload(Technique):
         # larger of the two counts.
         shard_buffers = ledger.memory.get("step_buffers", zero)
         return ledger.add_memory("step_buffers", np.maximum(chunks, shard_buffers) - shard_buffers)
-
-
-PARAMETER_FIELD = "zero_optimization.offload_param"
 
 
 class ParameterOffload(Technique):
@@ -187,15 +179,11 @@ class ParameterOffload(Technique):
             ConfigError: The device does not support files.
         """
         if self.device == "nvme" and not self.with_states and context.device_type != "cpu":
-            rule = (
-                "files are mapped into host memory, and copies to and from a GPU are not"
-                " implemented yet"
-            )
             raise ConfigError(
                 Problem(
-                    f"{PARAMETER_FIELD}.device",
+                    f"{_PARAMETER_FIELD}.device",
                     self.device,
-                    rule,
+                    _FILES_NEED_CPU,
                     'use "cpu" with offload_optimizer.device = "cpu", or "none"',
                 )
             )
@@ -259,13 +247,13 @@ class ActivationOffload(Technique):
             rule = f"of {len(blocks)} blocks that is less than half of one"
             remedy = f"use {1 / len(blocks):.3g} or more, or 0"
             raise ConfigError(Problem(f"{field}.fraction", self.fraction, rule, remedy))
-        if context.chosen(Compile).enabled:
+        if context.technique(Compile).enabled:
             rule = "what a compiled block saves is decided by the compiler"
             remedy = "use 0, or compile.enabled = false"
             raise ConfigError(Problem(f"{field}.fraction", self.fraction, rule, remedy))
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
-        """Create the store, which `Recompute.apply` then gives to the blocks."""
+        """Create the store, which `Recompute.apply` installs in the blocks."""
         count = self.blocks(len(parts.blocks))
         if not count:
             return parts
@@ -279,7 +267,9 @@ class ActivationOffload(Technique):
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
         """Return the hook that closes the store."""
         offloaded = parts.offloaded_activations
-        return [] if offloaded is None else [offloaded]
+        if offloaded is None:
+            return []
+        return [offloaded]
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
         """Return the ledger unchanged.

@@ -1,17 +1,15 @@
-"""Technique that places consecutive blocks of a model on different ranks.
+"""Pipeline parallelism: consecutive blocks of a model on different ranks.
 
-Micro-batches flow through the blocks in the order of a schedule. The schedule is a table
-(`schedules.schedule`) and the cut is data (`model.stages`). `stage` removes the blocks and
-parameters of other ranks from the model, in place, `runtime` executes the table, and
-`pipeline_zero` applies the ZeRO stages. This module holds the settings. It also sums the gradients
+Micro-batches pass through the blocks in the order of a schedule (`schedules.schedule`).
+`pipeline.stage` reduces the model to the blocks and parameters of this rank, in place, and
+`pipeline.runtime` executes the schedule. This module has the settings. It also sums the gradients
 of tied parameters, which several stages hold, and prefetches offloaded activations.
 
-ZeRO stages of a pipeline: reductions and freed parameters after each computation.
-
-The rules of `accounting.zero_rule` hold per pipeline stage, with the stage's micro-batches as the
-accumulation steps. torch's flags are set on each unit before each backward, because the stages of
-one rank end their steps at different times. A backward in two halves reduces when its second half
-has run.
+Note [ZeRO stages of a pipeline]
+    The rules of `accounting.ledger.after_block_backward` hold per pipeline stage, with the stage's
+    micro-batches as the accumulation steps. torch's flags are set on each unit before each
+    backward, because the stages of one rank end their steps at different times. A backward in two
+    halves reduces when its second half has run.
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -41,22 +40,254 @@ from plait.parallel.accounting.ledger import (
     after_root_backward,
 )
 from plait.parallel.activations.activation_store import ActivationStore
-from plait.parallel.data.reducer import Reducer
-from plait.parallel.gradient_sums import sum_gradients
+from plait.parallel.data.reducer import Reducer, sum_gradients
 from plait.parallel.hooks import FailureScope, StepHook
 from plait.parallel.parameter_layout import Reduction
 from plait.parallel.parts import Parts, Plans
-from plait.parallel.pipeline.account import cut, forward_costs
 from plait.parallel.pipeline.cut_check import CutCheck
+from plait.parallel.pipeline.estimates import balance_stages, forward_costs
 from plait.parallel.pipeline.runtime import Runtime
 from plait.parallel.pipeline.stage import PipelinePlan, Stage, StagedModel, stage_model
 from plait.parallel.schedules.schedule import SCHEDULES, Action, Kind, Schedule, make_schedule
 from plait.parallel.technique import Technique, TechniqueContext
 from plait.parallel.techniques.data_parallel import DataParallel
 
+
+class Pipeline(Technique):
+    """Settings of the pp axis. Its degree is part of the layout."""
+
+    schedule: str = "1f1b"
+    """Order of forwards and backwards: gpipe, 1f1b, interleaved-1f1b, looped-bfs,
+    interleaved-zero-bubble, zbv, dualpipev.
+    """
+    stages_per_rank: int | None = None
+    """Number of stages of each rank. None uses the number of the schedule."""
+    blocks_per_stage: tuple[int, ...] | None = None
+    """Number of blocks of each stage. None balances the cost of the stages."""
+
+    def apply(self, parts: Parts, mesh: Mesh) -> Parts:
+        """Remove the blocks and parameters of other ranks from the model, in place."""
+        plan = parts.plans.pipeline
+        if plan is None:
+            return parts
+        rank = mesh.coordinates["pp"]
+        if parts.router_statistics is not None:
+            # Router statistics replace the balance loss of the model's own forward.
+            plan.skeleton.model.config.output_router_logits = False  # type: ignore[union-attr]
+        staged = stage_model(
+            parts.model,
+            plan.cut,
+            plan.schedule.stages_of(rank),
+            region=parts.region,
+            device=mesh.device,
+        )
+        blocks = tuple(name for stage in staged.stages.values() for name in stage.blocks)
+        plans = replace(parts.plans, pipeline=replace(plan, staged=staged))
+        return replace(parts, blocks=blocks, plans=plans)
+
+    def check(self, context: TechniqueContext) -> Plans:
+        """Return the plan of the pipeline. See `plan`."""
+        return Plans(pipeline=self.plan(context))
+
+    def plan(self, context: TechniqueContext) -> PipelinePlan | None:
+        """Return the schedule's table and the cut of the model, or None for one rank.
+
+        Raises:
+            ConfigError: The schedule does not fit the model or another setting.
+            ModelError: The model cannot be cut.
+        """
+        pp = context.layout.pp
+        model = context.model
+        blocks = context.blocks
+        if pp == 1 or model is None:
+            return None
+        schedule = make_schedule(
+            self.schedule,
+            pp=pp,
+            microbatches=context.accumulation,
+            stages_per_rank=self.stages_per_rank,
+        )
+        if schedule.splits_backward:
+            self._refuse_split_backward(context)
+        block_list(model, blocks)
+        bounds = self._bounds(model, blocks, schedule.stages)
+        skeleton = Skeleton.of(model, blocks)
+        stage_cut = cut_model(model, blocks, bounds, skeleton=skeleton)
+        return PipelinePlan(schedule, stage_cut, skeleton)
+
+    def _refuse_split_backward(self, context: TechniqueContext) -> None:
+        """Raise ConfigError if a technique does not allow a backward in two halves."""
+        if context.technique(DataParallel).stage == 3:
+            unsplit = [name for name, spec in SCHEDULES.items() if not spec.splits_backward]
+            rule = (
+                "with ZeRO stage 3: it defers the gradients of weights, for which freed parameters"
+                " would have to be gathered a third time and all at once"
+            )
+            raise ConfigError(
+                Problem(
+                    "parallel.pipeline.schedule",
+                    self.schedule,
+                    rule,
+                    f"use ZeRO stage 2, or one of {', '.join(unsplit)}",
+                )
+            )
+        if context.layout.ep > 1:
+            rule = (
+                f"with parallel.ep = {context.layout.ep}: it computes a backward in two parts, and"
+                " tokens are exchanged in one"
+            )
+            raise ConfigError(
+                Problem(
+                    "parallel.pipeline.schedule",
+                    self.schedule,
+                    rule,
+                    'use "1f1b" or "gpipe", or parallel.ep = 1',
+                )
+            )
+
+    def _bounds(self, model: nn.Module, blocks: tuple[str, ...], stages: int) -> tuple[int, ...]:
+        """Return the index of the first block of each stage, and the number of blocks."""
+        counts = self.blocks_per_stage
+        if counts is None:
+            if stages > len(blocks):
+                rule = (
+                    f"{self.schedule} makes {stages} stages, each needs a block, and the model has"
+                    f" {len(blocks)}"
+                )
+                raise ConfigError(
+                    Problem(
+                        "parallel.pipeline.schedule",
+                        self.schedule,
+                        rule,
+                        "lower parallel.pp or stages_per_rank",
+                    )
+                )
+            costs = forward_costs(model_facts(model, blocks))
+            counts = balance_stages(costs.blocks, stages, first=costs.first, last=costs.last)
+        elif len(counts) != stages or sum(counts) != len(blocks) or min(counts) < 1:
+            rule = (
+                f"{self.schedule} has {stages} stages, and their blocks, at least 1 each, add up to"
+                f" the model's {len(blocks)}"
+            )
+            raise ConfigError(
+                Problem(
+                    "parallel.pipeline.blocks_per_stage",
+                    list(counts),
+                    rule,
+                    "leave it out to balance the stages",
+                )
+            )
+
+        return (0, *accumulate(counts))
+
+    def groups(self, context: TechniqueContext) -> Groups:
+        """Return the process groups that sum the gradients of tied parameters."""
+        plan = context.plans.pipeline
+        if plan is None:
+            return Groups()
+        return Groups(stages=tuple(plan.tied().values()))
+
+    def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
+        """Return the hook with the runtime of this rank."""
+        plan = parts.plans.pipeline
+        if plan is None:
+            return []
+        staged = plan.staged
+        schedule = plan.schedule
+        forward_group = mesh.group("pp")
+        assert staged is not None
+        assert forward_group is not None
+        assert mesh.reverse_pp is not None
+
+        zero = StagedZero(staged, schedule, zero=parts.zero_stage, reducer=parts.reducer)
+        messenger = Messenger([(forward_group, mesh.reverse_pp), *mesh.more_pp], device=mesh.device)
+        check = CutCheck(plan.skeleton, plan.cut, parts.model)
+        runtime = Runtime(schedule, staged, messenger, check=check, observers=[zero])
+        runtime.statistics = parts.router_statistics
+        offloaded = parts.offloaded_activations
+        if offloaded is not None:
+            offloaded_blocks = parts.blocks[: offloaded.blocks]
+            runtime.observers.append(
+                StagePrefetcher(offloaded.store, staged.stages, offloaded_blocks)
+            )
+
+        parameters: dict[str, nn.Parameter] = {}
+        for name, parameter in parts.model.named_parameters(remove_duplicate=False):
+            parameters.setdefault(plan.cut.first_names.get(name, name), parameter)
+        shared: dict[nn.Parameter, dist.ProcessGroup] = {}
+        counted: set[nn.Parameter] = set()
+        for name, ranks in plan.tied().items():
+            group = mesh.stages[ranks]
+            if group is not None and name in parameters and parameters[name].requires_grad:
+                shared[parameters[name]] = group
+                # The first of the stages adds the gradient to the norm.
+                if not Reduction(stages=tuple(ranks)).is_first_stage(mesh.coordinates):
+                    counted.add(parameters[name])
+        hook = PipelineRank(
+            runtime=runtime,
+            zero=zero,
+            shared=shared,
+            counted_by_other_stage=frozenset(counted),
+            track_unused=parts.tracks_unused,
+            output_rank=schedule.stage_ranks[-1],
+        )
+        return [hook]
+
+    def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
+        """Add the messages between stages and the sums of tied gradients.
+
+        Args:
+            ledger: Ledger of one rank, with its counts in `ledger.stage` (see `account`).
+            facts: Facts of the part of the model on that rank.
+        """
+        stage = ledger.stage
+        if stage is None:
+            return ledger
+        ledger = ledger.add_traffic("send", stage.sends * stage.boundary_bytes)
+        return ledger.add_traffic("all_reduce", stage.shared_bytes)
+
+
+@dataclass
+class PipelineRank(StepHook):
+    """Hook through which the engine runs this rank of a pipeline.
+
+    Attributes:
+        runtime: Executes the schedule.
+        zero: Observer that applies the ZeRO stages.
+        shared: Process group of each parameter that several pipeline ranks hold.
+        counted_by_other_stage: Shared parameters whose gradient another rank adds to the norm.
+        track_unused: Whether a step may leave shared parameters unused.
+        output_rank: The pp rank that holds the last stage.
+    """
+
+    runtime: Runtime
+    zero: StagedZero
+    shared: Mapping[nn.Parameter, dist.ProcessGroup]
+    counted_by_other_stage: frozenset[nn.Parameter]
+    track_unused: bool
+    output_rank: int
+
+    @property
+    def holds_output(self) -> bool:
+        """True if this rank holds the last stage."""
+        return self.runtime.messenger.rank == self.output_rank
+
+    def on_error(self, lost: FailureScope) -> None:
+        """Clear the state of a step that failed on all ranks."""
+        self.zero.forget()
+        self.runtime.messenger.forget()
+
+    def finish_reduction(self) -> None:
+        """Sum the gradients of shared parameters over the stages that hold them. Collective.
+
+        Call it after all other reductions.
+        """
+        for parameter, group in self.shared.items():
+            sum_gradients([parameter], group, users=group if self.track_unused else None)
+
+
 # Computations after which a micro-batch's gradients on a stage are complete.
 _COMPLETING_KINDS = (Kind.BACKWARD, Kind.WEIGHT)
-
 # Flags with which gradients accumulate and parameters stay gathered.
 _NOTHING_AFTER_BACKWARD = AfterBackward(False, False, False)
 
@@ -64,7 +295,8 @@ _NOTHING_AFTER_BACKWARD = AfterBackward(False, False, False)
 class StagedZero:
     """Observer of a `Runtime` that sets when units reduce gradients and free parameters.
 
-    Units are the modules that `fully_shard` gathers and reduces as one.
+    Units are the modules that `fully_shard` gathers and reduces as one. See Note [ZeRO stages of a
+    pipeline].
 
     Args:
         staged: Stages of this rank.
@@ -89,12 +321,11 @@ class StagedZero:
                 self._blocks.add(block)
                 stage_of_module.update(dict.fromkeys(block.modules(), index))
         # Blocks, and modules inside of them that are sharded separately.
-        self._stage_of: dict[FSDPModule, int] = {}
-        for unit in sharded_modules(model):
-            if unit in stage_of_module:
-                self._stage_of[unit] = stage_of_module[unit]
-        self._units = list(self._stage_of)
-        self._root = model if isinstance(model, FSDPModule) else None
+        self._units = [unit for unit in sharded_modules(model) if unit in stage_of_module]
+        self._stage_of = {unit: stage_of_module[unit] for unit in self._units}
+        self._root: FSDPModule | None = None
+        if isinstance(model, FSDPModule):
+            self._root = model
         # The root unit has the parameters outside of the blocks: those before the blocks on the
         # first stage, those after them on the last, rarely more on others.
         self._root_stages = staged.cut.outside_stages() & set(staged.stages)
@@ -181,206 +412,6 @@ def _set_unit_flags(unit: FSDPModule, after: AfterBackward) -> None:
     unit.set_reshard_after_backward(after.free, recurse=False)
 
 
-_UNSPLIT_SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs")
-
-
-class Pipeline(Technique):
-    """Settings of the pp axis. Its degree is part of the layout."""
-
-    schedule: str = "1f1b"
-    """Order of forwards and backwards: gpipe, 1f1b, interleaved-1f1b, looped-bfs,
-    interleaved-zero-bubble, zbv, dualpipev.
-    """
-    stages_per_rank: int | None = None
-    """Number of stages of each rank. None uses the number of the schedule."""
-    blocks_per_stage: tuple[int, ...] | None = None
-    """Number of blocks of each stage. None balances the cost of the stages."""
-
-    def apply(self, parts: Parts, mesh: Mesh) -> Parts:
-        """Remove the blocks and parameters of other ranks from the model, in place."""
-        plan = parts.plans.pipeline
-        if plan is None:
-            return parts
-        rank = mesh.coordinates["pp"]
-        if parts.router_statistics is not None:
-            # Router statistics replace the balance loss of the model's own forward.
-            plan.skeleton.model.config.output_router_logits = False  # type: ignore[union-attr]
-        staged = stage_model(
-            parts.model,
-            plan.cut,
-            plan.schedule.stages_of(rank),
-            region=parts.region,
-            device=mesh.device,
-        )
-        blocks = tuple(name for stage in staged.stages.values() for name in stage.blocks)
-        plans = replace(parts.plans, pipeline=replace(plan, staged=staged))
-        return replace(parts, blocks=blocks, plans=plans)
-
-    def check(self, context: TechniqueContext) -> Plans:
-        """Return the plan of the pipeline. See `plan`."""
-        return Plans(pipeline=self.plan(context))
-
-    def plan(self, context: TechniqueContext) -> PipelinePlan | None:
-        """Return the schedule's table and the cut of the model, or None for one rank.
-
-        Raises:
-            ConfigError: The schedule does not fit the model or another setting.
-            ModelError: The model cannot be cut.
-        """
-        pp = context.layout.pp
-        model = context.model
-        blocks = context.blocks
-        if pp == 1 or model is None:
-            return None
-        schedule = make_schedule(
-            self.schedule,
-            pp=pp,
-            microbatches=context.accumulation,
-            stages_per_rank=self.stages_per_rank,
-        )
-        if schedule.splits_backward:
-            self._refuse_split_backward(context)
-        block_list(model, blocks)
-        bounds = self._bounds(model, blocks, schedule.stages)
-        skeleton = Skeleton.of(model, blocks)
-        stage_cut = cut_model(model, blocks, bounds, skeleton=skeleton)
-        return PipelinePlan(schedule, stage_cut, skeleton)
-
-    def _refuse_split_backward(self, context: TechniqueContext) -> None:
-        """Raise ConfigError if a technique does not allow a backward in two halves."""
-        if context.chosen(DataParallel).stage == 3:
-            alternatives = ", ".join(name for name in SCHEDULES if name in _UNSPLIT_SCHEDULES)
-            rule = (
-                "with ZeRO stage 3: it defers the gradients of weights, for which freed parameters"
-                " would have to be gathered a third time and all at once"
-            )
-            raise ConfigError(
-                Problem(
-                    "parallel.pipeline.schedule",
-                    self.schedule,
-                    rule,
-                    f"use ZeRO stage 2, or one of {alternatives}",
-                )
-            )
-        if context.layout.ep > 1:
-            rule = (
-                f"with parallel.ep = {context.layout.ep}: it computes a backward in two parts, and"
-                " tokens are exchanged in one"
-            )
-            raise ConfigError(
-                Problem(
-                    "parallel.pipeline.schedule",
-                    self.schedule,
-                    rule,
-                    'use "1f1b" or "gpipe", or parallel.ep = 1',
-                )
-            )
-
-    def _bounds(self, model: nn.Module, blocks: tuple[str, ...], stages: int) -> tuple[int, ...]:
-        """Return the index of the first block of each stage, and the number of blocks."""
-        counts = self.blocks_per_stage
-        if counts is None:
-            if stages > len(blocks):
-                rule = (
-                    f"{self.schedule} makes {stages} stages, each needs a block, and the model has"
-                    f" {len(blocks)}"
-                )
-                raise ConfigError(
-                    Problem(
-                        "parallel.pipeline.schedule",
-                        self.schedule,
-                        rule,
-                        "lower parallel.pp or stages_per_rank",
-                    )
-                )
-            costs = forward_costs(model_facts(model, blocks))
-            counts = cut(costs.blocks, stages, first=costs.first, last=costs.last)
-        elif len(counts) != stages or sum(counts) != len(blocks) or min(counts) < 1:
-            rule = (
-                f"{self.schedule} has {stages} stages, and their blocks, at least 1 each, add up to"
-                f" the model's {len(blocks)}"
-            )
-            raise ConfigError(
-                Problem(
-                    "parallel.pipeline.blocks_per_stage",
-                    list(counts),
-                    rule,
-                    "leave it out to balance the stages",
-                )
-            )
-
-        bounds = [0]
-        for count in counts:
-            bounds.append(bounds[-1] + count)
-        return tuple(bounds)
-
-    def groups(self, context: TechniqueContext) -> Groups:
-        """Return the process groups that sum the gradients of tied parameters."""
-        plan = context.plans.pipeline
-        if plan is None:
-            return Groups()
-        return Groups(stages=tuple(plan.tied().values()))
-
-    def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
-        """Return the hook with the runtime of this rank."""
-        plan = parts.plans.pipeline
-        if plan is None:
-            return []
-        return [_make_hook(plan, parts, mesh)]
-
-    def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
-        """Add the messages between stages and the sums of tied gradients.
-
-        Args:
-            ledger: Ledger of one rank, with its counts in `ledger.stage` (see `account`).
-            facts: Facts of the part of the model on that rank.
-        """
-        stage = ledger.stage
-        if stage is None:
-            return ledger
-        ledger = ledger.add_traffic("send", stage.sends * stage.boundary_bytes)
-        return ledger.add_traffic("all_reduce", stage.shared_bytes)
-
-
-@dataclass
-class PipelineRank(StepHook):
-    """Hook through which the engine runs this rank of a pipeline.
-
-    Attributes:
-        runtime: Executes the schedule.
-        zero: Observer that applies the ZeRO stages.
-        shared: Process group of each parameter that several pipeline ranks hold.
-        counted: Shared parameters whose gradient another rank adds to the norm.
-        track_unused: Whether a step may leave shared parameters unused.
-        output_rank: The pp rank that holds the last stage.
-    """
-
-    runtime: Runtime
-    zero: StagedZero
-    shared: Mapping[nn.Parameter, dist.ProcessGroup]
-    counted: frozenset[nn.Parameter]
-    track_unused: bool
-    output_rank: int
-
-    @property
-    def holds_output(self) -> bool:
-        """True if this rank holds the last stage."""
-        return self.runtime.messenger.rank == self.output_rank
-
-    def on_error(self, lost: FailureScope) -> None:
-        """Clear the state of a step that failed on all ranks."""
-        self.zero.forget()
-        self.runtime.messenger.forget()
-
-    def finish_reduction(self) -> None:
-        """Sum the gradients of shared parameters over the stages that hold them. Collective.
-
-        Call it after all other reductions.
-        """
-        for parameter, group in self.shared.items():
-            sum_gradients([parameter], group, users=group if self.track_unused else None)
-
-
 class StagePrefetcher:
     """Observer of a `Runtime` that prefetches the offloaded activations of a stage.
 
@@ -410,45 +441,4 @@ class StagePrefetcher:
             elif torch.is_grad_enabled() and action.stage in self._ending_offloaded:
                 self._prefetches[key] = self._store.prefetcher()
         elif not done and action.kind is not Kind.WEIGHT and key in self._prefetches:
-            start_prefetch = self._prefetches.pop(key)
-            start_prefetch()
-
-
-def _make_hook(plan: PipelinePlan, parts: Parts, mesh: Mesh) -> PipelineRank:
-    staged = plan.staged
-    schedule = plan.schedule
-    forward_group = mesh.group("pp")
-    assert staged is not None
-    assert forward_group is not None
-    assert mesh.reverse_pp is not None
-
-    zero = StagedZero(staged, schedule, zero=parts.zero_stage, reducer=parts.reducer)
-    messenger = Messenger([(forward_group, mesh.reverse_pp), *mesh.more_pp], device=mesh.device)
-    check = CutCheck(plan.skeleton, plan.cut, parts.model)
-    runtime = Runtime(schedule, staged, messenger, check=check, observers=[zero])
-    runtime.statistics = parts.router_statistics
-    offloaded = parts.offloaded_activations
-    if offloaded is not None:
-        offloaded_blocks = parts.blocks[: offloaded.blocks]
-        runtime.observers.append(StagePrefetcher(offloaded.store, staged.stages, offloaded_blocks))
-
-    parameters: dict[str, nn.Parameter] = {}
-    for name, parameter in parts.model.named_parameters(remove_duplicate=False):
-        parameters.setdefault(plan.cut.first_names.get(name, name), parameter)
-    shared: dict[nn.Parameter, dist.ProcessGroup] = {}
-    counted: set[nn.Parameter] = set()
-    for name, ranks in plan.tied().items():
-        group = mesh.stages[ranks]
-        if group is not None and name in parameters and parameters[name].requires_grad:
-            shared[parameters[name]] = group
-            # The first of the stages adds the gradient to the norm.
-            if not Reduction(stages=tuple(ranks)).is_first_stage(mesh.coordinates):
-                counted.add(parameters[name])
-    return PipelineRank(
-        runtime=runtime,
-        zero=zero,
-        shared=shared,
-        counted=frozenset(counted),
-        track_unused=parts.tracks_unused,
-        output_rank=schedule.stage_ranks[-1],
-    )
+            self._prefetches.pop(key)()

@@ -4,14 +4,14 @@ The recomputation is bitwise the same, dropout included. It is built on torch's 
 checkpoint.
 
 A block's own `forward` is replaced, in place. Names of parameters do not change, and what sharding
-and sequence parallelism do around a block (gather parameters, cut the sequence) stays outside of it
-and is not repeated. The mode of every block is decided before anything runs: by the setting, or,
+and sequence parallelism do around a block (gather parameters, split the sequence) stays outside of
+it and is not repeated. The mode of every block is decided before anything runs: by the setting, or,
 for a budget, from measured activations (`accounting.activations`).
 
-Buffers that a recomputed block changes in its forward, such as running means.
-
-The recomputation begins with the values with which the forward began, and leaves the values that
-the forward left. Otherwise a mean would move twice, and gradients would be those of another loss.
+Note [Buffers of recomputed blocks]
+    A block may change buffers in its forward, such as running means. The recomputation begins with
+    the values with which the forward began, and leaves the values that the forward left. Otherwise
+    a mean would move twice, and gradients would be those of another loss.
 """
 
 from __future__ import annotations
@@ -44,95 +44,6 @@ from plait.parallel.techniques.compile import Compile
 from plait.parallel.techniques.tensor_parallel import TensorParallel
 from plait.parallel.tensor.styles import Region
 from plait.sizes import GIB, format_bytes
-
-BufferKey = tuple[nn.Module, str]
-"""Module and name of one of its buffers."""
-
-Values = dict[BufferKey, torch.Tensor]
-"""Copies of buffers."""
-
-# torch's batch_norm writes these without increasing their version.
-_UNVERSIONED = ("running_mean", "running_var")
-
-
-class ChangedBuffers:
-    """Saves and restores the buffers of one block that its forward changes.
-
-    Call `before` and `note` around every forward with gradients, and recompute inside `as_before`.
-    """
-
-    def __init__(self, block: nn.Module) -> None:
-        self._block = block
-        self._keys = [(module, name) for module in block.modules() for name in own_buffers(module)]
-        # Buffers that changed in any forward so far, by mode (training or evaluation). Without an
-        # entry the next forward saves all buffers, to see which of them change.
-        self._changing: dict[bool, set[BufferKey]] = {}
-        # Tensors and their versions at the last `before`.
-        self._seen: dict[BufferKey, tuple[torch.Tensor | None, int]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._keys)
-
-    def before(self) -> Values:
-        """Return copies of the buffers that a forward is about to change."""
-        values: Values = {}
-        changing = self._changing.get(self._block.training)
-        for key in self._keys:
-            module, name = key
-            tensor = own_buffers(module).get(name)
-            if tensor is None:
-                self._seen[key] = (None, 0)
-                continue
-            self._seen[key] = (tensor, version_of(tensor))
-            if changing is None or key in changing or self._is_unversioned(key):
-                values[key] = tensor.detach().clone()
-        return values
-
-    def note(self, values: Values) -> None:
-        """Remember which buffers a forward changed, and drop the copies of the others.
-
-        Args:
-            values: Result of `before` for this forward. Copies of unchanged buffers are removed.
-
-        Raises:
-            InputError: A buffer changed for the first time after the first forward.
-        """
-        changed = {key for key in self._keys if self._is_unversioned(key) or self._has_changed(key)}
-        for key in changed:
-            module, name = key
-            if key not in values and self._seen[key][0] is not None:
-                raise InputError(
-                    f"the buffer {name} of a {type(module).__name__} in a recomputed block began to"
-                    " change after the first forward, and recomputing would change it twice; use"
-                    " parallel.recompute.mode = none"
-                )
-        changed |= self._changing.get(self._block.training, set())
-        self._changing[self._block.training] = changed
-        for key in set(values) - changed:
-            del values[key]
-
-    @contextmanager
-    def as_before(self, values: Values) -> Iterator[None]:
-        """Return a context in which the block has copies of `values` as its buffers."""
-        current = {key: own_buffers(key[0]).get(key[1]) for key in values}
-        for (module, name), value in values.items():
-            own_buffers(module)[name] = value.clone()
-        try:
-            yield
-        finally:
-            for (module, name), tensor in current.items():
-                own_buffers(module)[name] = tensor
-
-    def _has_changed(self, key: BufferKey) -> bool:
-        tensor, version = self._seen[key]
-        current = own_buffers(key[0]).get(key[1])
-        return current is not tensor or (current is not None and version_of(current) != version)
-
-    @staticmethod
-    def _is_unversioned(key: BufferKey) -> bool:
-        module, name = key
-        return name in _UNVERSIONED and module.training
-
 
 Mode = Literal["none", "full", "selective", "budget"]
 """Values of `Recompute.mode`."""
@@ -189,10 +100,10 @@ class Recompute(Technique):
             _check_model(context.model, context.blocks, setting=f"{field} = {value!r}")
         # Raises ConfigError for unknown operators.
         selective.kept_operators(self.keep)
-        if context.chosen(Compile).enabled and self.mode != "full":
+        if context.technique(Compile).enabled and self.mode != "full":
             rule = "operators cannot be kept one by one inside a compiled block, which has its own"
             raise ConfigError(Problem(field, value, rule, 'use "full", or compile.enabled = false'))
-        if self.partition_inputs and context.chosen(TensorParallel).sequence_parallel:
+        if self.partition_inputs and context.technique(TensorParallel).sequence_parallel:
             rule = "with sequence parallelism a block's input is sharded over tp already"
             raise ConfigError(
                 Problem("activation_checkpointing.partition_activations", "true", rule, "use false")
@@ -412,7 +323,7 @@ def _wrap(
                     run, *leaves, use_reentrant=False, preserve_rng_state=True, **context_fn
                 )
 
-        values = buffers.before()
+        values = buffers.save()
         has_run = False
 
         def run_with_buffers(*leaves: Any) -> Any:
@@ -420,7 +331,7 @@ def _wrap(
             if not has_run:
                 has_run = True
                 return run(*leaves)
-            with buffers.as_before(values):
+            with buffers.restored(values):
                 return run(*leaves)
 
         with hooks:
@@ -431,10 +342,21 @@ def _wrap(
                 preserve_rng_state=True,
                 **context_fn,
             )
-        buffers.note(values)
+        buffers.record_changes(values)
         return output
 
     block.forward = checkpointed_forward
+
+
+def _without_cache(value: Any) -> Any:
+    """Return None for a KV cache, and other values unchanged.
+
+    A recomputed block would add its keys and values a second time. Training needs no cache, and
+    Transformers drops it as well if it recomputes.
+    """
+    if hasattr(value, "get_seq_length") and hasattr(value, "update"):
+        return None
+    return value
 
 
 def _prefetch_before_backward(block: nn.Module, store: ActivationStore) -> None:
@@ -454,12 +376,89 @@ def _prefetch_before_backward(block: nn.Module, store: ActivationStore) -> None:
     block.register_forward_hook(register_prefetch)
 
 
-def _without_cache(value: Any) -> Any:
-    """Return None for a KV cache, and other values unchanged.
+BufferKey = tuple[nn.Module, str]
+"""Module and name of one of its buffers."""
+Values = dict[BufferKey, torch.Tensor]
+"""Copies of buffers."""
+# torch's batch_norm writes these without increasing their version.
+_UNVERSIONED = ("running_mean", "running_var")
 
-    A recomputed block would add its keys and values a second time. Training needs no cache, and
-    Transformers drops it as well if it recomputes.
+
+class ChangedBuffers:
+    """Saves and restores the buffers of one block that its forward changes.
+
+    Call `save` and `record_changes` around every forward with gradients, and recompute inside of
+    `restored`. See Note [Buffers of recomputed blocks].
     """
-    if hasattr(value, "get_seq_length") and hasattr(value, "update"):
-        return None
-    return value
+
+    def __init__(self, block: nn.Module) -> None:
+        self._block = block
+        self._keys = [(module, name) for module in block.modules() for name in own_buffers(module)]
+        # Buffers that changed in any forward so far, by mode (training or evaluation). Without an
+        # entry the next forward saves all buffers, to see which of them change.
+        self._changing: dict[bool, set[BufferKey]] = {}
+        # Tensors and their versions at the last `save`.
+        self._versions: dict[BufferKey, tuple[torch.Tensor | None, int]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._keys)
+
+    def save(self) -> Values:
+        """Return copies of the buffers that a forward is about to change."""
+        values: Values = {}
+        changing = self._changing.get(self._block.training)
+        for key in self._keys:
+            module, name = key
+            tensor = own_buffers(module).get(name)
+            if tensor is None:
+                self._versions[key] = (None, 0)
+                continue
+            self._versions[key] = (tensor, version_of(tensor))
+            if changing is None or key in changing or self._is_unversioned(key):
+                values[key] = tensor.detach().clone()
+        return values
+
+    def record_changes(self, values: Values) -> None:
+        """Record which buffers a forward changed, and drop the copies of the others.
+
+        Args:
+            values: Result of `save` for this forward. Copies of unchanged buffers are removed.
+
+        Raises:
+            InputError: A buffer changed for the first time after the first forward.
+        """
+        changed = {key for key in self._keys if self._is_unversioned(key) or self._has_changed(key)}
+        for key in changed:
+            module, name = key
+            if key not in values and self._versions[key][0] is not None:
+                raise InputError(
+                    f"the buffer {name} of a {type(module).__name__} in a recomputed block began to"
+                    " change after the first forward, and recomputing would change it twice; use"
+                    " parallel.recompute.mode = none"
+                )
+        changed |= self._changing.get(self._block.training, set())
+        self._changing[self._block.training] = changed
+        for key in set(values) - changed:
+            del values[key]
+
+    @contextmanager
+    def restored(self, values: Values) -> Iterator[None]:
+        """Return a context in which the block has copies of `values` as its buffers."""
+        current = {key: own_buffers(key[0]).get(key[1]) for key in values}
+        for (module, name), value in values.items():
+            own_buffers(module)[name] = value.clone()
+        try:
+            yield
+        finally:
+            for (module, name), tensor in current.items():
+                own_buffers(module)[name] = tensor
+
+    def _has_changed(self, key: BufferKey) -> bool:
+        tensor, version = self._versions[key]
+        current = own_buffers(key[0]).get(key[1])
+        return current is not tensor or (current is not None and version_of(current) != version)
+
+    @staticmethod
+    def _is_unversioned(key: BufferKey) -> bool:
+        module, name = key
+        return name in _UNVERSIONED and module.training

@@ -1,11 +1,8 @@
 """Division of a model into the units that `fully_shard` gathers and reduces.
 
 Units are the blocks, the experts of a block on a separate mesh, modules that compute in float32,
-embeddings, the head, and the root unit with all other parameters.
-
-Checks for parameters that a layout cannot train like a single process.
-
-They run before any process group exists, and name the parameter.
+embeddings, the head, and the root unit with all other parameters. Parameters that a layout cannot
+train like a single process are refused by name, if possible before any process group exists.
 """
 
 from __future__ import annotations
@@ -34,6 +31,201 @@ from plait.model.outer_layers import OuterUnits
 from plait.parallel.parameter_layout import overlaps_itself
 from plait.parallel.parts import Parts
 from plait.sizes import dtype_name
+
+
+def shard_units(parts: Parts, mesh: Mesh, *, free_after_forward: bool | int) -> None:
+    """Shard the blocks and the parameters outside of them, in place.
+
+    Args:
+        parts: The model, with the outer units that `DataParallel.check` returned.
+        mesh: The mesh of all ranks.
+        free_after_forward: Whether the parameters of a block are freed after its forward. If this
+            is a number, they are resharded over that many ranks instead.
+
+    Raises:
+        ModelError: If torch cannot shard a parameter.
+    """
+    _refuse_unshardable(parts, is_pipeline=mesh.layout.pp > 1)
+    _make_contiguous(parts.model)
+    if mesh.layout.dp_replicate > 1:
+        dp_mesh = mesh.sub("dp_replicate", "dp_shard")
+    else:
+        dp_mesh = mesh.sub("dp_shard")
+
+    policy = MixedPrecisionPolicy(
+        param_dtype=parts.shard.compute_dtype, reduce_dtype=parts.shard.reduce_dtype
+    )
+    # Experts receive routing weights besides tokens, and those must keep their dtype.
+    expert_policy = MixedPrecisionPolicy(
+        param_dtype=policy.param_dtype,
+        reduce_dtype=policy.reduce_dtype,
+        cast_forward_inputs=False,
+    )
+    replicated = {
+        *quantised_by_bitsandbytes(parts.model).values(),
+        *(p for p in parts.model.parameters() if p.ndim == 0),
+    }
+
+    def shard(
+        name: str, over: DeviceMesh, precision: MixedPrecisionPolicy, *, free: bool | int
+    ) -> FSDPModule:
+        unit = _block_of(parts.blocks, name)
+        offload = OffloadPolicy()
+        if parts.shard.master_weights_on_host and unit in parts.shard.offloaded_units:
+            offload = CPUOffloadPolicy(pin_memory=parts.shard.pin_master_weights)
+        return fully_shard(
+            parts.model.get_submodule(name),
+            mesh=over,
+            mp_policy=precision,
+            offload_policy=offload,
+            reshard_after_forward=free,
+            ignored_params=replicated,
+        )
+
+    for name, expert_mesh in parts.shard.separate_mesh.items():
+        shard(name, expert_mesh, expert_policy, free=free_after_forward)
+    float32 = MixedPrecisionPolicy(
+        param_dtype=torch.float32,
+        reduce_dtype=policy.reduce_dtype,
+        output_dtype=policy.param_dtype,
+        cast_forward_inputs=True,
+    )
+    for name in parts.shard.float32_modules:
+        shard(name, dp_mesh, float32, free=free_after_forward)
+    for name in parts.blocks:
+        if name not in parts.shard.float32_modules:
+            shard(name, dp_mesh, policy, free=free_after_forward)
+
+    # A pipeline gathers the parameters outside of the blocks for each computation of a stage, so
+    # they stay one unit.
+    outer = OuterUnits()
+    if mesh.layout.pp == 1 and parts.plans.outer_units is not None:
+        outer = parts.plans.outer_units.without(parts.shard.float32_modules)
+    free_embeddings = bool(free_after_forward)
+    embeddings = [shard(name, dp_mesh, policy, free=free_embeddings) for name in outer.embeddings]
+    heads = []
+    if outer.head is not None:
+        heads.append(shard(outer.head, dp_mesh, policy, free=False))
+    # The root unit (final norms, small layers) is used at both ends of a pass. It stays gathered
+    # from the forward to the end of the backward.
+    root = shard("", dp_mesh, policy, free=False)
+    if embeddings or heads:
+        follow_root(root, embeddings=embeddings, heads=heads)
+
+
+def _refuse_unshardable(parts: Parts, *, is_pipeline: bool) -> None:
+    refuse_several_dtypes(parts.model, parts.blocks)
+    owner: dict[int, tuple[str, str]] = {}
+    for name, parameter in parts.model.named_parameters(remove_duplicate=False):
+        if parameter.ndim == 0:
+            if is_pipeline or parts.shard.master_weights_on_host:
+                raise ModelError(
+                    f"{name} is a 0-dimensional parameter, which a pipeline and an offloaded"
+                    " optimizer cannot shard; make it 1-dimensional (shape [1]) or use ZeRO"
+                    " stage 0"
+                )
+            continue
+        block = _block_of(parts.blocks, name) or "the rest of the model"
+        first_name, first_block = owner.setdefault(id(parameter), (name, block))
+        if block != first_block:
+            raise ModelError(
+                f"{first_name} and {name} share one parameter across two units ({first_block} and "
+                f"{block}), which cannot be sharded separately; use ZeRO stage 0, or put both "
+                "modules into one module whose forward runs both, and name it in parallel.blocks"
+            )
+
+
+def refuse_several_dtypes(model: nn.Module, blocks: Sequence[str]) -> None:
+    """Refuse units with parameters of several dtypes, which torch cannot shard.
+
+    A unit is a block, or all parameters outside of the blocks.
+
+    Raises:
+        ModelError: It names two parameters of a unit.
+    """
+    first: dict[str, tuple[str, torch.dtype]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            unit = next((block for block in blocks if name.startswith(f"{block}.")), "")
+            first_name, dtype = first.setdefault(unit, (name, parameter.dtype))
+            if dtype != parameter.dtype:
+                raise ModelError(
+                    f"{name} is {dtype_name(parameter.dtype)} and {first_name} {dtype_name(dtype)},"
+                    f" and what is sharded together ({unit or 'all outside of the blocks'}) has to"
+                    " be of one dtype; convert one of them, name modules of one dtype each in"
+                    " parallel.blocks, or use ZeRO stage 0"
+                )
+
+
+def _block_of(blocks: Sequence[str], name: str) -> str:
+    """Return the block that is called `name` or has it inside, or an empty string."""
+    return next((block for block in blocks if f"{name}.".startswith(f"{block}.")), "")
+
+
+def _make_contiguous(model: nn.Module) -> None:
+    """Make transposed and channels-last parameters contiguous, as `fully_shard` requires."""
+    for parameter in model.parameters():
+        if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
+
+
+def quantised_by_bitsandbytes(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the frozen 8-bit and 4-bit weights of bitsandbytes, by name.
+
+    They are replicated on every rank, because attributes of a weight hold the scales of all of it.
+    """
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if _library(parameter) == "bitsandbytes"
+    }
+
+
+def refuse_quantised(model: nn.Module, *, moved: bool, cast: bool, several: bool) -> None:
+    """Refuse weights that another library has quantised, if the layout would break them.
+
+    Args:
+        model: The model of the user.
+        moved: Whether parameters are moved to another device, offloaded, or split by tensor
+            parallelism.
+        cast: Whether blocks compute in another dtype.
+        several: Whether there are other processes.
+
+    Raises:
+        ModelError: It names the first such weight, with a remedy.
+    """
+    for name, parameter in quantised_by_bitsandbytes(model).items():
+        if moved:
+            raise ModelError(
+                f"{name} is {type(parameter).__name__} of bitsandbytes, whose scales are not with"
+                " its values, so it is neither split nor moved; use parallel.tp = 1 without"
+                " offload, any ZeRO stage and parallel.pp, and load it on this rank's device"
+            )
+    for name, parameter in model.named_parameters():
+        if _library(parameter) == "torchao" and (moved or cast or several):
+            raise ModelError(
+                f"{name} is {type(parameter).__name__} of torchao, which torch cannot send between"
+                " processes nor shard; quantise with bitsandbytes, or train adapters on weights"
+                " that are not quantised"
+            )
+
+
+def _library(parameter: nn.Parameter) -> str:
+    return type(parameter).__module__.partition(".")[0]
+
+
+def refuse_complex(model: nn.Module) -> None:
+    """Refuse complex parameters that would be cast to real numbers of 16 or 32 bits.
+
+    Raises:
+        ModelError: It names the first complex parameter.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.is_complex():
+            raise ModelError(
+                f"{name} is {dtype_name(parameter.dtype)}, and bf16, fp16 and"
+                " communication_data_type would drop its imaginary part; leave them out"
+            )
 
 
 def refuse_unusable_parameters(
@@ -93,87 +285,6 @@ def _refuse_sparse_gradients(model: nn.Module) -> None:
             )
 
 
-def quantised_by_bitsandbytes(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the frozen 8-bit and 4-bit weights of bitsandbytes, by name.
-
-    They are replicated on every rank, because attributes of a weight hold the scales of all of it.
-    """
-    return {
-        name: parameter
-        for name, parameter in model.named_parameters()
-        if _library(parameter) == "bitsandbytes"
-    }
-
-
-def refuse_quantised(model: nn.Module, *, moved: bool, cast: bool, several: bool) -> None:
-    """Refuse weights that another library has quantised, if the layout would break them.
-
-    Args:
-        model: The model of the user.
-        moved: Whether parameters are moved to another device, offloaded, or split by tensor
-            parallelism.
-        cast: Whether blocks compute in another dtype.
-        several: Whether there are other processes.
-
-    Raises:
-        ModelError: It names the first such weight, with a remedy.
-    """
-    for name, parameter in quantised_by_bitsandbytes(model).items():
-        if moved:
-            raise ModelError(
-                f"{name} is {type(parameter).__name__} of bitsandbytes, whose scales are not with"
-                " its values, so it is neither split nor moved; use parallel.tp = 1 without"
-                " offload, any ZeRO stage and parallel.pp, and load it on this rank's device"
-            )
-    for name, parameter in model.named_parameters():
-        if _library(parameter) == "torchao" and (moved or cast or several):
-            raise ModelError(
-                f"{name} is {type(parameter).__name__} of torchao, which torch cannot send between"
-                " processes nor shard; quantise with bitsandbytes, or train adapters on weights"
-                " that are not quantised"
-            )
-
-
-def _library(parameter: nn.Parameter) -> str:
-    return type(parameter).__module__.partition(".")[0]
-
-
-def refuse_several_dtypes(model: nn.Module, blocks: Sequence[str]) -> None:
-    """Refuse units with parameters of several dtypes, which torch cannot shard.
-
-    A unit is a block, or all parameters outside of the blocks.
-
-    Raises:
-        ModelError: It names two parameters of a unit.
-    """
-    first: dict[str, tuple[str, torch.dtype]] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            unit = next((block for block in blocks if name.startswith(f"{block}.")), "")
-            first_name, dtype = first.setdefault(unit, (name, parameter.dtype))
-            if dtype != parameter.dtype:
-                raise ModelError(
-                    f"{name} is {dtype_name(parameter.dtype)} and {first_name} {dtype_name(dtype)},"
-                    f" and what is sharded together ({unit or 'all outside of the blocks'}) has to"
-                    " be of one dtype; convert one of them, name modules of one dtype each in"
-                    " parallel.blocks, or use ZeRO stage 0"
-                )
-
-
-def refuse_complex(model: nn.Module) -> None:
-    """Refuse complex parameters that would be cast to real numbers of 16 or 32 bits.
-
-    Raises:
-        ModelError: It names the first complex parameter.
-    """
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.is_complex():
-            raise ModelError(
-                f"{name} is {dtype_name(parameter.dtype)}, and bf16, fp16 and"
-                " communication_data_type would drop its imaginary part; leave them out"
-            )
-
-
 def _refuse_shared_memory(model: nn.Module) -> None:
     by_storage: dict[int, list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -219,121 +330,3 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         end += (size - 1) * stride
     return start, int(end)
-
-
-def shard_units(parts: Parts, mesh: Mesh, *, free_after_forward: bool | int) -> None:
-    """Shard the blocks and the parameters outside of them, in place.
-
-    Args:
-        parts: The model, with the outer units that `DataParallel.check` returned.
-        mesh: The mesh of all ranks.
-        free_after_forward: Whether the parameters of a block are freed after its forward. If this
-            is a number, they are resharded over that many ranks instead.
-
-    Raises:
-        ModelError: If torch cannot shard a parameter.
-    """
-    _refuse_unshardable(parts, is_pipeline=mesh.layout.pp > 1)
-    _make_contiguous(parts.model)
-    axes: tuple[str, ...] = ("dp_shard",)
-    if mesh.layout.dp_replicate > 1:
-        axes = ("dp_replicate", "dp_shard")
-
-    def offload(unit: str) -> OffloadPolicy:
-        if parts.shard.master_weights_on_host and unit in parts.shard.offloaded_units:
-            return CPUOffloadPolicy(pin_memory=parts.shard.pin_master_weights)
-        return OffloadPolicy()
-
-    policy = MixedPrecisionPolicy(
-        param_dtype=parts.shard.compute_dtype, reduce_dtype=parts.shard.reduce_dtype
-    )
-    # Experts receive routing weights besides tokens, and those must keep their dtype.
-    expert_policy = MixedPrecisionPolicy(
-        param_dtype=policy.param_dtype,
-        reduce_dtype=policy.reduce_dtype,
-        cast_forward_inputs=False,
-    )
-    replicated = {
-        *quantised_by_bitsandbytes(parts.model).values(),
-        *(p for p in parts.model.parameters() if p.ndim == 0),
-    }
-
-    def shard(
-        name: str, over: DeviceMesh, precision: MixedPrecisionPolicy, unit: str, *, free: bool | int
-    ) -> FSDPModule:
-        module = parts.model.get_submodule(name)
-        return fully_shard(
-            module,
-            mesh=over,
-            mp_policy=precision,
-            offload_policy=offload(unit),
-            reshard_after_forward=free,
-            ignored_params=replicated,
-        )
-
-    for name, expert_mesh in parts.shard.separate_mesh.items():
-        unit = _block_of(parts.blocks, name)
-        shard(name, expert_mesh, expert_policy, unit, free=free_after_forward)
-    float32 = MixedPrecisionPolicy(
-        param_dtype=torch.float32,
-        reduce_dtype=policy.reduce_dtype,
-        output_dtype=policy.param_dtype,
-        cast_forward_inputs=True,
-    )
-    for name in parts.shard.float32_modules:
-        unit = _block_of(parts.blocks, name)
-        shard(name, mesh.sub(*axes), float32, unit, free=free_after_forward)
-    for name in parts.blocks:
-        if name not in parts.shard.float32_modules:
-            shard(name, mesh.sub(*axes), policy, name, free=free_after_forward)
-
-    # A pipeline gathers the parameters outside of the blocks for each computation of a stage, so
-    # they stay one unit.
-    outer = parts.plans.outer_units if mesh.layout.pp == 1 else None
-    outer = (outer or OuterUnits()).without(parts.shard.float32_modules)
-    free_embeddings = bool(free_after_forward)
-    embeddings = [
-        shard(name, mesh.sub(*axes), policy, "", free=free_embeddings) for name in outer.embeddings
-    ]
-    heads = []
-    if outer.head is not None:
-        heads.append(shard(outer.head, mesh.sub(*axes), policy, "", free=False))
-    # The root unit (final norms, small layers) is used at both ends of a pass. It stays gathered
-    # from the forward to the end of the backward.
-    root = shard("", mesh.sub(*axes), policy, "", free=False)
-    if embeddings or heads:
-        follow_root(root, embeddings=embeddings, heads=heads)
-
-
-def _block_of(blocks: Sequence[str], name: str) -> str:
-    """Return the block that is called `name` or has it inside, or an empty string."""
-    return next((block for block in blocks if f"{name}.".startswith(f"{block}.")), "")
-
-
-def _make_contiguous(model: nn.Module) -> None:
-    """Make transposed and channels-last parameters contiguous, as `fully_shard` requires."""
-    for parameter in model.parameters():
-        if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
-            parameter.data = parameter.data.contiguous()
-
-
-def _refuse_unshardable(parts: Parts, *, is_pipeline: bool) -> None:
-    refuse_several_dtypes(parts.model, parts.blocks)
-    owner: dict[int, tuple[str, str]] = {}
-    for name, parameter in parts.model.named_parameters(remove_duplicate=False):
-        if parameter.ndim == 0:
-            if is_pipeline or parts.shard.master_weights_on_host:
-                raise ModelError(
-                    f"{name} is a 0-dimensional parameter, which a pipeline and an offloaded"
-                    " optimizer cannot shard; make it 1-dimensional (shape [1]) or use ZeRO"
-                    " stage 0"
-                )
-            continue
-        block = _block_of(parts.blocks, name) or "the rest of the model"
-        first_name, first_block = owner.setdefault(id(parameter), (name, block))
-        if block != first_block:
-            raise ModelError(
-                f"{first_name} and {name} share one parameter across two units ({first_block} and "
-                f"{block}), which cannot be sharded separately; use ZeRO stage 0, or put both "
-                "modules into one module whose forward runs both, and name it in parallel.blocks"
-            )

@@ -1,23 +1,21 @@
 """Tensor parallelism and sequence parallelism over the tp axis.
 
 Layers are split by columns and rows, and the embedding and the head over the vocabulary. A plan
-(`model.plans`) says which module gets which style, and `styles` says what a style does. This module
-applies a plan to a model.
+(`model.plans`) assigns a style to each module, and `tensor.styles` implements the styles. This
+module applies a plan to a model.
 
 Parameters keep their names and global shapes. Split ones become DTensors over tp. Replicated ones
 stay plain, with equal values and gradients on every rank of the axis.
 
-Outputs of a model under tensor parallelism, besides its logits.
+Note [Marked outputs]
+    Besides logits, a model may return hidden states of its blocks, which sequence parallelism
+    shards, and attention weights, of which each rank has its heads. They are plain tensors while
+    the model runs. A mark records the dimension along which a tensor is sharded. Only shards among
+    the returned outputs are gathered, so that a loss computes the same as in a single process.
 
-These are hidden states of its blocks, which sequence parallelism shards, and attention weights, of
-which each rank has its heads. They are plain tensors while the model runs. A mark says along which
-dimension a tensor is a part. Only parts among the returned outputs are gathered, so that a loss
-computes the same as in a single process.
-
-Bytes that tensor parallelism sends over tp per optimizer step, from the plan and the shapes.
-
-With T tokens per micro-batch, w features, e bytes per element and n ranks, a collective moves
-T w e (n-1)/n, and an all-reduce twice that (ring). Per micro-batch (sp: sequence parallel):
+Note [Traffic of tensor parallelism]
+    With T tokens per micro-batch, w features, e bytes per element and n ranks, a collective moves
+    T w e (n-1)/n, and an all-reduce twice that (ring). Per micro-batch (sp: sequence parallel):
 
     input of column-parallel siblings  backward all-reduce
                                        sp: forward all-gather, backward reduce-scatter
@@ -28,9 +26,9 @@ T w e (n-1)/n, and an all-reduce twice that (ring). Per micro-batch (sp: sequenc
     loss over sharded logits           forward all-reduces of 3 T elements
     computed on all tokens             sp: forward, backward all-gather
 
-The traffic grows with the activations and not with the parameters (MISSION T3). The exception are
-replicated weights that ranks use on different tokens or heads, whose gradients are all-reduced.
-Sequence lengths are assumed to divide by n, and by the ranks of cp, whose tokens T includes.
+    The traffic grows with the activations and not with the parameters. The exception are replicated
+    weights that ranks use on different tokens or heads, whose gradients are all-reduced. Sequence
+    lengths are assumed to divide by n, and by the ranks of cp, whose tokens T includes.
 """
 
 from __future__ import annotations
@@ -64,11 +62,304 @@ from plait.parallel.tensor import styles
 from plait.parallel.tensor.hook_checks import refuse_hooks, watch
 from plait.parallel.tensor.styles import SEQUENCE, Region, RegionInput
 
+
+class TensorParallel(Technique):
+    """Tensor parallelism. Its degree is that of the layout."""
+
+    sequence_parallel: bool = False
+    """True to shard norms and the residual stream along the sequence.
+
+    All-reduces become reduce-scatters and all-gathers.
+    """
+    loss_parallel: bool = True
+    """True to leave the logits split over the vocabulary for a loss that supports it.
+
+    Training never builds the full logits with it.
+    """
+    tensor_overlap: int = 0
+    """Chunks in which a row-parallel product is computed. 0: all-reduces do not overlap.
+
+    The all-reduce of a chunk overlaps with the product of the next one, and that of input gradients
+    with the gradients of weights.
+    """
+    plan: Mapping[str, str] | None = None
+    """Style by module pattern, or None for the plan of the model family."""
+
+    def apply(self, parts: Parts, mesh: Mesh) -> Parts:
+        """Split the parameters in place, and replace the forwards of the modules in the plan."""
+        if mesh.layout.tp == 1:
+            return parts
+        # A dry run has no checks, and therefore no plan yet.
+        plan = parts.plans.tensor or self._plan(parts.model, parts.blocks, tp=mesh.layout.tp)
+        group = mesh.group("tp")
+        assert group is not None
+        region = Region(
+            group,
+            mesh.sub("tp"),
+            sequence_parallel=self.sequence_parallel,
+            overlap=self.tensor_overlap,
+            loss_parallel=self.loss_parallel,
+        )
+        _split_parameters(parts.model, plan, region.mesh)
+        _set_forwards(parts.model, plan, region, parts.blocks)
+        if self.sequence_parallel:
+            region.random_scope = "blocks"
+            gathers = any(
+                is_inside(entry.name, parts.blocks)
+                for entry in plan.modules
+                if entry.style in ("colwise_gather_output", "rowwise_split_input")
+            )
+            # Such a block also computes on all tokens, where ranks must draw the same numbers.
+            if plan.whole or gathers:
+                region.random_scope = "nothing"
+            _shard_sequence(parts.model, plan, region, parts.blocks)
+        _leave_random_streams(parts.model, region, parts.blocks)
+        _gather_outputs(parts.model, plan, region, parts.blocks)
+        # Last, because it wraps the forwards that were set above.
+        watch(parts.model, plan, blocks=parts.blocks, sequence_parallel=self.sequence_parallel)
+        return replace(parts, region=region, plans=replace(parts.plans, tensor=plan))
+
+    def check(self, context: TechniqueContext) -> Plans | None:
+        """Check that the model can be split, and return the plan of tensor parallelism.
+
+        Returns:
+            The plan of the splits, or None if there is no model or a single rank of tp.
+
+        Raises:
+            ModelError: The model cannot be split this way.
+            ConfigError: A setting is impossible.
+        """
+        if context.model is None or context.layout.tp == 1:
+            return None
+        return Plans(tensor=self._plan(context.model, context.blocks, tp=context.layout.tp))
+
+    def _plan(self, model: nn.Module, blocks: tuple[str, ...], *, tp: int) -> TensorPlan:
+        plan = make_plan(model, tp=tp, user=self.plan, blocks=blocks)
+        if self.sequence_parallel and plan.sequence_parallel is not True:
+            raise ModelError(
+                f"parallel.sequence_parallel = true: {plan.sequence_parallel}; use false"
+            )
+        refuse_hooks(model, plan, blocks=blocks, sequence_parallel=self.sequence_parallel)
+        return plan
+
+    def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
+        """Set the dimensions that are split, and add the traffic over the tp axis."""
+        if facts.tensor_plan is None:
+            return ledger
+        ledger = ledger.with_(
+            tensor_dims=facts.tensor_plan.dims, sequence_parallel=self.sequence_parallel
+        )
+        sent = _traffic(
+            facts,
+            facts.tensor_plan,
+            ledger,
+            sequence_parallel=self.sequence_parallel,
+            loss_parallel=self.loss_parallel,
+        )
+        for collective, count in sent.items():
+            ledger = ledger.add_traffic(collective, count)
+        return ledger
+
+
+def _split_parameters(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
+    """Replace every split parameter by a DTensor with this rank's shard.
+
+    Tied parameters stay tied.
+    """
+    keep_uneven_gradients_split()
+    group = mesh.get_group()
+    tied = tied_names(model)
+    tied_parameters = {name for names in tied for name in names}
+    untied = [(name,) for name, _ in model.named_parameters() if name not in tied_parameters]
+    for names in (*tied, *untied):
+        first = names[0]
+        dim = plan.dims[first]
+        if dim is None:
+            continue
+        parameter = model.get_parameter(first)
+        start, size = shard_range(parameter.shape[dim], group)
+        with torch.no_grad():
+            shard = parameter.detach().narrow(dim, start, size)
+            local = shard.clone(memory_format=torch.contiguous_format)
+        sharded = nn.Parameter(
+            DTensor.from_local(
+                local,
+                mesh,
+                [Shard(dim)],
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            ),
+            requires_grad=parameter.requires_grad,
+        )
+        for name in names:
+            owner, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, sharded)
+
+
+def _set_forwards(
+    model: nn.Module, plan: TensorPlan, region: Region, blocks: tuple[str, ...]
+) -> None:
+    containers: Sequence[str] = ()
+    unsharded: Sequence[str] = ()
+    if region.sequence_parallel:
+        containers = plan.regions
+        unsharded = plan.whole
+    for name in containers:
+        styles.gather_at(model.get_submodule(name), region)
+    for name in unsharded:
+        styles.compute_whole(model.get_submodule(name), region)
+
+    region_inputs: dict[str, RegionInput] = {}
+    for index, entry in enumerate(plan.modules):
+        module = model.get_submodule(entry.name)
+        sequence = (
+            region.sequence_parallel
+            and is_inside(entry.name, blocks)
+            and not is_inside(entry.name, unsharded)
+        )
+        parent = entry.name.rpartition(".")[0]
+        opened = is_inside(entry.name, containers)
+        region_input = region_inputs.setdefault(
+            parent, RegionInput(region, sequence=sequence, opened=opened, uses=0)
+        )
+        if entry.style in ("colwise", "colwise_gather_output", "kv_replicated"):
+            region_input.uses += 1
+        begins = entry.style in ("colwise", "kv_replicated") and _ends_behind(index, plan, blocks)
+        module.forward = _forward(
+            module, entry, plan, region, region_input, sequence=sequence, begins=begins
+        )
+    for name, attribute, value in plan.attributes:
+        setattr(model.get_submodule(name), attribute, value)
+
+
+def _ends_behind(index: int, plan: TensorPlan, blocks: tuple[str, ...]) -> bool:
+    """Return True if a row-parallel layer follows this column-parallel one in its block."""
+    name = plan.modules[index].name
+    block = next((f"{block}." for block in blocks if name.startswith(f"{block}.")), "")
+    return any(
+        other.style == "rowwise" and other.name.startswith(block)
+        for other in plan.modules[index + 1 :]
+    )
+
+
+def _forward(
+    module: nn.Module,
+    entry: StyledModule,
+    plan: TensorPlan,
+    region: Region,
+    region_input: RegionInput,
+    *,
+    sequence: bool,
+    begins: bool,
+) -> styles.Forward:
+    match entry.style:
+        case "colwise":
+            return styles.colwise(module, region, region_input, begins=begins)
+        case "colwise_gather_output":
+            return styles.colwise_gather_output(module, region, region_input)
+        case "kv_replicated":
+            return styles.kv_replicated(
+                module, region, region_input, heads=plan.kv_heads[entry.name], begins=begins
+            )
+        case "rowwise" | "rowwise_split_input":
+            return styles.rowwise(
+                module, region, split_input=entry.style == "rowwise_split_input", sequence=sequence
+            )
+        case "embedding_rowwise":
+            assert isinstance(module, nn.Embedding)
+            return styles.embedding_rowwise(module, region)
+        case "vocab_head":
+            return styles.vocab_head(module, region, RegionInput(region))
+        case "replicated_with_grad_allreduce":
+            return styles.summed_gradient(module, region)
+
+
+def _shard_sequence(
+    model: nn.Module, plan: TensorPlan, region: Region, blocks: tuple[str, ...]
+) -> None:
+    """Shard hidden states along the sequence, from the first block to the final norm.
+
+    Without a final norm the last block is the end. Outside, the model sees full sequences, so that
+    the positions, masks and shapes that it derives from them are right.
+    """
+    for name in (*plan.norms, *plan.adapters):
+        module = model.get_submodule(name)
+        module.forward = styles.summed_gradient(module, region)
+
+    def shard(hidden: torch.Tensor) -> torch.Tensor:
+        region.length = hidden.shape[SEQUENCE]
+        part = split(hidden, region.group, dim=SEQUENCE)
+        _mark_output(part, dim=SEQUENCE, length=region.length)
+        return part
+
+    def enter_first(
+        _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return styles.on_hidden(shard, args, kwargs)
+
+    def leave_last(_module: nn.Module, _args: object, output: object) -> object:
+        # The hidden states come first. OpenAI's GPT returns lists.
+        if isinstance(output, tuple | list):
+            entries = dict(enumerate(output))
+            entries[0] = leave_last(_module, _args, output[0])
+            return rebuild(output, entries)
+        if not isinstance(output, torch.Tensor):
+            raise ModelError(
+                f"{plan.final_norm or blocks[-1]} returns a {type(output).__name__}; with"
+                " parallel.sequence_parallel = true it has to return hidden states, alone or as"
+                " the first of a tuple; set parallel.sequence_parallel = false"
+            )
+        return gather(output, region.group, dim=SEQUENCE, length=region.length)
+
+    def enter_block(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if module.training and region.random_scope == "blocks":
+            region.stream.enter(args[0] if args else kwargs["hidden_states"])
+
+    def leave_block(_module: nn.Module, _args: object, output: Any) -> None:
+        hidden = output
+        if isinstance(output, tuple | list):
+            hidden = output[0]
+        _mark_output(hidden, dim=SEQUENCE, length=region.length)
+
+    for name in blocks:
+        model.get_submodule(name).register_forward_pre_hook(enter_block, with_kwargs=True)
+        model.get_submodule(name).register_forward_hook(leave_block)
+    model.get_submodule(blocks[0]).register_forward_pre_hook(
+        enter_first, with_kwargs=True, prepend=True
+    )
+    model.get_submodule(plan.final_norm or blocks[-1]).register_forward_hook(leave_last)
+
+
+def _leave_random_streams(model: nn.Module, region: Region, blocks: tuple[str, ...]) -> None:
+    """Return to the shared random numbers after each block, even if it failed."""
+
+    def leave(_module: nn.Module, _args: object, _output: object) -> None:
+        region.stream.leave()
+
+    for module in (model, *(model.get_submodule(name) for name in blocks)):
+        module.register_forward_hook(leave, always_call=True)
+
+
+def _gather_outputs(
+    model: nn.Module, plan: TensorPlan, region: Region, blocks: tuple[str, ...]
+) -> None:
+    for name, heads in plan.heads.items():
+        _mark_heads(model.get_submodule(name), heads=heads, group=region.group)
+    # The modules that own the lists of blocks return to the code around them, and the root returns
+    # to the user.
+    owners = {name.rpartition(".")[0].rpartition(".")[0]: None for name in blocks} | {"": None}
+    for name in owners:
+        gather_outputs(model.get_submodule(name), region.group)
+
+
 _MARK = "_plait_part"
 
 
-def mark_output(tensor: Any, *, dim: int, length: int) -> None:
+def _mark_output(tensor: Any, *, dim: int, length: int) -> None:
     """Mark a tensor as this rank's part of a larger tensor. Other values are ignored.
+
+    See Note [Marked outputs].
 
     Args:
         tensor: The part.
@@ -79,7 +370,7 @@ def mark_output(tensor: Any, *, dim: int, length: int) -> None:
         setattr(tensor, _MARK, (dim, length))
 
 
-def mark_heads(module: nn.Module, *, heads: int, group: ProcessGroup) -> None:
+def _mark_heads(module: nn.Module, *, heads: int, group: ProcessGroup) -> None:
     """Mark the attention weights [batch, heads, queries, keys] that an attention returns.
 
     They follow the first entry of its output.
@@ -91,7 +382,7 @@ def mark_heads(module: nn.Module, *, heads: int, group: ProcessGroup) -> None:
             return
         for value in output[1:]:
             if isinstance(value, torch.Tensor) and value.shape[1:2] == (local_heads,):
-                mark_output(value, dim=1, length=heads)
+                _mark_output(value, dim=1, length=heads)
 
     module.register_forward_hook(mark_weights)
 
@@ -133,7 +424,8 @@ def _gather_parts(value: Any, group: ProcessGroup) -> Any:
         for key, entry in list(value.items()):
             new = _gather_parts(entry, group)
             if new is not entry:
-                value[key] = new  # type: ignore[index]  # a ModelOutput or a dict
+                # A ModelOutput or a dict.
+                value[key] = new  # type: ignore[index]
         return value
     if not isinstance(value, nn.Module) and hasattr(value, "__dict__"):
         _gather_attributes(value, group)
@@ -150,7 +442,7 @@ def _gather_attributes(value: Any, group: ProcessGroup) -> None:
             object.__setattr__(value, name, new)
 
 
-def tensor_traffic(
+def _traffic(
     facts: ModelFacts,
     plan: TensorPlan,
     ledger: Ledger,
@@ -159,6 +451,8 @@ def tensor_traffic(
     loss_parallel: bool,
 ) -> dict[str, Array]:
     """Return the bytes that one rank sends per optimizer step, by collective.
+
+    See Note [Traffic of tensor parallelism].
 
     Args:
         facts: The parameters of the model.
@@ -316,300 +610,3 @@ def _widths(weight: ParameterFacts, plan: TensorPlan) -> tuple[int, int]:
     if is_transposed:
         return weight.shape[0], weight.shape[1]
     return weight.shape[1], weight.shape[0]
-
-
-class TensorParallel(Technique):
-    """Tensor parallelism. Its degree is that of the layout."""
-
-    sequence_parallel: bool = False
-    """True to shard norms and the residual stream along the sequence.
-
-    All-reduces become reduce-scatters and all-gathers.
-    """
-    loss_parallel: bool = True
-    """True to leave the logits split over the vocabulary for a loss that supports it.
-
-    Training never builds the full logits then.
-    """
-    tensor_overlap: int = 0
-    """Chunks in which a row-parallel product is computed. 0: all-reduces do not overlap.
-
-    The all-reduce of a chunk overlaps with the product of the next one, and that of input gradients
-    with the gradients of weights.
-    """
-    plan: Mapping[str, str] | None = None
-    """Style by module pattern, or None for the plan of the model family."""
-
-    def apply(self, parts: Parts, mesh: Mesh) -> Parts:
-        """Split the parameters in place, and replace the forwards of the modules in the plan."""
-        if mesh.layout.tp == 1:
-            return parts
-        # A dry run, which checks nothing, makes the plan here.
-        plan = parts.plans.tensor or self._plan(parts.model, parts.blocks, tp=mesh.layout.tp)
-        group = mesh.group("tp")
-        assert group is not None
-        region = Region(
-            group,
-            mesh.sub("tp"),
-            sequence_parallel=self.sequence_parallel,
-            overlap=self.tensor_overlap,
-            loss_parallel=self.loss_parallel,
-        )
-        _split_parameters(parts.model, plan, region.mesh)
-        _set_forwards(parts.model, plan, region, parts.blocks)
-        if self.sequence_parallel:
-            region.random_scope = "blocks"
-            # Such a block also computes on all tokens, where ranks must draw the same numbers.
-            if plan.whole or _gathers_inside(plan, parts.blocks):
-                region.random_scope = "nothing"
-            _shard_sequence(parts.model, plan, region, parts.blocks)
-        _end_parts(parts.model, region, parts.blocks)
-        _gather_outputs(parts.model, plan, region, parts.blocks)
-        # Last, because it wraps the forwards that were set above.
-        watch(parts.model, plan, blocks=parts.blocks, sequence_parallel=self.sequence_parallel)
-        return replace(parts, region=region, plans=replace(parts.plans, tensor=plan))
-
-    def check(self, context: TechniqueContext) -> Plans | None:
-        """Check that the model can be split, and return the plan of tensor parallelism.
-
-        Returns:
-            The plan of the splits, or None if there is no model or a single rank of tp.
-
-        Raises:
-            ModelError: The model cannot be split this way.
-            ConfigError: A setting is impossible.
-        """
-        if context.model is None or context.layout.tp == 1:
-            return None
-        return Plans(tensor=self._plan(context.model, context.blocks, tp=context.layout.tp))
-
-    def _plan(self, model: nn.Module, blocks: tuple[str, ...], *, tp: int) -> TensorPlan:
-        plan = make_plan(model, tp=tp, user=self.plan, blocks=blocks)
-        if self.sequence_parallel and plan.sequence_parallel is not True:
-            raise ModelError(
-                f"parallel.sequence_parallel = true: {plan.sequence_parallel}; use false"
-            )
-        refuse_hooks(model, plan, blocks=blocks, sequence_parallel=self.sequence_parallel)
-        return plan
-
-    def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
-        """Set the dimensions that are split, and add the traffic over the tp axis."""
-        if facts.tensor_plan is None:
-            return ledger
-        ledger = ledger.with_(
-            tensor_dims=facts.tensor_plan.dims, sequence_parallel=self.sequence_parallel
-        )
-        sent = tensor_traffic(
-            facts,
-            facts.tensor_plan,
-            ledger,
-            sequence_parallel=self.sequence_parallel,
-            loss_parallel=self.loss_parallel,
-        )
-        for collective, count in sent.items():
-            ledger = ledger.add_traffic(collective, count)
-        return ledger
-
-
-def _split_parameters(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
-    """Replace every split parameter by a DTensor with this rank's shard.
-
-    Tied parameters stay tied.
-    """
-    keep_uneven_gradients_split()
-    group = mesh.get_group()
-    for names in (*tied_names(model), *_untied_names(model)):
-        first = names[0]
-        dim = plan.dims[first]
-        if dim is None:
-            continue
-        parameter = model.get_parameter(first)
-        start, size = shard_range(parameter.shape[dim], group)
-        with torch.no_grad():
-            shard = parameter.detach().narrow(dim, start, size)
-            local = shard.clone(memory_format=torch.contiguous_format)
-        sharded = nn.Parameter(
-            DTensor.from_local(
-                local,
-                mesh,
-                [Shard(dim)],
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            ),
-            requires_grad=parameter.requires_grad,
-        )
-        for name in names:
-            owner, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(owner), leaf, sharded)
-
-
-def _untied_names(model: nn.Module) -> list[tuple[str, ...]]:
-    tied = {name for names in tied_names(model) for name in names}
-    return [(name,) for name, _ in model.named_parameters() if name not in tied]
-
-
-def _set_forwards(
-    model: nn.Module, plan: TensorPlan, region: Region, blocks: tuple[str, ...]
-) -> None:
-    containers: Sequence[str] = ()
-    unsharded: Sequence[str] = ()
-    if region.sequence_parallel:
-        containers = plan.regions
-        unsharded = plan.whole
-    for name in containers:
-        styles.gather_at(model.get_submodule(name), region)
-    for name in unsharded:
-        styles.compute_whole(model.get_submodule(name), region)
-
-    region_inputs: dict[str, RegionInput] = {}
-    for index, entry in enumerate(plan.modules):
-        module = model.get_submodule(entry.name)
-        sequence = (
-            region.sequence_parallel
-            and is_inside(entry.name, blocks)
-            and not is_inside(entry.name, unsharded)
-        )
-        parent = entry.name.rpartition(".")[0]
-        opened = is_inside(entry.name, containers)
-        region_input = region_inputs.setdefault(
-            parent, RegionInput(region, sequence=sequence, opened=opened, uses=0)
-        )
-        if entry.style in ("colwise", "colwise_gather_output", "kv_replicated"):
-            region_input.uses += 1
-        begins = entry.style in ("colwise", "kv_replicated") and _ends_behind(index, plan, blocks)
-        module.forward = _forward(
-            module, entry, plan, region, region_input, sequence=sequence, begins=begins
-        )
-    for name, attribute, value in plan.attributes:
-        setattr(model.get_submodule(name), attribute, value)
-
-
-def _ends_behind(index: int, plan: TensorPlan, blocks: tuple[str, ...]) -> bool:
-    """Return True if a row-parallel layer follows this column-parallel one in its block."""
-    name = plan.modules[index].name
-    block = next((f"{block}." for block in blocks if name.startswith(f"{block}.")), "")
-    return any(
-        other.style == "rowwise" and other.name.startswith(block)
-        for other in plan.modules[index + 1 :]
-    )
-
-
-def _gathers_inside(plan: TensorPlan, blocks: tuple[str, ...]) -> bool:
-    gathered = [
-        entry.name
-        for entry in plan.modules
-        if entry.style in ("colwise_gather_output", "rowwise_split_input")
-    ]
-    return any(is_inside(name, blocks) for name in gathered)
-
-
-def _forward(
-    module: nn.Module,
-    entry: StyledModule,
-    plan: TensorPlan,
-    region: Region,
-    region_input: RegionInput,
-    *,
-    sequence: bool,
-    begins: bool,
-) -> styles.Forward:
-    match entry.style:
-        case "colwise":
-            return styles.colwise(module, region, region_input, begins=begins)
-        case "colwise_gather_output":
-            return styles.colwise_gather_output(module, region, region_input)
-        case "kv_replicated":
-            return styles.kv_replicated(
-                module, region, region_input, heads=plan.kv_heads[entry.name], begins=begins
-            )
-        case "rowwise" | "rowwise_split_input":
-            return styles.rowwise(
-                module, region, split_input=entry.style == "rowwise_split_input", sequence=sequence
-            )
-        case "embedding_rowwise":
-            assert isinstance(module, nn.Embedding)
-            return styles.embedding_rowwise(module, region)
-        case "vocab_head":
-            return styles.vocab_head(module, region, RegionInput(region))
-        case "replicated_with_grad_allreduce":
-            return styles.summed_gradient(module, region)
-
-
-def _shard_sequence(
-    model: nn.Module, plan: TensorPlan, region: Region, blocks: tuple[str, ...]
-) -> None:
-    """Shard hidden states along the sequence, from the first block to the final norm.
-
-    Without a final norm the last block is the end. Outside, the model sees full sequences, so that
-    the positions, masks and shapes that it derives from them are right.
-    """
-    for name in (*plan.norms, *plan.adapters):
-        module = model.get_submodule(name)
-        module.forward = styles.summed_gradient(module, region)
-
-    def shard(hidden: torch.Tensor) -> torch.Tensor:
-        region.length = hidden.shape[SEQUENCE]
-        part = split(hidden, region.group, dim=SEQUENCE)
-        mark_output(part, dim=SEQUENCE, length=region.length)
-        return part
-
-    def enter_first(
-        _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return styles.on_hidden(shard, args, kwargs)
-
-    def leave_last(_module: nn.Module, _args: object, output: object) -> object:
-        # The hidden states come first. OpenAI's GPT returns lists.
-        if isinstance(output, tuple | list):
-            entries = dict(enumerate(output))
-            entries[0] = leave_last(_module, _args, output[0])
-            return rebuild(output, entries)
-        if not isinstance(output, torch.Tensor):
-            raise ModelError(
-                f"{plan.final_norm or blocks[-1]} returns a {type(output).__name__}; with"
-                " parallel.sequence_parallel = true it has to return hidden states, alone or as"
-                " the first of a tuple; set parallel.sequence_parallel = false"
-            )
-        return gather(output, region.group, dim=SEQUENCE, length=region.length)
-
-    def enter_block(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if module.training and region.random_scope == "blocks":
-            hidden = args[0] if args else kwargs["hidden_states"]
-            region.stream.enter(hidden)
-
-    def leave_block(_module: nn.Module, _args: object, output: Any) -> None:
-        hidden = output
-        if isinstance(output, tuple | list):
-            hidden = output[0]
-        mark_output(hidden, dim=SEQUENCE, length=region.length)
-
-    for name in blocks:
-        model.get_submodule(name).register_forward_pre_hook(enter_block, with_kwargs=True)
-        model.get_submodule(name).register_forward_hook(leave_block)
-    model.get_submodule(blocks[0]).register_forward_pre_hook(
-        enter_first, with_kwargs=True, prepend=True
-    )
-    model.get_submodule(plan.final_norm or blocks[-1]).register_forward_hook(leave_last)
-
-
-def _end_parts(model: nn.Module, region: Region, blocks: tuple[str, ...]) -> None:
-    """Return to the shared random numbers after each block, even if it failed."""
-
-    def leave(_module: nn.Module, _args: object, _output: object) -> None:
-        region.stream.leave()
-
-    for module in (model, *(model.get_submodule(name) for name in blocks)):
-        module.register_forward_hook(leave, always_call=True)
-
-
-def _gather_outputs(
-    model: nn.Module, plan: TensorPlan, region: Region, blocks: tuple[str, ...]
-) -> None:
-    for name, heads in plan.heads.items():
-        mark_heads(model.get_submodule(name), heads=heads, group=region.group)
-    # The modules that own the lists of blocks return to the code around them, and the root returns
-    # to the user.
-    owners = {name.rpartition(".")[0].rpartition(".")[0]: None for name in blocks} | {"": None}
-    for name in owners:
-        gather_outputs(model.get_submodule(name), region.group)

@@ -172,8 +172,10 @@ def test_documents_with_a_cache() -> None:
     batch = {"input_ids": ids, "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])}
     technique = ContextParallel()
     with pytest.raises(InputError, match="position_ids restart within a row.*use_cache"):
-        technique.part(batch, technique.layout(2, 0), keeps_cache=True)
-    own = technique.part({**batch, "use_cache": False}, technique.layout(2, 1), keeps_cache=True)
+        technique.local_batch(batch, technique.layout(2, 0), keeps_cache=True)
+    own = technique.local_batch(
+        {**batch, "use_cache": False}, technique.layout(2, 1), keeps_cache=True
+    )
     assert own["position_ids"].tolist() == [[2, 0, 1, 2]] and own["attention_mask"][
         0, 0, :, 0
     ].tolist() == [0, 3, 3, 3]
@@ -186,13 +188,13 @@ def test_documents_that_one_process_does_not_separate() -> None:
     with pytest.raises(
         InputError, match="Transformers' gpt_oss ignores them .* use one row per document"
     ):
-        technique.part(
+        technique.local_batch(
             {"input_ids": ids, "position_ids": positions % 3},
             technique.layout(2, 0),
             family="gpt_oss",
         )
     assert (
-        technique.part(
+        technique.local_batch(
             {"input_ids": ids, "position_ids": positions}, technique.layout(2, 0), family="gpt_oss"
         )["use_cache"]
         is False

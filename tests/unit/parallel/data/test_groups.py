@@ -45,4 +45,4 @@ INT8 = Compression(scheme=Scheme(gradient_bits=8))
 def test_levels(layout: Layout, techniques: tuple[Any, ...], expected: tuple[str, ...]) -> None:
     given: tuple[Technique, ...] = techniques
     context = TechniqueContext(layout, given)
-    assert context.chosen(DataParallel).groups(context).levels == expected
+    assert context.technique(DataParallel).groups(context).levels == expected

@@ -157,10 +157,10 @@ def test_the_second_view(layout: Layout) -> None:
         ((), 1),
         (("dp_shard",), layout.dp_shard),
     ):
-        counted = [rank for rank, at in enumerate(places) if Reduction(sharded).counts_at(at)]
+        counted = [rank for rank, at in enumerate(places) if Reduction(sharded).counts_in_norm(at)]
         assert len(counted) == parts * layout.pp
         assert counted == [
-            rank for rank, at in enumerate(places) if Reduction(sharded).is_written_at(at)
+            rank for rank, at in enumerate(places) if Reduction(sharded).is_written_by(at)
         ]
 
 

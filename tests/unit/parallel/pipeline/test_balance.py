@@ -14,7 +14,13 @@ from torch import nn
 from plait.errors import InputError, ModelError
 from plait.model.blocks import find_blocks
 from plait.model.facts import ModelFacts, model_facts
-from plait.parallel.pipeline.account import ForwardCosts, cut, forward_costs, imbalance, stage_costs
+from plait.parallel.pipeline.estimates import (
+    ForwardCosts,
+    balance_stages,
+    forward_costs,
+    imbalance,
+    stage_costs,
+)
 
 costs = st.one_of(
     st.integers(0, 20), st.floats(0, 100, allow_nan=False), st.sampled_from([0.1, 0.2, 0.3])
@@ -34,7 +40,7 @@ def test_no_cut_is_better(
 ) -> None:
     """Of all cuts, with the two ends."""
     stages = data.draw(st.integers(1, len(blocks)))
-    found = cut(blocks, stages, first=first, last=last)
+    found = balance_stages(blocks, stages, first=first, last=last)
     assert len(found) == stages and sum(found) == len(blocks) and min(found) >= 1
     best = min(
         max(stage_costs(blocks, sizes, first=first, last=last))
@@ -50,7 +56,7 @@ def test_equal_blocks(blocks: int, data: st.DataObject) -> None:
     """The quotient and one more, the larger ones at the end."""
     stages = data.draw(st.integers(1, blocks))
     cost = data.draw(st.sampled_from([1, 0.1, 1e15, 1e-3]))
-    assert list(cut([cost] * blocks, stages)) == sorted(
+    assert list(balance_stages([cost] * blocks, stages)) == sorted(
         blocks // stages + (stage < blocks % stages) for stage in range(stages)
     )
 
@@ -71,13 +77,13 @@ def test_cuts(
     blocks: list[float], stages: int, first: float, last: float, expected: tuple[int, ...]
 ) -> None:
     """Ties and ends as documented."""
-    assert cut(blocks, stages, first=first, last=last) == expected
+    assert balance_stages(blocks, stages, first=first, last=last) == expected
 
 
 def test_floats_are_compared_exactly() -> None:
     """0.1 + 0.2 > 0.3 in binary: the limit is one that some cut has, to the last bit."""
-    assert cut([0.1, 0.2, 0.3, 0.3], 3) == (2, 1, 1)
-    assert cut([1e-300, 1e300, 1e-300], 2) == (1, 2)
+    assert balance_stages([0.1, 0.2, 0.3, 0.3], 3) == (2, 1, 1)
+    assert balance_stages([1e-300, 1e300, 1e-300], 2) == (1, 2)
 
 
 def test_many_blocks_and_stages() -> None:
@@ -89,7 +95,7 @@ def test_many_blocks_and_stages() -> None:
         [0.0] * 999 + [1.0],
     ):
         for stages in (2, 17, 512, 1000):
-            assert sum(cut(blocks, stages, first=0.5, last=12.25)) == 1000
+            assert sum(balance_stages(blocks, stages, first=0.5, last=12.25)) == 1000
     assert time.process_time() - begun < 5
 
 
@@ -99,14 +105,14 @@ def test_wrong_arguments() -> None:
         InputError,
         match="5 pipeline stages and 4 blocks: every stage needs a block; use 1 to 4 stages",
     ):
-        cut([1, 1, 1, 1], 5)
+        balance_stages([1, 1, 1, 1], 5)
     with pytest.raises(InputError):
-        cut([1, 1], 0)
+        balance_stages([1, 1], 0)
     for bad in (-1.0, float("nan"), float("inf")):
         with pytest.raises(InputError, match="be finite and at least 0"):
-            cut([1, bad], 1)
+            balance_stages([1, bad], 1)
         with pytest.raises(InputError, match="be finite and at least 0"):
-            cut([1, 1], 1, last=bad)
+            balance_stages([1, 1], 1, last=bad)
     with pytest.raises(InputError, match="their sum must be the 3 blocks"):
         stage_costs([1, 1, 1], [1, 1])
     with pytest.raises(InputError):
@@ -141,7 +147,7 @@ def test_embedding_and_head(tied: bool) -> None:
     model = Llama(tied)
     expected = ForwardCosts((2.0 * 2 * 8 * 16,) * 3, 0.0, 2.0 * 50 * 8)
     assert forward_costs(model_facts(model, find_blocks(model))) == expected
-    assert cut(expected.blocks, 2, first=expected.first, last=expected.last) == (2, 1)
+    assert balance_stages(expected.blocks, 2, first=expected.first, last=expected.last) == (2, 1)
 
 
 def test_convolutions_and_shared_blocks() -> None:
@@ -178,7 +184,7 @@ def test_costs_of_a_published_model() -> None:
         )
     found = forward_costs(model_facts(model, find_blocks(model)))
     assert found == ForwardCosts((2.0 * 218_103_808,) * 32, 0.0, 2.0 * 525_336_576)
-    sizes = cut(found.blocks, 4, first=found.first, last=found.last)
+    sizes = balance_stages(found.blocks, 4, first=found.first, last=found.last)
     assert sizes == (8, 9, 9, 6)
     assert imbalance(
         stage_costs(found.blocks, sizes, first=found.first, last=found.last)

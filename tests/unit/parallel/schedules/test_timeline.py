@@ -207,7 +207,7 @@ def test_peak_in_flight(schedule: Schedule) -> None:
         "zbv": [2 * p] * p,
         "dualpipev": [2 * p + 1] * p,
     }[schedule.name]
-    stages = peak_in_flight(schedule, held=(1,) * schedule.stages)
+    stages = peak_in_flight(schedule, sizes=(1,) * schedule.stages)
     if schedule.name == "zbv" and m < 2 * p - 1:
         assert all(count <= min(2 * m, 2 * p) for count in stages)
     else:
@@ -224,7 +224,7 @@ def test_peak_with_unequal_stages(data: st.DataObject, schedule: Schedule) -> No
     sizes = data.draw(
         st.lists(st.integers(0, 9), min_size=schedule.stages, max_size=schedule.stages)
     )
-    peaks = peak_in_flight(schedule, held=sizes)
+    peaks = peak_in_flight(schedule, sizes=sizes)
     for rank, row in enumerate(schedule.ranks):
         most = 0
         for at in range(len(row)):
@@ -277,7 +277,7 @@ def relaxed(schedule: Schedule, durations: Durations) -> dict[Action, float]:
                     own = by[need.stage, need.microbatch, need.payload is Payload.ACTIVATION]
                     crosses = need.stage != action.stage and destination(schedule, need) is not None
                     last = max(last, arrivals[need] if crosses else ends[own])
-                last = ends[action] = last + durations.of(action)
+                last = ends[action] = last + durations.duration(action)
         if before == (ends, arrivals):
             return ends
 
@@ -292,12 +292,14 @@ def test_times_are_the_earliest_possible(data: st.DataObject, schedule: Schedule
     for row, planned in zip(timeline.ranks, schedule.ranks, strict=True):
         assert tuple(span.action for span in row) == planned
         for span in row:
-            assert span.end == ends[span.action] and span.end - span.start == durations.of(
+            assert span.end == ends[span.action] and span.end - span.start == durations.duration(
                 span.action
             )
     assert timeline.total == max(ends.values())
     for rank in range(schedule.pp):
-        assert timeline.busy(rank) == sum(durations.of(action) for action in schedule.ranks[rank])
+        assert timeline.busy(rank) == sum(
+            durations.duration(action) for action in schedule.ranks[rank]
+        )
 
 
 def test_messages_queue_on_a_link() -> None:
@@ -350,8 +352,8 @@ def test_wrong_durations() -> None:
     ):
         with pytest.raises(InputError, match="durations"):
             simulate(schedule, bad)
-    with pytest.raises(InputError, match="held has 1 values"):
-        peak_in_flight(schedule, held=(1,))
+    with pytest.raises(InputError, match="sizes has 1 values"):
+        peak_in_flight(schedule, sizes=(1,))
 
 
 def test_all_schedules_are_covered() -> None:

@@ -1,15 +1,13 @@
-"""Ledger of one pipeline rank, and its unsharded memory after every computation of the schedule.
+"""Numbers of a pipeline without running it: balanced stages, and the bytes of each rank.
 
-A rank's parameters are those of its stages. On them the accounts of all techniques apply as without
+`balance_stages` partitions the blocks such that the slowest stage is as fast as possible. It works
+on numbers only: costs of blocks in, numbers of blocks out. The embedding is on the first stage and
+the head on the last, and both are counted. Stages are contiguous in the model's order. The result
+is exact: no other partition has a smaller largest stage.
+
+A rank's parameters are those of its stages. For them the numbers of all techniques hold as without
 a pipeline. What differs is counted from the schedule's table: how often the root unit (the
-parameters outside of the blocks) is gathered and reduced, what stays unsharded between
-computations, and what is sent to other stages.
-
-Cut of a model into pipeline stages that makes the slowest stage as fast as possible.
-
-The functions work on numbers only: costs of blocks in, numbers of blocks out. The embedding is on
-the first stage and the head on the last, and both are counted. Stages are contiguous in the model's
-order. The result is exact: no other cut has a smaller largest stage.
+parameters outside of the blocks) is gathered and reduced, and what is sent to other stages.
 """
 
 from __future__ import annotations
@@ -23,33 +21,16 @@ from math import lcm
 import numpy as np
 
 from plait.errors import InputError, ModelError
-from plait.model.facts import ModelFacts, ParameterFacts, block_index
+from plait.model.facts import ModelFacts, block_index
 from plait.model.outer_layers import OuterUnits
 from plait.model.plans import TensorPlan
 from plait.model.stages import StageCut
 from plait.parallel.accounting.ledger import (
     Ledger,
     StageCounts,
-    after_block_backward,
-    after_root_backward,
     parameter_part,
 )
 from plait.parallel.schedules.schedule import Action, Kind, Schedule, messages
-
-
-@dataclass(frozen=True)
-class ForwardCosts:
-    """Costs of the parts of a model, in one unit.
-
-    Attributes:
-        blocks: Cost of every block, in the model's order.
-        first: Cost of the modules before the blocks, on the first stage.
-        last: Cost of the modules after the blocks, on the last stage.
-    """
-
-    blocks: tuple[float, ...]
-    first: float
-    last: float
 
 
 def forward_costs(facts: ModelFacts) -> ForwardCosts:
@@ -71,7 +52,7 @@ def forward_costs(facts: ModelFacts) -> ForwardCosts:
     """
     if not facts.blocks:
         raise ModelError(
-            "the model has no repeated blocks to cut into pipeline stages; name them in"
+            "the model has no repeated blocks to split into pipeline stages; name them in"
             " parallel.blocks"
         )
     blocks = [0.0] * len(facts.blocks)
@@ -95,15 +76,30 @@ def forward_costs(facts: ModelFacts) -> ForwardCosts:
     return ForwardCosts(tuple(blocks), first, last)
 
 
-def cut(
+@dataclass(frozen=True)
+class ForwardCosts:
+    """Costs of the parts of a model, in one unit.
+
+    Attributes:
+        blocks: Cost of every block, in the model's order.
+        first: Cost of the modules before the blocks, on the first stage.
+        last: Cost of the modules after the blocks, on the last stage.
+    """
+
+    blocks: tuple[float, ...]
+    first: float
+    last: float
+
+
+def balance_stages(
     costs: Sequence[float], stages: int, *, first: float = 0, last: float = 0
 ) -> tuple[int, ...]:
     """Return the number of blocks of each stage that minimises the cost of the largest stage.
 
-    Several cuts may be best. Of these, each stage in turn takes as many blocks as fit into an equal
-    share of what remains, and more only if the remainder would not fit otherwise. So what cannot be
-    shared evenly is on the later stages (10 equal blocks on 4 stages: 2, 2, 3, 3), and the earlier
-    stages, which hold the activations of more micro-batches, have less.
+    Several partitions may be best. Of these, each stage in turn takes as many blocks as fit into an
+    equal share of what remains, and more only if the remainder would not fit otherwise. So later
+    stages get the larger shares if the blocks cannot be shared evenly (10 equal blocks on 4 stages:
+    2, 2, 3, 3), because earlier stages hold the activations of more micro-batches.
 
     Args:
         costs: Cost of each block.
@@ -195,7 +191,7 @@ def _stages_needed(items: Sequence[int], limit: int) -> list[int]:
 def stage_costs(
     costs: Sequence[float], sizes: Sequence[int], *, first: float = 0, last: float = 0
 ) -> tuple[float, ...]:
-    """Return the cost of each stage of a cut.
+    """Return the cost of each stage.
 
     Args:
         costs: Cost of each block.
@@ -227,30 +223,13 @@ def imbalance(loads: Sequence[float]) -> float:
     return max(loads) / mean if mean else 1.0
 
 
-@dataclass(frozen=True)
-class UnshardedBytes:
-    """Bytes that a rank holds unsharded after a computation.
-
-    Attributes:
-        action: The computation.
-        gathered_parameters: Bytes of gathered parameters.
-        unsharded_gradients: Bytes of gradients that were not reduced yet.
-    """
-
-    action: Action
-    gathered_parameters: int
-    unsharded_gradients: int
-
-
 def facts_of_rank(facts: ModelFacts, cut: StageCut, stages: Sequence[int]) -> ModelFacts:
     """Return the facts of the part of a model that a rank with these stages has.
 
     Tied parameters of several stages are on each of them.
     """
     rank_stages = set(stages)
-    blocks: tuple[str, ...] = ()
-    for stage in stages:
-        blocks += _blocks_of_stage(cut, stage)
+    blocks = tuple(name for stage in stages for name in _blocks_of_stage(cut, stage))
     # Units are renumbered; -1 is the root unit.
     unit_of = {facts.blocks.index(name): index for index, name in enumerate(blocks)}
     parameters = tuple(
@@ -272,7 +251,7 @@ def facts_of_rank(facts: ModelFacts, cut: StageCut, stages: Sequence[int]) -> Mo
         blocks=blocks,
         tensor_plan=tensor_plan,
         experts=experts,
-        # In a pipeline everything outside of the blocks is one unit (`parallel.data.shard_units`).
+        # In a pipeline everything outside of the blocks is one unit (`techniques.shard_units`).
         outer=OuterUnits(),
     )
 
@@ -300,10 +279,13 @@ def _plan_of_rank(
         return bool(module_stages & rank_stages)
 
     modules = tuple(entry for entry in plan.modules if runs(entry.name))
-    norms = tuple(filter(runs, plan.norms))
-    whole = tuple(filter(runs, plan.whole))
-    adapters = tuple(filter(runs, plan.adapters))
-    return replace(plan, modules=modules, norms=norms, whole=whole, adapters=adapters)
+    return replace(
+        plan,
+        modules=modules,
+        norms=tuple(filter(runs, plan.norms)),
+        whole=tuple(filter(runs, plan.whole)),
+        adapters=tuple(filter(runs, plan.adapters)),
+    )
 
 
 def stage_counts(
@@ -315,7 +297,7 @@ def stage_counts(
     boundary_bytes: int,
     ledger: Ledger,
 ) -> StageCounts:
-    """Return the counts of a rank.
+    """Return how often a rank gathers, reduces and sends in a step.
 
     Args:
         schedule: Schedule of the pipeline.
@@ -361,103 +343,26 @@ def _shared_bytes(
     for parameter in facts.trainable:
         ranks = {schedule.stage_ranks[stage] for stage in cut.owners[parameter.name]}
         if len(ranks) > 1 and rank in ranks:
-            dim = facts.tensor_plan.dims[parameter.name] if facts.tensor_plan is not None else None
-            total += 2 * (len(ranks) - 1) * _local_bytes(parameter, dim, ledger) // len(ranks)
+            dim = None
+            if facts.tensor_plan is not None:
+                dim = facts.tensor_plan.dims[parameter.name]
+            # tp splits it along `dim`, and dp_shard along the first dimension.
+            part = parameter_part(parameter.shape, dim, ledger)
+            local_bytes = int(part.held[0] * part.row[0]) * parameter.itemsize
+            total += 2 * (len(ranks) - 1) * local_bytes // len(ranks)
     return total
-
-
-def _local_bytes(parameter: ParameterFacts, dim: int | None, ledger: Ledger) -> int:
-    """Return the bytes of a rank's part of a parameter.
-
-    tp splits it along `dim`, and dp_shard along the first dimension.
-    """
-    part = parameter_part(parameter.shape, dim, ledger)
-    return int(part.held[0] * part.row[0]) * parameter.itemsize
-
-
-def unsharded_after(
-    schedule: Schedule,
-    rank: int,
-    *,
-    zero: int,
-    facts: ModelFacts,
-    cut: StageCut,
-    gathered: dict[str, int],
-    gradients: dict[str, int],
-) -> list[UnshardedBytes]:
-    """Return the unsharded bytes after every computation of a rank, in the order of its row.
-
-    Everything is zero if parameters are neither sharded nor cast.
-
-    Args:
-        schedule: Schedule of the pipeline.
-        rank: Rank on the pp axis.
-        zero: ZeRO stage.
-        facts: Facts of the complete model.
-        cut: Cut of the model.
-        gathered: Bytes of every parameter when it is gathered, with padding.
-        gradients: Bytes of the unsharded gradient of every parameter.
-    """
-    stages = set(schedule.stages_of(rank))
-    blocks, root = _parameters_of_rank(facts, cut, stages)
-    ends = cut.outside_stages() & stages
-    remaining = dict.fromkeys(stages, schedule.microbatches)
-    is_gathered: set[str] = set()
-    has_gradient: set[str] = set()
-    rows = []
-    for action in schedule.ranks[rank]:
-        stage = action.stage
-        is_gathered |= {*blocks[stage], *root}
-        if zero == 3:
-            is_gathered -= set(blocks[stage])
-        if action.kind in (Kind.BACKWARD, Kind.WEIGHT):
-            has_gradient.update(blocks[stage])
-            has_gradient.update(name for name, users in root.items() if stage in users)
-            for names, after in (
-                (blocks[stage], after_block_backward(zero, remaining, ran=stage, own=stage)),
-                (root, after_root_backward(zero, remaining, ran=stage, users=ends)),
-            ):
-                if after.reduce:
-                    has_gradient -= set(names)
-                if after.free:
-                    is_gathered -= set(names)
-            remaining[stage] -= 1
-        gathered_bytes = sum(gathered[name] for name in is_gathered)
-        gradient_bytes = sum(gradients.get(name, 0) for name in has_gradient)
-        rows.append(UnshardedBytes(action, gathered_bytes, gradient_bytes))
-    return rows
-
-
-def _parameters_of_rank(
-    facts: ModelFacts, cut: StageCut, stages: set[int]
-) -> tuple[dict[int, list[str]], dict[str, set[int]]]:
-    """Return the parameters of each stage's blocks, and the stages that use each other one."""
-    stage_of_block: dict[str, int] = {}
-    for stage in stages:
-        stage_of_block.update(dict.fromkeys(_blocks_of_stage(cut, stage), stage))
-    blocks: dict[int, list[str]] = {stage: [] for stage in stages}
-    root: dict[str, set[int]] = {}
-    for parameter in facts.parameters:
-        users = set(cut.owners[parameter.name] & stages)
-        if parameter.unit >= 0:
-            block = facts.blocks[parameter.unit]
-            if block in stage_of_block:
-                blocks[stage_of_block[block]].append(parameter.name)
-        elif users:
-            root[parameter.name] = users
-    return blocks, root
 
 
 @dataclass(frozen=True)
 class StageRow:
-    """Summary of one stage of a cut.
+    """Summary of one stage.
 
     Attributes:
         stage: Number of the stage.
         rank: Rank on the pp axis.
         blocks: Names of its blocks.
         parameters: Number of parameters; tied parameters count on each stage that holds them.
-        cost: FLOPs of a forward for one token (see `balance.forward_costs`).
+        cost: FLOPs of a forward for one token (see `forward_costs`).
     """
 
     stage: int
@@ -472,17 +377,16 @@ def stage_rows(schedule: Schedule, cut: StageCut, facts: ModelFacts) -> list[Sta
     costs = forward_costs(facts)
     sizes = [end - start for start, end in pairwise(cut.bounds)]
     loads = stage_costs(costs.blocks, sizes, first=costs.first, last=costs.last)
-    rows = []
-    for stage in range(cut.stages):
-        row = StageRow(
+    return [
+        StageRow(
             stage=stage,
             rank=schedule.stage_ranks[stage],
             blocks=_blocks_of_stage(cut, stage),
             parameters=facts_of_rank(facts, cut, [stage]).numel,
             cost=loads[stage],
         )
-        rows.append(row)
-    return rows
+        for stage in range(cut.stages)
+    ]
 
 
 def rank_imbalance(rows: Sequence[StageRow]) -> float:
