@@ -18,11 +18,10 @@ from typing import Any
 
 from plait.cli.planning.calibrations import live_devices
 from plait.cluster.topology import default_processes, device_count, machine_name
-from plait.config.dialects.examine import examine, refuse_foreign, value_at
+from plait.config.dialects.examine import examine, value_at
 from plait.config.resolving.resolve import examine_source
 from plait.config.resolving.resolved_parts import smallest_world
 from plait.config.schema.config import Config
-from plait.config.source import read
 from plait.errors import ConfigError, InputError, Problem
 from plait.files import user_path
 from plait.planner import calibrate, hardware
@@ -331,9 +330,7 @@ def _read_file(file: Path | None, options: Mapping[str, Any], notes: list[str]) 
     """Read a training file, replace values by options, and add a note for each replaced value."""
     if file is None:
         return None
-    document = read(file)
-    refuse_foreign(document)
-    before = examine(document)
+    document, before = examine_source(file)
     overrides = []
     for path, value in options.items():
         # Removing a key that does not exist would create the sections above it.

@@ -12,13 +12,8 @@ from typing import Any
 
 from plait.config.convert import accelerate, fsdp, megatron
 from plait.config.convert.translated import TranslatedDocument
-from plait.config.dialects.examine import (
-    ExaminedDocument,
-    examine,
-    is_accelerate,
-    is_trainer_fsdp,
-    value_at,
-)
+from plait.config.dialects.examine import ExaminedDocument, examine, value_at
+from plait.config.dialects.foreign import is_accelerate, is_trainer_fsdp
 from plait.config.resolving.resolve import build_config
 from plait.config.schema.config import Config, KeyReport, Status
 from plait.config.source import Document, Source, parse_override, read
@@ -103,7 +98,6 @@ def _translate(document: Document) -> Document:
 def _restore_names(document: TranslatedDocument, examined: ExaminedDocument) -> None:
     """Replace Plait's keys by those of the other program in rows, problems and origins."""
     translated = (*document.written, *document.defaults)
-    examined.deepspeed = False
     # `examine` has a row per translated setting. The other program's keys have their own rows.
     own_rows = [row for row in examined.rows if row.key not in translated]
     examined.rows[:] = [*document.rows, *own_rows]

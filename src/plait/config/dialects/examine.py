@@ -1,36 +1,28 @@
-"""Translation of a file's keys to the names of the schema.
+"""Translation of a file's keys to the names of the schema, with `--set a.b=c` applied.
 
 Every key is looked up: aliases are moved to their target, and all problems are collected. Each key
-of the file becomes a `KeyReport` that says what it means; none is dropped silently. Values stay as
-written, including "auto".
-
-Application of `--set a.b=c` to the tree of a file.
-
-An override replaces the file's value of the same setting under any of its names.
-
-Recognition of configurations of other programs.
-
-`load` refuses them, and `plait config convert` translates them.
+of the file becomes a `KeyReport` with its meaning; none is dropped silently. Values stay as
+written, including "auto". An override replaces the file's value of the same setting under any of
+its names.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 from pydantic import ValidationError
 
 from plait.config.dialects import keys
 from plait.config.dialects.deepspeed import SECRETS, TABLE, Key, asks_for_nothing, type_problem
-from plait.config.dialects.keys import ABSENT, ALIASES, SHORT_FORMS, known_paths
+from plait.config.dialects.keys import ABSENT, ALIASES, SHORT_FORMS
 from plait.config.schema.config import PLAIT_SECTIONS, KeyReport, Provenance, Status
 from plait.config.schema.optimizers import SINGLE_VALUED_PARAMS
 from plait.config.source import Document
-from plait.errors import ConfigError, Problem
+from plait.errors import Problem
 
 Tree = dict[str, Any]
 
@@ -139,12 +131,10 @@ class ExaminedDocument:
     """Name of each setting in the file, by path."""
     candidates: dict[str, list[WrittenValue]] = field(default_factory=dict)
     """Values of each setting, by path. A file may contain a setting under several names."""
-    deepspeed: bool = True
-    """True if the file has no section of Plait's."""
 
     def provenance(self, name: str) -> Provenance:
         """Return the provenance of a Config that is built from this document."""
-        return Provenance(name, self.deepspeed, tuple(self.rows), dict(self.origins))
+        return Provenance(name, tuple(self.rows), dict(self.origins))
 
 
 def examine(
@@ -154,20 +144,18 @@ def examine(
 
     Args:
         document: The document.
-        overrides: Pairs of path and value. They do not affect whether the file counts as a
-            DeepSpeed file.
+        overrides: Pairs of path and value.
 
     Returns:
         The settings, and all problems. Nothing is raised.
     """
-    examined = ExaminedDocument(deepspeed=not set(PLAIT_SECTIONS) & set(document.tree))
     tree = _copy_tree(document.tree)
+    examined = ExaminedDocument(raw=tree)
     for path, value in overrides:
         problem = apply_override(tree, path, value)
         if problem is not None:
             examined.problems.append(problem)
 
-    examined.raw = tree
     _visit_section((), (), tree, examined)
     overridden = {".".join(path) for path, _ in overrides}
     # After all keys are known: a setting may occur under several names.
@@ -427,98 +415,3 @@ def _origin(written: str, overridden: set[str]) -> str:
     if any(path.startswith(f"{written}.") for path in overridden):
         return "file and override"
     return "file"
-
-
-_ACCELERATE = (
-    "compute_environment",
-    "distributed_type",
-    "deepspeed_config",
-    "parallelism_config",
-    "megatron_lm_config",
-    "dynamo_config",
-)
-"""Keys that only `accelerate config` writes."""
-_TRAINER_FSDP = (
-    "activation_checkpointing",
-    "auto_wrap_policy",
-    "backward_prefetch",
-    "cpu_offload",
-    "cpu_ram_efficient_loading",
-    "forward_prefetch",
-    "limit_all_gathers",
-    "min_num_params",
-    "offload_params",
-    "reshard_after_forward",
-    "sharding_strategy",
-    "state_dict_type",
-    "sync_module_states",
-    "transformer_layer_cls_to_wrap",
-    "use_orig_params",
-    "version",
-    "xla",
-    "xla_fsdp_grad_ckpt",
-    "xla_fsdp_settings",
-    "xla_fsdp_v2",
-)
-"""Keys of the Trainer's `fsdp_config`, without the prefix `fsdp_`."""
-
-
-def is_accelerate(tree: Mapping[str, Any]) -> bool:
-    """Return True if a file has keys that only `accelerate config` writes."""
-    if any(key in tree for key in _ACCELERATE):
-        return True
-    # The Trainer's arguments have both keys.
-    return "fsdp_config" in tree and "fsdp" not in tree
-
-
-def is_trainer_fsdp(tree: Mapping[str, Any]) -> bool:
-    """Return True for the Trainer's `fsdp` and `fsdp_config`, or only the file of the latter."""
-    if "fsdp" in tree:
-        return True
-    # `activation_checkpointing` is a flag of the Trainer and a section of DeepSpeed.
-    known = [name for name in tree if name in known_paths()]
-    if any(not isinstance(tree[name], bool | str) for name in known):
-        return False
-    names = [name.removeprefix("fsdp_") for name in tree]
-    return any(name in _TRAINER_FSDP and name not in known_paths() for name in names)
-
-
-def refuse_foreign(document: Document) -> None:
-    """Refuse a file of Accelerate or of the Trainer's FSDP arguments.
-
-    Raises:
-        ConfigError: The file is one of these. The remedy is the command that converts it.
-    """
-    if is_accelerate(document.tree):
-        program = "Accelerate"
-    elif is_trainer_fsdp(document.tree):
-        program = "the Trainer's FSDP arguments"
-    else:
-        return
-    # The name of a document that was not read from a file is a phrase.
-    file = "FILE" if " " in document.name else document.name
-    raise ConfigError(
-        Problem(
-            document.name,
-            None,
-            f"is a configuration of {program}",
-            f"run: plait config convert {file}",
-        )
-    )
-
-
-def refuse_flags(flags: Sequence[str]) -> NoReturn:
-    """Refuse a list of Megatron-LM's flags.
-
-    Raises:
-        ConfigError: Always. The remedy is the command that converts the flags.
-    """
-    arguments = " ".join(shlex.quote(str(flag)) for flag in flags)
-    raise ConfigError(
-        Problem(
-            "the configuration",
-            None,
-            "is a list of Megatron-LM's flags",
-            f"run: plait config convert -- {arguments}",
-        )
-    )

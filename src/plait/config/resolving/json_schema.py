@@ -44,7 +44,19 @@ def json_schema() -> dict[str, Any]:
     for path, alias in ALIASES.items():
         entry = {"description": f"Another name of {alias.target} ({alias.note})."}
         _add_property(schema, path, entry)
+    for section in (schema, *schema["$defs"].values()):
+        _complete_descriptions(schema, section)
     return schema
+
+
+def _complete_descriptions(schema: dict[str, Any], section: dict[str, Any]) -> None:
+    """Write every description on one line, and restore those that pydantic drops."""
+    for node in (section, *section["properties"].values()):
+        # pydantic drops the description of a property that is equal to that of its section.
+        if "$ref" in node:
+            node.setdefault("description", _dereference(schema, node)["description"])
+        if "description" in node:
+            node["description"] = " ".join(node["description"].split())
 
 
 def _allow_auto(schema: dict[str, Any], path: str) -> None:

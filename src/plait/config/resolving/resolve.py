@@ -26,8 +26,8 @@ from pydantic_core import ErrorDetails
 from torch import nn
 
 from plait.cluster.layout import Layout
-from plait.config.dialects import keys
-from plait.config.dialects.examine import ExaminedDocument, examine, refuse_flags, refuse_foreign
+from plait.config.dialects import foreign, keys
+from plait.config.dialects.examine import ExaminedDocument, examine
 from plait.config.resolving import resolved_parts, techniques
 from plait.config.resolving.resolved_parts import PLANNABLE_SETTINGS, Batch
 from plait.config.schema.config import Config
@@ -286,10 +286,13 @@ def examine_source(
         raise TypeError(f"a configuration is a path or a mapping, not {type(source).__name__}")
     if not isinstance(source, str | Path | Mapping):
         # A list of texts is a command line of Megatron-LM.
-        refuse_flags(source)
+        foreign.refuse_flags(source)
     document = read(source)
-    refuse_foreign(document)
-    return document, examine(document, [parse_override(text) for text in overrides])
+    examined = examine(document, [parse_override(text) for text in overrides])
+    # A file of another program always has keys that Plait does not know.
+    if examined.problems:
+        foreign.refuse_foreign(document)
+    return document, examined
 
 
 def build_config(document: Document, examined: ExaminedDocument) -> Config:

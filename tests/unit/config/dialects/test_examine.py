@@ -37,7 +37,6 @@ def problems(tree: dict[str, Any], *overrides: str) -> list[str]:
 def test_zero_2_with_tensor_parallel_2_is_enough() -> None:
     config = load({"zero_optimization": {"stage": 2}, "tensor_parallel": {"tp_size": 2}})
     assert (config.zero_optimization.stage, config.parallel.tp) == (2, 2)
-    assert config.is_deepspeed
     layout = resolved(
         {"zero_optimization": {"stage": 2}, "tensor_parallel": {"tp_size": 2}}, world_size=8
     ).layout
@@ -69,7 +68,6 @@ def test_zero_2_with_tensor_parallel_2_is_enough() -> None:
 )
 def test_degrees_by_other_names(tree: dict[str, Any], axis: str, degree: int) -> None:
     assert getattr(load(tree).parallel, axis) == degree
-    assert load(tree).is_deepspeed
 
 
 def test_two_names_that_agree_are_one_setting() -> None:
@@ -480,11 +478,6 @@ def test_an_object_replaces_the_section() -> None:
     config = load({"fp16": {"enabled": True, "hysteresis": 4}}, ['fp16={"enabled": true}'])
     assert (config.fp16.enabled, config.fp16.hysteresis) == (True, 2)
     assert config.origin("fp16.enabled") == "override"
-
-
-def test_an_override_does_not_make_a_deepspeed_file_a_plait_file() -> None:
-    assert load({"bf16": {"enabled": True}}, ["parallel.tp=2", "run.steps=3"]).is_deepspeed
-    assert not load({"bf16": {"enabled": True}, "run": {}}).is_deepspeed
 
 
 def test_overrides_that_make_no_sense() -> None:
