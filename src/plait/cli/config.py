@@ -166,8 +166,12 @@ def _print_tables(explanation: Explanation, console: Console) -> None:
     keys_title, values_title = _titles(explanation)
     table = Table("key", "value", "status", "meaning", title=keys_title, title_justify="left")
     for row in explanation.keys:
-        status = f"[{_COLOURS[row.status]}]{row.status}[/]"
-        table.add_row(row.key, _format_value(row.value), status, row.meaning)
+        table.add_row(
+            row.key,
+            _format_value(row.value),
+            f"[{_COLOURS[row.status]}]{row.status}[/]",
+            row.meaning,
+        )
     console.print(table)
     if explanation.values:
         table = Table("value", "", "from", title=values_title, title_justify="left")

@@ -384,8 +384,14 @@ def _refuse_contradictions(
     ]
     backends = ("c10d", "static")
     if backend is not None and backend not in backends:
-        rule = f"machines meet by {' or '.join(backends)}"
-        problems.append(Problem("--rdzv-backend", backend, rule, "leave it out"))
+        problems.append(
+            Problem(
+                "--rdzv-backend",
+                backend,
+                f"machines meet by {' or '.join(backends)}",
+                "leave it out",
+            )
+        )
     elif backend is not None and several and elastic != (backend == "c10d"):
         required = "--rdzv-endpoint" if backend == "c10d" else "--master-addr and --node-rank"
         problems.append(

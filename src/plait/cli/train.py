@@ -183,20 +183,25 @@ def _start_node(
     total = config.run.processes if config.run is not None else "auto"
     if processes is None and total != "auto":
         if minimum != maximum:
-            rule = (
-                f"the number of machines changes ({minimum} to {maximum}), and with it that of the"
-                " processes"
-            )
             raise ConfigError(
-                Problem("run.processes", total, rule, 'use "auto", or give --nproc-per-node')
+                Problem(
+                    "run.processes",
+                    total,
+                    f"the number of machines changes ({minimum} to {maximum}), and with it that of"
+                    " the processes",
+                    'use "auto", or give --nproc-per-node',
+                )
             )
         if total % maximum:
-            rule = (
-                f"they do not divide over {maximum} machines ({total} % {maximum} ="
-                f" {total % maximum})"
+            raise ConfigError(
+                Problem(
+                    "run.processes",
+                    total,
+                    f"they do not divide over {maximum} machines ({total} % {maximum} ="
+                    f" {total % maximum})",
+                    "set a multiple of the machines, or give --nproc-per-node",
+                )
             )
-            remedy = "set a multiple of the machines, or give --nproc-per-node"
-            raise ConfigError(Problem("run.processes", total, rule, remedy))
         processes = total // maximum
     launch_settings = LaunchSettings(
         processes or default_processes(), min_nodes=minimum, max_nodes=maximum, **meeting

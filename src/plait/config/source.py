@@ -63,11 +63,23 @@ def refuse_unusable(tree: Mapping[Any, Any], name: str) -> None:
         path, depth, value = pending.pop()
         visited += 1
         if visited > _MAX_VALUES:
-            rule = f"contains more than {_MAX_VALUES:,} values (every use of a YAML alias counts)"
-            raise ConfigError(Problem(name, None, rule, "keep only settings in the file"))
+            raise ConfigError(
+                Problem(
+                    name,
+                    None,
+                    f"contains more than {_MAX_VALUES:,} values (every use of a YAML alias counts)",
+                    "keep only settings in the file",
+                )
+            )
         if depth > _MAX_DEPTH:
-            rule = f"is nested more than {_MAX_DEPTH} deep"
-            raise ConfigError(Problem(_printable(path), None, rule, "remove the nesting"))
+            raise ConfigError(
+                Problem(
+                    _printable(path),
+                    None,
+                    f"is nested more than {_MAX_DEPTH} deep",
+                    "remove the nesting",
+                )
+            )
 
         if isinstance(value, Mapping):
             for key, item in value.items():
@@ -86,8 +98,12 @@ def refuse_unusable(tree: Mapping[Any, Any], name: str) -> None:
 
 def _key_problem(path: str, key: Any) -> Problem | None:
     if not isinstance(key, str):
-        rule = f"the key is a {type(key).__name__}, and keys are texts"
-        return Problem(_printable(path), None, rule, "quote it")
+        return Problem(
+            _printable(path),
+            None,
+            f"the key is a {type(key).__name__}, and keys are texts",
+            "quote it",
+        )
     if rule := _text_rule(key):
         return Problem(_printable(path), None, f"the key {rule}", "correct it")
     return None
@@ -365,9 +381,14 @@ def _parse_json(text: str, name: str) -> Any:
         if error.lineno <= len(lines):
             line = lines[error.lineno - 1].strip()[:60]
         remedy = f"correct it at `{line}`" if line else "add what is missing"
-        location = f"{name}, line {error.lineno}, column {error.colno}"
-        rule = f"is not valid JSON here ({error.msg})"
-        raise ConfigError(Problem(location, None, rule, remedy)) from None
+        raise ConfigError(
+            Problem(
+                f"{name}, line {error.lineno}, column {error.colno}",
+                None,
+                f"is not valid JSON here ({error.msg})",
+                remedy,
+            )
+        ) from None
     except RecursionError:
         raise ConfigError(
             Problem(name, None, "is nested too deeply", "remove the nesting")
@@ -454,8 +475,9 @@ def _parse_yaml(text: str, name: str) -> Any:
         mark = error.problem_mark
         if mark:
             location = f"{name}, line {mark.line + 1}, column {mark.column + 1}"
-        rule = f"is not valid YAML here ({error.problem})"
-        raise ConfigError(Problem(location, None, rule, "correct it there")) from None
+        raise ConfigError(
+            Problem(location, None, f"is not valid YAML here ({error.problem})", "correct it there")
+        ) from None
     except RecursionError:
         raise ConfigError(
             Problem(name, None, "is nested too deeply", "remove the nesting")
@@ -465,5 +487,6 @@ def _parse_yaml(text: str, name: str) -> Any:
         raise
     except _YAML_ERRORS as error:
         message = " ".join(str(error).split())[:200]
-        rule = f"is not valid YAML ({message})"
-        raise ConfigError(Problem(name, None, rule, "correct it")) from None
+        raise ConfigError(
+            Problem(name, None, f"is not valid YAML ({message})", "correct it")
+        ) from None

@@ -470,9 +470,11 @@ class _CheckpointWriter:
             "samples": position.samples,
             "loader": self.context.loader.state(),
         }
-        tag = f"step-{position.step:08d}"
         self.context.engine.save_checkpoint(
-            self.context.checkpoints, tag=tag, client_state=state, wait=False
+            self.context.checkpoints,
+            tag=f"step-{position.step:08d}",
+            client_state=state,
+            wait=False,
         )
 
     def report(self, *, wait: bool) -> None:

@@ -168,12 +168,15 @@ def _check_amount_of_text(resolved: Resolved, data: DataSection, prepared: Prepa
     batch = resolved.batch.train_batch_size
     available = len(prepared.train)
     if available < batch:
-        rule = (
-            f"one step takes {batch} sequences and the text has {available} of"
-            f" {data.sequence_length} tokens"
+        raise ConfigError(
+            Problem(
+                "train_batch_size",
+                batch,
+                f"one step takes {batch} sequences and the text has {available} of"
+                f" {data.sequence_length} tokens",
+                "add more text to data.paths, or lower the batch or data.sequence_length",
+            )
         )
-        remedy = "add more text to data.paths, or lower the batch or data.sequence_length"
-        raise ConfigError(Problem("train_batch_size", batch, rule, remedy))
 
 
 def _checkpoint_place(text: str) -> Place:
@@ -217,19 +220,25 @@ def check_schedule(resolved: Resolved) -> None:
         for step in range(1, min(steps, _CHECKED_STEPS) + 1):
             rates = [float(group["lr"]) for group in optimizer.param_groups]
             if not all(0 <= rate < math.inf for rate in rates):
-                rule = (
-                    f"{spec.type} makes the learning rate of step {step} {rates[0]:g}, which is not"
-                    " 0 or more"
-                )
                 raise ConfigError(
-                    Problem("scheduler.params", spec.params, rule, "correct its values")
+                    Problem(
+                        "scheduler.params",
+                        spec.params,
+                        f"{spec.type} makes the learning rate of step {step} {rates[0]:g}, which is"
+                        " not 0 or more",
+                        "correct its values",
+                    )
                 )
             try:
                 schedule.step()
             except (ValueError, ArithmeticError, TypeError) as error:
-                rule = f"{spec.type} has no learning rate for step {step + 1} ({error})"
                 raise ConfigError(
-                    Problem("scheduler.params", spec.params, rule, "correct its values")
+                    Problem(
+                        "scheduler.params",
+                        spec.params,
+                        f"{spec.type} has no learning rate for step {step + 1} ({error})",
+                        "correct its values",
+                    )
                 ) from error
 
 
@@ -251,12 +260,15 @@ def _require_sections(config: Config) -> tuple[ModelSection, DataSection]:
         raise ConfigError(*problems)
 
     if config.data.source is None:
-        rule = "the file does not set the source of the text, and plait train needs it"
-        remedy = (
-            'set it to "files", "jsonl" or "datasets" with data.paths, or to "python-stdlib" to try'
-            " the configuration"
+        raise ConfigError(
+            Problem(
+                "data.source",
+                None,
+                "the file does not set the source of the text, and plait train needs it",
+                'set it to "files", "jsonl" or "datasets" with data.paths, or to "python-stdlib"'
+                " to try the configuration",
+            )
         )
-        raise ConfigError(Problem("data.source", None, rule, remedy))
     return config.model, config.data
 
 
@@ -264,9 +276,15 @@ def _check_packing(kind: str) -> None:
     """Raise ConfigError for a model that might attend across the documents of a row."""
     tested_kinds = [family for family in FAMILIES if family not in WITHOUT_DOCUMENTS]
     if kind not in tested_kinds:
-        rule = f"{kind} has not been tested to keep attention within the documents of a packed row"
-        remedy = f"leave it out, or use a model of {', '.join(tested_kinds)}"
-        raise ConfigError(Problem("data.packing", "documents", rule, remedy))
+        raise ConfigError(
+            Problem(
+                "data.packing",
+                "documents",
+                f"{kind} has not been tested to keep attention within the documents of a packed"
+                " row",
+                f"leave it out, or use a model of {', '.join(tested_kinds)}",
+            )
+        )
 
 
 def run(checked: ValidatedRun, *, stop: StopRequest, listeners: Sequence[Listener]) -> int:

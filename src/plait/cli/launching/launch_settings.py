@@ -165,12 +165,22 @@ def _value_problems(settings: LaunchSettings) -> list[Problem]:
             )
         )
     if settings.processes > MAX_PROCESSES_PER_NODE:
-        rule = f"more than {MAX_PROCESSES_PER_NODE:,} processes on one machine"
-        problems.append(Problem("--nproc-per-node", settings.processes, rule, "use fewer"))
-    if not 1 <= settings.min_nodes <= settings.max_nodes:
-        shown = f"{settings.min_nodes}:{settings.max_nodes}"
         problems.append(
-            Problem("--nnodes", shown, "not 1 <= MIN <= MAX machines", "write for example 2:4")
+            Problem(
+                "--nproc-per-node",
+                settings.processes,
+                f"more than {MAX_PROCESSES_PER_NODE:,} processes on one machine",
+                "use fewer",
+            )
+        )
+    if not 1 <= settings.min_nodes <= settings.max_nodes:
+        problems.append(
+            Problem(
+                "--nnodes",
+                f"{settings.min_nodes}:{settings.max_nodes}",
+                "not 1 <= MIN <= MAX machines",
+                "write for example 2:4",
+            )
         )
     elif settings.max_nodes > MAX_NODES:
         problems.append(
@@ -186,20 +196,25 @@ def _value_problems(settings: LaunchSettings) -> list[Problem]:
             )
         )
     if settings.standby and not settings.max_restarts and settings.min_nodes == settings.max_nodes:
-        rule = "processes stand by for a restart, and there is none"
-        problems.append(Problem("--standby", None, rule, "add --max-restarts N, or leave it out"))
+        problems.append(
+            Problem(
+                "--standby",
+                None,
+                "processes stand by for a restart, and there is none",
+                "add --max-restarts N, or leave it out",
+            )
+        )
     problems += common_problems(
         grace=settings.grace_seconds, timeout=settings.timeout_seconds, port=settings.master_port
     )
     if settings.rdzv_endpoint is not None:
         match = re.fullmatch(r"\S+:(\d{1,5})", settings.rdzv_endpoint)
         if match is None or not 1 <= int(match[1]) <= 65535:
-            rule = "not HOST:PORT with a port from 1 to 65535"
             problems.append(
                 Problem(
                     "--rdzv-endpoint",
                     settings.rdzv_endpoint,
-                    rule,
+                    "not HOST:PORT with a port from 1 to 65535",
                     f"write for example node1:{DEFAULT_PORT}",
                 )
             )
@@ -229,9 +244,13 @@ def common_problems(*, grace: float, timeout: float, port: int | None) -> list[P
 def _single_node_problems(settings: LaunchSettings) -> list[Problem]:
     if settings.node_rank in (None, 0):
         return []
-    rule = "there is one machine, whose rank is 0"
     return [
-        Problem("--node-rank", settings.node_rank, rule, "set --nnodes to the number of machines")
+        Problem(
+            "--node-rank",
+            settings.node_rank,
+            "there is one machine, whose rank is 0",
+            "set --nnodes to the number of machines",
+        )
     ]
 
 
@@ -265,21 +284,22 @@ def _meeting_problems(settings: LaunchSettings) -> list[Problem]:
             )
         )
     elif settings.master_addr is None:
-        remedy = (
-            "add --rdzv-endpoint HOST:PORT, the same on every machine, or --master-addr HOST with"
-            " --node-rank"
-        )
         problems.append(
-            Problem("--nnodes", count, "the machines do not know where to meet", remedy)
+            Problem(
+                "--nnodes",
+                count,
+                "the machines do not know where to meet",
+                "add --rdzv-endpoint HOST:PORT, the same on every machine, or --master-addr HOST"
+                " with --node-rank",
+            )
         )
     elif settings.node_rank is None:
-        remedy = f"set it to 0 on {settings.master_addr}, 1 on the next machine, and so on"
         problems.append(
             Problem(
                 "--node-rank",
                 None,
                 f"not set, and with --master-addr the {count} machines are numbered by hand",
-                remedy,
+                f"set it to 0 on {settings.master_addr}, 1 on the next machine, and so on",
             )
         )
     elif not 0 <= settings.node_rank < settings.max_nodes:
@@ -292,12 +312,11 @@ def _meeting_problems(settings: LaunchSettings) -> list[Problem]:
             )
         )
     if settings.max_restarts:
-        rule = "with --master-addr the other machines do not learn of a restart"
         problems.append(
             Problem(
                 "--max-restarts",
                 settings.max_restarts,
-                rule,
+                "with --master-addr the other machines do not learn of a restart",
                 "use --rdzv-endpoint HOST:PORT instead, or 0",
             )
         )

@@ -95,9 +95,13 @@ def master_address(hosts: Sequence[HostfileEntry], address: str | None) -> str:
     address = address or hosts[0].address
     is_loopback = address in ("localhost", "::1") or address.startswith("127.")
     if len(hosts) > 1 and is_loopback:
-        rule = f"the other {len(hosts) - 1} machine(s) cannot reach it under that name"
         raise ConfigError(
-            Problem(option, address, rule, "name the first machine as the others know it")
+            Problem(
+                option,
+                address,
+                f"the other {len(hosts) - 1} machine(s) cannot reach it under that name",
+                "name the first machine as the others know it",
+            )
         )
     return address
 

@@ -396,8 +396,14 @@ def read_flags(tokens: Sequence[str]) -> TranslatedDocument:
         elif flag.status is Status.SUPPORTED:
             other, other_value = settings.setdefault(flag.target, (name, value))
             if other_value != value:
-                rule = f"{other} says {other_value!r}; both set {flag.target} and disagree"
-                problems.append(Problem(name, value, rule, "keep one of them"))
+                problems.append(
+                    Problem(
+                        name,
+                        value,
+                        f"{other} says {other_value!r}; both set {flag.target} and disagree",
+                        "keep one of them",
+                    )
+                )
         rows.append(_row(name, flag, value))
 
     _combine_flags(settings, problems)
@@ -449,8 +455,14 @@ def _set_stage(settings: Settings, problems: list[Problem]) -> None:
     if stage is None:
         settings["zero_optimization.stage"] = distributed
     elif stage[0] != "--data-parallel-sharding-strategy":
-        rule = f"{stage[0]} says {stage[1]}; both set zero_optimization.stage and disagree"
-        problems.append(Problem(distributed[0], distributed[1], rule, "keep one of them"))
+        problems.append(
+            Problem(
+                distributed[0],
+                distributed[1],
+                f"{stage[0]} says {stage[1]}; both set zero_optimization.stage and disagree",
+                "keep one of them",
+            )
+        )
 
 
 def _set_stages_per_rank(settings: Settings, problems: list[Problem]) -> None:
@@ -462,22 +474,28 @@ def _set_stages_per_rank(settings: Settings, problems: list[Problem]) -> None:
     _, layers = settings.get("num_layers", ("", None))
     _, pp = settings.get("parallel.pp", ("", 1))
     if not all(map(is_count, (layers_per_stage, layers, pp))):
-        rule = (
-            "the stages of a rank are --num-layers / --pipeline-model-parallel-size / this, and not"
-            " all three are whole numbers"
+        problems.append(
+            Problem(
+                name,
+                layers_per_stage,
+                "the stages of a rank are --num-layers / --pipeline-model-parallel-size / this, and"
+                " not all three are whole numbers",
+                "give them, or --num-virtual-stages-per-pipeline-rank",
+            )
         )
-        remedy = "give them, or --num-virtual-stages-per-pipeline-rank"
-        problems.append(Problem(name, layers_per_stage, rule, remedy))
         return
 
     divisor = pp * layers_per_stage
     if layers % divisor:
-        rule = (
-            f"{layers} layers over {pp} x {layers_per_stage}: {layers} % {divisor} ="
-            f" {layers % divisor}"
+        problems.append(
+            Problem(
+                name,
+                layers_per_stage,
+                f"{layers} layers over {pp} x {layers_per_stage}: {layers} % {divisor} ="
+                f" {layers % divisor}",
+                "use a number that divides the layers of a rank",
+            )
         )
-        remedy = "use a number that divides the layers of a rank"
-        problems.append(Problem(name, layers_per_stage, rule, remedy))
         return
     settings["parallel.pipeline.stages_per_rank"] = (name, layers // divisor)
 
@@ -503,11 +521,15 @@ def _defaults(settings: Settings, problems: list[Problem]) -> dict[str, Any]:
     if not optimizer_flags:
         return defaults
     if "optimizer.params.lr" not in settings:
-        rule = (
-            f"{optimizer_flags[0]} describes an optimizer, and Megatron-LM has no default for its"
-            " learning rate"
+        problems.append(
+            Problem(
+                "--lr",
+                None,
+                f"{optimizer_flags[0]} describes an optimizer, and Megatron-LM has no default for"
+                " its learning rate",
+                "give it",
+            )
         )
-        problems.append(Problem("--lr", None, rule, "give it"))
 
     _, kind = settings.get("optimizer.type", ("", "AdamW"))
     defaults["optimizer.type"] = kind
@@ -525,8 +547,12 @@ def _row(name: str, flag: Flag, value: Any) -> KeyReport:
             name, value, Status.RENAMED, f"{flag.target} (Megatron's flag)", flag.target
         )
     if flag.status is Status.REFUSED and value in flag.off:
-        meaning = f"this value asks for nothing; another would be refused: {flag.why}"
-        return KeyReport(name, value, Status.IGNORED, meaning)
+        return KeyReport(
+            name,
+            value,
+            Status.IGNORED,
+            f"this value asks for nothing; another would be refused: {flag.why}",
+        )
     return KeyReport(name, value, flag.status, flag.why)
 
 
@@ -548,9 +574,14 @@ def _split(tokens: Sequence[str]) -> list[tuple[str, list[str]]]:
             _, values = flags[-1]
             values.append(token)
         else:
-            rule = "begins with a value and not with a flag"
-            remedy = "begin with a flag such as --bf16"
-            raise ConfigError(Problem("the command line", token, rule, remedy))
+            raise ConfigError(
+                Problem(
+                    "the command line",
+                    token,
+                    "begins with a value and not with a flag",
+                    "begin with a flag such as --bf16",
+                )
+            )
     return flags
 
 

@@ -111,8 +111,14 @@ class Translation:
         """Set a path to a value. If another key has set another value, add a problem."""
         other_key, other_value = self.settings.setdefault(path, (key, value))
         if other_value != value:
-            rule = f"{other_key} says {other_value!r}; both set {path} and disagree"
-            self.problems.append(Problem(key, value, rule, "keep one of them"))
+            self.problems.append(
+                Problem(
+                    key,
+                    value,
+                    f"{other_key} says {other_value!r}; both set {path} and disagree",
+                    "keep one of them",
+                )
+            )
 
     def translate_key(self, shown: str, key: ForeignKey, value: Any) -> None:
         """Translate a key.
@@ -135,8 +141,14 @@ class Translation:
         if key.status is Status.REFUSED and not asks_for_nothing(key, value):
             self.refuse(shown, value, key.why, key.remedy)
         elif key.status is Status.REFUSED and key.sets is None:
-            meaning = f"this value asks for nothing; another would be refused: {key.why}"
-            self.rows.append(KeyReport(shown, value, Status.IGNORED, meaning))
+            self.rows.append(
+                KeyReport(
+                    shown,
+                    value,
+                    Status.IGNORED,
+                    f"this value asks for nothing; another would be refused: {key.why}",
+                )
+            )
         elif key.sets is None:
             self.rows.append(KeyReport(shown, value, Status.IGNORED, key.why))
         else:

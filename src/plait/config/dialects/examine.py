@@ -59,8 +59,12 @@ def apply_override(tree: Tree, path: tuple[str, ...], value: Any) -> Problem | N
         section = section[name]
         if not isinstance(section, dict):
             shown = ".".join(path[:depth])
-            rule = f"{shown} is {section!r} and has no keys in it"
-            return Problem(f"--set {dotted}", value, rule, f"set {shown} itself")
+            return Problem(
+                f"--set {dotted}",
+                value,
+                f"{shown} is {section!r} and has no keys in it",
+                f"set {shown} itself",
+            )
     section[path[-1]] = value
     return None
 
@@ -254,15 +258,21 @@ def _visit_known_section(
         _visit_section(written, path, value, examined)
     elif value is False and dotted.split(".")[0] not in PLAIT_SECTIONS:
         # DeepSpeed accepts false in place of a section.
-        meaning = "false: the section is left out"
-        examined.rows.append(KeyReport(shown, value, Status.IGNORED, meaning, dotted))
+        examined.rows.append(
+            KeyReport(shown, value, Status.IGNORED, "false: the section is left out", dotted)
+        )
     else:
         names = keys.names_in(dotted)
         typical = ("enabled", "stage", "type", "device", "tp_size", "path")
         example = next((name for name in typical if name in names), names[0])
-        remedy = f'write for example {{"{example}": ...}}'
-        rule = "is a section and needs an object"
-        examined.problems.append(Problem(shown, value, rule, remedy))
+        examined.problems.append(
+            Problem(
+                shown,
+                value,
+                "is a section and needs an object",
+                f'write for example {{"{example}": ...}}',
+            )
+        )
 
 
 def _visit_alias(
@@ -277,14 +287,22 @@ def _visit_alias(
 
     converted = alias.convert(value)
     if converted is ABSENT:
-        meaning = f"{alias.target}, not set by this value ({alias.note})"
-        examined.rows.append(KeyReport(shown, value, Status.RENAMED, meaning, alias.target))
+        examined.rows.append(
+            KeyReport(
+                shown,
+                value,
+                Status.RENAMED,
+                f"{alias.target}, not set by this value ({alias.note})",
+                alias.target,
+            )
+        )
         return
     if alias.target in TABLE:
         _visit_table(shown, TABLE[alias.target], converted, examined)
         return
-    meaning = f"{alias.target} ({alias.note})"
-    examined.rows.append(KeyReport(shown, value, Status.RENAMED, meaning, alias.target))
+    examined.rows.append(
+        KeyReport(shown, value, Status.RENAMED, f"{alias.target} ({alias.note})", alias.target)
+    )
     examined.candidates.setdefault(alias.target, []).append(WrittenValue(shown, converted))
 
 
@@ -376,8 +394,9 @@ def _set_value(
                 f"{candidate.name} = {json.dumps(candidate.value, default=str)}"
                 for candidate in (first, other)
             )
-            rule = f"both set {target} and disagree"
-            examined.problems.append(Problem(both, None, rule, "keep one of them"))
+            examined.problems.append(
+                Problem(both, None, f"both set {target} and disagree", "keep one of them")
+            )
             return
 
     *parents, last = target.split(".")

@@ -96,8 +96,14 @@ def _default_processes(config: Config) -> int:
     if config.run is not None and isinstance(config.run.processes, int):
         count = config.run.processes
     if count > MAX_PROCESSES:
-        rule = f"its degrees take {count:,} processes, and there are at most {MAX_PROCESSES:,}"
-        raise ConfigError(Problem("parallel", None, rule, "lower one"))
+        raise ConfigError(
+            Problem(
+                "parallel",
+                None,
+                f"its degrees take {count:,} processes, and there are at most {MAX_PROCESSES:,}",
+                "lower one",
+            )
+        )
     return count
 
 

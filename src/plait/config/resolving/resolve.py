@@ -116,8 +116,11 @@ def _field_problems(field: str, errors: list[ErrorDetails]) -> list[Problem]:
         return [Problem(field, value, *_split(problem)) for problem in text.split(" Also: ")]
     if value == "auto" and field in PLANNABLE_SETTINGS:
         rule = "is answered by a plan, which only `plait train` makes by itself"
-        remedy = "run `plait plan FILE --out planned.json` and take planned.json"
-        return [Problem(field, value, rule, remedy)]
+        return [
+            Problem(
+                field, value, rule, "run `plait plan FILE --out planned.json` and take planned.json"
+            )
+        ]
 
     descriptions = [describe_error(error) for error in errors]
     rules = dict.fromkeys(rule for rule, _ in descriptions)
@@ -266,8 +269,14 @@ def load(source: Source | Config, overrides: Sequence[str] = ()) -> Config:
     if not isinstance(source, Config):
         return build_config(*examine_source(source, overrides))
     if overrides:
-        rule = "apply to a file or a mapping, not to a Config"
-        raise ConfigError(Problem("overrides", ", ".join(overrides), rule, "load them together"))
+        raise ConfigError(
+            Problem(
+                "overrides",
+                ", ".join(overrides),
+                "apply to a file or a mapping, not to a Config",
+                "load them together",
+            )
+        )
     return source
 
 

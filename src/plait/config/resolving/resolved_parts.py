@@ -78,8 +78,9 @@ def solve_layout(parallel: ParallelSection, *, stage: int, world_size: int) -> L
         else:
             rule = f"{product}, more than {format_processes(world_size)}"
             possible = f"{above}"
-        remedy = f"start {possible} processes, or change a degree"
-        raise ConfigError(Problem("parallel", None, rule, remedy))
+        raise ConfigError(
+            Problem("parallel", None, rule, f"start {possible} processes, or change a degree")
+        )
 
     replicate, shard = _data_degrees(
         parallel, stage=stage, dp=world_size // model, world_size=world_size
@@ -121,12 +122,15 @@ def _data_degrees(
     shard = parallel.dp_shard if isinstance(parallel.dp_shard, int) else None
     if stage == 0:
         if shard is not None and shard > 1:
-            rule = "zero_optimization.stage is 0, which shards nothing"
-            remedy = (
-                "set zero_optimization.stage to 1, 2 or 3, or parallel.dp_replicate to"
-                f" {shard} instead"
+            raise ConfigError(
+                Problem(
+                    "parallel.dp_shard",
+                    shard,
+                    "zero_optimization.stage is 0, which shards nothing",
+                    "set zero_optimization.stage to 1, 2 or 3, or parallel.dp_replicate to"
+                    f" {shard} instead",
+                )
             )
-            raise ConfigError(Problem("parallel.dp_shard", shard, rule, remedy))
         # All data-parallel processes replicate.
         shard = 1
 
@@ -142,18 +146,20 @@ def _data_degrees(
         rule = f"{product}, and {format_processes(world_size)} leave {dp} for data parallelism"
         left_out = "dp_replicate" if stage == 0 else "one of the two"
         possible = format_processes(world_size // dp * replicate * shard)
-        remedy = f"start {possible}, or leave {left_out} out"
-        raise ConfigError(Problem("parallel", None, rule, remedy))
+        raise ConfigError(
+            Problem("parallel", None, rule, f"start {possible}, or leave {left_out} out")
+        )
     if stage > 0 and shard == 1 and dp > 1:
-        rule = (
-            f"zero_optimization.stage is {stage}, which shards over dp_shard, and all {dp}"
-            " data-parallel processes are dp_replicate"
+        raise ConfigError(
+            Problem(
+                "parallel.dp_shard",
+                1,
+                f"zero_optimization.stage is {stage}, which shards over dp_shard, and all {dp}"
+                " data-parallel processes are dp_replicate",
+                f"leave dp_shard and dp_replicate out (dp_shard becomes {dp}), or set"
+                " zero_optimization.stage to 0",
+            )
         )
-        remedy = (
-            f"leave dp_shard and dp_replicate out (dp_shard becomes {dp}), or set"
-            " zero_optimization.stage to 0"
-        )
-        raise ConfigError(Problem("parallel.dp_shard", 1, rule, remedy))
     return replicate, shard
 
 
@@ -170,8 +176,14 @@ def _remaining(name: str, degree: int, dp: int, world_size: int) -> int:
         f" {dp % degree}"
     )
     possible = world_size // dp * degree * max(1, dp // degree)
-    remedy = f"use {', '.join(divisors)}, or start {possible} processes"
-    raise ConfigError(Problem(f"parallel.{name}", degree, rule, remedy))
+    raise ConfigError(
+        Problem(
+            f"parallel.{name}",
+            degree,
+            rule,
+            f"use {', '.join(divisors)}, or start {possible} processes",
+        )
+    )
 
 
 TRAIN_KEY = "train_batch_size"
@@ -209,8 +221,14 @@ def solve_batch(train: int | None, micro: int | None, accumulation: int | None, 
     """
     if train is None:
         if micro is None:
-            rule = f"neither it nor {TRAIN_KEY} is given, and no batch size follows from the rest"
-            raise ConfigError(Problem(MICRO_KEY, None, rule, f"give one of the two (dp is {dp})"))
+            raise ConfigError(
+                Problem(
+                    MICRO_KEY,
+                    None,
+                    f"neither it nor {TRAIN_KEY} is given, and no batch size follows from the rest",
+                    f"give one of the two (dp is {dp})",
+                )
+            )
         accumulation = accumulation or 1
         return Batch(
             train_batch_size=micro * accumulation * dp,
@@ -247,12 +265,15 @@ def _raise_contradiction(train: int, micro: int, accumulation: int, dp: int) -> 
         remedies.append(f"{ACCUMULATION_KEY} {train // (micro * dp)}")
     if train % (accumulation * dp) == 0:
         remedies.append(f"{MICRO_KEY} {train // (accumulation * dp)}")
-    rule = (
-        f"{MICRO_KEY} {micro} x {ACCUMULATION_KEY} {accumulation} x dp {dp} = {product}, not"
-        f" {train}"
+    raise ConfigError(
+        Problem(
+            TRAIN_KEY,
+            train,
+            f"{MICRO_KEY} {micro} x {ACCUMULATION_KEY} {accumulation} x dp {dp} = {product}, not"
+            f" {train}",
+            f"set {', or '.join(remedies)}, or leave one of the three out",
+        )
     )
-    remedy = f"set {', or '.join(remedies)}, or leave one of the three out"
-    raise ConfigError(Problem(TRAIN_KEY, train, rule, remedy))
 
 
 P = ParamSpec("P")
@@ -346,27 +367,40 @@ def _check_expectations(findings: Findings, solved: Layout, world_size: int) -> 
     """Check the layout against `data_parallel_size` and `num_layers`."""
     expected = findings.config.data_parallel_size
     if expected is not None and expected != solved.dp:
-        rule = (
-            f"{format_processes(world_size)} ({solved}) make dp_replicate {solved.dp_replicate} x"
-            f" dp_shard {solved.dp_shard} = {solved.dp}"
+        findings.problems.append(
+            Problem(
+                "data_parallel_size",
+                expected,
+                f"{format_processes(world_size)} ({solved}) make dp_replicate {solved.dp_replicate}"
+                f" x dp_shard {solved.dp_shard} = {solved.dp}",
+                f"leave it out or set it to {solved.dp}",
+            )
         )
-        remedy = f"leave it out or set it to {solved.dp}"
-        findings.problems.append(Problem("data_parallel_size", expected, rule, remedy))
 
     # The number of layers is known here only if the file contains it; otherwise the pipeline is
     # checked when the model is built.
     layers = findings.config.num_layers
     model_layers = described(findings.config, "num_hidden_layers", "n_layer")
     if layers is not None and model_layers is not None and layers != model_layers:
-        rule = f"the model section describes {model_layers} layers"
-        remedy = f"leave it out or set it to {model_layers}"
-        findings.problems.append(Problem("num_layers", layers, rule, remedy))
+        findings.problems.append(
+            Problem(
+                "num_layers",
+                layers,
+                f"the model section describes {model_layers} layers",
+                f"leave it out or set it to {model_layers}",
+            )
+        )
 
     layers = layers or model_layers
     if layers is not None and solved.pp > layers:
-        rule = f"a pipeline stage has at least one layer, and the model has {layers}"
-        remedy = f"use {layers} or fewer"
-        findings.problems.append(Problem("parallel.pp", solved.pp, rule, remedy))
+        findings.problems.append(
+            Problem(
+                "parallel.pp",
+                solved.pp,
+                f"a pipeline stage has at least one layer, and the model has {layers}",
+                f"use {layers} or fewer",
+            )
+        )
 
 
 def described(config: Config, *names: str) -> int | None:
@@ -411,9 +445,14 @@ def batch(findings: Findings, *, dp: int, micro_batch_size: int | None) -> Batch
             findings.sources[MICRO_KEY] = CALLER_SOURCE
         elif "auto" in (config.train_batch_size, config.train_micro_batch_size_per_gpu):
             path = MICRO_KEY if config.train_micro_batch_size_per_gpu == "auto" else TRAIN_KEY
-            rule = f"{_COMMAND_LINE}, and none are here"
-            remedy = f"write the samples, in {MICRO_KEY} or in {TRAIN_KEY} (dp is {dp})"
-            raise ConfigError(Problem(path, "auto", rule, remedy))
+            raise ConfigError(
+                Problem(
+                    path,
+                    "auto",
+                    f"{_COMMAND_LINE}, and none are here",
+                    f"write the samples, in {MICRO_KEY} or in {TRAIN_KEY} (dp is {dp})",
+                )
+            )
 
     solved = solve_batch(sizes[TRAIN_KEY], sizes[MICRO_KEY], sizes[ACCUMULATION_KEY], dp)
     train = solved.train_batch_size
@@ -446,9 +485,14 @@ def precision(findings: Findings) -> Precision:
         "bf16.check_grad_overflow", config.bf16.check_grad_overflow, True, "DeepSpeed's default"
     )
     if fp16_enabled and bf16_enabled:
-        rule = "are both true, and a model computes in one dtype"
-        remedy = "set one of them to false"
-        raise ConfigError(Problem("fp16.enabled and bf16.enabled", None, rule, remedy))
+        raise ConfigError(
+            Problem(
+                "fp16.enabled and bf16.enabled",
+                None,
+                "are both true, and a model computes in one dtype",
+                "set one of them to false",
+            )
+        )
 
     compute: ComputeDtype | None = None
     loss_scale = None
@@ -508,8 +552,14 @@ def _enabled_dtypes(findings: Findings) -> tuple[bool, bool]:
         elif caller_decides:
             findings.sources[path] = "auto: off, as the caller chose neither"
         else:
-            rule = f"{_COMMAND_LINE} (--{name}), and none are here"
-            problems.append(Problem(path, "auto", rule, "write true or false"))
+            problems.append(
+                Problem(
+                    path,
+                    "auto",
+                    f"{_COMMAND_LINE} (--{name}), and none are here",
+                    "write true or false",
+                )
+            )
     raise_problems(problems)
     return bool(enabled["fp16"]), bool(enabled["bf16"])
 
@@ -522,12 +572,15 @@ def _reduce_dtype(findings: Findings, compute: ComputeDtype | None) -> ReduceDty
     if reduce is not None:
         stage = config.zero_optimization.stage
         if accumulate == "fp32" and reduce != "fp32" and compute is not None and stage < 2:
-            rule = (
-                f"at ZeRO stage {stage} micro-batches are added up in the dtype of the reduction,"
-                f" and communication_data_type is {reduce}"
+            findings.problems.append(
+                Problem(
+                    ACCUMULATED,
+                    accumulate,
+                    f"at ZeRO stage {stage} micro-batches are added up in the dtype of the"
+                    f" reduction, and communication_data_type is {reduce}",
+                    'set communication_data_type to "fp32", or leave this out',
+                )
             )
-            remedy = 'set communication_data_type to "fp32", or leave this out'
-            findings.problems.append(Problem(ACCUMULATED, accumulate, rule, remedy))
         origin = config.origin("communication_data_type")
         findings.sources["precision.reduce"] = f"{origin}: communication_data_type"
         return _REDUCE[reduce]
@@ -558,9 +611,14 @@ def _loss_scale(findings: Findings, fp16: Fp16Section) -> LossScale:
     initial = 2.0**power
     minimum = values["minimum"]
     if values["static"] == 0 and initial < minimum:
-        rule = f"the first scale is 2^{power} = {initial:g}, below it"
-        remedy = f"use at most {initial:g}, or raise fp16.initial_scale_power"
-        raise ConfigError(Problem("fp16.min_loss_scale", minimum, rule, remedy))
+        raise ConfigError(
+            Problem(
+                "fp16.min_loss_scale",
+                minimum,
+                f"the first scale is 2^{power} = {initial:g}, below it",
+                f"use at most {initial:g}, or raise fp16.initial_scale_power",
+            )
+        )
     return LossScale(**values)
 
 
@@ -611,17 +669,26 @@ def scheduler(
         if name in RUN_LENGTH:
             findings.sources[path] = f"auto: {steps_source}"
             if steps is None:
-                rule = "is the length of the run, which neither `run.steps` nor the caller gives"
-                remedy = "write the number of optimizer steps"
-                findings.problems.append(Problem(path, "auto", rule, remedy))
+                findings.problems.append(
+                    Problem(
+                        path,
+                        "auto",
+                        "is the length of the run, which neither `run.steps` nor the caller gives",
+                        "write the number of optimizer steps",
+                    )
+                )
         elif name == "warmup_max_lr":
             findings.sources[path] = "auto: the optimizer's lr"
             if rate is None:
-                rule = (
-                    "is the optimizer's lr, which optimizer.params does not give for"
-                    f" {optimizer_spec.type}"
+                findings.problems.append(
+                    Problem(
+                        path,
+                        "auto",
+                        "is the optimizer's lr, which optimizer.params does not give for"
+                        f" {optimizer_spec.type}",
+                        "set optimizer.params.lr",
+                    )
                 )
-                findings.problems.append(Problem(path, "auto", rule, "set optimizer.params.lr"))
 
     unresolved = SchedulerSpec(type=spec.type, params=params)
     return unresolved.resolved(learning_rate=rate or 0.0, total_steps=steps)
