@@ -329,8 +329,11 @@ def _start_hosts(remote_launch: remote.RemoteLaunch, *, ssh: bool) -> int:
             master_addr=remote_launch.master_addr,
             master_port=remote_launch.master_port,
         )
-    environment = remote.node_environment(remote_launch, local_index)
-    return _start(remote_launch.command, settings, environment=environment)
+    return _start(
+        remote_launch.command,
+        settings,
+        environment=remote.node_environment(remote_launch, local_index),
+    )
 
 
 def _command(arguments: Sequence[str], module: bool) -> list[str]:

@@ -80,8 +80,7 @@ def layout(
     config = load_config(file, override or ())
     if config.model is None and model is None:
         raise InputError(f"{file} has no `model` section; add one, or give --model")
-    required = smallest_world(config.parallel)
-    topology = _topology(nnodes, nproc_per_node, required=required)
+    topology = _topology(nnodes, nproc_per_node, required=smallest_world(config.parallel))
     # The micro-batch size changes no shard, so that a file without one can be shown too.
     resolved = resolve(config, world_size=topology.world_size, micro_batch_size=1)
     fields, title = fields_of(config, model)

@@ -356,8 +356,9 @@ def compare_generated(checkpoint: CheckpointFolder, out: Path) -> ExportComparis
     positions = getattr(config, "max_position_embeddings", None) or PROMPT_TOKENS + GREEDY_TOKENS
     prompt_length = min(PROMPT_TOKENS, positions // 2)
     new_tokens = min(GREEDY_TOKENS, positions - prompt_length)
-    generator = torch.Generator().manual_seed(0)
-    prompt = torch.randint(0, config.vocab_size, (1, prompt_length), generator=generator)
+    prompt = torch.randint(
+        0, config.vocab_size, (1, prompt_length), generator=torch.Generator().manual_seed(0)
+    )
 
     model = load_model(Source(out, checkpoint, None), dtype=reference.dtype)
     try:

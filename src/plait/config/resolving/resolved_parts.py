@@ -625,8 +625,13 @@ def _loss_scale(findings: Findings, fp16: Fp16Section) -> LossScale:
 def compiled(findings: Findings) -> Compile:
     """Return the settings of torch.compile."""
     section = findings.config.compile
-    enabled = findings.resolve_auto("compile.enabled", section.enabled, False, "off, the default")
-    return Compile(enabled=enabled, backend=section.backend, mode=section.mode)
+    return Compile(
+        enabled=findings.resolve_auto(
+            "compile.enabled", section.enabled, False, "off, the default"
+        ),
+        backend=section.backend,
+        mode=section.mode,
+    )
 
 
 def optimizer(findings: Findings) -> OptimizerSpec:
