@@ -9,7 +9,6 @@ options, and python.md the public functions and classes with their docstrings.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import json
 import re
@@ -21,7 +20,7 @@ from typing import Any
 import typer
 
 import plait
-from plait.cli.main import NESTED_VERBS, VERBS
+from plait.cli.main import NESTED_VERBS, VERBS, load_app
 from plait.config.resolving.json_schema import json_schema
 
 ROOT = Path(__file__).parents[1]
@@ -149,17 +148,17 @@ def command_line() -> str:
         "\n5 a collective cannot complete because a rank hangs or ended; 6 no GPU to validate;"
         "\n7 numbers that are not finite; 128 + N ended by signal N.\n"
     )
-    for verb, (module, _) in VERBS.items():
-        text.extend(_command(f"plait {verb}", load(module)))
+    for verb, (target, _) in VERBS.items():
+        text.extend(_command(f"plait {verb}", load(target)))
         for words, second in NESTED_VERBS.items():
             if words[0] == verb:
                 text.extend(_command(f"plait {' '.join(words)}", load(second)))
     return "\n".join(text)
 
 
-def load(module: str) -> Any:
-    """Return the command that a module of `plait.cli` defines."""
-    return typer.main.get_command(importlib.import_module(module).app)
+def load(target: str) -> Any:
+    """Return the command of a verb, whose app is given as `module:name`."""
+    return typer.main.get_command(load_app(target))
 
 
 def _command(name: str, command: Any) -> Iterator[str]:

@@ -14,15 +14,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from plait.cli.options import Json, Set, count
-from plait.cli.tables import aligned
+from plait.cli.options import Json, Set, count, require_writable, write_text
+from plait.cli.terminal import aligned
 from plait.config.convert.conversion import convert
 from plait.config.resolving.explain import Explanation, explain
 from plait.config.resolving.json_schema import json_schema
 from plait.config.resolving.resolved_parts import format_processes
 from plait.config.schema.config import KeyReport, Status
 from plait.errors import ConfigError, InputError
-from plait.observe.output_files import require_writable, write_text
 
 app = typer.Typer(
     help="Explain or convert a configuration file, or print the schema.",
@@ -144,10 +143,10 @@ def schema_command() -> None:
 
 def _titles(explanation: Explanation) -> tuple[str, str]:
     """Return the titles of the keys and of the resolved values."""
-    count = format_processes(explanation.world_size or 1)
     return (
         f"keys of {explanation.name}",
-        f"resolved for {count} (set the number with --world-size)",
+        f"resolved for {format_processes(explanation.world_size or 1)} (set the number with"
+        " --world-size)",
     )
 
 

@@ -20,12 +20,11 @@ import typer
 
 from plait.cli import launch
 from plait.cli.launching.launch_settings import LaunchSettings
-from plait.cli.options import Json, Nproc
+from plait.cli.options import Json, Nproc, require_writable
 from plait.cluster import accelerator
 from plait.cluster.launchers import claim
 from plait.cluster.topology import default_processes, place
 from plait.errors import InputError
-from plait.observe.output_files import require_writable
 
 if TYPE_CHECKING:
     from plait.comm.choose import GroupLinks
@@ -90,9 +89,8 @@ def doctor(
         _validate(nproc_per_node, out, minutes, only or [], as_json=as_json)
         return
 
-    listed = True if list_rows else None
     _refuse(
-        {"--minutes": minutes, "--only": only, "--list": listed},
+        {"--minutes": minutes, "--only": only, "--list": True if list_rows else None},
         "is for the validation; add --validate",
     )
     if links:

@@ -3,12 +3,8 @@
 The command checks everything, chooses the layout and starts the processes if there are several.
 Each of them runs this module again. Generation itself is in `plait.inference`.
 
-Answers of `plait generate` to a file of prompts, in batches.
-
-Finished answers are saved, so that a command which is repeated after an interruption continues
-after them.
-
-Input of a chat: the lines that the user types.
+Prompts come from an option, from a file or from the terminal. Answers to a file are saved in
+batches, so that a command which is repeated after an interruption continues after them.
 """
 
 from __future__ import annotations
@@ -420,8 +416,12 @@ def generate_command(
     if arguments.processes == 1:
         raise typer.Exit(_run(arguments, source, tokenizer, lines))
     with _argument_file(arguments, lines) as file:
-        launch_settings = LaunchSettings(arguments.processes, grace_seconds=GRACE_SECONDS)
-        raise typer.Exit(launch.run(["plait.cli.generate", str(file)], launch_settings))
+        raise typer.Exit(
+            launch.run(
+                ["plait.cli.generate", str(file)],
+                LaunchSettings(arguments.processes, grace_seconds=GRACE_SECONDS),
+            )
+        )
 
 
 def _check_files(prompt: str | None, prompts: Path | None, out: Path | None) -> None:
@@ -540,8 +540,13 @@ def _run(
             def answer(
                 sharded: ShardedModel, prompts: list[Any], seed: int | None
             ) -> list[Generation]:
-                settings = _generate_settings(arguments)
-                return generate(sharded, prompts, tokenizer=tokenizer, seed=seed, **settings)
+                return generate(
+                    sharded,
+                    prompts,
+                    tokenizer=tokenizer,
+                    seed=seed,
+                    **_generate_settings(arguments),
+                )
 
             job = AnswerJob(
                 lines=lines,

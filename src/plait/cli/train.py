@@ -313,10 +313,9 @@ def _run_process(file: Path, overrides: list[str], *, announced: bool) -> int:
 def _check(
     config: Config, *, world_size: int, console: Console, fresh: bool = False
 ) -> ValidatedRun:
-    from plait.cli.planning.calibrations import default_cache
     from plait.train.session import check
 
-    cache = default_cache()
+    cache = Path(os.environ.get("PLAIT_CACHE") or Path.home() / ".cache" / "plait").expanduser()
     if config.data is not None and config.data.cache:
         cache = user_path(config.data.cache, "data.cache")
     return check(
@@ -392,7 +391,7 @@ def _residuals(
     file: Path, checked: ValidatedRun, config: Config, console: Console
 ) -> tuple[Listener, ...]:
     """Return the listener that compares the run with its plan, if `plait plan --out` wrote FILE."""
-    from plait.cli.planning.calibrations import live_cluster
+    from plait.cli.planning.query import live_cluster
     from plait.observe.residual import plan_residual
 
     if not file.with_suffix(".plan.json").is_file():

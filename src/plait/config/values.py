@@ -1,16 +1,11 @@
-"""Types of numbers, booleans and paths in configuration files.
+"""Types of values in configuration files, and the rules that invalid values violate.
 
-A quoted number is a number: YAML reads `1e-4` as text. Booleans are not numbers.
+A quoted number is a number, because YAML reads `1e-4` as text. Booleans are not numbers, and only
+true and false are booleans: pydantic would also accept "yes", "off" and 1, which DeepSpeed reads
+differently ("no" is a non-empty string there, and therefore true).
 
-Only true and false are booleans. pydantic would also accept "yes", "off" and 1, which DeepSpeed
-reads differently: "no" is a non-empty string there, and therefore true.
-
-Translation of pydantic's errors into the rule that a value violates and the remedy.
-
-Parameters of torch classes, read from their signatures.
-
-A parameter that a new release of torch adds is therefore known without a change of Plait. A
-parameter whose annotation cannot be evaluated accepts any value.
+Parameters of torch's classes are read from their signatures, so that one that a new release adds is
+known without a change of Plait. A parameter whose annotation cannot be evaluated accepts any value.
 """
 
 from __future__ import annotations
@@ -118,7 +113,7 @@ _RULES = {
     "float_parsing": _NUMBER,
     "float_type": _NUMBER,
     "finite_number": _NUMBER,
-    # Error of `numbers._refuse_bool`.
+    # Error of `_refuse_bool`.
     "number": ("a number, not true or false", "write a number"),
     "bool_parsing": _BOOLEAN,
     "bool_type": _BOOLEAN,
@@ -167,7 +162,7 @@ def describe_error(error: ErrorDetails) -> tuple[str, str]:
             expected = str(context["expected"])
             return expected, _literal_remedy(error["input"], expected)
         case "place":
-            # Errors of paths in `numbers` are written as `rule; remedy`.
+            # Errors of paths are written as `rule; remedy`.
             rule, _, remedy = error["msg"].rpartition("; ")
             return rule, remedy
         case _:
@@ -221,7 +216,7 @@ def invalid_value_message(name: str, value: object, error: ValidationError) -> s
     # For a union pydantic reports every member that did not match. The first is the plain type.
     first = error.errors(include_url=False)[0]
     if first["type"] == "number":
-        # Error of `numbers._refuse_bool`, which is a sentence already.
+        # Error of `_refuse_bool`, which is a sentence already.
         return f"`{name}` is {value!r}: {first['msg']}"
     return f"`{name}` is {value!r}: it must be {describe_error(first)[0]}"
 

@@ -1,8 +1,7 @@
 """Export of a checkpoint to a folder that `from_pretrained` opens.
 
-The checkpoint may have any layout. Its weights are streamed, one file at a time.
-
-Comparison of an exported folder with its checkpoint: tensors, logits and generated tokens.
+The checkpoint may have any layout. Its weights are streamed, one file at a time. An exported folder
+can be compared with its checkpoint: tensors, logits and generated tokens.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
 """Complete training run of a configuration.
 
 `check` finds what can be wrong before any process exists: the command calls it without a process
-group. `run` is what every process then does. Both print nothing; they notify listeners.
-
-Warnings before the first step about settings that are valid but probably not intended.
+group. `run` is what every process then does. Both print nothing; they notify listeners. `cautions`
+returns warnings about settings that are valid but probably not intended.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from plait.checkpoint.folder import find_checkpoint
-from plait.checkpoint.places import Place, place_of
+from plait.checkpoint.places import place_of
 from plait.cluster import accelerator
 from plait.cluster.small_messages import all_gather_objects
 from plait.comm.failures import run_on_all_ranks
@@ -146,10 +146,13 @@ def check(
         "run.seed": resolved.seed,
     }
 
-    checkpoints = None
-    if resolved.run.checkpoints is not None:
-        checkpoints = _checkpoint_place(resolved.run.checkpoints)
-    folder = RunFolder(user_path(resolved.run.folder, "run.folder"), checkpoints)
+    checkpoints: str | Path | None = resolved.run.checkpoints
+    if checkpoints is not None and "://" not in checkpoints:
+        checkpoints = user_path(checkpoints, "run.checkpoints")
+    folder = RunFolder(
+        user_path(resolved.run.folder, "run.folder"),
+        place_of(checkpoints, "run.checkpoints") if checkpoints is not None else None,
+    )
     position = Position()
     changes: list[str] = []
     if not fresh:
@@ -177,11 +180,6 @@ def _check_amount_of_text(resolved: Resolved, data: DataSection, prepared: Prepa
                 "add more text to data.paths, or lower the batch or data.sequence_length",
             )
         )
-
-
-def _checkpoint_place(text: str) -> Place:
-    path = text if "://" in text else user_path(text, "run.checkpoints")
-    return place_of(path, "run.checkpoints")
 
 
 def _written_folders(resolved: Resolved) -> Iterator[tuple[str, str]]:
@@ -296,8 +294,8 @@ def run(checked: ValidatedRun, *, stop: StopRequest, listeners: Sequence[Listene
         listeners: Receive the events of this rank.
 
     Returns:
-        0 if all steps are done, else the signal that ended the run after a checkpoint, or ASKED if
-        a callback ended it.
+        0 if all steps are done, else the signal that ended the run after a checkpoint, or
+        STOP_REQUESTED if a callback ended it.
     """
     resolved = checked.resolved
     section = checked.section
@@ -446,22 +444,18 @@ def _training_context(
 ) -> TrainingContext:
     resolved = checked.resolved
     section = checked.section
-    data = checked.data
-
-    def validation() -> Iterator[Mapping[str, torch.Tensor]]:
-        return validation_batches(
-            data.validation,
-            limit=section.validate_sequences,
-            micro=resolved.batch.micro_batch_size,
-            dp_rank=engine.dp_rank,
-            dp_size=engine.dp_size,
-        )
-
     return TrainingContext(
         engine=engine,
         section=section,
         loader=loader,
-        validation=validation,
+        validation=partial(
+            validation_batches,
+            checked.data.validation,
+            limit=section.validate_sequences,
+            micro=resolved.batch.micro_batch_size,
+            dp_rank=engine.dp_rank,
+            dp_size=engine.dp_size,
+        ),
         checkpoints=checked.folder.checkpoints,
         client_state={"identity": checked.identity},
         started=RunStarted(

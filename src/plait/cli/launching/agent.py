@@ -5,11 +5,9 @@ methods that torch documents for extensions of its agent are overridden: the cau
 attempt is reported first, and after a signal every rank receives it once and gets up to
 `grace_seconds` to write a checkpoint. When `launch` returns, no rank of it runs.
 
-Rendezvous of the machines: torch's own for several machines, and a plain store for one.
-
-torch's elastic rendezvous also works for one machine. But it exchanges heartbeats with itself,
-which a busy machine can miss, and after a restart it gives the new ranks the addresses of the dead
-ranks. A single machine waits for no other, and every attempt gets a new store.
+Several machines use torch's rendezvous. It also works for one machine, but exchanges heartbeats
+with itself, which a busy machine can miss, and after a restart it gives the new ranks the addresses
+of the dead ranks. A single machine waits for no other, and every attempt gets a new store.
 """
 
 from __future__ import annotations
@@ -47,11 +45,11 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from plait._torch.starting import take_processes_from
-from plait.cli.launching import failures, lifeline
+from plait.cli.launching import failures, remote
 from plait.cli.launching.failures import POLL_SECONDS, RankWatch, Reporter, process_exit_code
 from plait.cli.launching.launch_settings import DEFAULT_PORT, LaunchSettings, check
-from plait.cli.launching.lifeline import SIGNALS, on_signals
 from plait.cli.launching.standby import Standby
+from plait.cli.terminal import SIGNALS, on_signals
 from plait.cluster.topology import thread_count
 from plait.errors import (
     CommunicationError,
@@ -75,8 +73,9 @@ def make_rendezvous(settings: LaunchSettings) -> RendezvousHandler:
     """
     seconds = max(1, int(settings.timeout_seconds))
     if settings.single_node:
-        run_id = settings.rdzv_id or str(uuid.uuid4())
-        return SingleNodeRendezvous(run_id, timedelta(seconds=seconds))
+        return SingleNodeRendezvous(
+            settings.rdzv_id or str(uuid.uuid4()), timedelta(seconds=seconds)
+        )
     elastic = settings.rdzv_endpoint is not None
     config: dict[str, Any] = {"rank": settings.node_rank, "timeout": seconds}
     if elastic:
@@ -185,7 +184,7 @@ def launch(
         settings: Settings of the launch.
         environment: Variables for the ranks, in addition to those of this process and of torchrun.
         follow_stdin: Whether standard input is the lifeline to the launcher of several machines,
-            see Note [Lifeline] in `lifeline`.
+            see Note [Lifeline] in `remote`.
 
     Returns:
         0 if all ranks succeed, else the exit code of the rank that failed first. If signal N
@@ -234,7 +233,7 @@ def launch(
                 settings.grace_seconds,
             )
             if follow_stdin:
-                lifeline.follow(agent)
+                remote.follow(agent)
             result = agent.run()
         except SignalException as interruption:
             failure = None
@@ -293,8 +292,11 @@ class Agent(LocalElasticAgent):
         }
         result = super()._monitor_workers(worker_group)
         if result.state == WorkerState.FAILED and result.failures:
-            exit_codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
-            self._report_attempt(exit_codes, ended, worker_group.spec.max_restarts)
+            self._report_attempt(
+                {rank: failure.exitcode for rank, failure in result.failures.items()},
+                ended,
+                worker_group.spec.max_restarts,
+            )
         if result.state == WorkerState.HEALTHY and self._is_stuck(worker_group):
             self._failed_attempts += 1
             if self._failed_attempts <= worker_group.spec.max_restarts:
@@ -355,8 +357,7 @@ class Agent(LocalElasticAgent):
         failed = self._reporter.failed_and_running(running, FAILED_RANK_SECONDS)
         if not failed:
             return False
-        cause = self._reporter.report_attempt(failed, time.time_ns())
-        self.exit_code = process_exit_code(cause)
+        self.exit_code = process_exit_code(self._reporter.report_attempt(failed, time.time_ns()))
         return True
 
     def _shutdown(self, death_sig: signal.Signals | None = None, *args: Any, **kwargs: Any) -> None:

@@ -1,11 +1,9 @@
 """Settings of a launch: processes, machines, rendezvous, and the reaction to failures.
 
 The module imports no torch and reads neither the environment nor the network. `check` refuses
-settings that torchrun would accept and then hang on or ignore.
-
-Options of torchrun in environment variables, such as `PET_NNODES` for `--nnodes`.
-
-Kubeflow sets them in every pod. Options on the command line take precedence, as in torchrun.
+settings that torchrun would accept and then hang on or ignore. `with_variables` completes the
+options of the command line with those that torchrun reads from variables, such as `PET_NNODES` for
+`--nnodes`, which Kubeflow sets in every pod.
 """
 
 from __future__ import annotations
@@ -24,6 +22,8 @@ MAX_NODES = 2**20
 MAX_PROCESSES_PER_NODE = 4096
 DEFAULT_GRACE_SECONDS = 300
 DEFAULT_TIMEOUT_SECONDS = 900
+MEETING_OPTIONS = ("node_rank", "master_addr", "master_port", "rdzv_endpoint", "rdzv_id")
+"""Fields of LaunchSettings that determine where the machines meet."""
 
 
 @dataclass(frozen=True)

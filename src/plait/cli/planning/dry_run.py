@@ -18,7 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
-from plait.cli.tables import print_table
+from plait.cli.terminal import print_table
 from plait.cluster import accelerator
 from plait.config.resolving.resolve import Resolved, load, resolve
 from plait.engine.single_rank import SingleRankRun, run_single_rank
@@ -147,8 +147,9 @@ def dry_run(
     predicted: dict[str, float] = {}
     moment = ""
     if layout is not None and pp_rank in (0, pp - 1):
-        is_last = pp_rank == pp - 1 and pp > 1
-        predicted, moment = _predict(request, layout, last=is_last, on_device=on_device)
+        predicted, moment = _predict(
+            request, layout, last=pp_rank == pp - 1 and pp > 1, on_device=on_device
+        )
     elif layout is not None:
         notes.append(
             "no memory is predicted: the planner models the first and the last rank of a pipeline,"
@@ -230,8 +231,7 @@ def layout_of(resolved: Resolved) -> tuple[dict[str, Any] | None, str]:
     fields["sp"] = int(fields["sp"] and layout.tp > 1)
     fields["vpp"] = 1
     if layout.pp > 1:
-        default_stages = TABLES[pipeline.schedule].stages_per_rank[0]
-        fields["vpp"] = pipeline.stages_per_rank or default_stages
+        fields["vpp"] = pipeline.stages_per_rank or TABLES[pipeline.schedule].stages_per_rank[0]
     return fields, ""
 
 

@@ -2,10 +2,9 @@
 
 If no GPU is named, the plan is for the devices of this machine.
 
-Planning of training files whose layout contains "auto", for the devices of this machine.
-
-The planned file is written next to the run's folder. While the training file and the number of
-devices stay the same, later starts use the planned file, so that a resumed run keeps its layout.
+`plait train` plans a file whose layout contains "auto" (`planned_file`). The planned file is
+written next to the run's folder. While the training file and the number of devices stay the same,
+later starts use it again, so that a resumed run keeps its layout.
 """
 
 from __future__ import annotations
@@ -16,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plait.cli.planning.calibrations import live_devices
-from plait.cluster.topology import default_processes, device_count, machine_name
+from plait.cluster import accelerator
+from plait.cluster.machines import Topology
+from plait.cluster.topology import default_processes, device_count, discover, machine_name
 from plait.config.dialects.examine import examine, value_at
 from plait.config.resolving.resolve import examine_source
 from plait.config.resolving.resolved_parts import smallest_world
@@ -159,8 +159,7 @@ def read_request(
             " --world-size"
         )
     unknown = unknown_layers(planned_model.architecture)
-    too_long = _too_long(planned_model.section, sequence)
-    notes += [note for note in (unknown, too_long) if note]
+    notes += [note for note in (unknown, _too_long(planned_model.section, sequence)) if note]
     # Public models are known to be accepted.
     if model is None or named(model) is None:
         described = planned_model.section.get("config")
@@ -186,8 +185,9 @@ def read_request(
         notes.append(
             f"plans do not model {', '.join(not_modelled)}: the times and bytes lack their effect"
         )
-    base = dict(training_file.raw)
-    return PlanQuery(request, base, dict(training_file.tree), layout | fixed, notes)
+    return PlanQuery(
+        request, dict(training_file.raw), dict(training_file.tree), layout | fixed, notes
+    )
 
 
 def _check_sizes(batch: int | None, seq: int | None) -> None:
@@ -385,6 +385,24 @@ def cluster_for(
             raise InputError(f"--gpu {gpu}: how many? add --world-size, for example --world-size 8")
         return hardware.cluster(gpu, gpus, devices_per_node=per_node, **changes)
     return _local_cluster(gpus, per_node, changes)
+
+
+def live_devices() -> tuple[Topology, str]:
+    """Return the machines of the running processes, and the name that their devices report."""
+    topology = discover()
+    name = "cpu"
+    if topology.device_type == accelerator.NAME:
+        name = accelerator.model_name()
+    return topology, name
+
+
+def live_cluster() -> hardware.Cluster:
+    """Return the devices of the running processes for the planner.
+
+    Raises:
+        InputError: The catalogue lacks these GPUs.
+    """
+    return hardware.cluster_of(*live_devices())
 
 
 def _local_cluster(

@@ -1,14 +1,16 @@
 """`plait doctor --validate`: finds the GPUs, runs the rows, shows and writes each result.
 
-This process does not touch a device. The document is written again after every row, so that it has
-all results so far, however the command ends.
-
-A validation on the screen: a bar and a line per row on a terminal, plain lines in a pipe.
+The command itself does not touch a device. A separate process (`python -m
+plait.cli.validating.command`) prints the facts of the machine as one JSON object, because a driver
+can hang or end a process that queries it. The document is written again after every row, so that it
+has all results so far, however the command ends.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 import time
@@ -22,10 +24,12 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from plait.cli.options import require_writable
 from plait.cluster import accelerator
+from plait.cluster.environment import facts as environment_facts
+from plait.cluster.topology import device_count
 from plait.errors import DeviceError, InputError
 from plait.files import write_atomically
-from plait.observe.output_files import require_writable
 from plait.sizes import format_bytes
 from plait.validation.catalogue import (
     FACTS_PLANNED_SECONDS,
@@ -35,6 +39,7 @@ from plait.validation.catalogue import (
     planned_seconds,
     rows_of,
 )
+from plait.validation.context import SIMULATED
 from plait.validation.rows import Result, Row, counts, document, exit_code, summary_of
 from plait.validation.runner import LAUNCH_PLANNED_SECONDS, Interrupted, Runner, batches
 
@@ -235,12 +240,12 @@ def list_rows(*, only: Sequence[str], gpus: int | None) -> str:
 
 
 def machine_facts() -> dict[str, Any]:
-    """Return the output of `cli.validating.machine`.
+    """Return `validation_facts` of this machine, from a separate process.
 
     Raises:
         DeviceError: The process failed, or torch sees no accelerator that Plait trains on.
     """
-    command = [sys.executable, "-m", "plait.cli.validating.machine"]
+    command = [sys.executable, "-m", "plait.cli.validating.command"]
     try:
         process = subprocess.run(
             command, capture_output=True, text=True, timeout=_FACTS_SECONDS, check=False
@@ -307,3 +312,96 @@ def _launch_command(ranks: int, folder: Path) -> list[str]:
     launch = [sys.executable, "-m", "plait", "launch", "--lifeline"]
     options = ["--nproc-per-node", str(ranks), "--grace", "3"]
     return [*launch, *options, "-m", "plait.cli.validating.worker", str(folder)]
+
+
+_VARIABLE_PREFIXES = ("OMP_NUM_THREADS", "GLOO_")
+"""Prefixes of variables that change how the checks run, besides those of the accelerator.
+
+Other variables are private to the user and are not part of the document.
+"""
+_PRIVATE_FACTS = ("interpreter", "free_bytes_here")
+_TIMEOUT_SECONDS = 20
+
+
+def validation_facts() -> dict[str, Any]:
+    """Return the facts of the machine, its devices and the installed packages."""
+    import torch
+
+    environment = environment_facts(os.environ, folder=Path.cwd())
+    kind = None
+    if torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator()
+    count = device_count()
+    names = [accelerator.model_name(index) for index in range(count)]
+    devices = [
+        {"name": name, "memory_bytes": accelerator.capacity_bytes(index)}
+        for index, name in enumerate(names)
+    ]
+    return {
+        "plait": {"version": environment["versions"].get("plait"), **_revision()},
+        "versions": environment["versions"],
+        "built_for": environment["gpus"]["built_for"],
+        "communication": environment["communication"],
+        "machine": {
+            name: value
+            for name, value in environment["machine"].items()
+            if name not in _PRIVATE_FACTS
+        },
+        "accelerator": kind.type if kind is not None else None,
+        "devices": devices,
+        "described": [environment["gpus"][f"gpu {index}"] for index in range(count)],
+        "driver": _driver(),
+        "links_of_devices": _topology(),
+        "simulated": any(SIMULATED in name for name in names),
+        "installed": {
+            name: find_spec(name) is not None for name in ("transformers", *PACKAGES_OF_PEERS)
+        },
+        "variables": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith((*accelerator.SETTINGS, *_VARIABLE_PREFIXES))
+        },
+    }
+
+
+def _revision() -> dict[str, Any]:
+    """Return the git revision of a working copy. A wheel has only its version."""
+    folder = Path(__file__).resolve().parents[4]
+    if not (folder / ".git").exists():
+        return {"from": "a wheel", "revision": None, "changed": None}
+    revision = _output_of("git", "-C", str(folder), "rev-parse", "HEAD")
+    return {
+        "from": "a working copy",
+        "revision": revision,
+        "changed": bool(_output_of("git", "-C", str(folder), "status", "--porcelain")),
+    }
+
+
+def _driver() -> str | None:
+    output = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return output.splitlines()[0] if output else None
+
+
+def _topology() -> list[str]:
+    """Return the table of nvidia-smi about the links between the devices."""
+    lines = (_output_of("nvidia-smi", "topo", "-m") or "").splitlines()
+    # The legend below the table is left out.
+    return [line.rstrip() for line in lines if line.startswith(("GPU", "\t", " "))]
+
+
+def _output_of(*command: str) -> str | None:
+    """Return the output of a program, or None if it does not exist or fails."""
+    if shutil.which(command[0]) is None:
+        return None
+    try:
+        process = subprocess.run(
+            command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return process.stdout.strip() if process.returncode == 0 else None
+
+
+if __name__ == "__main__":
+    # The process that `machine_facts` has started.
+    print(json.dumps(validation_facts()), flush=True)

@@ -1,12 +1,11 @@
-"""Conversion of a file of `accelerate launch`. `accelerate_keys` lists the settings of each key.
-
-Keys that the file omits have Accelerate's default if it differs from Plait's. As in Accelerate, the
-section of another `distributed_type` is not read; each of its keys has a row that says so.
-
-Tables of the keys of `accelerate launch`: what each sets, or why it is ignored or refused.
+"""Conversion of a file of `accelerate launch`.
 
 The tables contain the fields of Accelerate 1.15's `ClusterConfig`, `ipex_config` of earlier
-releases, and the options of `accelerate launch` that the sections become.
+releases, and the options of `accelerate launch` that the sections become: what each sets, or why it
+is ignored or refused.
+
+Keys that the file omits have Accelerate's default if it differs from Plait's. As in Accelerate, the
+section of another `distributed_type` is not read; each of its keys has a row with this reason.
 """
 
 from __future__ import annotations
@@ -556,8 +555,7 @@ def _read_fsdp_sharding(file: _AccelerateFile, processes_per_machine: int | None
         name = _add_prefix("fsdp_config", written).removeprefix("fsdp_")
         if name in SHARDING_KEYS:
             sharding[name] = (f"fsdp_config.{written}", value)
-    keys = ShardingKeys(sharding, 1, processes_per_machine, launched=True)
-    read_sharding(file.translation, keys)
+    read_sharding(file.translation, ShardingKeys(sharding, 1, processes_per_machine, launched=True))
 
 
 def _read_precision(file: _AccelerateFile) -> None:
@@ -571,8 +569,9 @@ def _read_precision(file: _AccelerateFile) -> None:
         shown = "fp16"
     if "dynamo_backend" in tree:
         # A key of `dynamo_config` in old files.
-        key = SECTIONS["dynamo_config"]["dynamo_backend"]
-        translation.translate_key("dynamo_backend", key, tree["dynamo_backend"])
+        translation.translate_key(
+            "dynamo_backend", SECTIONS["dynamo_config"]["dynamo_backend"], tree["dynamo_backend"]
+        )
 
     value = tree.get(shown)
     if value is None:

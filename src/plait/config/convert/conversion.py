@@ -54,8 +54,9 @@ def convert(source: ForeignSource, overrides: Sequence[str] = ()) -> Conversion:
     rows = list(examined.rows)
     for path, origin in examined.origins.items():
         if origin.endswith("'s default"):
-            value = value_at(examined.tree, path)
-            rows.append(KeyReport("(left out)", value, Status.RENAMED, origin, path))
+            rows.append(
+                KeyReport("(left out)", value_at(examined.tree, path), Status.RENAMED, origin, path)
+            )
     return Conversion(document.name, examined.tree, tuple(rows), problems)
 
 

@@ -1,13 +1,8 @@
 """Conversion of the Trainer's `fsdp` and `fsdp_config`, or of the file that `fsdp_config` names.
 
-Names may have the prefix `fsdp_`, as in Transformers. The default version of FSDP is 2.
-
-Tables of the FSDP keys of Accelerate 1.15 and of the Trainer of Transformers 5.23.
-
-Names have no prefix `fsdp_`. Several keys together determine the sharding strategy; they are read
-in `fsdp_sharding`.
-
-Conversion of FSDP's version and sharding strategy to a ZeRO stage and a degree of sharding.
+The tables contain the FSDP keys of Accelerate 1.15 and of the Trainer of Transformers 5.23, without
+the prefix `fsdp_`, which is optional in Transformers. Several keys together determine the sharding:
+`read_sharding` converts FSDP's version (2 by default) and strategy to a ZeRO stage and a degree.
 """
 
 from __future__ import annotations
@@ -215,8 +210,11 @@ def read_sharding(translation: Translation, keys: ShardingKeys) -> None:
         elif name == STRATEGY:
             _refuse_strategy_of_fsdp2(translation, shown, value)
         else:
-            key = ForeignKey(shown, Status.SUPPORTED, "any", "", sets=reshard_settings)
-            translation.translate_key(shown, key, parse_flag(value))
+            translation.translate_key(
+                shown,
+                ForeignKey(shown, Status.SUPPORTED, "any", "", sets=reshard_settings),
+                parse_flag(value),
+            )
 
 
 def _read_fsdp1(translation: Translation, keys: ShardingKeys, name: str) -> None:
@@ -428,8 +426,9 @@ def _read_keys(
                     )
                 )
 
-    keys = ShardingKeys(sharding, version=2, processes_per_machine=None, launched=False)
-    read_sharding(translation, keys)
+    read_sharding(
+        translation, ShardingKeys(sharding, version=2, processes_per_machine=None, launched=False)
+    )
     _merge_rows(translation)
 
 

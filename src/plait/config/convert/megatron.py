@@ -1,13 +1,11 @@
 """Conversion of Megatron-LM's command line, such as `["--bf16", "--lr", "1e-4"]`.
 
-`megatron_flags` lists the setting of each flag. Flags that are left out have Megatron-LM's default
-if it differs from Plait's. The optimizer and its schedule are converted if any flag describes them;
---lr is then required.
+The table has the setting of each flag, or the reason why it is ignored or refused. Flags that
+describe Megatron's own model and data loader are ignored: Plait receives the model from its caller,
+or builds it from the `model` section.
 
-Table of Megatron-LM's flags: what each sets, or why it is ignored or refused.
-
-Flags that describe Megatron's own model and data loader are ignored: Plait receives the model from
-its caller, or builds it from the `model` section.
+Flags that are left out have Megatron-LM's default if it differs from Plait's. The optimizer and its
+schedule are converted if any flag describes them; --lr is then required.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from plait.config.convert.translated import Settings, TranslatedDocument, set_path
+from plait.config.convert.translated import Settings, TranslatedDocument, Translation
 from plait.config.dialects.keys import nearest
 from plait.config.schema.config import KeyReport, Status
 from plait.config.source import scalar
@@ -375,75 +373,43 @@ def read_flags(tokens: Sequence[str]) -> TranslatedDocument:
     Raises:
         ConfigError: The list does not consist of flags and their values.
     """
-    rows: list[KeyReport] = []
-    problems: list[Problem] = []
-    settings: Settings = {}
+    translation = Translation()
     for name, values in _split(tokens):
         flag = FLAGS.get(name[2:].replace("-", "_"))
         if flag is None:
-            problems.append(Problem(name, None, "unknown flag", _unknown_remedy(name)))
+            translation.problems.append(Problem(name, None, "unknown flag", _unknown_remedy(name)))
             continue
         try:
             value = _parse_value(flag, values)
         except ValueError as error:
             rule, _, remedy = str(error).partition("; ")
-            problems.append(Problem(name, " ".join(values) or None, rule, remedy))
+            translation.problems.append(Problem(name, " ".join(values) or None, rule, remedy))
             continue
 
         if flag.status is Status.REFUSED and value not in flag.off:
-            shown_value = value if values else None
-            problems.append(Problem(name, shown_value, flag.why, flag.remedy))
+            translation.problems.append(
+                Problem(name, value if values else None, flag.why, flag.remedy)
+            )
         elif flag.status is Status.SUPPORTED:
-            other, other_value = settings.setdefault(flag.target, (name, value))
-            if other_value != value:
-                problems.append(
-                    Problem(
-                        name,
-                        value,
-                        f"{other} says {other_value!r}; both set {flag.target} and disagree",
-                        "keep one of them",
-                    )
-                )
-        rows.append(_row(name, flag, value))
+            translation.set(flag.target, name, value)
+        translation.rows.append(_row(name, flag, value))
 
-    _combine_flags(settings, problems)
-    return _build_document(settings, rows, problems)
+    settings = translation.settings
+    _set_stage(settings, translation.problems)
+    _set_stages_per_rank(settings, translation.problems)
+    _set_betas(settings)
+    defaults = _defaults(settings, translation.problems)
+    return translation.finish("the command line", "Megatron", defaults, noun="flag")
 
 
-def _combine_flags(settings: Settings, problems: list[Problem]) -> None:
-    """Replace flags whose meaning depends on other flags by the settings that they stand for."""
-    _set_stage(settings, problems)
-    _set_stages_per_rank(settings, problems)
-
-    # Megatron-LM has a flag for each of Adam's betas.
+def _set_betas(settings: Settings) -> None:
+    """Translate the flags of Adam's betas, of which Megatron-LM has one for each."""
     first = settings.pop("optimizer.params.beta1", None)
     second = settings.pop("optimizer.params.beta2", None)
     beta = first or second
     if beta is not None:
         betas = [first[1] if first else 0.9, second[1] if second else 0.999]
         settings["optimizer.params.betas"] = (beta[0], betas)
-
-
-def _build_document(
-    settings: Settings, rows: list[KeyReport], problems: list[Problem]
-) -> TranslatedDocument:
-    defaults = _defaults(settings, problems)
-    defaults = {path: value for path, value in defaults.items() if path not in settings}
-    tree: dict[str, Any] = {}
-    for path, (_, value) in settings.items():
-        set_path(tree, path, value)
-    for path, value in defaults.items():
-        set_path(tree, path, value)
-    return TranslatedDocument(
-        "the command line",
-        tree,
-        "Megatron",
-        "flag",
-        tuple(rows),
-        tuple(problems),
-        {path: name for path, (name, _) in settings.items()},
-        tuple(defaults),
-    )
 
 
 def _set_stage(settings: Settings, problems: list[Problem]) -> None:

@@ -65,7 +65,9 @@ class Translation:
         name: str,
         program: str,
         defaults: Mapping[str, Any],
+        *,
         base: Mapping[str, Any] | None = None,
+        noun: str = "file",
     ) -> TranslatedDocument:
         """Return the translated document.
 
@@ -74,6 +76,7 @@ class Translation:
             program: Name of the other program.
             defaults: Values by path, for settings that no key sets.
             base: Tree of a file that the document includes.
+            noun: Container of the keys, see `TranslatedDocument`.
         """
         tree = copy.deepcopy(dict(base or {}))
         # A key that contradicts the included file is a problem; neither of them wins.
@@ -91,7 +94,7 @@ class Translation:
             name,
             tree,
             program,
-            "file",
+            noun,
             tuple(self.rows),
             tuple(self.problems),
             {path: key for path, (key, _) in self.settings.items()},
@@ -174,8 +177,7 @@ class Translation:
             )
             return
         meaning = " and ".join(settings) + note
-        first_path = next(iter(settings))
-        self.rows.append(KeyReport(shown, value, Status.RENAMED, meaning, first_path))
+        self.rows.append(KeyReport(shown, value, Status.RENAMED, meaning, next(iter(settings))))
 
 
 def problems_in(key: str, error: ConfigError) -> list[Problem]:

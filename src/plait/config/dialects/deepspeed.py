@@ -1,4 +1,4 @@
-"""Table of DeepSpeed's keys that are not fields of the schema: ignored or refused, with reasons.
+"""DeepSpeed's keys that are not fields of the schema: ignored or refused, with reasons.
 
 The table contains every key of DeepSpeed 0.19.8, of older releases and of published files that
 Plait does not support. Supported keys are fields of the schema, which documents them.
@@ -7,8 +7,6 @@ A key is ignored if it only tunes DeepSpeed's implementation or its logging. A k
 would change the results, the memory or an output that a user expects (a tracker, a checkpoint). The
 value decides: `off` lists the values of a refused key with which it may stay in the file. "auto" is
 valid for every ignored key, as in DeepSpeed.
-
-Checks of the values of DeepSpeed's keys: their type, and whether they request a feature.
 """
 
 from __future__ import annotations

@@ -242,8 +242,9 @@ def _visit(
             value = SHORT_FORMS[dotted](value)
         _visit_known_section(written, path, value, examined)
     else:
-        remedy = keys.remedy_for(".".join(path[:-1]), path[-1])
-        examined.problems.append(Problem(shown, value, "unknown key", remedy))
+        examined.problems.append(
+            Problem(shown, value, "unknown key", keys.remedy_for(".".join(path[:-1]), path[-1]))
+        )
 
 
 def _visit_known_section(
@@ -314,8 +315,9 @@ def _visit_field(
     if setting.free and isinstance(value, dict):
         value = _visit_free(written, dotted, value, examined)
     else:
-        meaning = brief(setting.description)
-        examined.rows.append(KeyReport(shown, value, Status.SUPPORTED, meaning, dotted))
+        examined.rows.append(
+            KeyReport(shown, value, Status.SUPPORTED, brief(setting.description), dotted)
+        )
     examined.candidates.setdefault(dotted, []).append(WrittenValue(shown, value))
 
 

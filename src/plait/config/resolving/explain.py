@@ -86,8 +86,13 @@ def explain(
     values = values_of(draft)
     if draft.problems:
         return Explanation(document.name, world_size, rows, values, draft.problems)
-    resolved = Resolved(**draft.values, sources=draft.sources)
-    return Explanation(document.name, world_size, _mark_unused(rows, resolved), values, ())
+    return Explanation(
+        document.name,
+        world_size,
+        _mark_unused(rows, Resolved(**draft.values, sources=draft.sources)),
+        values,
+        (),
+    )
 
 
 def _default_processes(config: Config) -> int:
@@ -329,8 +334,9 @@ def _batch_values(batch: Batch) -> dict[str, Any]:
 
 
 def _layout_values(layout: Layout) -> dict[str, Any]:
-    degrees = {**layout.degrees, "ep": layout.ep}
-    return {f"parallel.{axis}": degree for axis, degree in degrees.items()}
+    return {
+        f"parallel.{axis}": degree for axis, degree in {**layout.degrees, "ep": layout.ep}.items()
+    }
 
 
 def _tensor_values(tensor: TensorParallel) -> dict[str, Any]:

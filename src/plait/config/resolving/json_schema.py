@@ -85,8 +85,7 @@ def _add_property(schema: dict[str, Any], path: str, entry: dict[str, Any]) -> N
     node = schema
     for name in parents:
         section = {"type": ["object", "boolean"], "additionalProperties": False}
-        properties = node.setdefault("properties", {})
-        node = _dereference(schema, properties.setdefault(name, section))
+        node = _dereference(schema, node.setdefault("properties", {}).setdefault(name, section))
     node.setdefault("properties", {}).setdefault(last, entry)
 
 

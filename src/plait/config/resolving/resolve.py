@@ -3,15 +3,15 @@
 Both are pure: they use no process group, no environment variable and no property of the machine.
 The number of processes is an argument. A `Resolved` records the source of every value.
 
+A file passes `source.read`, `examine` (its keys become those of the schema), the schema's checks
+(`validate`, which turns pydantic's errors into Problems), and `outline`, whose parts are decided in
+`resolved_parts` and `techniques`.
+
 Note [All problems are reported]
     A user should see all mistakes of a file at once. `examine` collects the problems of keys, and
     `validate` those of values. `outline` calls the function of each part with `Findings.attempt`,
     which records the problems of the part; parts that depend on it are skipped. Each stage raises
     a single ConfigError with its problems.
-
-Validation of a tree against the schema.
-
-pydantic's errors become Problems, with the name of the file, the value, the rule and the remedy.
 """
 
 from __future__ import annotations
@@ -310,8 +310,9 @@ def build_config(document: Document, examined: ExaminedDocument) -> Config:
     Raises:
         ConfigError: All problems of keys and values.
     """
-    config = validate_tree(examined, examined.tree)
-    return config.with_provenance(examined.provenance(document.name))
+    return validate_tree(examined, examined.tree).with_provenance(
+        examined.provenance(document.name)
+    )
 
 
 def validate_tree(examined: ExaminedDocument, tree: Mapping[str, Any]) -> Config:

@@ -1,18 +1,13 @@
 """Resolution of layout, batch sizes, dtypes, optimizer and schedule.
 
-Each function resolves a part of a `Resolved`. It decides what the Config leaves open, and records
-the source of every value and all problems in the `Findings`. It raises ConfigError if its part
-cannot be resolved.
-
-Degrees of parallelism: from the degrees in a file to a Layout.
+Each function with a `Findings` argument resolves a part of a `Resolved`. It decides what the Config
+leaves open, and records the source of every value and all problems. It raises ConfigError if its
+part cannot be resolved.
 
 Processes that pp, cp and tp do not use become data-parallel. ZeRO stage 0 replicates
-(`dp_replicate`), stages 1 to 3 shard (`dp_shard`); both degrees together are hybrid sharding.
-
-The three batch sizes of a file.
-
-train_batch_size = micro-batch size x accumulation steps x data-parallel processes, so that any two
-of the sizes determine the third.
+(`dp_replicate`), stages 1 to 3 shard (`dp_shard`); both degrees together are hybrid sharding. Any
+two of the batch sizes determine the third: train_batch_size = micro-batch size x accumulation steps
+x data-parallel processes.
 """
 
 from __future__ import annotations
@@ -142,12 +137,15 @@ def _data_degrees(
         replicate = _remaining("dp_shard", shard, dp, world_size)
 
     if replicate * shard != dp:
-        product = f"dp_replicate {replicate} x dp_shard {shard} = {replicate * shard}"
-        rule = f"{product}, and {format_processes(world_size)} leave {dp} for data parallelism"
-        left_out = "dp_replicate" if stage == 0 else "one of the two"
         possible = format_processes(world_size // dp * replicate * shard)
         raise ConfigError(
-            Problem("parallel", None, rule, f"start {possible}, or leave {left_out} out")
+            Problem(
+                "parallel",
+                None,
+                f"dp_replicate {replicate} x dp_shard {shard} = {replicate * shard}, and"
+                f" {format_processes(world_size)} leave {dp} for data parallelism",
+                f"start {possible}, or leave {'one of the two' if stage else 'dp_replicate'} out",
+            )
         )
     if stage > 0 and shard == 1 and dp > 1:
         raise ConfigError(
@@ -602,9 +600,11 @@ def _reduce_dtype(findings: Findings, compute: ComputeDtype | None) -> ReduceDty
 def _loss_scale(findings: Findings, fp16: Fp16Section) -> LossScale:
     values = {}
     for name, key in LOSS_SCALE.items():
-        default = Fp16Section.model_fields[key].default
         values[name] = findings.resolve_auto(
-            f"fp16.{key}", getattr(fp16, key), default, "DeepSpeed's default"
+            f"fp16.{key}",
+            getattr(fp16, key),
+            Fp16Section.model_fields[key].default,
+            "DeepSpeed's default",
         )
 
     power = values["initial_scale_power"]
@@ -695,8 +695,9 @@ def scheduler(
                     )
                 )
 
-    unresolved = SchedulerSpec(type=spec.type, params=params)
-    return unresolved.resolved(learning_rate=rate or 0.0, total_steps=steps)
+    return SchedulerSpec(type=spec.type, params=params).resolved(
+        learning_rate=rate or 0.0, total_steps=steps
+    )
 
 
 def _caller_values(

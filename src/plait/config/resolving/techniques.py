@@ -129,15 +129,15 @@ def pipeline(findings: Findings, layout: Layout) -> Pipeline:
     schedule = section.schedule
     if schedule is None and section.stages_per_rank is not None and section.stages_per_rank > 1:
         schedule = "interleaved-1f1b"
-        source = f"derived: {section.stages_per_rank} stages a rank"
-        findings.sources[f"{path}.schedule"] = source
+        findings.sources[f"{path}.schedule"] = f"derived: {section.stages_per_rank} stages a rank"
     elif schedule is None:
         schedule = "1f1b"
 
     if schedule not in SCHEDULES:
         rule = "is not a pipeline schedule that Plait runs"
-        remedy = suggest_names(schedule, SCHEDULES)
-        findings.problems.append(Problem(f"{path}.schedule", schedule, rule, remedy))
+        findings.problems.append(
+            Problem(f"{path}.schedule", schedule, rule, suggest_names(schedule, SCHEDULES))
+        )
     return Pipeline(
         schedule=schedule,
         stages_per_rank=section.stages_per_rank,
@@ -489,8 +489,7 @@ def _bucket_bytes(findings: Findings, dtypes: Precision, hidden_size: int | None
 
     stage = findings.config.zero_optimization.stage
     if not has_buckets(stage, mixed=dtypes.compute is not None):
-        reason = "not used: gradients are reduced block by block"
-        findings.sources["parallel.bucket_mib"] = reason
+        findings.sources["parallel.bucket_mib"] = "not used: gradients are reduced block by block"
         return bytes_of_mib
     if elements is None:
         if bytes_of_mib is None:

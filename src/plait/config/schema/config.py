@@ -1,19 +1,18 @@
 """Schema of the configuration file: the `Config` model and the sections that DeepSpeed also has.
 
-A `Config` may contain "auto" and may omit keys; `resolve` replaces both. DeepSpeed keys that Plait
-ignores are not fields of the schema. They are listed in `config.dialects.deepspeed`.
+A `Config` may contain "auto" and may omit keys; `resolve` replaces both. It knows its provenance:
+the keys of its file as they were written. DeepSpeed keys that Plait ignores are not fields of the
+schema. They are listed in `config.dialects.deepspeed`.
+
+The attribute docstrings are the users' reference. They appear as descriptions in the JSON schema
+(`plait config schema`), and `plait config explain` prints the first sentence of each. A prefix
+such as "nvme:" or "tp:" names the value or the degree without which the key has no effect.
 
 Note [One default per key]
     Every key has a single default, DeepSpeed 0.19.8's where DeepSpeed has the key. A default never
     depends on keys of other settings, because a file would then change its meaning when an
     unrelated key is added. Where a docstring says "If omitted, ...", the value is derived from keys
     of the same setting.
-
-The attribute docstrings are the users' reference. They appear as descriptions in the JSON schema
-(`plait config schema`), and `plait config explain` prints the first sentence of each. A prefix
-such as "nvme:" or "tp:" names the value or the degree without which the key has no effect.
-
-Provenance of a configuration: the keys of its file as they were written, and their meaning.
 """
 
 from __future__ import annotations

@@ -120,6 +120,6 @@ class SchedulerSpec(Policy):
 
 
 def _raise_problems(problems: list[str]) -> None:
-    """Raise ValueError with all problems. `validation` splits the text again at " Also: "."""
+    """Raise ValueError with all problems. `resolve` splits the text again at " Also: "."""
     if problems:
         raise ValueError(" Also: ".join(problems))

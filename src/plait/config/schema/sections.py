@@ -1,10 +1,8 @@
-"""Sections of the configuration file that only Plait has, except for `parallel`.
+"""Sections that only Plait has, except for `parallel`, and DeepSpeed's sections of trackers.
 
 The sections are pure descriptions. They open no path, build no model and do not inspect the
 machine. Rules that depend only on the file are checked here, so that an invalid file is refused
 before any process starts. A check raises ValueError with the text `rule; remedy`.
-
-Settings of experiment trackers, in DeepSpeed's sections.
 """
 
 from __future__ import annotations
