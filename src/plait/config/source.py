@@ -155,9 +155,7 @@ def scalar(text: str) -> Any:
 
 def _parse_int(text: str) -> Any:
     """Parse an integer, or return a `TooLong`, which `refuse_unusable` reports."""
-    if len(text) > MAX_DIGITS:
-        return TooLong(text)
-    return int(text)
+    return TooLong(text) if len(text) > MAX_DIGITS else int(text)
 
 
 def _read_text(path: Path) -> str:

@@ -441,9 +441,7 @@ def _read_section(file: _AccelerateFile, section: str, value: Any) -> None:
 def _add_prefix(section: str, name: str) -> str:
     """Return the name of a key with the prefix of its section."""
     prefix = PREFIXES.get(section, "")
-    if name.startswith(prefix):
-        return name
-    return prefix + name
+    return name if name.startswith(prefix) else prefix + name
 
 
 def _skip_section(file: _AccelerateFile, name: str, value: Any) -> None:

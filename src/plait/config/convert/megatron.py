@@ -563,9 +563,7 @@ def _parse_value(flag: Flag, values: list[str]) -> Any:
     else:
         parsed = scalar(values[0])
 
-    if flag.convert is None:
-        return parsed
-    return flag.convert(parsed)
+    return parsed if flag.convert is None else flag.convert(parsed)
 
 
 def _unknown_remedy(name: str) -> str:

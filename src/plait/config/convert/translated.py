@@ -193,9 +193,7 @@ def parse_flag(value: Any) -> Any:
     if isinstance(value, str):
         value = _FLAG_TEXTS.get(value.lower(), value)
     flag = as_flag(value)
-    if flag is None:
-        return value
-    return flag
+    return value if flag is None else flag
 
 
 def set_path(tree: dict[str, Any], path: str, value: Any) -> str | None:

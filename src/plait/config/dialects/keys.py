@@ -44,9 +44,7 @@ def _zero_is_off(value: Any) -> Any:
 
 
 def _auto_is_off(value: Any) -> Any:
-    if value == "auto":
-        return ABSENT
-    return value
+    return ABSENT if value == "auto" else value
 
 
 def _flag(on: Any, off: Any = ABSENT) -> Callable[[Any], Any]:
@@ -56,9 +54,7 @@ def _flag(on: Any, off: Any = ABSENT) -> Callable[[Any], Any]:
         # Invalid values stay for the check of the target's type.
         if not isinstance(value, bool):
             return value
-        if value:
-            return on
-        return off
+        return on if value else off
 
     return convert
 
@@ -189,9 +185,7 @@ ALIASES: dict[str, Alias] = {
 
 def _expand_zero(value: Any) -> Any:
     """Expand `"zero_optimization": true`, DeepSpeed's first form of ZeRO, which means stage 1."""
-    if isinstance(value, bool):
-        return {"stage": int(value)}
-    return value
+    return {"stage": int(value)} if isinstance(value, bool) else value
 
 
 def _expand_pipeline(value: Any) -> Any:

@@ -387,9 +387,7 @@ def _compress_gradients(compression: Compression) -> str | list[str]:
 
 
 def _scheme_name(scheme: Scheme) -> str:
-    if scheme.powersgd_rank:
-        return "powersgd"
-    return _BITS[scheme.gradient_bits]
+    return "powersgd" if scheme.powersgd_rank else _BITS[scheme.gradient_bits]
 
 
 def _loss_chunk_values(tokens: int) -> dict[str, Any]:

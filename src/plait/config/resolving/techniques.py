@@ -195,9 +195,7 @@ def _transport(
     # The check sees only torch's collectives.
     if check_collectives:
         return "torch"
-    if transport == "auto":
-        return "prefer-shared-memory"
-    return transport
+    return "prefer-shared-memory" if transport == "auto" else transport
 
 
 def _all_reduce(findings: Findings) -> Name | Literal["by-machines"]:

@@ -125,15 +125,11 @@ def _parse_degree(value: Any) -> Any:
 
 
 def _auto_tag(value: Any) -> str:
-    if value == "auto":
-        return "auto"
-    return "value"
+    return "auto" if value == "auto" else "value"
 
 
 def _compression_tag(value: Any) -> str:
-    if isinstance(value, list):
-        return "several"
-    return "one"
+    return "several" if isinstance(value, list) else "one"
 
 
 # Discriminated unions instead of plain ones: pydantic then reports the rule of the number alone,

@@ -328,9 +328,7 @@ class FaultsSection(Policy):
 
 def _parse_folder(value: Any) -> Any:
     """Convert "", which DeepSpeed files write for the working folder, to "."."""
-    if value == "":
-        return "."
-    return value
+    return "." if value == "" else value
 
 
 Folder = Annotated[LocalPath, BeforeValidator(_parse_folder)]
