@@ -52,7 +52,7 @@ def explain_command(
     """Print every key of FILE with its meaning, and every resolved value with its source. Exit code
     2 if FILE cannot be run.
     """
-    explanation = explain(_one_source(source), overrides or (), world_size=world_size)
+    explanation = explain(_parse_source(source), overrides or (), world_size=world_size)
     if as_json:
         problems = [
             {**asdict(problem), "message": str(problem)} for problem in explanation.problems
@@ -92,7 +92,7 @@ def convert_command(
     if out is not None and out.exists():
         raise InputError(f"--out {out}: exists; give another name, or remove it first")
     require_writable("--out", out)
-    conversion = convert(_one_source(source), overrides or ())
+    conversion = convert(_parse_source(source), overrides or ())
     rows: list[tuple[str, ...]] = [("key", "value", "Plait's", "note")]
     rows += [(row.key, _format_value(row.value), *_converted_key(row)) for row in conversion.keys]
     for line in aligned(rows, max_widths={1: 40}):
@@ -125,7 +125,7 @@ def _converted_key(row: KeyReport) -> tuple[str, str]:
     return "-", f"{row.status}: {row.meaning}"
 
 
-def _one_source(source: list[str]) -> str | list[str]:
+def _parse_source(source: list[str]) -> str | list[str]:
     """Return the name of the file, or the flags of Megatron."""
     if len(source) > 1 and not source[0].startswith("--"):
         raise typer.BadParameter(

@@ -231,8 +231,8 @@ def _warn_of_nested_launchers(settings: LaunchSettings) -> None:
     if outer is None:
         return
     # srun may start one task per machine, each of which runs this launcher.
-    several_here = outer.launcher == "srun" and (outer.local_world_size or 1) > 1
-    if several_here or (settings.single_node and outer.world_size > 1):
+    starts_several = outer.launcher == "srun" and (outer.local_world_size or 1) > 1
+    if starts_several or (settings.single_node and outer.world_size > 1):
         warn(
             f"plait launch is itself process {outer.rank} of {outer.world_size} of {outer.launcher}"
             f" ({outer.names[0]}, {outer.names[1]}), and each of them starts {settings.processes}"

@@ -526,7 +526,7 @@ def dryrun(
     memory, traffic and operators. Exit code 1 if no layout fits.
     """
     from plait.cli.planning.dry_run import dry_run, print_dry_run
-    from plait.cli.planning.query import own_layout, read_request
+    from plait.cli.planning.query import has_complete_layout, read_request
     from plait.cli.planning.show import print_nothing_fits
     from plait.planner import output
     from plait.planner import search as searching
@@ -543,9 +543,9 @@ def dryrun(
         seq=seq,
         precision=precision,
         fix=fix,
-        as_it_is=True,
+        keeps_layout=True,
     )
-    if own_layout(file, query.tree):
+    if has_complete_layout(file, query.tree):
         layout = f"{file} fixes its layout, which is run as it is; nothing was searched"
         tree = query.base
     else:

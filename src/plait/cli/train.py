@@ -464,8 +464,8 @@ if __name__ == "__main__":
     from plait.cluster.process_groups import end_process
 
     # The processes of several machines check and describe the run themselves.
-    is_one_of_several = sys.argv[1] == "--one-of-several"
+    several_machines = sys.argv[1] == "--one-of-several"
     arguments = sys.argv[1:]
-    if is_one_of_several:
+    if several_machines:
         arguments = sys.argv[2:]
-    end_process(_run_process(Path(arguments[0]), arguments[1:], announced=not is_one_of_several))
+    end_process(_run_process(Path(arguments[0]), arguments[1:], announced=not several_machines))

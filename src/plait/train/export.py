@@ -70,7 +70,6 @@ def export(
     generation: Path | None = None,
     verify: Callable[[Path], None] | None = None,
     progress: Callable[[int, int], None] = _no_progress,
-    file_bytes: int = FILE_BYTES,
 ) -> ExportResult:
     """Write the model of a checkpoint of `plait train`: config.json and safetensors with an index.
 
@@ -84,7 +83,6 @@ def export(
         generation: File with the generation settings, which is copied.
         verify: Receives the finished folder, which still has a temporary name.
         progress: Receives (bytes written, bytes in total) after each file.
-        file_bytes: Largest size of one file of weights, unless a tensor is larger.
 
     Raises:
         InputError: `out` exists, another export writes it, or the disk is full or not writable.
@@ -116,7 +114,7 @@ def export(
     published = False
     try:
         descriptor = _claim(temporary, out)
-        _write_weights(reader, temporary, dtypes, sizes, file_bytes, progress)
+        _write_weights(reader, temporary, dtypes, sizes, progress)
         settings: Any = model.config
         settings.architectures = [type(model).__name__]
         settings.dtype = dtype or dtype_of(stored[names[0]])
@@ -172,13 +170,12 @@ def _write_weights(
     folder: Path,
     dtypes: dict[str, torch.dtype],
     sizes: dict[str, int],
-    file_bytes: int,
     progress: Callable[[int, int], None],
 ) -> None:
     """Write the tensors in their order, and an index if they need several files."""
     total_bytes = sum(sizes.values())
     written_bytes = 0
-    files = _group_by_file(sizes, file_bytes)
+    files = _group_by_file(sizes, FILE_BYTES)
     weight_map: dict[str, str] = {}
     for number, names in enumerate(files, 1):
         file = "model.safetensors"

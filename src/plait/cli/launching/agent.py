@@ -199,7 +199,7 @@ def launch(
         tempfile.TemporaryDirectory(prefix="plait-launch-") as folder,
         _quiet_torchrun(),
         closing(
-            Standby(settings.processes if settings.standby else 0, Path(folder), WORKER, _say)
+            Standby(settings.processes if settings.standby else 0, Path(folder), WORKER, _print)
         ) as standby,
         _environment(
             {
@@ -281,7 +281,7 @@ class Agent(LocalElasticAgent):
         if received is not None and any(_is_running(worker.id) for worker in worker_group.workers):
             return RunResult(state=WorkerState.HEALTHY)
         if received is not None:
-            _say(f"the ranks have ended after {received.name}, which one of them received")
+            _print(f"the ranks have ended after {received.name}, which one of them received")
             self._remaining_restarts = 0
             self.exit_code = 128 + received
             return RunResult(state=WorkerState.FAILED)
@@ -392,7 +392,7 @@ class Agent(LocalElasticAgent):
 
         with on_signals(kill):
             if running and self._interrupted and seconds:
-                _say(
+                _print(
                     f"{sent.name}: the ranks have up to {seconds:.0f} s to end; Ctrl-C or another"
                     " signal stops them at once"
                 )
@@ -410,7 +410,7 @@ class Agent(LocalElasticAgent):
                         self._exit_codes[rank] = code
                 if running and time.monotonic() > deadline:
                     if sent != signal.SIGKILL:
-                        _say(
+                        _print(
                             f"rank {', '.join(map(str, running.values()))} did not end within"
                             f" {seconds:.0f} s and is killed"
                         )
@@ -596,5 +596,5 @@ def _exit_code(pid: int) -> int | None:
     return -status.si_status
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(f"plait: {text}", file=sys.stderr, flush=True)

@@ -76,12 +76,12 @@ def local_index(hosts: Sequence[HostfileEntry]) -> int | None:
         if host.address in names:
             return index
     for index, host in enumerate(hosts):
-        if _is_own_address(host.address):
+        if _is_local_address(host.address):
             return index
     return None
 
 
-def _is_own_address(name: str) -> bool:
+def _is_local_address(name: str) -> bool:
     # Only an address of this machine can be bound.
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM)[0]

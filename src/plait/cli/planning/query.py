@@ -98,14 +98,14 @@ def read_request(
     compiled: bool = False,
     memory_gib: float | None = None,
     network: float | None = None,
-    as_it_is: bool = False,
+    keeps_layout: bool = False,
 ) -> PlanQuery:
     """Read the query of a plan.
 
     Args:
         file: A training configuration. Its values are planned for, and options override them with a
             note.
-        as_it_is: Whether a complete layout of the file is run as it is, and fixes nothing.
+        keeps_layout: Whether a complete layout of the file is run as it is, and fixes nothing.
 
     The other arguments are the options of the command line; None stands for an unused option.
 
@@ -173,7 +173,7 @@ def read_request(
 
     request = with_settings_of(training_file.config, request)
     layout = {}
-    if not (as_it_is and own_layout(file, training_file.tree)):
+    if not (keeps_layout and has_complete_layout(file, training_file.tree)):
         layout = fixed_by(training_file)
     if layout:
         notes.append(
@@ -263,7 +263,7 @@ def _too_long(section: Mapping[str, Any], sequence: int) -> str | None:
     return None
 
 
-def own_layout(file: Path | None, base: Mapping[str, Any]) -> bool:
+def has_complete_layout(file: Path | None, base: Mapping[str, Any]) -> bool:
     """Return True if a file defines a complete layout, so that no search is needed."""
     return (
         file is not None

@@ -100,8 +100,8 @@ def _restore_names(document: TranslatedDocument, examined: ExaminedDocument) -> 
     """Replace Plait's keys by those of the other program in rows, problems and origins."""
     translated = (*document.written, *document.defaults)
     # `examine` has a row per translated setting. The other program's keys have their own rows.
-    own_rows = [row for row in examined.rows if row.key not in translated]
-    examined.rows[:] = [*document.rows, *own_rows]
+    other_rows = [row for row in examined.rows if row.key not in translated]
+    examined.rows[:] = [*document.rows, *other_rows]
     examined.problems[:0] = document.problems
 
     for path, origin in examined.origins.items():

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from plait.config.dialects.deepspeed import Key, as_flag, asks_for_nothing, type_problem
+from plait.config.dialects.deepspeed import Key, as_flag, requests_nothing, type_problem
 from plait.config.schema.config import KeyReport, Status
 from plait.config.source import Document
 from plait.errors import ConfigError, Problem
@@ -141,7 +141,7 @@ class Translation:
             self.refuse(shown, value, *problem)
             return
 
-        if key.status is Status.REFUSED and not asks_for_nothing(key, value):
+        if key.status is Status.REFUSED and not requests_nothing(key, value):
             self.refuse(shown, value, key.why, key.remedy)
         elif key.status is Status.REFUSED and key.sets is None:
             self.rows.append(

@@ -605,7 +605,7 @@ def type_problem(key: Key, value: Any) -> tuple[str, str] | None:
     return f"must be {_NAMES[key.kind]}", "correct it or leave it out: " + key.why
 
 
-def asks_for_nothing(key: Key, value: Any) -> bool:
+def requests_nothing(key: Key, value: Any) -> bool:
     """Return True if a refused key may stay in the file with this value.
 
     "auto" selects DeepSpeed's default, which requests nothing.

@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from plait.config.dialects import keys
-from plait.config.dialects.deepspeed import SECRETS, TABLE, Key, asks_for_nothing, type_problem
+from plait.config.dialects.deepspeed import SECRETS, TABLE, Key, requests_nothing, type_problem
 from plait.config.dialects.keys import ABSENT, ALIASES, SHORT_FORMS
 from plait.config.schema.config import PLAIT_SECTIONS, KeyReport, Provenance, Status
 from plait.config.schema.optimizers import SINGLE_VALUED_PARAMS
@@ -370,7 +370,7 @@ def _visit_table(shown: str, key: Key, value: Any, examined: ExaminedDocument) -
 
     status = key.status
     meaning = key.why
-    if key.status is Status.REFUSED and asks_for_nothing(key, value):
+    if key.status is Status.REFUSED and requests_nothing(key, value):
         status = Status.IGNORED
         meaning = f"this value asks for nothing; another would be refused: {key.why}"
     elif key.status is Status.REFUSED:

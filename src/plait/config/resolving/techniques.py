@@ -607,8 +607,8 @@ def activation_offload(findings: Findings) -> ActivationOffload:
     problems = []
     if config.activation_checkpointing.cpu_checkpointing and recomputes(config):
         name = "activation_checkpointing.cpu_checkpointing"
-        fraction_given = config.origin(f"{path}.fraction") != "default"
-        if (fraction_given and fraction != 1) or section.device != "cpu":
+        sets_fraction = config.origin(f"{path}.fraction") != "default"
+        if (sets_fraction and fraction != 1) or section.device != "cpu":
             problems.append(
                 Problem(
                     name,

@@ -12,7 +12,7 @@ from plait.config.dialects.deepspeed import (
     SECRETS,
     TABLE,
     Key,
-    asks_for_nothing,
+    requests_nothing,
     type_problem,
 )
 from plait.config.dialects.examine import brief
@@ -281,7 +281,7 @@ def test_a_refused_key_is_refused_when_it_asks_for_something(key: Key) -> None:
     active = next(
         value
         for value in (True, False, {"enabled": True}, 4, "cpu")
-        if type_problem(key, value) is None and not asks_for_nothing(key, value)
+        if type_problem(key, value) is None and not requests_nothing(key, value)
     )
     assert problems(nested(key.path, active)) == [
         f"{key.path} = {active!r}: {key.why}; {key.remedy}"
@@ -310,7 +310,7 @@ def test_a_wrong_type_is_refused_even_where_the_key_means_nothing(key: Key) -> N
     ],
 )
 def test_a_feature_is_switched_on_by_enabled(value: object, asks: bool) -> None:
-    assert asks_for_nothing(TABLE["compression_training"], value) is not asks
+    assert requests_nothing(TABLE["compression_training"], value) is not asks
 
 
 @pytest.mark.parametrize(
@@ -318,13 +318,13 @@ def test_a_feature_is_switched_on_by_enabled(value: object, asks: bool) -> None:
     [({}, False), ({"enabled": False}, False), ({"size": 4}, True), ({"enabled": True}, True)],
 )
 def test_a_section_that_is_on_by_being_there(value: object, asks: bool) -> None:
-    assert asks_for_nothing(TABLE["sequence_parallel"], value) is not asks
+    assert requests_nothing(TABLE["sequence_parallel"], value) is not asks
 
 
 @pytest.mark.parametrize("value", [0, "false", "False", False])
 def test_a_flag_may_be_written_in_several_ways(value: object) -> None:
-    assert asks_for_nothing(TABLE["compile.deepcompile"], value)
-    assert not asks_for_nothing(TABLE["managed_gradient_accumulation"], value)
+    assert requests_nothing(TABLE["compile.deepcompile"], value)
+    assert not requests_nothing(TABLE["managed_gradient_accumulation"], value)
 
 
 def test_all_problems_of_a_file_are_told_at_once() -> None:
