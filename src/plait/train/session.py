@@ -146,13 +146,13 @@ def check(
         "run.seed": resolved.seed,
     }
 
-    checkpoints: str | Path | None = resolved.run.checkpoints
-    if checkpoints is not None and "://" not in checkpoints:
-        checkpoints = user_path(checkpoints, "run.checkpoints")
-    folder = RunFolder(
-        user_path(resolved.run.folder, "run.folder"),
-        place_of(checkpoints, "run.checkpoints") if checkpoints is not None else None,
-    )
+    checkpoints = None
+    if resolved.run.checkpoints is not None:
+        text = resolved.run.checkpoints
+        checkpoints = place_of(
+            text if "://" in text else user_path(text, "run.checkpoints"), "run.checkpoints"
+        )
+    folder = RunFolder(user_path(resolved.run.folder, "run.folder"), checkpoints)
     position = Position()
     changes: list[str] = []
     if not fresh:

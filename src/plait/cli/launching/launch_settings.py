@@ -154,91 +154,100 @@ def check(settings: LaunchSettings) -> LaunchSettings:
 
 
 def _value_problems(settings: LaunchSettings) -> list[Problem]:
-    problems = []
-    if settings.processes < 1:
-        problems.append(
+    endpoint = re.fullmatch(r"\S+:(\d{1,5})", settings.rdzv_endpoint or "")
+    is_range = 1 <= settings.min_nodes <= settings.max_nodes
+    rules = (
+        (
+            settings.processes < 1,
             Problem(
                 "--nproc-per-node",
                 settings.processes,
                 "at least one process runs on a machine",
                 "use 1 or more",
-            )
-        )
-    if settings.processes > MAX_PROCESSES_PER_NODE:
-        problems.append(
+            ),
+        ),
+        (
+            settings.processes > MAX_PROCESSES_PER_NODE,
             Problem(
                 "--nproc-per-node",
                 settings.processes,
                 f"more than {MAX_PROCESSES_PER_NODE:,} processes on one machine",
                 "use fewer",
-            )
-        )
-    if not 1 <= settings.min_nodes <= settings.max_nodes:
-        problems.append(
+            ),
+        ),
+        (
+            not is_range,
             Problem(
                 "--nnodes",
                 f"{settings.min_nodes}:{settings.max_nodes}",
                 "not 1 <= MIN <= MAX machines",
                 "write for example 2:4",
-            )
-        )
-    elif settings.max_nodes > MAX_NODES:
-        problems.append(
-            Problem("--nnodes", settings.max_nodes, f"more than {MAX_NODES} machines", "use fewer")
-        )
-    if settings.max_restarts < 0:
-        problems.append(
+            ),
+        ),
+        (
+            is_range and settings.max_nodes > MAX_NODES,
+            Problem("--nnodes", settings.max_nodes, f"more than {MAX_NODES} machines", "use fewer"),
+        ),
+        (
+            settings.max_restarts < 0,
             Problem(
                 "--max-restarts",
                 settings.max_restarts,
                 "cannot be negative",
                 "use 0 to stop at the first failure",
-            )
-        )
-    if settings.standby and not settings.max_restarts and settings.min_nodes == settings.max_nodes:
-        problems.append(
+            ),
+        ),
+        (
+            settings.standby
+            and not settings.max_restarts
+            and settings.min_nodes == settings.max_nodes,
             Problem(
                 "--standby",
                 None,
                 "processes stand by for a restart, and there is none",
                 "add --max-restarts N, or leave it out",
-            )
-        )
+            ),
+        ),
+    )
+    problems = [problem for applies, problem in rules if applies]
     problems += common_problems(
         grace=settings.grace_seconds, timeout=settings.timeout_seconds, port=settings.master_port
     )
-    if settings.rdzv_endpoint is not None:
-        match = re.fullmatch(r"\S+:(\d{1,5})", settings.rdzv_endpoint)
-        if match is None or not 1 <= int(match[1]) <= 65535:
-            problems.append(
-                Problem(
-                    "--rdzv-endpoint",
-                    settings.rdzv_endpoint,
-                    "not HOST:PORT with a port from 1 to 65535",
-                    f"write for example node1:{DEFAULT_PORT}",
-                )
+    if settings.rdzv_endpoint is not None and (
+        endpoint is None or not 1 <= int(endpoint[1]) <= 65535
+    ):
+        problems.append(
+            Problem(
+                "--rdzv-endpoint",
+                settings.rdzv_endpoint,
+                "not HOST:PORT with a port from 1 to 65535",
+                f"write for example node1:{DEFAULT_PORT}",
             )
+        )
     return problems
 
 
 def common_problems(*, grace: float, timeout: float, port: int | None) -> list[Problem]:
     """Return the problems of settings that launches with and without a hostfile share."""
-    problems = []
-    if not 0 <= grace < math.inf:
-        problems.append(
-            Problem("--grace", grace, "not 0 or more seconds", "use 0 to stop the ranks at once")
-        )
-    if not 0 < timeout < math.inf:
-        problems.append(
-            Problem("--timeout", timeout, "not a positive number of seconds", "use for example 900")
-        )
-    if port is not None and not 1 <= port <= 65535:
-        problems.append(
+    rules = (
+        (
+            not 0 <= grace < math.inf,
+            Problem("--grace", grace, "not 0 or more seconds", "use 0 to stop the ranks at once"),
+        ),
+        (
+            not 0 < timeout < math.inf,
+            Problem(
+                "--timeout", timeout, "not a positive number of seconds", "use for example 900"
+            ),
+        ),
+        (
+            port is not None and not 1 <= port <= 65535,
             Problem(
                 "--master-port", port, "not a port (1 to 65535)", f"leave it out for {DEFAULT_PORT}"
-            )
-        )
-    return problems
+            ),
+        ),
+    )
+    return [problem for applies, problem in rules if applies]
 
 
 def _single_node_problems(settings: LaunchSettings) -> list[Problem]:

@@ -309,21 +309,18 @@ def _overrides(
     fixed: Mapping[str, int],
 ) -> dict[str, Any]:
     """Return the values by which options replace keys of a file. None removes the key."""
-    overrides: dict[str, Any] = {}
-    if batch is not None:
-        overrides["train_batch_size"] = batch
-    if seq is not None:
-        overrides["data.sequence_length"] = seq
+    values = {
+        "train_batch_size": batch,
+        "data.sequence_length": seq,
+        "compile.enabled": compiled or None,
+    }
+    overrides: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
     if precision is not None:
         for name in ("fp16", "bf16"):
             overrides[f"{name}.enabled"] = True if name == precision else None
-    if compiled:
-        overrides["compile.enabled"] = True
     if model is not None:
         overrides["model"] = None
-    for name in fixed:
-        overrides[PATHS[name]] = None
-    return overrides
+    return overrides | {PATHS[name]: None for name in fixed}
 
 
 def _read_file(file: Path | None, options: Mapping[str, Any], notes: list[str]) -> File | None:

@@ -542,39 +542,40 @@ def recompute(findings: Findings) -> Recompute:
 
     # Raises ConfigError for an unknown operator.
     selective.kept_operators(section.keep)
-    problems = []
-    if mode == "budget" and section.budget_gib is None:
-        problems.append(
-            Problem(f"{path}.mode", "budget", "no budget is given", f"set {path}.budget_gib")
-        )
-    if mode != "budget" and section.budget_gib is not None:
-        problems.append(
+    rules = (
+        (
+            mode == "budget" and section.budget_gib is None,
+            Problem(f"{path}.mode", "budget", "no budget is given", f"set {path}.budget_gib"),
+        ),
+        (
+            mode != "budget" and section.budget_gib is not None,
             Problem(
                 f"{path}.budget_gib",
                 section.budget_gib,
                 f"the mode is {mode}, which does not depend on a budget",
                 f'leave it out, or set {path}.mode = "budget"',
-            )
-        )
-    if mode == "budget" and sequence_length is None:
-        problems.append(
+            ),
+        ),
+        (
+            mode == "budget" and sequence_length is None,
             Problem(
                 f"{path}.sequence_length",
                 None,
                 "activations grow with it, and neither it nor data.sequence_length is given",
                 "write the longest sequence's tokens",
-            )
-        )
-    if mode == "budget" and findings.sources.get(MICRO_KEY) == CALLER_SOURCE:
-        problems.append(
+            ),
+        ),
+        (
+            mode == "budget" and findings.sources.get(MICRO_KEY) == CALLER_SOURCE,
             Problem(
                 f"{path}.mode",
                 "budget",
                 "activations grow with the micro-batch, and the file gives no batch size",
                 "set train_micro_batch_size_per_gpu",
-            )
-        )
-    raise_problems(problems)
+            ),
+        ),
+    )
+    raise_problems(problem for applies, problem in rules if applies)
 
     # Without recomputation no block has a checkpointed input, in DeepSpeed as here.
     partition = findings.config.activation_checkpointing.partition_activations
@@ -698,52 +699,39 @@ def parameter_offload(findings: Findings) -> ParameterOffload:
 def _parameter_offload_problems(zero: ZeroSection) -> list[Problem]:
     section = zero.offload_param
     states = zero.offload_optimizer
-    path = "zero_optimization.offload_param.device"
-    problems = []
-    if section.device != "none" and zero.stage != 3:
-        problems.append(
-            Problem(
-                path,
-                section.device,
-                f"stage {zero.stage} keeps parameters unsharded during a step",
-                'set zero_optimization.stage to 3, or "none"',
-            )
-        )
-    # The rules below exist because the shards are the master weights.
-    if section.device == "cpu" and states.device != "cpu":
-        problems.append(
-            Problem(
-                path,
-                "cpu",
-                "shards are the master weights, which the optimizer updates where its states are,"
-                f" and those are on {_TIERS[states.device]}",
-                'set zero_optimization.offload_optimizer.device = "cpu", or "none"',
-            )
-        )
-    if section.device == "cpu" and states.ratio < 1:
-        problems.append(
-            Problem(
-                path,
-                "cpu",
-                "parameters are the master weights, and offload_optimizer.ratio leaves part of them"
-                " on the device",
-                'use "none", or offload_optimizer.ratio = 1',
-            )
-        )
-    if section.device == "nvme" and states.device == "cpu":
-        problems.append(
-            Problem(
-                path,
-                "nvme",
-                "shards are the master weights, and offload_optimizer.device = cpu takes them into"
-                " host memory",
-                'set offload_optimizer.device = "nvme" or "none", or "cpu" here',
-            )
-        )
-    if section.device == "nvme" and section.nvme_path is None:
-        problems.append(
-            Problem(
-                path, "nvme", "no folder is given", "set zero_optimization.offload_param.nvme_path"
-            )
-        )
-    return problems
+    rules = (
+        (
+            section.device != "none" and zero.stage != 3,
+            f"stage {zero.stage} keeps parameters unsharded during a step",
+            'set zero_optimization.stage to 3, or "none"',
+        ),
+        # The rules below exist because the shards are the master weights.
+        (
+            section.device == "cpu" and states.device != "cpu",
+            "shards are the master weights, which the optimizer updates where its states are,"
+            f" and those are on {_TIERS[states.device]}",
+            'set zero_optimization.offload_optimizer.device = "cpu", or "none"',
+        ),
+        (
+            section.device == "cpu" and states.ratio < 1,
+            "parameters are the master weights, and offload_optimizer.ratio leaves part of them"
+            " on the device",
+            'use "none", or offload_optimizer.ratio = 1',
+        ),
+        (
+            section.device == "nvme" and states.device == "cpu",
+            "shards are the master weights, and offload_optimizer.device = cpu takes them into"
+            " host memory",
+            'set offload_optimizer.device = "nvme" or "none", or "cpu" here',
+        ),
+        (
+            section.device == "nvme" and section.nvme_path is None,
+            "no folder is given",
+            "set zero_optimization.offload_param.nvme_path",
+        ),
+    )
+    return [
+        Problem("zero_optimization.offload_param.device", section.device, rule, remedy)
+        for applies, rule, remedy in rules
+        if applies
+    ]
