@@ -207,9 +207,10 @@ def _predict_peaks(
     first_ranks: dict[int, int] = {}
     for rank in range(resolved.layout.world_size):
         first_ranks.setdefault(resolved.layout.coordinates(rank)["pp"], rank)
-    peaks = {}
-    for rank in first_ranks.values():
-        peaks[rank] = predict_peak(module, resolved, rank=rank, samples=samples, length=length).peak
+    peaks = {
+        rank: predict_peak(module, resolved, rank=rank, samples=samples, length=length).peak
+        for rank in first_ranks.values()
+    }
     return peaks, None
 
 

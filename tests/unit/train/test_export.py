@@ -97,7 +97,7 @@ def test_another_dtype_is_not_all_tensors(
         for name, one in kept.items()
     ]
     reader = mock.Mock(
-        under=lambda start: records, read=lambda name: kept[name.removeprefix(export_module.START)]
+        under=lambda start: records, read=lambda name: kept[name.removeprefix(export_module.MODEL_START)]
     )
     monkeypatch.setattr(export_module, "Reader", lambda found: reader)
     monkeypatch.setattr(export_module, "build_described_model", lambda found, dtype: Router())

@@ -79,9 +79,10 @@ class DryRun:
 
     def as_json(self) -> dict[str, Any]:
         """Return the measurements and predictions as plain values."""
-        sizes = {}
-        for name, predicted, measured, ratio in self.rows():
-            sizes[name] = {"predicted": predicted, "dry_run": measured, "ratio": ratio}
+        sizes = {
+            name: {"predicted": predicted, "dry_run": measured, "ratio": ratio}
+            for name, predicted, measured, ratio in self.rows()
+        }
         sizes["gradients"] = {"predicted": None, "dry_run": self.measured.gradients, "ratio": None}
         return {
             "rank": self.rank,

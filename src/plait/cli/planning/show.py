@@ -78,19 +78,17 @@ def print_plan(
 
 def _print_choices(plan: Plan, console: Console) -> None:
     capacity = float(plan.request.cluster.device.memory_bytes) / GIB
-    rows = []
-    for index, choice in enumerate(plan.best):
-        rows.append(
-            [
-                str(index + 1),
-                describe(choice.layout),
-                f"{choice.seconds:.4g} s ({choice.seconds_low:.3g} to {choice.seconds_high:.3g})",
-                format_count(choice.tokens_per_second),
-                f"{choice.mfu:.1%}",
-                f"{choice.needed / GIB:.1f} (to {choice.needed_high / GIB:.1f}) of"
-                f" {capacity:.1f} GiB",
-            ]
-        )
+    rows = [
+        [
+            str(number),
+            describe(choice.layout),
+            f"{choice.seconds:.4g} s ({choice.seconds_low:.3g} to {choice.seconds_high:.3g})",
+            format_count(choice.tokens_per_second),
+            f"{choice.mfu:.1%}",
+            f"{choice.needed / GIB:.1f} (to {choice.needed_high / GIB:.1f}) of {capacity:.1f} GiB",
+        ]
+        for number, choice in enumerate(plan.best, start=1)
+    ]
     print_table(console, ("", "layout", "step (90 %)", "tokens/s", "MFU", "memory (90 %)"), rows)
     print(f"{coverage_of_intervals(experts=bool(plan.request.model.architecture.experts))}\n")
     if plan.ties > 1:

@@ -51,13 +51,12 @@ def convert(source: ForeignSource, overrides: Sequence[str] = ()) -> Conversion:
     except ConfigError as error:
         problems = error.problems
 
-    rows = list(examined.rows)
-    for path, origin in examined.origins.items():
-        if origin.endswith("'s default"):
-            rows.append(
-                KeyReport("(left out)", value_at(examined.tree, path), Status.RENAMED, origin, path)
-            )
-    return Conversion(document.name, examined.tree, tuple(rows), problems)
+    defaults = [
+        KeyReport("(left out)", value_at(examined.tree, path), Status.RENAMED, origin, path)
+        for path, origin in examined.origins.items()
+        if origin.endswith("'s default")
+    ]
+    return Conversion(document.name, examined.tree, (*examined.rows, *defaults), problems)
 
 
 def load_foreign(source: ForeignSource, overrides: Sequence[str] = ()) -> Config:
