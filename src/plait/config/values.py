@@ -104,7 +104,7 @@ _INTEGER = ("a whole number", "write a whole number")
 _NUMBER = ("a number", "write a number")
 _BOOLEAN = ("true or false", "write true or false")
 _LIST = ("a list", "write a list in brackets")
-_OBJECT = ("an object", "write {...}")
+_OBJECT = ("an object", "write {{...}}")
 _RULES = {
     "int_parsing": _INTEGER,
     "int_parsing_size": _INTEGER,
@@ -127,8 +127,14 @@ _RULES = {
     # An item of a tuple. A missing key is reported elsewhere.
     "missing": ("longer by at least one value", "add what is missing"),
     "union_tag_invalid": ("one of what is known", "correct it"),
+    "greater_than_equal": ("at least {ge}", "use {ge} or more"),
+    "greater_than": ("greater than {gt}", "use more than {gt}"),
+    "less_than_equal": ("at most {le}", "use {le} or less"),
+    "less_than": ("less than {lt}", "use less than {lt}"),
+    "too_short": ("at least {min_length} long", "add to it"),
+    "too_long": ("at most {max_length} long", "shorten it"),
 }
-"""Pairs (rule, remedy) of errors without numbers, by pydantic's type of the error."""
+"""Pairs (rule, remedy) by pydantic's type of the error, with the names of its numbers."""
 
 
 def describe_error(error: ErrorDetails) -> tuple[str, str]:
@@ -141,32 +147,18 @@ def describe_error(error: ErrorDetails) -> tuple[str, str]:
         What the value must be, as the end of a sentence that starts with "must be", and what to do
         about it.
     """
-    if error["type"] in _RULES:
-        return _RULES[error["type"]]
-
     context: Mapping[str, Any] = error.get("ctx", {})
-    match error["type"]:
-        case "greater_than_equal":
-            return f"at least {context['ge']}", f"use {context['ge']} or more"
-        case "greater_than":
-            return f"greater than {context['gt']}", f"use more than {context['gt']}"
-        case "less_than_equal":
-            return f"at most {context['le']}", f"use {context['le']} or less"
-        case "less_than":
-            return f"less than {context['lt']}", f"use less than {context['lt']}"
-        case "too_short":
-            return f"at least {context['min_length']} long", "add to it"
-        case "too_long":
-            return f"at most {context['max_length']} long", "shorten it"
-        case "literal_error":
-            expected = str(context["expected"])
-            return expected, _literal_remedy(error["input"], expected)
-        case "place":
-            # Errors of paths are written as `rule; remedy`.
-            rule, _, remedy = error["msg"].rpartition("; ")
-            return rule, remedy
-        case _:
-            return error["msg"][:1].lower() + error["msg"][1:], "correct it"
+    if error["type"] in _RULES:
+        rule, remedy = _RULES[error["type"]]
+        return rule.format(**context), remedy.format(**context)
+    if error["type"] == "literal_error":
+        expected = str(context["expected"])
+        return expected, _literal_remedy(error["input"], expected)
+    if error["type"] == "place":
+        # Errors of paths are written as `rule; remedy`.
+        rule, _, remedy = error["msg"].rpartition("; ")
+        return rule, remedy
+    return error["msg"][:1].lower() + error["msg"][1:], "correct it"
 
 
 def _literal_remedy(value: object, expected: str) -> str:

@@ -263,7 +263,8 @@ def is_on(value: Any) -> bool:
     return str(value).lower() not in ("no", "none") and as_flag(value) is not False
 
 
-_TYPES = (*REPLICATED, "DEEPSPEED", "FSDP")
+_STAGES = {**dict.fromkeys(REPLICATED, 0), "DEEPSPEED": 2, "FSDP": 3}
+"""Default of the ZeRO stage, by the value of `distributed_type`."""
 _TYPE_OF_SECTION = {
     "deepspeed_config": "DEEPSPEED",
     "fsdp_config": "FSDP",
@@ -378,7 +379,7 @@ def _read_distributed_type(file: _AccelerateFile) -> str:
         )
     elif kind in ("XLA", "TPU"):
         translation.refuse("distributed_type", value, "this release runs on GPUs and CPUs", remedy)
-    elif kind not in _TYPES:
+    elif kind not in _STAGES:
         translation.refuse("distributed_type", value, "is no type that Accelerate has", remedy)
     else:
         if kind in REPLICATED:
@@ -391,12 +392,8 @@ def _read_distributed_type(file: _AccelerateFile) -> str:
             KeyReport("distributed_type", value, Status.RENAMED, meaning, STAGE)
         )
 
-    if kind in REPLICATED:
-        file.defaults[STAGE] = 0
-    elif kind == "DEEPSPEED":
-        file.defaults[STAGE] = 2
-    elif kind == "FSDP":
-        file.defaults[STAGE] = 3
+    if kind in _STAGES:
+        file.defaults[STAGE] = _STAGES[kind]
     return kind
 
 
