@@ -65,87 +65,6 @@ from plait.errors import (
 LOOPBACK = "127.0.0.1"
 
 
-def make_rendezvous(settings: LaunchSettings) -> RendezvousHandler:
-    """Return the rendezvous of a launch.
-
-    Raises:
-        RendezvousError, DistError: torch connected already, and failed.
-    """
-    seconds = max(1, int(settings.timeout_seconds))
-    if settings.single_node:
-        return SingleNodeRendezvous(
-            settings.rdzv_id or str(uuid.uuid4()), timedelta(seconds=seconds)
-        )
-    elastic = settings.rdzv_endpoint is not None
-    config: dict[str, Any] = {"rank": settings.node_rank, "timeout": seconds}
-    if elastic:
-        # torch names the timeouts of its two backends differently.
-        config = {"join_timeout": seconds, "read_timeout": seconds}
-    return get_rendezvous_handler(
-        RendezvousParameters(
-            backend="c10d" if elastic else "static",
-            endpoint=settings.meeting_point,
-            run_id=settings.rdzv_id or "plait",
-            min_nodes=settings.min_nodes,
-            max_nodes=settings.max_nodes,
-            **config,
-        )
-    )
-
-
-def loopback_store(timeout: timedelta) -> TCPStore:
-    """Return the server of a store that only processes of this machine can connect to.
-
-    TCPStore requires no key, and the socket that it would open listens on all interfaces. Anyone on
-    the network could read and write the addresses that ranks exchange.
-    """
-    listener = socket.create_server((LOOPBACK, 0))
-    port = listener.getsockname()[1]
-    # The store closes the descriptor.
-    return TCPStore(
-        LOOPBACK,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timeout,
-        master_listen_fd=listener.detach(),
-    )
-
-
-class SingleNodeRendezvous(RendezvousHandler):
-    """Rendezvous of one machine. Every attempt gets a new store on the loopback interface."""
-
-    def __init__(self, run_id: str, timeout: timedelta) -> None:
-        self._run_id = run_id
-        self._timeout = timeout
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        store = loopback_store(self._timeout)
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, store.port))
-
-    def get_backend(self) -> str:
-        return "one machine"
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        """Do nothing: no other machine could join."""
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def shutdown(self) -> bool:
-        return True
-
-
 WORKER = Path(__file__).with_name("worker.py")
 NO_RESTART = (ConfigError.exit_code, ParityError.exit_code, NumbersError.exit_code)
 """Exit codes of failures that a restart would repeat.
@@ -483,6 +402,87 @@ def _worker_spec(
         monitor_interval=POLL_SECONDS,
         **addresses,
     )
+
+
+def make_rendezvous(settings: LaunchSettings) -> RendezvousHandler:
+    """Return the rendezvous of a launch.
+
+    Raises:
+        RendezvousError, DistError: torch connected already, and failed.
+    """
+    seconds = max(1, int(settings.timeout_seconds))
+    if settings.single_node:
+        return SingleNodeRendezvous(
+            settings.rdzv_id or str(uuid.uuid4()), timedelta(seconds=seconds)
+        )
+    elastic = settings.rdzv_endpoint is not None
+    config: dict[str, Any] = {"rank": settings.node_rank, "timeout": seconds}
+    if elastic:
+        # torch names the timeouts of its two backends differently.
+        config = {"join_timeout": seconds, "read_timeout": seconds}
+    return get_rendezvous_handler(
+        RendezvousParameters(
+            backend="c10d" if elastic else "static",
+            endpoint=settings.meeting_point,
+            run_id=settings.rdzv_id or "plait",
+            min_nodes=settings.min_nodes,
+            max_nodes=settings.max_nodes,
+            **config,
+        )
+    )
+
+
+def loopback_store(timeout: timedelta) -> TCPStore:
+    """Return the server of a store that only processes of this machine can connect to.
+
+    TCPStore requires no key, and the socket that it would open listens on all interfaces. Anyone on
+    the network could read and write the addresses that ranks exchange.
+    """
+    listener = socket.create_server((LOOPBACK, 0))
+    port = listener.getsockname()[1]
+    # The store closes the descriptor.
+    return TCPStore(
+        LOOPBACK,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=listener.detach(),
+    )
+
+
+class SingleNodeRendezvous(RendezvousHandler):
+    """Rendezvous of one machine. Every attempt gets a new store on the loopback interface."""
+
+    def __init__(self, run_id: str, timeout: timedelta) -> None:
+        self._run_id = run_id
+        self._timeout = timeout
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        store = loopback_store(self._timeout)
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, store.port))
+
+    def get_backend(self) -> str:
+        return "one machine"
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """Do nothing: no other machine could join."""
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def shutdown(self) -> bool:
+        return True
 
 
 def _meeting_error(settings: LaunchSettings, error: Exception) -> LaunchError:

@@ -50,228 +50,11 @@ _MAX_LISTED = 12
 """Maximum number of possible degrees that a message lists completely."""
 
 
-def solve_layout(parallel: ParallelSection, *, stage: int, world_size: int) -> Layout:
-    """Return the layout of `world_size` processes.
-
-    Args:
-        parallel: Degrees; those of data parallelism may be open.
-        stage: ZeRO stage.
-        world_size: Number of processes.
-
-    Raises:
-        ConfigError: The degrees do not fit the number of processes. The error names the numbers and
-            possible values.
-    """
-    model = parallel.pp * parallel.cp * parallel.tp
-    if world_size % model:
-        product = f"pp {parallel.pp} x cp {parallel.cp} x tp {parallel.tp} = {model}"
-        below = world_size // model * model
-        above = below + model
-        if below:
-            rule = f"{product} and {world_size} % {model} = {world_size % model}"
-            possible = f"{below} or {above}"
-        else:
-            rule = f"{product}, more than {format_processes(world_size)}"
-            possible = f"{above}"
-        raise ConfigError(
-            Problem("parallel", None, rule, f"start {possible} processes, or change a degree")
-        )
-
-    replicate, shard = _data_degrees(
-        parallel, stage=stage, dp=world_size // model, world_size=world_size
-    )
-    return Layout(
-        pp=parallel.pp,
-        dp_replicate=replicate,
-        dp_shard=shard,
-        cp=parallel.cp,
-        tp=parallel.tp,
-        ep=parallel.ep,
-    )
-
-
-def format_processes(count: int) -> str:
-    """Return `1 process`, `2 processes` and so on."""
-    if count == 1:
-        return f"{count} process"
-    return f"{count} processes"
-
-
-def smallest_world(parallel: ParallelSection) -> int:
-    """Return the smallest number of processes that satisfies all degrees that are given."""
-    data = [
-        degree for degree in (parallel.dp_replicate, parallel.dp_shard) if isinstance(degree, int)
-    ]
-    stage = parallel.cp * parallel.tp * prod(data)
-    if len(data) == 2:
-        return parallel.pp * stage
-    # The open degree has to make the processes of a pipeline stage a multiple of ep.
-    return parallel.pp * stage * (parallel.ep // gcd(stage, parallel.ep))
-
-
-def _data_degrees(
-    parallel: ParallelSection, *, stage: int, dp: int, world_size: int
-) -> tuple[int, int]:
-    """Return (dp_replicate, dp_shard), whose product is `dp`."""
-    replicate = parallel.dp_replicate if isinstance(parallel.dp_replicate, int) else None
-    shard = parallel.dp_shard if isinstance(parallel.dp_shard, int) else None
-    if stage == 0:
-        if shard is not None and shard > 1:
-            raise ConfigError(
-                Problem(
-                    "parallel.dp_shard",
-                    shard,
-                    "zero_optimization.stage is 0, which shards nothing",
-                    "set zero_optimization.stage to 1, 2 or 3, or parallel.dp_replicate to"
-                    f" {shard} instead",
-                )
-            )
-        # All data-parallel processes replicate.
-        shard = 1
-
-    # The open degree takes all processes; if both are open, ZeRO shards over all of them.
-    if shard is None:
-        replicate = replicate or 1
-        shard = _remaining("dp_replicate", replicate, dp, world_size)
-    elif replicate is None:
-        replicate = _remaining("dp_shard", shard, dp, world_size)
-
-    if replicate * shard != dp:
-        possible = format_processes(world_size // dp * replicate * shard)
-        raise ConfigError(
-            Problem(
-                "parallel",
-                None,
-                f"dp_replicate {replicate} x dp_shard {shard} = {replicate * shard}, and"
-                f" {format_processes(world_size)} leave {dp} for data parallelism",
-                f"start {possible}, or leave {'one of the two' if stage else 'dp_replicate'} out",
-            )
-        )
-    if stage > 0 and shard == 1 and dp > 1:
-        raise ConfigError(
-            Problem(
-                "parallel.dp_shard",
-                1,
-                f"zero_optimization.stage is {stage}, which shards over dp_shard, and all {dp}"
-                " data-parallel processes are dp_replicate",
-                f"leave dp_shard and dp_replicate out (dp_shard becomes {dp}), or set"
-                " zero_optimization.stage to 0",
-            )
-        )
-    return replicate, shard
-
-
-def _remaining(name: str, degree: int, dp: int, world_size: int) -> int:
-    """Return the other degree of data parallelism, where `degree` is that of `name`."""
-    if dp % degree == 0:
-        return dp // degree
-
-    divisors = [str(number) for number in range(1, dp + 1) if dp % number == 0]
-    if len(divisors) > _MAX_LISTED:
-        divisors = [*divisors[:6], "...", *divisors[-3:]]
-    rule = (
-        f"{format_processes(world_size)} leave {dp} for data parallelism and {dp} % {degree} ="
-        f" {dp % degree}"
-    )
-    possible = world_size // dp * degree * max(1, dp // degree)
-    raise ConfigError(
-        Problem(
-            f"parallel.{name}",
-            degree,
-            rule,
-            f"use {', '.join(divisors)}, or start {possible} processes",
-        )
-    )
-
-
 TRAIN_KEY = "train_batch_size"
 MICRO_KEY = "train_micro_batch_size_per_gpu"
 CALLER_SOURCE = "the caller's"
 """Source of a micro-batch size that the file does not contain."""
 ACCUMULATION_KEY = "gradient_accumulation_steps"
-
-
-class Batch(Policy):
-    """Batch sizes of a run."""
-
-    train_batch_size: int
-    """Samples per optimizer step, over all processes."""
-    micro_batch_size: int
-    """Samples in one forward and backward pass of one data-parallel process."""
-    accumulation: int
-    """Forward and backward passes per optimizer step."""
-
-
-def solve_batch(train: int | None, micro: int | None, accumulation: int | None, dp: int) -> Batch:
-    """Return the batch sizes that satisfy `train` = `micro` x `accumulation` x `dp`.
-
-    If only one of `train` and `micro` is given, `accumulation` is 1, as in DeepSpeed.
-
-    Args:
-        train: Samples per optimizer step, or None.
-        micro: Samples per micro-batch, or None.
-        accumulation: Micro-batches per optimizer step, or None.
-        dp: Number of data-parallel processes.
-
-    Raises:
-        ConfigError: No integers satisfy the equation. DeepSpeed would round down and fail in an
-            assertion; the error names the numbers and the nearest values that are possible.
-    """
-    if train is None:
-        if micro is None:
-            raise ConfigError(
-                Problem(
-                    MICRO_KEY,
-                    None,
-                    f"neither it nor {TRAIN_KEY} is given, and no batch size follows from the rest",
-                    f"give one of the two (dp is {dp})",
-                )
-            )
-        accumulation = accumulation or 1
-        return Batch(
-            train_batch_size=micro * accumulation * dp,
-            micro_batch_size=micro,
-            accumulation=accumulation,
-        )
-
-    if micro is not None and accumulation is not None:
-        if train != micro * accumulation * dp:
-            _raise_contradiction(train, micro, accumulation, dp)
-    elif micro is not None:
-        accumulation = _divide(train, micro * dp, f"micro {micro} x dp {dp}")
-    else:
-        accumulation = accumulation or 1
-        micro = _divide(train, accumulation * dp, f"accumulation {accumulation} x dp {dp}")
-    return Batch(train_batch_size=train, micro_batch_size=micro, accumulation=accumulation)
-
-
-def _divide(train: int, divisor: int, product: str) -> int:
-    """Return `train` / `divisor`. `product` describes the divisor in the error."""
-    if train % divisor == 0:
-        return train // divisor
-    # DeepSpeed rounds down, and then fails in an assertion.
-    rule = f"{product} = {divisor} and {train} % {divisor} = {train % divisor}"
-    below = train // divisor * divisor
-    possible = f"{below} or {below + divisor}" if below else f"{divisor}"
-    raise ConfigError(Problem(TRAIN_KEY, train, rule, f"use {possible}, or change a factor"))
-
-
-def _raise_contradiction(train: int, micro: int, accumulation: int, dp: int) -> NoReturn:
-    product = micro * accumulation * dp
-    remedies = [f"{TRAIN_KEY} {product}"]
-    if train % (micro * dp) == 0:
-        remedies.append(f"{ACCUMULATION_KEY} {train // (micro * dp)}")
-    if train % (accumulation * dp) == 0:
-        remedies.append(f"{MICRO_KEY} {train // (accumulation * dp)}")
-    raise ConfigError(
-        Problem(
-            TRAIN_KEY,
-            train,
-            f"{MICRO_KEY} {micro} x {ACCUMULATION_KEY} {accumulation} x dp {dp} = {product}, not"
-            f" {train}",
-            f"set {', or '.join(remedies)}, or leave one of the three out",
-        )
-    )
 
 
 P = ParamSpec("P")
@@ -419,6 +202,140 @@ def described(config: Config, *names: str) -> int | None:
     return None
 
 
+def solve_layout(parallel: ParallelSection, *, stage: int, world_size: int) -> Layout:
+    """Return the layout of `world_size` processes.
+
+    Args:
+        parallel: Degrees; those of data parallelism may be open.
+        stage: ZeRO stage.
+        world_size: Number of processes.
+
+    Raises:
+        ConfigError: The degrees do not fit the number of processes. The error names the numbers and
+            possible values.
+    """
+    model = parallel.pp * parallel.cp * parallel.tp
+    if world_size % model:
+        product = f"pp {parallel.pp} x cp {parallel.cp} x tp {parallel.tp} = {model}"
+        below = world_size // model * model
+        above = below + model
+        if below:
+            rule = f"{product} and {world_size} % {model} = {world_size % model}"
+            possible = f"{below} or {above}"
+        else:
+            rule = f"{product}, more than {format_processes(world_size)}"
+            possible = f"{above}"
+        raise ConfigError(
+            Problem("parallel", None, rule, f"start {possible} processes, or change a degree")
+        )
+
+    replicate, shard = _data_degrees(
+        parallel, stage=stage, dp=world_size // model, world_size=world_size
+    )
+    return Layout(
+        pp=parallel.pp,
+        dp_replicate=replicate,
+        dp_shard=shard,
+        cp=parallel.cp,
+        tp=parallel.tp,
+        ep=parallel.ep,
+    )
+
+
+def format_processes(count: int) -> str:
+    """Return `1 process`, `2 processes` and so on."""
+    if count == 1:
+        return f"{count} process"
+    return f"{count} processes"
+
+
+def smallest_world(parallel: ParallelSection) -> int:
+    """Return the smallest number of processes that satisfies all degrees that are given."""
+    data = [
+        degree for degree in (parallel.dp_replicate, parallel.dp_shard) if isinstance(degree, int)
+    ]
+    stage = parallel.cp * parallel.tp * prod(data)
+    if len(data) == 2:
+        return parallel.pp * stage
+    # The open degree has to make the processes of a pipeline stage a multiple of ep.
+    return parallel.pp * stage * (parallel.ep // gcd(stage, parallel.ep))
+
+
+def _data_degrees(
+    parallel: ParallelSection, *, stage: int, dp: int, world_size: int
+) -> tuple[int, int]:
+    """Return (dp_replicate, dp_shard), whose product is `dp`."""
+    replicate = parallel.dp_replicate if isinstance(parallel.dp_replicate, int) else None
+    shard = parallel.dp_shard if isinstance(parallel.dp_shard, int) else None
+    if stage == 0:
+        if shard is not None and shard > 1:
+            raise ConfigError(
+                Problem(
+                    "parallel.dp_shard",
+                    shard,
+                    "zero_optimization.stage is 0, which shards nothing",
+                    "set zero_optimization.stage to 1, 2 or 3, or parallel.dp_replicate to"
+                    f" {shard} instead",
+                )
+            )
+        # All data-parallel processes replicate.
+        shard = 1
+
+    # The open degree takes all processes; if both are open, ZeRO shards over all of them.
+    if shard is None:
+        replicate = replicate or 1
+        shard = _remaining("dp_replicate", replicate, dp, world_size)
+    elif replicate is None:
+        replicate = _remaining("dp_shard", shard, dp, world_size)
+
+    if replicate * shard != dp:
+        possible = format_processes(world_size // dp * replicate * shard)
+        raise ConfigError(
+            Problem(
+                "parallel",
+                None,
+                f"dp_replicate {replicate} x dp_shard {shard} = {replicate * shard}, and"
+                f" {format_processes(world_size)} leave {dp} for data parallelism",
+                f"start {possible}, or leave {'one of the two' if stage else 'dp_replicate'} out",
+            )
+        )
+    if stage > 0 and shard == 1 and dp > 1:
+        raise ConfigError(
+            Problem(
+                "parallel.dp_shard",
+                1,
+                f"zero_optimization.stage is {stage}, which shards over dp_shard, and all {dp}"
+                " data-parallel processes are dp_replicate",
+                f"leave dp_shard and dp_replicate out (dp_shard becomes {dp}), or set"
+                " zero_optimization.stage to 0",
+            )
+        )
+    return replicate, shard
+
+
+def _remaining(name: str, degree: int, dp: int, world_size: int) -> int:
+    """Return the other degree of data parallelism, where `degree` is that of `name`."""
+    if dp % degree == 0:
+        return dp // degree
+
+    divisors = [str(number) for number in range(1, dp + 1) if dp % number == 0]
+    if len(divisors) > _MAX_LISTED:
+        divisors = [*divisors[:6], "...", *divisors[-3:]]
+    rule = (
+        f"{format_processes(world_size)} leave {dp} for data parallelism and {dp} % {degree} ="
+        f" {dp % degree}"
+    )
+    possible = world_size // dp * degree * max(1, dp // degree)
+    raise ConfigError(
+        Problem(
+            f"parallel.{name}",
+            degree,
+            rule,
+            f"use {', '.join(divisors)}, or start {possible} processes",
+        )
+    )
+
+
 def batch(findings: Findings, *, dp: int, micro_batch_size: int | None) -> Batch:
     """Return the batch sizes.
 
@@ -473,6 +390,89 @@ def batch(findings: Findings, *, dp: int, micro_batch_size: int | None) -> Batch
             source = "default: 1"
         findings.sources[ACCUMULATION_KEY] = source
     return solved
+
+
+class Batch(Policy):
+    """Batch sizes of a run."""
+
+    train_batch_size: int
+    """Samples per optimizer step, over all processes."""
+    micro_batch_size: int
+    """Samples in one forward and backward pass of one data-parallel process."""
+    accumulation: int
+    """Forward and backward passes per optimizer step."""
+
+
+def solve_batch(train: int | None, micro: int | None, accumulation: int | None, dp: int) -> Batch:
+    """Return the batch sizes that satisfy `train` = `micro` x `accumulation` x `dp`.
+
+    If only one of `train` and `micro` is given, `accumulation` is 1, as in DeepSpeed.
+
+    Args:
+        train: Samples per optimizer step, or None.
+        micro: Samples per micro-batch, or None.
+        accumulation: Micro-batches per optimizer step, or None.
+        dp: Number of data-parallel processes.
+
+    Raises:
+        ConfigError: No integers satisfy the equation. DeepSpeed would round down and fail in an
+            assertion; the error names the numbers and the nearest values that are possible.
+    """
+    if train is None:
+        if micro is None:
+            raise ConfigError(
+                Problem(
+                    MICRO_KEY,
+                    None,
+                    f"neither it nor {TRAIN_KEY} is given, and no batch size follows from the rest",
+                    f"give one of the two (dp is {dp})",
+                )
+            )
+        accumulation = accumulation or 1
+        return Batch(
+            train_batch_size=micro * accumulation * dp,
+            micro_batch_size=micro,
+            accumulation=accumulation,
+        )
+
+    if micro is not None and accumulation is not None:
+        if train != micro * accumulation * dp:
+            _raise_contradiction(train, micro, accumulation, dp)
+    elif micro is not None:
+        accumulation = _divide(train, micro * dp, f"micro {micro} x dp {dp}")
+    else:
+        accumulation = accumulation or 1
+        micro = _divide(train, accumulation * dp, f"accumulation {accumulation} x dp {dp}")
+    return Batch(train_batch_size=train, micro_batch_size=micro, accumulation=accumulation)
+
+
+def _divide(train: int, divisor: int, product: str) -> int:
+    """Return `train` / `divisor`. `product` describes the divisor in the error."""
+    if train % divisor == 0:
+        return train // divisor
+    # DeepSpeed rounds down, and then fails in an assertion.
+    rule = f"{product} = {divisor} and {train} % {divisor} = {train % divisor}"
+    below = train // divisor * divisor
+    possible = f"{below} or {below + divisor}" if below else f"{divisor}"
+    raise ConfigError(Problem(TRAIN_KEY, train, rule, f"use {possible}, or change a factor"))
+
+
+def _raise_contradiction(train: int, micro: int, accumulation: int, dp: int) -> NoReturn:
+    product = micro * accumulation * dp
+    remedies = [f"{TRAIN_KEY} {product}"]
+    if train % (micro * dp) == 0:
+        remedies.append(f"{ACCUMULATION_KEY} {train // (micro * dp)}")
+    if train % (accumulation * dp) == 0:
+        remedies.append(f"{MICRO_KEY} {train // (accumulation * dp)}")
+    raise ConfigError(
+        Problem(
+            TRAIN_KEY,
+            train,
+            f"{MICRO_KEY} {micro} x {ACCUMULATION_KEY} {accumulation} x dp {dp} = {product}, not"
+            f" {train}",
+            f"set {', or '.join(remedies)}, or leave one of the three out",
+        )
+    )
 
 
 def precision(findings: Findings) -> Precision:
