@@ -13,6 +13,7 @@ import inspect
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,8 @@ class Configuration:
         if rows:
             yield f"\n## {f'`{path}`' if path else 'Top level'}\n"
             if path and node.get("description"):
-                yield node["description"] + "\n"
+                for paragraph in node["description"].split("\n\n"):
+                    yield textwrap.fill(paragraph, 100, break_on_hyphens=False) + "\n"
             yield "| key | values | default | meaning |\n|---|---|---|---|"
             yield from rows
         for key, child in children:

@@ -50,13 +50,14 @@ def json_schema() -> dict[str, Any]:
 
 
 def _complete_descriptions(schema: dict[str, Any], section: dict[str, Any]) -> None:
-    """Write every description on one line, and restore those that pydantic drops."""
+    """Write paragraphs of descriptions on one line, and restore those that pydantic drops."""
     for node in (section, *section["properties"].values()):
         # pydantic drops the description of a property that is equal to that of its section.
         if "$ref" in node:
             node.setdefault("description", _dereference(schema, node)["description"])
         if "description" in node:
-            node["description"] = " ".join(node["description"].split())
+            paragraphs = node["description"].split("\n\n")
+            node["description"] = "\n\n".join(" ".join(text.split()) for text in paragraphs)
 
 
 def _allow_auto(schema: dict[str, Any], path: str) -> None:
