@@ -534,7 +534,7 @@ def _chat(
 ) -> None:
     """Chat with the user until an empty line.
 
-    A model without a chat template continues each line alone, without the earlier turns.
+    A model without a chat template continues each line without the earlier turns.
     """
     from plait.cluster.small_messages import broadcast_object
 

@@ -428,7 +428,7 @@ def _read_section(file: _AccelerateFile, section: str, value: Any) -> None:
             translation.refuse(
                 shown,
                 item,
-                "stands beside deepspeed_config_file, which decides it",
+                "is given together with deepspeed_config_file, which decides it",
                 "leave it out, and write it in that file",
             )
         else:
@@ -584,7 +584,7 @@ def _read_precision(file: _AccelerateFile) -> None:
         translation.refuse(
             shown,
             value,
-            "stands beside deepspeed_config_file, which decides it",
+            "is given together with deepspeed_config_file, which decides it",
             "leave it out, and write fp16 or bf16 in that file",
         )
     elif not is_on(name):

@@ -311,7 +311,7 @@ def translate(document: Document) -> TranslatedDocument:
     for name, value in arguments.items():
         if name not in ("fsdp", "fsdp_config"):
             translation.refuse(
-                name, value, "unknown key beside fsdp and fsdp_config", "leave it out"
+                name, value, "unknown key next to fsdp and fsdp_config", "leave it out"
             )
 
     if options is None:

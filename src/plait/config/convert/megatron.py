@@ -359,7 +359,7 @@ FLAGS: dict[str, Flag] = {
     ),
     **_refused(
         "a checkpoint is complete and a run resumes all of it",
-        "leave it out; to start from weights alone set model.path",
+        "leave it out; to start from weights only, set model.path",
         "finetune no_load_optim no_load_rng no_save_optim no_save_rng",
         "switch",
     ),

@@ -207,8 +207,8 @@ def set_path(tree: dict[str, Any], path: str, value: Any) -> str | None:
     for name in parents:
         section = section.setdefault(name, {})
         if not isinstance(section, dict):
-            return f"sets {path}, and the file that is named beside it has {name} = {section!r}"
+            return f"sets {path}, and the file that this one names has {name} = {section!r}"
     present = section.setdefault(last, value)
     if present == value:
         return None
-    return f"sets {path}, and the file that is named beside it says {present!r}"
+    return f"sets {path}, and the file that this one names has {present!r}"

@@ -477,7 +477,7 @@ REFUSED: tuple[RefusedKeys, ...] = (
         {"pipeline.partition": ("text", ("best", "parameters"))},
     ),
     RefusedKeys(
-        "sequences are split by context parallelism, set by its degree alone",
+        "sequences are split by context parallelism, of which only the degree is set",
         "leave the section out and set parallel.cp",
         {"sequence_parallel": _PRESENT},
     ),

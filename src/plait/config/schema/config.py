@@ -132,7 +132,7 @@ def _compression_tag(value: Any) -> str:
     return "several" if isinstance(value, list) else "one"
 
 
-# Discriminated unions instead of plain ones: pydantic then reports the rule of the number alone,
+# Discriminated unions instead of plain ones: pydantic then reports only the rule of the number,
 # and not also that the value is not "auto".
 Auto = Annotated[Literal["auto"], Tag("auto")]
 Number = BeforeValidator(_parse_number)

@@ -337,7 +337,7 @@ def test_a_section_that_contradicts_the_file(tmp_path: Path) -> None:
     )
     found = problems_of(beside(tmp_path, {**FILE, "compile": {"enabled": False}}, text))
     assert [problem.field for problem in found] == ["dynamo_config.dynamo_backend"]
-    assert "sets compile.enabled, and the file that is named beside it says False" in str(found[0])
+    assert "sets compile.enabled, and the file that this one names has False" in str(found[0])
     (problem,) = problems_of(beside(tmp_path, {**FILE, "sequence_parallel_size": 4}, text))
     assert "both set parallel.cp and disagree" in problem.rule
 
