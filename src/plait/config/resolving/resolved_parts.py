@@ -49,13 +49,11 @@ result of a plan.
 _MAX_LISTED = 12
 """Maximum number of possible degrees that a message lists completely."""
 
-
 TRAIN_KEY = "train_batch_size"
 MICRO_KEY = "train_micro_batch_size_per_gpu"
 CALLER_SOURCE = "the caller's"
 """Source of a micro-batch size that the file does not contain."""
 ACCUMULATION_KEY = "gradient_accumulation_steps"
-
 
 P = ParamSpec("P")
 T = TypeVar("T")
