@@ -413,6 +413,6 @@ TRAINER_REFUSED: dict[str, tuple[dict[str, Any], list[tuple[str, str]]]] = {
     ),
     "a section of Plait": (
         {"fsdp": True, "parallel": {"tp": 2}},
-        [("parallel", "unknown key beside")],
+        [("parallel", "unknown key next to")],
     ),
 }
