@@ -9,11 +9,11 @@ options, and python.md the public functions and classes with their docstrings.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 import typer
 
 import plait
-from plait.cli.main import NESTED_VERBS, VERBS
+from plait.cli.main import NESTED_VERBS, VERBS, load_app
 from plait.config.resolving.json_schema import json_schema
 
 ROOT = Path(__file__).parents[1]
@@ -81,7 +81,8 @@ class Configuration:
         if rows:
             yield f"\n## {f'`{path}`' if path else 'Top level'}\n"
             if path and node.get("description"):
-                yield node["description"] + "\n"
+                for paragraph in node["description"].split("\n\n"):
+                    yield textwrap.fill(paragraph, 100, break_on_hyphens=False) + "\n"
             yield "| key | values | default | meaning |\n|---|---|---|---|"
             yield from rows
         for key, child in children:
@@ -149,17 +150,17 @@ def command_line() -> str:
         "\n5 a collective cannot complete because a rank hangs or ended; 6 no GPU to validate;"
         "\n7 numbers that are not finite; 128 + N ended by signal N.\n"
     )
-    for verb, (module, _) in VERBS.items():
-        text.extend(_command(f"plait {verb}", load(module)))
+    for verb, (target, _) in VERBS.items():
+        text.extend(_command(f"plait {verb}", load(target)))
         for words, second in NESTED_VERBS.items():
             if words[0] == verb:
                 text.extend(_command(f"plait {' '.join(words)}", load(second)))
     return "\n".join(text)
 
 
-def load(module: str) -> Any:
-    """Return the command that a module of `plait.cli` defines."""
-    return typer.main.get_command(importlib.import_module(module).app)
+def load(target: str) -> Any:
+    """Return the command of a verb, whose app is given as `module:name`."""
+    return typer.main.get_command(load_app(target))
 
 
 def _command(name: str, command: Any) -> Iterator[str]:

@@ -17,9 +17,9 @@ from rich.console import Console
 from benchmarks.planner_accuracy.possible import possible_rows
 from benchmarks.planner_accuracy.predict import as_json, summary
 from benchmarks.planner_accuracy.predict import evaluate as evaluate_rows
-from plait.cli.tables import print_table
+from plait.cli.options import write_text
+from plait.cli.terminal import print_table
 from plait.errors import InputError, PlaitError
-from plait.observe.output_files import write_text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

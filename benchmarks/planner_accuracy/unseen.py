@@ -18,7 +18,7 @@ from benchmarks.planner_accuracy.frameworks import without_name
 from benchmarks.planner_accuracy.predict import evaluate, source_of, summary
 from benchmarks.planner_accuracy.recorded import packed_score
 from benchmarks.planner_accuracy.runs import Row, read_rows
-from plait.observe.output_files import write_text
+from plait.cli.options import write_text
 
 ROOT = Path(__file__).parents[2]
 KEYS = ("time", "time_experts", "memory", "fit")

@@ -48,7 +48,7 @@ def main() -> None:
             "layout": describe(one.case),
             "stage": one.run.stage,
             "predicted": one.run.predicted["peak"],
-            "dry_run": one.run.found.peak,
+            "dry_run": one.run.measured.peak,
         }
         for case in CASES
         for one in compare(case)

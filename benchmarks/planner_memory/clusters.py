@@ -51,7 +51,7 @@ def tried(tell: Callable[[str], None] = print) -> list[dict[str, Any]]:
         run = dry_run(request, config_of(request, best))
         row = {
             "model": model, "gpus": gpus, "gpu": gpu, "layout": describe(best.layout), "rank": run.rank, "stage": run.stage,
-            "predicted": run.predicted["peak"], "dry_run": run.found.peak, "ratio": run.predicted["peak"] / run.found.peak,
+            "predicted": run.predicted["peak"], "dry_run": run.measured.peak, "ratio": run.predicted["peak"] / run.measured.peak,
             "run": run.micro_batches_run, "accumulation": run.accumulation, "seconds": time.perf_counter() - began,
         }  # fmt: skip
         tell(str(row))

@@ -148,7 +148,7 @@ class Compared:
     @property
     def ratio(self) -> float:
         """Predicted over dry run, of the peak."""
-        return self.run.predicted["peak"] / self.run.found.peak
+        return self.run.predicted["peak"] / self.run.measured.peak
 
 
 def compare(case: Case) -> list[Compared]:

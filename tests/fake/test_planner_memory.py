@@ -327,7 +327,7 @@ def test_peak_of_a_step(case: Case) -> None:
         told, found = compared.run.predicted, compared.run.found
         assert told["parameters"] == found.parameters
         assert told["optimizer"] == pytest.approx(found.optimizer, rel=1e-6)
-        assert compared.ratio == pytest.approx(1, abs=0.02), compared.run.found.peak_during
+        assert compared.ratio == pytest.approx(1, abs=0.02), compared.run.measured.peak_during
 
 
 def test_enough_layouts() -> None:
@@ -360,7 +360,7 @@ DROPPING: list[Case] = [
 def test_peak_of_a_step_with_dropout(case: Case) -> None:
     """Masks, what attention keeps where torch has no kernel for its dropout, and the embedding's."""
     for compared in compare(case):
-        assert compared.ratio == pytest.approx(1, abs=0.02), compared.run.found.peak_during
+        assert compared.ratio == pytest.approx(1, abs=0.02), compared.run.measured.peak_during
 
 
 COUNTED: list[Case] = [
@@ -387,4 +387,4 @@ def test_peak_of_a_step_of_counted_blocks(case: Case, monkeypatch: pytest.Monkey
     """Within 6 %: what tensor parallelism leaves whole of what a count has besides the formula is not known."""
     monkeypatch.setitem(MODELS, case[0], {"model_type": case[0], **FAMILIES[case[0]]})
     for compared in compare(case):
-        assert compared.ratio == pytest.approx(1, abs=0.06), compared.run.found.peak_during
+        assert compared.ratio == pytest.approx(1, abs=0.06), compared.run.measured.peak_during

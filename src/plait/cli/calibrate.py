@@ -17,10 +17,9 @@ import typer
 
 from plait.cli import launch
 from plait.cli.launching.launch_settings import LaunchSettings
-from plait.cli.options import Json, Nproc
+from plait.cli.options import Json, Nproc, require_writable
 from plait.cluster.launchers import claim
 from plait.cluster.topology import default_processes, machine_name, place
-from plait.observe.output_files import require_writable
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -67,12 +66,8 @@ def calibrate(
 
 def _run_process(out: str, rounds: str, steps: str, quiet: str = "") -> None:
     """Measure in one of the processes. Rank 0 fits the constants, and writes and prints them."""
-    from plait.cli.planning.calibrations import (
-        live_cluster,
-        print_calibration,
-        print_rates,
-        progress,
-    )
+    from plait.cli.planning.query import live_cluster
+    from plait.cli.planning.show import print_calibration, print_rates, progress
     from plait.engine.calibration import Pace, calibration_request, measure, measurements
     from plait.planner.calibrate import CalibrationOrigin, calibrate, save_calibration
     from plait.planner.calibration_runs import priors_from_rates, runs_of

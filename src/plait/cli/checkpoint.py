@@ -1,21 +1,23 @@
-"""Verb `plait checkpoint`: lists, verifies, compares and deletes checkpoints.
+"""Verbs for checkpoints: `plait checkpoint`, `plait export` and `plait import`.
 
-The operations are in `plait.checkpoint.inspect`.
+The operations are in `plait.checkpoint.inspect`, `plait.train.export` and
+`plait.checkpoint.foreign.convert`.
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from plait.cli.options import Json
-from plait.cli.tables import print_table
-from plait.cli.terminal import progress_bar
+from plait.cli.options import Json, WeightDtype
+from plait.cli.terminal import exit_on_signals, print_table, progress_bar
 from plait.errors import CheckpointError
+from plait.files import user_path
 
 app = typer.Typer(
     help="List, verify, compare and prune checkpoints.",
@@ -164,3 +166,146 @@ def prune_command(
 
     deleted = prune(checkpoints_of(place_of(folder, "FOLDER")), keep=keep)
     typer.echo("\n".join(f"deleted {name}" for name in deleted) or "nothing to delete")
+
+
+export_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@export_app.command()
+def export_command(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="FOLDER",
+            help="Folder of a run, one of its checkpoints, or a URL (s3://...) of either.",
+        ),
+    ],
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="New folder to write.")],
+    dtype: Annotated[
+        WeightDtype,
+        typer.Option(
+            metavar="NAME",
+            help="float32, bfloat16, float16, or stored for the dtype of the checkpoint.",
+        ),
+    ] = WeightDtype.stored,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify",
+            help=(
+                "Open the folder with Transformers and compare all tensors, the logits and 64"
+                " greedy tokens."
+            ),
+        ),
+    ] = False,
+) -> None:
+    """Write the model of a run of `plait train` on any layout as config.json, safetensors and
+    tokenizer.
+
+    The checkpoint is verified first. One file of weights is in memory at a time. Exit code 4 if the
+    checkpoint is damaged, or if --verify finds a difference; no folder is written then.
+    """
+    # Imported here, so that `plait export --help` does not load torch.
+    import torch
+
+    from plait.checkpoint.inspect import open_checkpoint
+    from plait.checkpoint.places import place_of
+    from plait.sizes import format_bytes
+    from plait.train.export import ExportComparison, compare_generated, compare_reloaded, export
+    from plait.train.run_folder import GENERATION
+
+    out = user_path(out, "--out")
+    checkpoint = open_checkpoint(place_of(source, "FOLDER"))
+    tokenizer = None
+    generation = None
+    # A run has its tokenizer in its folder, above the checkpoints. Object stores are not searched.
+    if isinstance(checkpoint.path, Path):
+        for folder in (Path(source), *checkpoint.path.parents):
+            if (folder / "tokenizer").is_dir():
+                tokenizer = folder / "tokenizer"
+                if (folder / GENERATION).is_file():
+                    generation = folder / GENERATION
+                break
+    comparisons: list[tuple[int, ExportComparison]] = []
+
+    def compare(folder: Path) -> None:
+        comparisons.append(
+            (compare_reloaded(checkpoint, folder), compare_generated(checkpoint, folder))
+        )
+
+    with exit_on_signals(), progress_bar(f"export {checkpoint.path.name}") as progress:
+        exported = export(
+            checkpoint,
+            out,
+            dtype=dtype.torch_dtype(),
+            tokenizer=tokenizer,
+            generation=generation,
+            verify=compare if verify else None,
+            progress=progress,
+        )
+
+    typer.echo(
+        f"wrote {exported.folder}: step {exported.step:,}, {exported.tensors} tensors,"
+        f" {format_bytes(exported.size)}"
+    )
+    if exported.dtype == torch.float32:
+        typer.echo(
+            "the weights are the float32 weights that the optimizer updates; --dtype bfloat16"
+            " writes half the bytes"
+        )
+    if tokenizer is None:
+        typer.echo(
+            "there is no tokenizer/ next to the checkpoint; save one into the folder to generate"
+            " text"
+        )
+    for tensors, comparison in comparisons:
+        typer.echo(f"Transformers opens it, and all {tensors} tensors are the checkpoint's")
+        typer.echo(
+            f"{comparison.tokens} greedy tokens are equal, and logits agree within"
+            f" {comparison.logits:.1e}"
+        )
+    typer.echo(f"serve it:  vllm serve {out}")
+    typer.echo(f"           python -m sglang.launch_server --model-path {out}")
+    typer.echo(f"           transformers serve {out}  (one device, to try the model)")
+
+
+import_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@import_app.command()
+def import_command(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FOLDER",
+            help="Checkpoint of DeepSpeed (ZeRO 1 to 3) or torch.distributed.checkpoint.",
+        ),
+    ],
+    out: Annotated[
+        str,
+        typer.Option(
+            metavar="FOLDER", help="New folder for the checkpoint, or its URL in a store."
+        ),
+    ],
+    tag: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Name of the checkpoint. (default: step-NNNNNNNN)"),
+    ] = None,
+) -> None:
+    """Convert a checkpoint of DeepSpeed or torch to one that `engine.load_checkpoint` loads on any
+    layout: weights, buffers and the states of Adam.
+
+    The files are read in a separate process, which runs no code that they name. Everything that is
+    not converted is printed. Exit code 4 if the checkpoint cannot be read.
+    """
+    from plait.checkpoint.foreign.convert import convert
+
+    # The exception of a signal also ends the process that reads.
+    with exit_on_signals():
+        converted = convert(source, out, tag=tag)
+    typer.echo(
+        f"wrote {converted.checkpoint}: {converted.kind}, step {converted.steps:,},"
+        f" {converted.tensors} tensors and {converted.states} states"
+    )
+    for name in converted.left_out:
+        typer.echo(f"not converted: {name}")

@@ -14,15 +14,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from plait.cli.options import Json, Set, count
-from plait.cli.tables import aligned
+from plait.cli.options import Json, Set, count, require_writable, write_text
+from plait.cli.terminal import aligned
 from plait.config.convert.conversion import convert
 from plait.config.resolving.explain import Explanation, explain
 from plait.config.resolving.json_schema import json_schema
 from plait.config.resolving.resolved_parts import format_processes
 from plait.config.schema.config import KeyReport, Status
 from plait.errors import ConfigError, InputError
-from plait.observe.output_files import require_writable, write_text
 
 app = typer.Typer(
     help="Explain or convert a configuration file, or print the schema.",
@@ -53,7 +52,7 @@ def explain_command(
     """Print every key of FILE with its meaning, and every resolved value with its source. Exit code
     2 if FILE cannot be run.
     """
-    explanation = explain(_one_source(source), overrides or (), world_size=world_size)
+    explanation = explain(_parse_source(source), overrides or (), world_size=world_size)
     if as_json:
         problems = [
             {**asdict(problem), "message": str(problem)} for problem in explanation.problems
@@ -93,7 +92,7 @@ def convert_command(
     if out is not None and out.exists():
         raise InputError(f"--out {out}: exists; give another name, or remove it first")
     require_writable("--out", out)
-    conversion = convert(_one_source(source), overrides or ())
+    conversion = convert(_parse_source(source), overrides or ())
     rows: list[tuple[str, ...]] = [("key", "value", "Plait's", "note")]
     rows += [(row.key, _format_value(row.value), *_converted_key(row)) for row in conversion.keys]
     for line in aligned(rows, max_widths={1: 40}):
@@ -126,7 +125,7 @@ def _converted_key(row: KeyReport) -> tuple[str, str]:
     return "-", f"{row.status}: {row.meaning}"
 
 
-def _one_source(source: list[str]) -> str | list[str]:
+def _parse_source(source: list[str]) -> str | list[str]:
     """Return the name of the file, or the flags of Megatron."""
     if len(source) > 1 and not source[0].startswith("--"):
         raise typer.BadParameter(
@@ -144,10 +143,10 @@ def schema_command() -> None:
 
 def _titles(explanation: Explanation) -> tuple[str, str]:
     """Return the titles of the keys and of the resolved values."""
-    count = format_processes(explanation.world_size or 1)
     return (
         f"keys of {explanation.name}",
-        f"resolved for {count} (set the number with --world-size)",
+        f"resolved for {format_processes(explanation.world_size or 1)} (set the number with"
+        " --world-size)",
     )
 
 
@@ -166,8 +165,12 @@ def _print_tables(explanation: Explanation, console: Console) -> None:
     keys_title, values_title = _titles(explanation)
     table = Table("key", "value", "status", "meaning", title=keys_title, title_justify="left")
     for row in explanation.keys:
-        status = f"[{_COLOURS[row.status]}]{row.status}[/]"
-        table.add_row(row.key, _format_value(row.value), status, row.meaning)
+        table.add_row(
+            row.key,
+            _format_value(row.value),
+            f"[{_COLOURS[row.status]}]{row.status}[/]",
+            row.meaning,
+        )
     console.print(table)
     if explanation.values:
         table = Table("value", "", "from", title=values_title, title_justify="left")

@@ -20,12 +20,11 @@ import typer
 
 from plait.cli import launch
 from plait.cli.launching.launch_settings import LaunchSettings
-from plait.cli.options import Json, Nproc
+from plait.cli.options import Json, Nproc, require_writable
 from plait.cluster import accelerator
 from plait.cluster.launchers import claim
 from plait.cluster.topology import default_processes, place
 from plait.errors import InputError
-from plait.observe.output_files import require_writable
 
 if TYPE_CHECKING:
     from plait.comm.choose import GroupLinks
@@ -90,14 +89,12 @@ def doctor(
         _validate(nproc_per_node, out, minutes, only or [], as_json=as_json)
         return
 
-    listed = True if list_rows else None
     _refuse(
-        {"--minutes": minutes, "--only": only, "--list": listed},
+        {"--minutes": minutes, "--only": only, "--list": True if list_rows else None},
         "is for the validation; add --validate",
     )
     if links:
-        _check_measurement(nproc_per_node, seconds)
-        _measure(nproc_per_node, out, seconds or 4.0, as_json=as_json)
+        _measure(nproc_per_node, out, seconds, as_json=as_json)
         return
 
     _refuse(
@@ -115,15 +112,6 @@ def _refuse(options: dict[str, Any], rule: str) -> None:
         if value is not None:
             shown = " ".join(value) if isinstance(value, list) else value
             raise InputError(f"{name} {shown}: {rule}, or leave it out")
-
-
-def _check_measurement(processes: int | None, seconds: float | None) -> None:
-    if seconds is not None and not 0.1 <= seconds <= 600:
-        raise InputError(f"--seconds {seconds}: not between 0.1 and 600")
-    if processes is not None and processes < 2:
-        raise InputError(
-            f"--nproc-per-node {processes}: one process has no links; start two or more"
-        )
 
 
 def _validate(
@@ -146,7 +134,17 @@ def _validate(
     )
 
 
-def _measure(processes: int | None, out: Path | None, seconds: float, *, as_json: bool) -> None:
+def _measure(
+    processes: int | None, out: Path | None, seconds: float | None, *, as_json: bool
+) -> None:
+    """Check the options, and measure here or start the processes of this machine."""
+    if seconds is not None and not 0.1 <= seconds <= 600:
+        raise InputError(f"--seconds {seconds}: not between 0.1 and 600")
+    if processes is not None and processes < 2:
+        raise InputError(
+            f"--nproc-per-node {processes}: one process has no links; start two or more"
+        )
+    seconds = seconds or 4.0
     require_writable("--out", out)
     if claim(os.environ) is not None:
         _run_process(out or Path("links.json"), seconds, prints=not as_json)

@@ -3,12 +3,8 @@
 The command checks everything, chooses the layout and starts the processes if there are several.
 Each of them runs this module again. Generation itself is in `plait.inference`.
 
-Answers of `plait generate` to a file of prompts, in batches.
-
-Finished answers are saved, so that a command which is repeated after an interruption continues
-after them.
-
-Input of a chat: the lines that the user types.
+Prompts come from an option, from a file or from the terminal. Answers to a file are saved in
+batches, so that a command which is repeated after an interruption continues after them.
 """
 
 from __future__ import annotations
@@ -49,136 +45,6 @@ if TYPE_CHECKING:
     from plait.inference.requests import Generation
     from plait.inference.source import Source
     from plait.sharded.model import ShardedModel
-
-Answer = Callable[["ShardedModel", list[Any], int | None], "list[Generation]"]
-"""Function from the model, prompts and the seed of the first prompt to the generated answers."""
-
-
-@dataclass(frozen=True)
-class AnswerJob:
-    """File of prompts that the processes of a command answer together."""
-
-    lines: list[PromptLine]
-    out: Path
-    batch_size: int
-    seed: int | None
-    """Seed of the first line. Each following line has the next number."""
-    command: dict[str, Any]
-    """Everything besides the lines that the tokens of an answer depend on.
-
-    The layout and the batches are not part of it, so that a command can continue on others.
-    """
-    writes: bool
-    """True if this process writes the answers."""
-    several: bool
-    """True if other processes take part."""
-
-
-def answer_lines(job: AnswerJob, load: Callable[[], ShardedModel], answer: Answer) -> None:
-    """Answer all lines that have no answer yet. Collective over the processes of the command.
-
-    Args:
-        job: The lines and the output.
-        load: Loads the model.
-        answer: Generates the answers of a batch.
-    """
-    new_tokens = 0
-    lines = job.lines
-    with (
-        _open_answers(job) if job.writes else nullcontext() as answers,
-        closing(load()) as sharded,
-        progress_bar("generate") as progress,
-    ):
-        for start in range(_finished_lines(answers, job), len(lines), job.batch_size):
-            prompts = [line.prompt for line in lines[start : start + job.batch_size]]
-            seed = job.seed
-            if seed is not None:
-                seed += start
-            generations = answer(sharded, prompts, seed)
-            new_tokens += sum(len(generation.token_ids) for generation in generations)
-            if answers is not None:
-                answers.add(generations)
-            progress(start + len(prompts), len(lines))
-    if job.writes:
-        print(f"wrote {job.out}: {len(lines)} answers, {new_tokens:,} new tokens", file=sys.stderr)
-
-
-@contextmanager
-def _open_answers(job: AnswerJob) -> Iterator[AnswerFile]:
-    from plait.inference.prompt_files import answer_file
-
-    count = len(job.lines)
-    with answer_file(job.out, job.lines, job.command) as answers:
-        if answers.done:
-            print(
-                f"{answers.done} of {count} answers are in {answers.partial} already; continuing"
-                " after them",
-                file=sys.stderr,
-            )
-        try:
-            yield answers
-        except BaseException:
-            if answers.done:
-                print(
-                    f"{answers.done} of {count} answers are finished and kept in {answers.partial};"
-                    " the same command continues after them",
-                    file=sys.stderr,
-                )
-            raise
-
-
-def _finished_lines(answers: AnswerFile | None, job: AnswerJob) -> int:
-    """Return the number of finished lines, which only the writing process knows. Collective."""
-    count = answers.done if answers is not None else 0
-    if job.several:
-        from plait.cluster.small_messages import broadcast_object
-
-        return broadcast_object(count)
-    return count
-
-
-POLL_SECONDS = 20.0
-"""Time after which processes that wait for a line hear that there is none yet."""
-
-
-def chat_lines(reads_input: bool, *, several: bool) -> Iterator[str | None]:
-    """Yield the lines of the user, and "" at the end of the input.
-
-    Args:
-        reads_input: Whether this process reads standard input. Other processes yield "" forever,
-            because they receive the lines from it.
-        several: Whether other processes wait for each line. A long wait would be taken for a hang,
-            so that None is yielded every `POLL_SECONDS` while there is no line.
-    """
-    console = Console(stderr=True, highlight=False)
-    while not reads_input:
-        yield ""
-
-    # Bytes of another encoding would raise in the thread below.
-    if isinstance(sys.stdin, TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")
-    requests: Queue[None] = Queue()
-    lines: Queue[str] = Queue()
-
-    def read() -> None:
-        while True:
-            requests.get()
-            lines.put(sys.stdin.readline().strip())
-
-    # A thread, because readline has no timeout.
-    Thread(target=read, daemon=True).start()
-    timeout = POLL_SECONDS if several else None
-    while True:
-        if sys.stdin.isatty():
-            console.print("> ", end="")
-        requests.put(None)
-        while True:
-            try:
-                yield lines.get(timeout=timeout)
-                break
-            except Empty:
-                yield None
-
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 AUTO = "auto"
@@ -420,8 +286,12 @@ def generate_command(
     if arguments.processes == 1:
         raise typer.Exit(_run(arguments, source, tokenizer, lines))
     with _argument_file(arguments, lines) as file:
-        launch_settings = LaunchSettings(arguments.processes, grace_seconds=GRACE_SECONDS)
-        raise typer.Exit(launch.run(["plait.cli.generate", str(file)], launch_settings))
+        raise typer.Exit(
+            launch.run(
+                ["plait.cli.generate", str(file)],
+                LaunchSettings(arguments.processes, grace_seconds=GRACE_SECONDS),
+            )
+        )
 
 
 def _check_files(prompt: str | None, prompts: Path | None, out: Path | None) -> None:
@@ -540,8 +410,13 @@ def _run(
             def answer(
                 sharded: ShardedModel, prompts: list[Any], seed: int | None
             ) -> list[Generation]:
-                settings = _generate_settings(arguments)
-                return generate(sharded, prompts, tokenizer=tokenizer, seed=seed, **settings)
+                return generate(
+                    sharded,
+                    prompts,
+                    tokenizer=tokenizer,
+                    seed=seed,
+                    **_generate_settings(arguments),
+                )
 
             job = AnswerJob(
                 lines=lines,
@@ -659,7 +534,7 @@ def _chat(
 ) -> None:
     """Chat with the user until an empty line.
 
-    A model without a chat template continues each line alone, without the earlier turns.
+    A model without a chat template continues each line without the earlier turns.
     """
     from plait.cluster.small_messages import broadcast_object
 
@@ -676,6 +551,136 @@ def _chat(
         prompt = list(turns) if has_template else text
         answer = _answer(arguments, sharded, tokenizer, prompt, prints=is_first)
         turns.append({"role": "assistant", "content": answer})
+
+
+Answer = Callable[["ShardedModel", list[Any], int | None], "list[Generation]"]
+"""Function from the model, prompts and the seed of the first prompt to the generated answers."""
+
+
+@dataclass(frozen=True)
+class AnswerJob:
+    """File of prompts that the processes of a command answer together."""
+
+    lines: list[PromptLine]
+    out: Path
+    batch_size: int
+    seed: int | None
+    """Seed of the first line. Each following line has the next number."""
+    command: dict[str, Any]
+    """Everything besides the lines that the tokens of an answer depend on.
+
+    The layout and the batches are not part of it, so that a command can continue on others.
+    """
+    writes: bool
+    """True if this process writes the answers."""
+    several: bool
+    """True if other processes take part."""
+
+
+def answer_lines(job: AnswerJob, load: Callable[[], ShardedModel], answer: Answer) -> None:
+    """Answer all lines that have no answer yet. Collective over the processes of the command.
+
+    Args:
+        job: The lines and the output.
+        load: Loads the model.
+        answer: Generates the answers of a batch.
+    """
+    new_tokens = 0
+    lines = job.lines
+    with (
+        _open_answers(job) if job.writes else nullcontext() as answers,
+        closing(load()) as sharded,
+        progress_bar("generate") as progress,
+    ):
+        for start in range(_finished_lines(answers, job), len(lines), job.batch_size):
+            prompts = [line.prompt for line in lines[start : start + job.batch_size]]
+            seed = job.seed
+            if seed is not None:
+                seed += start
+            generations = answer(sharded, prompts, seed)
+            new_tokens += sum(len(generation.token_ids) for generation in generations)
+            if answers is not None:
+                answers.add(generations)
+            progress(start + len(prompts), len(lines))
+    if job.writes:
+        print(f"wrote {job.out}: {len(lines)} answers, {new_tokens:,} new tokens", file=sys.stderr)
+
+
+@contextmanager
+def _open_answers(job: AnswerJob) -> Iterator[AnswerFile]:
+    from plait.inference.prompt_files import answer_file
+
+    count = len(job.lines)
+    with answer_file(job.out, job.lines, job.command) as answers:
+        if answers.done:
+            print(
+                f"{answers.done} of {count} answers are in {answers.partial} already; continuing"
+                " after them",
+                file=sys.stderr,
+            )
+        try:
+            yield answers
+        except BaseException:
+            if answers.done:
+                print(
+                    f"{answers.done} of {count} answers are finished and kept in {answers.partial};"
+                    " the same command continues after them",
+                    file=sys.stderr,
+                )
+            raise
+
+
+def _finished_lines(answers: AnswerFile | None, job: AnswerJob) -> int:
+    """Return the number of finished lines, which only the writing process knows. Collective."""
+    count = answers.done if answers is not None else 0
+    if job.several:
+        from plait.cluster.small_messages import broadcast_object
+
+        return broadcast_object(count)
+    return count
+
+
+POLL_SECONDS = 20.0
+"""Time after which processes that wait for a line hear that there is none yet."""
+
+
+def chat_lines(reads_input: bool, *, several: bool) -> Iterator[str | None]:
+    """Yield the lines of the user, and "" at the end of the input.
+
+    Args:
+        reads_input: Whether this process reads standard input. Other processes yield "" forever,
+            because they receive the lines from it.
+        several: Whether other processes wait for each line. A long wait would be taken for a hang,
+            so that None is yielded every `POLL_SECONDS` while there is no line.
+    """
+    console = Console(stderr=True, highlight=False)
+    while not reads_input:
+        yield ""
+
+    # Bytes of another encoding would raise in the thread below.
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
+    requests: Queue[None] = Queue()
+    lines: Queue[str] = Queue()
+
+    def read() -> None:
+        while True:
+            requests.get()
+            lines.put(sys.stdin.readline().strip())
+
+    # A thread, because readline has no timeout.
+    Thread(target=read, daemon=True).start()
+    timeout = POLL_SECONDS if several else None
+    while True:
+        if sys.stdin.isatty():
+            console.print("> ", end="")
+        requests.put(None)
+        while True:
+            try:
+                yield lines.get(timeout=timeout)
+                break
+            except Empty:
+                yield None
 
 
 if __name__ == "__main__":

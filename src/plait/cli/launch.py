@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -20,6 +20,7 @@ from plait.cli.launching.launch_settings import (
     DEFAULT_GRACE_SECONDS,
     DEFAULT_PORT,
     DEFAULT_TIMEOUT_SECONDS,
+    MEETING_OPTIONS,
     LaunchSettings,
     check,
     common_problems,
@@ -131,48 +132,26 @@ def launch(
     command = _command(script or [], module)
     on_this_machine = hostfile is None and _names_localhost(include or exclude)
     # --standalone and a hostfile define the machines, so that variables of torchrun do not count.
+    options: dict[str, Any] = {
+        "nnodes": nnodes,
+        "nproc_per_node": nproc_per_node,
+        "node_rank": node_rank,
+        "master_addr": master_addr,
+        "master_port": master_port,
+        "rdzv_endpoint": rdzv_endpoint,
+        "rdzv_id": rdzv_id,
+        "rdzv_backend": rdzv_backend,
+        "max_restarts": max_restarts,
+    }
     if not standalone and hostfile is None and not on_this_machine:
-        options = with_variables(
-            {
-                "nnodes": nnodes,
-                "nproc_per_node": nproc_per_node,
-                "node_rank": node_rank,
-                "master_addr": master_addr,
-                "master_port": master_port,
-                "rdzv_endpoint": rdzv_endpoint,
-                "rdzv_id": rdzv_id,
-                "rdzv_backend": rdzv_backend,
-                "max_restarts": max_restarts,
-            },
-            os.environ,
-        )
-        nnodes = options["nnodes"]
-        nproc_per_node = options["nproc_per_node"]
-        node_rank = options["node_rank"]
-        master_addr = options["master_addr"]
-        master_port = options["master_port"]
-        rdzv_endpoint = options["rdzv_endpoint"]
-        rdzv_id = options["rdzv_id"]
-        rdzv_backend = options["rdzv_backend"]
-        max_restarts = options["max_restarts"]
-    max_restarts = max_restarts or 0
+        options = with_variables(options, os.environ)
+    max_restarts = options["max_restarts"] or 0
     if log_dir is not None:
         require_folder(log_dir, "--log-dir")
-    minimum, maximum = parse_nodes(nnodes or "1")
-    nproc = parse_processes(nproc_per_node, gpus=default_processes, cores=cpu_count)
-    machine_options: dict[str, object] = {}
-    if standalone:
-        machine_options = {
-            "--nnodes": nnodes,
-            "--rdzv-endpoint": rdzv_endpoint,
-            "--master-addr": master_addr,
-            "--hostfile": hostfile,
-        }
+    minimum, maximum = parse_nodes(options["nnodes"] or "1")
+    nproc = parse_processes(options["nproc_per_node"], gpus=default_processes, cores=cpu_count)
     _refuse_contradictions(
-        machine_options,
-        rdzv_backend,
-        elastic=rdzv_endpoint is not None,
-        several=maximum > 1,
+        {**options, "hostfile": hostfile}, standalone=standalone, several=maximum > 1
     )
     if hostfile is None and not on_this_machine:
         hostfile_options = {
@@ -192,11 +171,7 @@ def launch(
             log_folder=log_dir,
             min_nodes=minimum,
             max_nodes=maximum,
-            node_rank=node_rank,
-            master_addr=master_addr,
-            master_port=master_port,
-            rdzv_endpoint=rdzv_endpoint,
-            rdzv_id=rdzv_id,
+            **{name: options[name] for name in MEETING_OPTIONS},
             max_restarts=max_restarts,
             standby=standby,
             grace_seconds=grace,
@@ -212,10 +187,10 @@ def launch(
         )
     refuse_options(
         {
-            "--nnodes": nnodes,
-            "--node-rank": node_rank,
-            "--rdzv-endpoint": rdzv_endpoint,
-            "--rdzv-id": rdzv_id,
+            "--nnodes": options["nnodes"],
+            "--node-rank": options["node_rank"],
+            "--rdzv-endpoint": options["rdzv_endpoint"],
+            "--rdzv-id": options["rdzv_id"],
             "--log-dir": log_dir,
             "--max-restarts": max_restarts or None,
             "--standby": standby or None,
@@ -223,7 +198,7 @@ def launch(
         rule,
         "leave one of them out",
     )
-    raise_problems(common_problems(grace=grace, timeout=timeout, port=master_port))
+    raise_problems(common_problems(grace=grace, timeout=timeout, port=options["master_port"]))
     hosts: tuple[HostfileEntry, ...]
     if hostfile is None:
         hosts = (HostfileEntry("localhost", tuple(range(default_processes()))),)
@@ -233,8 +208,8 @@ def launch(
     remote_launch = remote.RemoteLaunch(
         hosts=hosts,
         command=tuple(command),
-        master_addr=remote.master_address(hosts, master_addr),
-        master_port=master_port or DEFAULT_PORT,
+        master_addr=remote.master_address(hosts, options["master_addr"]),
+        master_port=options["master_port"] or DEFAULT_PORT,
         processes=nproc,
         grace_seconds=grace,
         timeout_seconds=timeout,
@@ -256,8 +231,8 @@ def _warn_of_nested_launchers(settings: LaunchSettings) -> None:
     if outer is None:
         return
     # srun may start one task per machine, each of which runs this launcher.
-    several_here = outer.launcher == "srun" and (outer.local_world_size or 1) > 1
-    if several_here or (settings.single_node and outer.world_size > 1):
+    starts_several = outer.launcher == "srun" and (outer.local_world_size or 1) > 1
+    if starts_several or (settings.single_node and outer.world_size > 1):
         warn(
             f"plait launch is itself process {outer.rank} of {outer.world_size} of {outer.launcher}"
             f" ({outer.names[0]}, {outer.names[1]}), and each of them starts {settings.processes}"
@@ -329,8 +304,11 @@ def _start_hosts(remote_launch: remote.RemoteLaunch, *, ssh: bool) -> int:
             master_addr=remote_launch.master_addr,
             master_port=remote_launch.master_port,
         )
-    environment = remote.node_environment(remote_launch, local_index)
-    return _start(remote_launch.command, settings, environment=environment)
+    return _start(
+        remote_launch.command,
+        settings,
+        environment=remote.node_environment(remote_launch, local_index),
+    )
 
 
 def _command(arguments: Sequence[str], module: bool) -> list[str]:
@@ -362,31 +340,42 @@ def _names_localhost(device_filter: str) -> bool:
 
 
 def _refuse_contradictions(
-    with_standalone: Mapping[str, object], backend: str | None, *, elastic: bool, several: bool
+    options: Mapping[str, object], *, standalone: bool, several: bool
 ) -> None:
     """Raise ConfigError for options of torchrun that contradict others.
 
     Args:
-        with_standalone: Options for several machines, if --standalone is used.
-        backend: Value of --rdzv-backend.
-        elastic: Whether --rdzv-endpoint is used.
+        options: Values by name, with underscores.
+        standalone: Whether --standalone is used.
         several: Whether there are several machines.
     """
+    several_machines = ("nnodes", "rdzv_endpoint", "master_addr", "hostfile")
     problems = [
         Problem(
-            name,
-            value,
+            f"--{name.replace('_', '-')}",
+            options[name],
             "given together with --standalone, which uses only this machine",
             "leave one of them out",
         )
-        for name, value in with_standalone.items()
-        if value is not None and str(value) != "1"
+        for name in several_machines
+        if standalone and options[name] is not None and str(options[name]) != "1"
     ]
+    backend = options["rdzv_backend"]
     backends = ("c10d", "static")
     if backend is not None and backend not in backends:
-        rule = f"machines meet by {' or '.join(backends)}"
-        problems.append(Problem("--rdzv-backend", backend, rule, "leave it out"))
-    elif backend is not None and several and elastic != (backend == "c10d"):
+        problems.append(
+            Problem(
+                "--rdzv-backend",
+                backend,
+                f"machines meet by {' or '.join(backends)}",
+                "leave it out",
+            )
+        )
+    elif (
+        backend is not None
+        and several
+        and (options["rdzv_endpoint"] is not None) != (backend == "c10d")
+    ):
         required = "--rdzv-endpoint" if backend == "c10d" else "--master-addr and --node-rank"
         problems.append(
             Problem(

@@ -1,8 +1,8 @@
-"""Verb `plait layout`: shows the layout of a run without its devices.
+"""Verbs that draw without devices: the layout of a run, and a pipeline schedule.
 
-It prints the ranks on the machines, the shards of every parameter and the memory of a rank. Only
-the shapes of the model are needed, not its weights. A run on fake tensors predicts the peak memory
-of a step. Times are not predicted.
+`plait layout` prints the ranks on the machines, the shards of every parameter and the memory of a
+rank. Only the shapes of the model are needed, not its weights. A run on fake tensors predicts the
+peak memory of a step. Times are not predicted. `plait schedule` needs no model at all.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from plait.cli.options import PROCESSES, Json, Nnodes, RunFile, Set, count
-from plait.cli.tables import print_table
+from plait.cli.terminal import aligned, print_table
 from plait.cluster import accelerator
 from plait.cluster.machines import Node, Topology
 from plait.errors import InputError
@@ -80,8 +80,7 @@ def layout(
     config = load_config(file, override or ())
     if config.model is None and model is None:
         raise InputError(f"{file} has no `model` section; add one, or give --model")
-    required = smallest_world(config.parallel)
-    topology = _topology(nnodes, nproc_per_node, required=required)
+    topology = _topology(nnodes, nproc_per_node, required=smallest_world(config.parallel))
     # The micro-batch size changes no shard, so that a file without one can be shown too.
     resolved = resolve(config, world_size=topology.world_size, micro_batch_size=1)
     fields, title = fields_of(config, model)
@@ -184,8 +183,10 @@ def _model_states(resolved: Resolved, model_layout: ModelLayout) -> dict[str, in
         accumulation=resolved.batch.accumulation,
         optimizer_states=resolved.optimizer.states,
     )
-    memory = account_all(resolved.techniques, ledger, facts).memory
-    return {kind: int(sizes[0]) for kind, sizes in memory.items()}
+    return {
+        kind: int(sizes[0])
+        for kind, sizes in account_all(resolved.techniques, ledger, facts).memory.items()
+    }
 
 
 def _predict_peaks(
@@ -206,10 +207,10 @@ def _predict_peaks(
     first_ranks: dict[int, int] = {}
     for rank in range(resolved.layout.world_size):
         first_ranks.setdefault(resolved.layout.coordinates(rank)["pp"], rank)
-    peaks = {}
-    for rank in first_ranks.values():
-        prediction = predict_peak(module, resolved, rank=rank, samples=samples, length=length)
-        peaks[rank] = prediction.peak
+    peaks = {
+        rank: predict_peak(module, resolved, rank=rank, samples=samples, length=length).peak
+        for rank in first_ranks.values()
+    }
     return peaks, None
 
 
@@ -282,8 +283,9 @@ def _print_layout(
     # All sentences are printed before the tables.
     tables: list[tuple[tuple[str, ...], list[list[str]]]] = [(("node", "ranks"), machines)]
     if model_layout.shards:
-        source = model_layout.tensor_plan.source
-        console.print(f"split over tp by {source}; the first block stands for all")
+        console.print(
+            f"split over tp by {model_layout.tensor_plan.source}; the first block stands for all"
+        )
         shards = [
             [row.parameter, _shape(row.shape), row.style, _shape(row.local_shape), row.note]
             for row in _of_first_block(model_layout.shards, facts.blocks)
@@ -293,16 +295,22 @@ def _print_layout(
         from plait.parallel.pipeline.estimates import rank_imbalance
 
         schedule = model_layout.pipeline.schedule
-        slowest = rank_imbalance(model_layout.stages)
         console.print(
             f"pipeline: {schedule.name}, {schedule.microbatches} micro-batches, slowest rank"
-            f" {slowest:.3f} x the mean"
+            f" {rank_imbalance(model_layout.stages):.3f} x the mean"
         )
         stages = []
         for row in model_layout.stages:
             blocks = f"{row.blocks[0]} ... {row.blocks[-1]}"
-            parameters = format_count(row.parameters)
-            stages.append([str(row.stage), str(row.rank), str(len(row.blocks)), blocks, parameters])
+            stages.append(
+                [
+                    str(row.stage),
+                    str(row.rank),
+                    str(len(row.blocks)),
+                    blocks,
+                    format_count(row.parameters),
+                ]
+            )
         tables.append((("stage", "pp rank", "blocks", "", "parameters"), stages))
     states = [
         [name, str(memory[kind]), format_bytes(memory[kind])]
@@ -341,3 +349,63 @@ def _of_first_block(rows: list[Any], blocks: tuple[str, ...]) -> list[Any]:
 
 def _shape(shape: tuple[int, ...]) -> str:
     return " x ".join(str(size) for size in shape)
+
+
+schedule_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+_PIPE_WIDTH = 200
+_MAX_ACTIONS = 2**20
+
+
+@schedule_app.command()
+def schedule(
+    name: Annotated[
+        str,
+        typer.Argument(metavar="NAME", help="A schedule such as 1f1b; `list` prints all names."),
+    ],
+    pp: Annotated[int, typer.Option(help="Number of pipeline ranks.")] = 4,
+    microbatches: Annotated[int, typer.Option(help="Micro-batches per optimizer step.")] = 8,
+    stages_per_rank: Annotated[
+        int | None,
+        typer.Option(
+            metavar="V", help="Stages per rank. (default: 1, or 2 if the schedule supports several)"
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Draw a pipeline schedule with the idle time of each rank and its micro-batches in flight."""
+    from plait.observe import schedule as drawing
+    from plait.parallel.schedules.schedule import make_schedule
+    from plait.parallel.schedules.timeline import even, simulate
+
+    console = Console(highlight=False, soft_wrap=True)
+    if name == "list":
+        _print_names(as_json)
+        return
+    if pp * microbatches * (stages_per_rank or 2) > _MAX_ACTIONS:
+        raise InputError(
+            f"--pp {pp} x --microbatches {microbatches}: {pp * microbatches:,} boxes, and at most"
+            f" {_MAX_ACTIONS // 2:,} can be drawn; give fewer"
+        )
+    table = make_schedule(name, pp=pp, microbatches=microbatches, stages_per_rank=stages_per_rank)
+    durations = even(table)
+    timeline = simulate(table, durations)
+    if as_json:
+        print(json.dumps(drawing.timeline_json(timeline, durations)))
+        return
+    columns = console.width if console.is_terminal else _PIPE_WIDTH
+    lines = drawing.timeline_lines(timeline, width=columns, coloured=console.is_terminal)
+    console.print(drawing.timeline_summary(timeline))
+    for line in lines:
+        console.print(line)
+
+
+def _print_names(as_json: bool) -> None:
+    from plait.observe.schedule import schedule_names
+
+    rows = schedule_names()
+    if as_json:
+        keys = ("name", "stages", "summary")
+        print(json.dumps([dict(zip(keys, row, strict=True)) for row in rows]))
+        return
+    print("\n".join(aligned(rows)))

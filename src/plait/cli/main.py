@@ -22,49 +22,65 @@ from plait.errors import PlaitError
 from plait.version import __version__
 
 VERBS = {
-    "plan": ("plait.cli.plan", "Find the layout that fits and is fastest, before you rent GPUs."),
+    "plan": (
+        "plait.cli.plan:app",
+        "Find the layout that fits and is fastest, before you rent GPUs.",
+    ),
     "calibrate": (
-        "plait.cli.calibrate",
+        "plait.cli.calibrate:app",
         "Fit the planner to this machine, or to a table of measured runs.",
     ),
-    "train": ("plait.cli.train", "Train a model from one JSON file."),
-    "launch": ("plait.cli.launch", "Run a script on every device of one or several machines."),
+    "train": ("plait.cli.train:app", "Train a model from one JSON file."),
+    "launch": ("plait.cli.launch:app", "Run a script on every device of one or several machines."),
     "layout": (
-        "plait.cli.layout",
+        "plait.cli.layout:app",
         "Show the ranks on the machines, the shards of parameters and the memory of a rank.",
     ),
     "dryrun": (
-        "plait.cli.dryrun",
+        "plait.cli.plan:dryrun_app",
         "Build and step one rank of a layout without the other ranks and without GPUs.",
     ),
     "schedule": (
-        "plait.cli.schedule",
+        "plait.cli.layout:schedule_app",
         "Draw a pipeline schedule: its timeline, its idle time and its activations in flight.",
     ),
     "verify": (
-        "plait.cli.verify",
+        "plait.cli.verify:app",
         "Check on small data that a layout computes what a single process computes.",
     ),
     "doctor": (
-        "plait.cli.doctor",
+        "plait.cli.doctor:app",
         "Describe this environment, or measure the links between its processes.",
     ),
-    "checkpoint": ("plait.cli.checkpoint", "List, verify, compare and prune checkpoints."),
-    "export": ("plait.cli.export", "Write a trained model as a folder that from_pretrained opens."),
+    "checkpoint": ("plait.cli.checkpoint:app", "List, verify, compare and prune checkpoints."),
+    "export": (
+        "plait.cli.checkpoint:export_app",
+        "Write a trained model as a folder that from_pretrained opens.",
+    ),
     "generate": (
-        "plait.cli.generate",
+        "plait.cli.generate:app",
         "Generate text with a trained model on as many devices as it needs.",
     ),
     "import": (
-        "plait.cli.import_",
+        "plait.cli.checkpoint:import_app",
         "Convert a checkpoint of DeepSpeed or torch.distributed.checkpoint to one of Plait.",
     ),
-    "config": ("plait.cli.config", "Explain or convert a configuration file, or print the schema."),
+    "config": (
+        "plait.cli.config:app",
+        "Explain or convert a configuration file, or print the schema.",
+    ),
 }
-"""Module of each verb, which has a Typer `app`, and the line of `plait --help`."""
+"""Typer app of each verb, as `module:name`, and the line of `plait --help`."""
 
-NESTED_VERBS = {("plan", "infer"): "plait.cli.plan_infer"}
-"""Modules of verbs with two words, whose first word is also a verb with a positional argument."""
+NESTED_VERBS = {("plan", "infer"): "plait.cli.plan:infer_app"}
+"""Apps of verbs with two words, whose first word is also a verb with a positional argument."""
+
+
+def load_app(target: str) -> typer.Typer:
+    """Import the app of a verb, given as `module:name`."""
+    module, _, name = target.partition(":")
+    app: typer.Typer = getattr(importlib.import_module(module), name)
+    return app
 
 
 def _hide_types_of_flags() -> None:
@@ -94,14 +110,13 @@ class _LazyVerb(TyperCommand):
         self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
     ) -> Any:
         assert self.name is not None
-        module = VERBS[self.name][0]
+        target = VERBS[self.name][0]
         nested = NESTED_VERBS.get((self.name, args[0])) if args else None
         if nested is not None:
-            module = nested
+            target = nested
             info_name = f"{info_name} {args[0]}"
             args = args[1:]
-        app: typer.Typer = importlib.import_module(module).app
-        return typer.main.get_command(app).make_context(
+        return typer.main.get_command(load_app(target)).make_context(
             info_name, args, parent, token_normalize_func=_with_dashes, **extra
         )
 

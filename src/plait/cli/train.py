@@ -183,20 +183,25 @@ def _start_node(
     total = config.run.processes if config.run is not None else "auto"
     if processes is None and total != "auto":
         if minimum != maximum:
-            rule = (
-                f"the number of machines changes ({minimum} to {maximum}), and with it that of the"
-                " processes"
-            )
             raise ConfigError(
-                Problem("run.processes", total, rule, 'use "auto", or give --nproc-per-node')
+                Problem(
+                    "run.processes",
+                    total,
+                    f"the number of machines changes ({minimum} to {maximum}), and with it that of"
+                    " the processes",
+                    'use "auto", or give --nproc-per-node',
+                )
             )
         if total % maximum:
-            rule = (
-                f"they do not divide over {maximum} machines ({total} % {maximum} ="
-                f" {total % maximum})"
+            raise ConfigError(
+                Problem(
+                    "run.processes",
+                    total,
+                    f"they do not divide over {maximum} machines ({total} % {maximum} ="
+                    f" {total % maximum})",
+                    "set a multiple of the machines, or give --nproc-per-node",
+                )
             )
-            remedy = "set a multiple of the machines, or give --nproc-per-node"
-            raise ConfigError(Problem("run.processes", total, rule, remedy))
         processes = total // maximum
     launch_settings = LaunchSettings(
         processes or default_processes(), min_nodes=minimum, max_nodes=maximum, **meeting
@@ -308,10 +313,9 @@ def _run_process(file: Path, overrides: list[str], *, announced: bool) -> int:
 def _check(
     config: Config, *, world_size: int, console: Console, fresh: bool = False
 ) -> ValidatedRun:
-    from plait.cli.planning.calibrations import default_cache
     from plait.train.session import check
 
-    cache = default_cache()
+    cache = Path(os.environ.get("PLAIT_CACHE") or Path.home() / ".cache" / "plait").expanduser()
     if config.data is not None and config.data.cache:
         cache = user_path(config.data.cache, "data.cache")
     return check(
@@ -387,7 +391,7 @@ def _residuals(
     file: Path, checked: ValidatedRun, config: Config, console: Console
 ) -> tuple[Listener, ...]:
     """Return the listener that compares the run with its plan, if `plait plan --out` wrote FILE."""
-    from plait.cli.planning.calibrations import live_cluster
+    from plait.cli.planning.query import live_cluster
     from plait.observe.residual import plan_residual
 
     if not file.with_suffix(".plan.json").is_file():
@@ -460,8 +464,8 @@ if __name__ == "__main__":
     from plait.cluster.process_groups import end_process
 
     # The processes of several machines check and describe the run themselves.
-    is_one_of_several = sys.argv[1] == "--one-of-several"
+    several_machines = sys.argv[1] == "--one-of-several"
     arguments = sys.argv[1:]
-    if is_one_of_several:
+    if several_machines:
         arguments = sys.argv[2:]
-    end_process(_run_process(Path(arguments[0]), arguments[1:], announced=not is_one_of_several))
+    end_process(_run_process(Path(arguments[0]), arguments[1:], announced=not several_machines))

@@ -117,7 +117,10 @@ def verify(
     if device is VerifyDevice.cpu:
         # It must be set before torch looks for devices.
         os.environ[accelerator.VISIBLE_DEVICES_VARIABLE] = ""
-    _search_current_folder()
+    # `--model package.module:function` is resolved in the current folder first, as by `python -m`,
+    # which starts the processes.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
     launched = claim(os.environ) is not None
     plan = _plan(
         file,
@@ -128,7 +131,8 @@ def verify(
         dtype=dtype,
         device=device,
     )
-    _set_environment(plan)
+    if plan.device == "cpu":
+        os.environ[accelerator.VISIBLE_DEVICES_VARIABLE] = ""
     compares = not launched or place().rank == 0
     if compares and not as_json:
         _print_plan(plan)
@@ -170,20 +174,6 @@ def _plan(
         device=device.value,
         gpus=gpus,
     )
-
-
-def _search_current_folder() -> None:
-    """Resolve `--model package.module:function` in the current folder first, as `python -m` does.
-
-    The processes are started with `python -m` and do the same.
-    """
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-
-
-def _set_environment(plan: VerificationPlan) -> None:
-    if plan.device == "cpu":
-        os.environ[accelerator.VISIBLE_DEVICES_VARIABLE] = ""
 
 
 def _start(plan: VerificationPlan, *, seconds: float) -> Traces:

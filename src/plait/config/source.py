@@ -2,15 +2,12 @@
 
 The reader does not interpret keys. JSON may contain comments (`//`, `#`, `/* */`) and trailing
 commas, as in DeepSpeed. A key that occurs twice in an object is refused; JSON and YAML libraries
-would silently use the last one. The resulting tree contains only objects, lists, texts, numbers and
-booleans (see `plain`), so that no later code has to handle other types.
+would silently use the last one.
 
-Limits on the content of a configuration.
-
-A configuration consists of objects, lists, texts, numbers and booleans, of a size that a person
-writes. Anything else is refused here with its place in the file, because it would raise an
-unrelated error later: numbers of hundreds of digits, lone surrogates, zero bytes, objects that are
-nested without limit, and YAML references that multiply. Nothing is changed.
+The resulting tree contains only objects, lists, texts, numbers and booleans, of a size that a
+person writes, so that no later code has to handle anything else. Numbers of hundreds of digits,
+lone surrogates, zero bytes, unlimited nesting and YAML references that multiply are refused with
+their position in the file.
 """
 
 from __future__ import annotations
@@ -45,100 +42,6 @@ class TooLong(str):
     """Digits of a number that exceeds `MAX_DIGITS`."""
 
 
-def refuse_unusable(tree: Mapping[Any, Any], name: str) -> None:
-    """Check that a tree contains only values that a setting can have.
-
-    Args:
-        tree: The parsed configuration.
-        name: Name of the configuration for messages.
-
-    Raises:
-        ConfigError: A value is unusable. The error lists all of them, up to a limit.
-    """
-    problems: list[Problem] = []
-    visited = 0
-    # A stack instead of recursion: a tree that is nested too deeply would exhaust Python's stack.
-    pending: list[tuple[str, int, Any]] = [("", 0, tree)]
-    while pending and len(problems) < _MAX_PROBLEMS:
-        path, depth, value = pending.pop()
-        visited += 1
-        if visited > _MAX_VALUES:
-            rule = f"contains more than {_MAX_VALUES:,} values (every use of a YAML alias counts)"
-            raise ConfigError(Problem(name, None, rule, "keep only settings in the file"))
-        if depth > _MAX_DEPTH:
-            rule = f"is nested more than {_MAX_DEPTH} deep"
-            raise ConfigError(Problem(_printable(path), None, rule, "remove the nesting"))
-
-        if isinstance(value, Mapping):
-            for key, item in value.items():
-                inner = f"{path}.{key}" if path else str(key)
-                problem = _key_problem(inner, key)
-                if problem is not None:
-                    problems.append(problem)
-                else:
-                    pending.append((inner, depth + 1, item))
-        elif isinstance(value, list | tuple):
-            pending += [(f"{path}[{index}]", depth + 1, item) for index, item in enumerate(value)]
-        elif problem := _value_problem(path, value):
-            problems.append(problem)
-    raise_problems(problems)
-
-
-def _key_problem(path: str, key: Any) -> Problem | None:
-    if not isinstance(key, str):
-        rule = f"the key is a {type(key).__name__}, and keys are texts"
-        return Problem(_printable(path), None, rule, "quote it")
-    if rule := _text_rule(key):
-        return Problem(_printable(path), None, f"the key {rule}", "correct it")
-    return None
-
-
-def _value_problem(path: str, value: Any) -> Problem | None:
-    # 3 bits per digit approximate the number of digits. Python refuses to convert very large
-    # numbers to text, so the digits cannot be counted.
-    too_long = type(value) is int and value.bit_length() > 3 * MAX_DIGITS
-    if isinstance(value, TooLong) or too_long:
-        shown = f"{value[:12]}..." if isinstance(value, TooLong) else None
-        return Problem(
-            _printable(path),
-            shown,
-            f"is a number of about {MAX_DIGITS} digits or more",
-            "write one that a computer can hold",
-        )
-    if isinstance(value, str) and (rule := _text_rule(value)):
-        return Problem(_printable(path), value, rule, "correct it")
-    if isinstance(value, bytes | bytearray | set | frozenset):
-        return Problem(
-            _printable(path),
-            None,
-            f"is of the type {type(value).__name__}",
-            "write a text, a number, a list or an object",
-        )
-    return None
-
-
-def _text_rule(text: str) -> str:
-    """Return the rule that a text violates, or an empty string."""
-    if "\0" in text:
-        return "holds a zero byte"
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return "holds half of a character (a lone surrogate)"
-    return ""
-
-
-def _printable(path: str) -> str:
-    """Return a path for a message: unprintable characters escaped, long paths cut."""
-    if not path:
-        return "the configuration"
-    if not path.isprintable():
-        path = path.encode("ascii", "backslashreplace").decode().replace("\0", "\\0")
-    if len(path) > _MAX_SHOWN:
-        return f"{path[: _MAX_SHOWN - 3]}..."
-    return path
-
-
 Source = str | Path | Mapping[str, Any]
 """Source of a configuration: a path, base64 text or a mapping."""
 
@@ -146,7 +49,6 @@ _ROOT_RULE = "a configuration is an object of sections and keys"
 _MAX_KEY_DEPTH = 32
 _YAML_ERRORS = (
     yaml.YAMLError,
-    ConfigError,
     RecursionError,
     ValueError,
     TypeError,
@@ -180,7 +82,7 @@ def read(source: str | Path | Mapping[str, Any]) -> Document:
         name = "the configuration"
         # Checked before it is copied, because deepcopy recurses.
         refuse_unusable(source, name)
-        return Document(name, _as_tree(copy.deepcopy(dict(source)), name))
+        return Document(name, copy.deepcopy(dict(source)))
 
     if isinstance(source, str) and not is_file(source):
         decoded = _from_base64(source)
@@ -190,10 +92,8 @@ def read(source: str | Path | Mapping[str, Any]) -> Document:
 
     path = Path(source)
     name = str(path)
-    text = _read_text(path)
-    if path.suffix.lower() in (".yaml", ".yml"):
-        return Document(name, _as_tree(_parse_yaml(text, name), name))
-    return Document(name, _as_tree(_parse_json(text, name), name))
+    parse = _parse_yaml if path.suffix.lower() in (".yaml", ".yml") else _parse_json
+    return Document(name, _as_tree(parse(_read_text(path), name), name))
 
 
 def read_named(named: str, by: Document) -> Document:
@@ -245,7 +145,7 @@ def scalar(text: str) -> Any:
         pass
     try:
         value = yaml.load(text, _Loader)
-    except _YAML_ERRORS:
+    except (*_YAML_ERRORS, ConfigError):
         return text
     # YAML reads text with a colon or a leading dash as a mapping or a list.
     if isinstance(value, dict | list) and text[:1] not in "[{":
@@ -255,15 +155,10 @@ def scalar(text: str) -> Any:
 
 def _parse_int(text: str) -> Any:
     """Parse an integer, or return a `TooLong`, which `refuse_unusable` reports."""
-    if len(text) > MAX_DIGITS:
-        return TooLong(text)
-    return int(text)
+    return TooLong(text) if len(text) > MAX_DIGITS else int(text)
 
 
 def _read_text(path: Path) -> str:
-    shown = str(path)
-    if len(shown) > 200:
-        shown = f"{shown[:200]}..."
     remedy = "give the path of a JSON or YAML file"
     try:
         return path.read_text(encoding="utf-8-sig")
@@ -277,7 +172,7 @@ def _read_text(path: Path) -> str:
     except (OSError, ValueError) as error:
         # No permission, a path that is too long, or a zero byte in it.
         rule = f"cannot be read ({getattr(error, 'strerror', None) or error})"
-    raise ConfigError(Problem(shown, None, rule, remedy))
+    raise ConfigError(Problem(shorten(str(path), _MAX_SHOWN), None, rule, remedy))
 
 
 def _similar_file(path: Path) -> str:
@@ -365,9 +260,14 @@ def _parse_json(text: str, name: str) -> Any:
         if error.lineno <= len(lines):
             line = lines[error.lineno - 1].strip()[:60]
         remedy = f"correct it at `{line}`" if line else "add what is missing"
-        location = f"{name}, line {error.lineno}, column {error.colno}"
-        rule = f"is not valid JSON here ({error.msg})"
-        raise ConfigError(Problem(location, None, rule, remedy)) from None
+        raise ConfigError(
+            Problem(
+                f"{name}, line {error.lineno}, column {error.colno}",
+                None,
+                f"is not valid JSON here ({error.msg})",
+                remedy,
+            )
+        ) from None
     except RecursionError:
         raise ConfigError(
             Problem(name, None, "is nested too deeply", "remove the nesting")
@@ -454,16 +354,123 @@ def _parse_yaml(text: str, name: str) -> Any:
         mark = error.problem_mark
         if mark:
             location = f"{name}, line {mark.line + 1}, column {mark.column + 1}"
-        rule = f"is not valid YAML here ({error.problem})"
-        raise ConfigError(Problem(location, None, rule, "correct it there")) from None
+        raise ConfigError(
+            Problem(location, None, f"is not valid YAML here ({error.problem})", "correct it there")
+        ) from None
     except RecursionError:
         raise ConfigError(
             Problem(name, None, "is nested too deeply", "remove the nesting")
         ) from None
-    except ConfigError:
-        # Raised by `_construct_mapping`.
-        raise
     except _YAML_ERRORS as error:
         message = " ".join(str(error).split())[:200]
-        rule = f"is not valid YAML ({message})"
-        raise ConfigError(Problem(name, None, rule, "correct it")) from None
+        raise ConfigError(
+            Problem(name, None, f"is not valid YAML ({message})", "correct it")
+        ) from None
+
+
+def refuse_unusable(tree: Mapping[Any, Any], name: str) -> None:
+    """Check that a tree contains only values that a setting can have.
+
+    Args:
+        tree: The parsed configuration.
+        name: Name of the configuration for messages.
+
+    Raises:
+        ConfigError: A value is unusable. The error lists all of them, up to a limit.
+    """
+    problems: list[Problem] = []
+    visited = 0
+    # A stack instead of recursion: a tree that is nested too deeply would exhaust Python's stack.
+    pending: list[tuple[str, int, Any]] = [("", 0, tree)]
+    while pending and len(problems) < _MAX_PROBLEMS:
+        path, depth, value = pending.pop()
+        visited += 1
+        if visited > _MAX_VALUES:
+            raise ConfigError(
+                Problem(
+                    name,
+                    None,
+                    f"contains more than {_MAX_VALUES:,} values (every use of a YAML alias counts)",
+                    "keep only settings in the file",
+                )
+            )
+        if depth > _MAX_DEPTH:
+            raise ConfigError(
+                Problem(
+                    _printable(path),
+                    None,
+                    f"is nested more than {_MAX_DEPTH} deep",
+                    "remove the nesting",
+                )
+            )
+
+        if isinstance(value, Mapping):
+            for key, item in value.items():
+                inner = f"{path}.{key}" if path else str(key)
+                problem = _key_problem(inner, key)
+                if problem is not None:
+                    problems.append(problem)
+                else:
+                    pending.append((inner, depth + 1, item))
+        elif isinstance(value, list | tuple):
+            pending += [(f"{path}[{index}]", depth + 1, item) for index, item in enumerate(value)]
+        elif problem := _value_problem(path, value):
+            problems.append(problem)
+    raise_problems(problems)
+
+
+def _key_problem(path: str, key: Any) -> Problem | None:
+    if not isinstance(key, str):
+        return Problem(
+            _printable(path),
+            None,
+            f"the key is a {type(key).__name__}, and keys are texts",
+            "quote it",
+        )
+    if rule := _text_rule(key):
+        return Problem(_printable(path), None, f"the key {rule}", "correct it")
+    return None
+
+
+def _value_problem(path: str, value: Any) -> Problem | None:
+    # 3 bits per digit approximate the number of digits. Python refuses to convert very large
+    # numbers to text, so the digits cannot be counted.
+    too_long = type(value) is int and value.bit_length() > 3 * MAX_DIGITS
+    if isinstance(value, TooLong) or too_long:
+        shown = f"{value[:12]}..." if isinstance(value, TooLong) else None
+        return Problem(
+            _printable(path),
+            shown,
+            f"is a number of about {MAX_DIGITS} digits or more",
+            "write one that a computer can hold",
+        )
+    if isinstance(value, str) and (rule := _text_rule(value)):
+        return Problem(_printable(path), value, rule, "correct it")
+    if isinstance(value, bytes | bytearray | set | frozenset):
+        return Problem(
+            _printable(path),
+            None,
+            f"is of the type {type(value).__name__}",
+            "write a text, a number, a list or an object",
+        )
+    return None
+
+
+def _text_rule(text: str) -> str:
+    """Return the rule that a text violates, or an empty string."""
+    if "\0" in text:
+        return "holds a zero byte"
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return "holds half of a character (a lone surrogate)"
+    return ""
+
+
+def _printable(path: str) -> str:
+    """Return a path for a message: unprintable characters escaped, long paths cut."""
+    if not path:
+        return "the configuration"
+    if not path.isprintable():
+        path = path.encode("ascii", "backslashreplace").decode().replace("\0", "\\0")
+    return shorten(path, _MAX_SHOWN)

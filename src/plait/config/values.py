@@ -1,16 +1,11 @@
-"""Types of numbers, booleans and paths in configuration files.
+"""Types of values in configuration files, and the rules that invalid values violate.
 
-A quoted number is a number: YAML reads `1e-4` as text. Booleans are not numbers.
+A quoted number is a number, because YAML reads `1e-4` as text. Booleans are not numbers, and only
+true and false are booleans: pydantic would also accept "yes", "off" and 1, which DeepSpeed reads
+differently ("no" is a non-empty string there, and therefore true).
 
-Only true and false are booleans. pydantic would also accept "yes", "off" and 1, which DeepSpeed
-reads differently: "no" is a non-empty string there, and therefore true.
-
-Translation of pydantic's errors into the rule that a value violates and the remedy.
-
-Parameters of torch classes, read from their signatures.
-
-A parameter that a new release of torch adds is therefore known without a change of Plait. A
-parameter whose annotation cannot be evaluated accepts any value.
+Parameters of torch's classes are read from their signatures, so that one that a new release adds is
+known without a change of Plait. A parameter whose annotation cannot be evaluated accepts any value.
 """
 
 from __future__ import annotations
@@ -109,7 +104,7 @@ _INTEGER = ("a whole number", "write a whole number")
 _NUMBER = ("a number", "write a number")
 _BOOLEAN = ("true or false", "write true or false")
 _LIST = ("a list", "write a list in brackets")
-_OBJECT = ("an object", "write {...}")
+_OBJECT = ("an object", "write {{...}}")
 _RULES = {
     "int_parsing": _INTEGER,
     "int_parsing_size": _INTEGER,
@@ -118,7 +113,7 @@ _RULES = {
     "float_parsing": _NUMBER,
     "float_type": _NUMBER,
     "finite_number": _NUMBER,
-    # Error of `numbers._refuse_bool`.
+    # Error of `_refuse_bool`.
     "number": ("a number, not true or false", "write a number"),
     "bool_parsing": _BOOLEAN,
     "bool_type": _BOOLEAN,
@@ -132,8 +127,14 @@ _RULES = {
     # An item of a tuple. A missing key is reported elsewhere.
     "missing": ("longer by at least one value", "add what is missing"),
     "union_tag_invalid": ("one of what is known", "correct it"),
+    "greater_than_equal": ("at least {ge}", "use {ge} or more"),
+    "greater_than": ("greater than {gt}", "use more than {gt}"),
+    "less_than_equal": ("at most {le}", "use {le} or less"),
+    "less_than": ("less than {lt}", "use less than {lt}"),
+    "too_short": ("at least {min_length} long", "add to it"),
+    "too_long": ("at most {max_length} long", "shorten it"),
 }
-"""Pairs (rule, remedy) of errors without numbers, by pydantic's type of the error."""
+"""Pairs (rule, remedy) by pydantic's type of the error, with the names of its numbers."""
 
 
 def describe_error(error: ErrorDetails) -> tuple[str, str]:
@@ -146,32 +147,18 @@ def describe_error(error: ErrorDetails) -> tuple[str, str]:
         What the value must be, as the end of a sentence that starts with "must be", and what to do
         about it.
     """
-    if error["type"] in _RULES:
-        return _RULES[error["type"]]
-
     context: Mapping[str, Any] = error.get("ctx", {})
-    match error["type"]:
-        case "greater_than_equal":
-            return f"at least {context['ge']}", f"use {context['ge']} or more"
-        case "greater_than":
-            return f"greater than {context['gt']}", f"use more than {context['gt']}"
-        case "less_than_equal":
-            return f"at most {context['le']}", f"use {context['le']} or less"
-        case "less_than":
-            return f"less than {context['lt']}", f"use less than {context['lt']}"
-        case "too_short":
-            return f"at least {context['min_length']} long", "add to it"
-        case "too_long":
-            return f"at most {context['max_length']} long", "shorten it"
-        case "literal_error":
-            expected = str(context["expected"])
-            return expected, _literal_remedy(error["input"], expected)
-        case "place":
-            # Errors of paths in `numbers` are written as `rule; remedy`.
-            rule, _, remedy = error["msg"].rpartition("; ")
-            return rule, remedy
-        case _:
-            return error["msg"][:1].lower() + error["msg"][1:], "correct it"
+    if error["type"] in _RULES:
+        rule, remedy = _RULES[error["type"]]
+        return rule.format(**context), remedy.format(**context)
+    if error["type"] == "literal_error":
+        expected = str(context["expected"])
+        return expected, _literal_remedy(error["input"], expected)
+    if error["type"] == "place":
+        # Errors of paths are written as `rule; remedy`.
+        rule, _, remedy = error["msg"].rpartition("; ")
+        return rule, remedy
+    return error["msg"][:1].lower() + error["msg"][1:], "correct it"
 
 
 def _literal_remedy(value: object, expected: str) -> str:
@@ -221,7 +208,7 @@ def invalid_value_message(name: str, value: object, error: ValidationError) -> s
     # For a union pydantic reports every member that did not match. The first is the plain type.
     first = error.errors(include_url=False)[0]
     if first["type"] == "number":
-        # Error of `numbers._refuse_bool`, which is a sentence already.
+        # Error of `_refuse_bool`, which is a sentence already.
         return f"`{name}` is {value!r}: {first['msg']}"
     return f"`{name}` is {value!r}: it must be {describe_error(first)[0]}"
 

@@ -163,8 +163,9 @@ def _differences(
         ("optimizer.states", modelled["optimizer_states"], resolved.optimizer.states),
         ("compiled", plan["compiled"], resolved.compile.enabled),
     ]
-    for name, degree in layout_of(resolved).items():
-        comparisons.append((name, modelled["layout"][name], degree))
+    comparisons += [
+        (name, modelled["layout"][name], degree) for name, degree in layout_of(resolved).items()
+    ]
     differences = [
         f"{name} was planned as {planned} and is {actual}"
         for name, planned, actual in comparisons

@@ -30,13 +30,8 @@ def load_callbacks(names: Sequence[str]) -> list[Callback]:
     Raises:
         ConfigError: A name cannot be imported, or what it names cannot be called as needed.
     """
-    callbacks: list[Callback] = []
-    for name in names:
-        definition = _import_callback(name)
-        if isinstance(definition, type):
-            definition = definition()
-        callbacks.append(definition)
-    return callbacks
+    definitions = [_import_callback(name) for name in names]
+    return [item() if isinstance(item, type) else item for item in definitions]
 
 
 def check_callbacks(names: Sequence[str]) -> None:

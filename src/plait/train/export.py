@@ -1,8 +1,7 @@
 """Export of a checkpoint to a folder that `from_pretrained` opens.
 
-The checkpoint may have any layout. Its weights are streamed, one file at a time.
-
-Comparison of an exported folder with its checkpoint: tensors, logits and generated tokens.
+The checkpoint may have any layout. Its weights are streamed, one file at a time. An exported folder
+can be compared with its checkpoint: tensors, logits and generated tokens.
 """
 
 from __future__ import annotations
@@ -71,7 +70,6 @@ def export(
     generation: Path | None = None,
     verify: Callable[[Path], None] | None = None,
     progress: Callable[[int, int], None] = _no_progress,
-    file_bytes: int = FILE_BYTES,
 ) -> ExportResult:
     """Write the model of a checkpoint of `plait train`: config.json and safetensors with an index.
 
@@ -85,7 +83,6 @@ def export(
         generation: File with the generation settings, which is copied.
         verify: Receives the finished folder, which still has a temporary name.
         progress: Receives (bytes written, bytes in total) after each file.
-        file_bytes: Largest size of one file of weights, unless a tensor is larger.
 
     Raises:
         InputError: `out` exists, another export writes it, or the disk is full or not writable.
@@ -117,7 +114,7 @@ def export(
     published = False
     try:
         descriptor = _claim(temporary, out)
-        _write_weights(reader, temporary, dtypes, sizes, file_bytes, progress)
+        _write_weights(reader, temporary, dtypes, sizes, progress)
         settings: Any = model.config
         settings.architectures = [type(model).__name__]
         settings.dtype = dtype or dtype_of(stored[names[0]])
@@ -173,13 +170,12 @@ def _write_weights(
     folder: Path,
     dtypes: dict[str, torch.dtype],
     sizes: dict[str, int],
-    file_bytes: int,
     progress: Callable[[int, int], None],
 ) -> None:
     """Write the tensors in their order, and an index if they need several files."""
     total_bytes = sum(sizes.values())
     written_bytes = 0
-    files = _group_by_file(sizes, file_bytes)
+    files = _group_by_file(sizes, FILE_BYTES)
     weight_map: dict[str, str] = {}
     for number, names in enumerate(files, 1):
         file = "model.safetensors"
@@ -356,8 +352,9 @@ def compare_generated(checkpoint: CheckpointFolder, out: Path) -> ExportComparis
     positions = getattr(config, "max_position_embeddings", None) or PROMPT_TOKENS + GREEDY_TOKENS
     prompt_length = min(PROMPT_TOKENS, positions // 2)
     new_tokens = min(GREEDY_TOKENS, positions - prompt_length)
-    generator = torch.Generator().manual_seed(0)
-    prompt = torch.randint(0, config.vocab_size, (1, prompt_length), generator=generator)
+    prompt = torch.randint(
+        0, config.vocab_size, (1, prompt_length), generator=torch.Generator().manual_seed(0)
+    )
 
     model = load_model(Source(out, checkpoint, None), dtype=reference.dtype)
     try:

@@ -104,15 +104,16 @@ def build_model(
     model = _instantiate(config, section)
 
     if attends_to_later_tokens(model) and _declares_bidirectional(model.config):
-        rule = (
-            f"a {config.model_type} with this configuration lets tokens attend to the later tokens"
-            " that it is trained to predict"
+        raise ConfigError(
+            Problem(
+                "model",
+                None,
+                f"a {config.model_type} with this configuration lets tokens attend to the later"
+                " tokens that it is trained to predict",
+                "set is_decoder to true where the architecture has it, choose a causal one, or"
+                " train it with plait.hf.Trainer",
+            )
         )
-        remedy = (
-            "set is_decoder to true where the architecture has it, choose a causal one, or train it"
-            " with plait.hf.Trainer"
-        )
-        raise ConfigError(Problem("model", None, rule, remedy))
 
     identity = {
         f"model.{name}": value for name, value in config.to_dict().items() if name not in _NOT_SHAPE
@@ -184,8 +185,15 @@ def _instantiate(config: PreTrainedConfig, section: ModelSection) -> nn.Module:
             ]
             if problems:
                 raise ConfigError(*problems) from error
-        rule = f"no {kind} can be built from it ({type(error).__name__}: {first_line(error)[:200]})"
-        raise ConfigError(Problem("model.config", None, rule, "correct its sizes")) from error
+        raise ConfigError(
+            Problem(
+                "model.config",
+                None,
+                f"no {kind} can be built from it ({type(error).__name__}:"
+                f" {first_line(error)[:200]})",
+                "correct its sizes",
+            )
+        ) from error
     return model
 
 
@@ -233,6 +241,11 @@ def _check_fit(
 
     most = getattr(config, "max_position_embeddings", None)
     if most is not None and positions > most:
-        rule = f"the model has {most} positions and the run needs {positions}"
-        remedy = "raise model.config.max_position_embeddings, or lower data.sequence_length"
-        raise ConfigError(Problem("model max_position_embeddings", most, rule, remedy))
+        raise ConfigError(
+            Problem(
+                "model max_position_embeddings",
+                most,
+                f"the model has {most} positions and the run needs {positions}",
+                "raise model.config.max_position_embeddings, or lower data.sequence_length",
+            )
+        )

@@ -1,8 +1,9 @@
 """Training loop: steps, validation, checkpoints, and a clean stop.
 
-Every rank runs the loop with the same numbers and takes the same decisions. What only one rank
-knows (a signal) is agreed on first. The data of a step is a function of the position, so a resumed
-run computes what an uninterrupted one would. The loop notifies listeners and prints nothing itself.
+Every rank runs the loop with the same numbers and takes the same decisions. A signal, which may
+reach only one rank, is exchanged first. The data of a step is a function of the position, so a
+resumed run computes what an uninterrupted one would. The loop notifies listeners and prints nothing
+itself.
 
 Note [Reading a step's numbers]
     A GPU works behind the program. If the loop read the loss of a step at once, the device would
@@ -15,14 +16,10 @@ Note [Reading a step's numbers]
     numbers nobody has looked at. All ranks read at the same positions, so they stop at the same
     one.
 
-Clock that measures the seconds between the ends of two steps.
-
-Request of SIGINT, SIGTERM or SIGUSR1 to stop a run, which the loop reads between steps.
-
 Note [Stopping together]
-    A signal reaches the ranks at different moments, or only one of them. A rank that stopped alone
+    A signal reaches the ranks at different moments, or only one of them. A single rank that stopped
     would leave the others waiting in a collective forever. All ranks therefore stop after the first
-    step in which any of them was asked to.
+    step in which any of them received a request.
 """
 
 from __future__ import annotations
@@ -59,52 +56,6 @@ from plait.events import (
     Validated,
 )
 
-
-class StepClock:
-    """Measures the time between the ends of consecutive steps.
-
-    A GPU runs behind the program: when the numbers of a step are read, the next step may be queued
-    or even finished. The clock therefore records the end of a step as an event on the device. On a
-    CPU a step has ended when `seconds` is called.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        accelerator = torch.accelerator.current_accelerator()
-        self._device: torch.device | None = None
-        if accelerator is not None and accelerator.type == device.type:
-            self._device = device
-        self.restart()
-
-    def restart(self) -> None:
-        """Start the next measurement now."""
-        self._last = self.mark()
-        if self._last is None:
-            self._last = time.perf_counter()
-
-    def mark(self) -> Any:
-        """Record an event after the work queued so far, and return it. None on a CPU."""
-        if self._device is None:
-            return None
-        event = torch.Event(self._device, enable_timing=True)
-        event.record()
-        return event
-
-    def seconds(self, end: Any) -> float:
-        """Return the seconds since the previous end, or since `restart`. Waits for the device.
-
-        Args:
-            end: Result of `mark` at the end of a step. Steps must be passed in their order.
-        """
-        previous = self._last
-        if end is None:
-            self._last = time.perf_counter()
-            return float(self._last - previous)
-
-        self._last = end
-        end.synchronize()
-        return float(previous.elapsed_time(end)) / 1e3
-
-
 # Schedulers of clusters send SIGUSR1 shortly before a time limit.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -113,107 +64,6 @@ STOP_REQUESTED = 1
 
 It is less than any signal of `_SIGNALS`, so that the signal wins if both occur.
 """
-
-
-class StopRequest:
-    """Context manager that turns signals into a request to stop.
-
-    The first SIGINT, SIGTERM or SIGUSR1 is recorded. A second SIGINT raises KeyboardInterrupt.
-
-    Args:
-        on_request: Called by the signal handler when a signal is recorded.
-
-    Attributes:
-        number: Signal that was received, ASKED, or 0 without a request.
-    """
-
-    def __init__(self, *, on_request: Callable[[], None] | None = None) -> None:
-        self.number = 0
-        self._on_request = on_request
-        self._previous_handlers: dict[int, Any] = {}
-
-    def __enter__(self) -> Self:
-        self._previous_handlers = {
-            number: signal.signal(number, self._handle) for number in _SIGNALS
-        }
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous_handlers.items():
-            signal.signal(number, handler)
-
-    def _handle(self, number: int, _: FrameType | None) -> None:
-        if self.number and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.number = number
-        if self._on_request is not None:
-            self._on_request()
-
-    def ask(self) -> None:
-        """Request the end of the run, as a signal does, but with exit code 0."""
-        self.number = self.number or STOP_REQUESTED
-
-    def shared(self, *, device: torch.device, is_due: bool = False) -> torch.Tensor:
-        """Return the request of all processes of the default group. Collective.
-
-        Every process calls this in every step. Without a process group the result is the request of
-        this process. See Note [Stopping together].
-
-        Args:
-            device: Device of the result.
-            is_due: Whether a checkpoint is due by the clock of this process. Clocks differ.
-
-        Returns:
-            A float64 tensor [1] on `device`, which the loop reads together with the other numbers
-            of the step. Its integral part is the signal that stops the run, ASKED, or 0. Its
-            fraction is 0.5 if a checkpoint is due on a process with the largest integral part. A
-            run that stops writes a checkpoint anyway.
-        """
-        number = self.number + 0.5 * is_due
-        # `full` is a kernel. A tensor made from a Python number would be copied to the device.
-        request = torch.full((1,), number, dtype=torch.float64, device=device)
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(request, op=dist.ReduceOp.MAX)
-        return request
-
-
-class Trainable(Protocol):
-    """Interface of `plait.Engine` that the loop uses."""
-
-    @property
-    def device(self) -> torch.device:
-        """Device of this rank."""
-
-    @property
-    def rank(self) -> int:
-        """Rank of this process in the default group."""
-
-    def train_batch(self, batch: Any) -> Any:
-        """Take one optimizer step on this rank's share of a batch. Collective.
-
-        Returns:
-            An object with the fields of `plait.StepResult`.
-        """
-
-    def eval_batch(self, batch: Any) -> tuple[float, float]:
-        """Return (sum of losses, weight) over all ranks. Collective."""
-
-    def save_checkpoint(
-        self,
-        folder: str | Place,
-        *,
-        tag: str | None = None,
-        client_state: dict[str, Any] | None = None,
-        wait: bool = True,
-    ) -> Place:
-        """Save a checkpoint. Collective.
-
-        The checkpoint is complete on disk when this returns or, if `wait` is False, when
-        `checkpoint_written` returns it.
-        """
-
-    def checkpoint_written(self, *, wait: bool = False) -> Place | None:
-        """Return a checkpoint that has reached the disk since the last call, or None."""
 
 
 @dataclass(frozen=True)
@@ -262,8 +112,8 @@ def train(context: TrainingContext, start: Position) -> int:
     The run ends with a checkpoint in both cases.
 
     Returns:
-        0 if all steps are done, else the signal that requested the stop, or ASKED. The result is
-        the same on every rank.
+        0 if all steps are done, else the signal that requested the stop, or STOP_REQUESTED. The
+        result is the same on every rank.
 
     Raises:
         NumbersError: The loss is not finite, and such steps are not skipped. The last checkpoint
@@ -304,7 +154,8 @@ def train(context: TrainingContext, start: Position) -> int:
             reader.checkpoint_due = False
         checkpoints.report(wait=False)
         if validates or saves:
-            reader.restart_clock()
+            # The next step does not include the time until now.
+            reader.clock.restart()
 
     finished = position.step == section.steps
     if finished and validated_step < position.step:
@@ -326,105 +177,6 @@ def train(context: TrainingContext, start: Position) -> int:
 def _is_multiple(step: int, interval: int) -> bool:
     """Return True if the step ends an interval. The interval 0 never ends."""
     return interval > 0 and step % interval == 0
-
-
-@dataclass(frozen=True)
-class _PendingStep:
-    """Step that the device may still be computing.
-
-    Attributes:
-        step: Number of the step, from 1.
-        result: Result of `train_batch`.
-        numbers: Loss, gradient norm, weight and stop request, which the device computes.
-        end: End of the step, as `StepClock.mark` returned it.
-    """
-
-    step: int
-    result: Any
-    numbers: HostCopy
-    end: Any
-
-
-class _StepReader:
-    """Reads the numbers of queued steps and emits their events.
-
-    See Note [Reading a step's numbers].
-
-    Attributes:
-        stopped_by: Signal that stops the run, ASKED, or 0.
-        checkpoint_due: Whether the ranks agreed to save a checkpoint after the next step.
-    """
-
-    def __init__(self, context: TrainingContext) -> None:
-        self.stopped_by = 0
-        self.checkpoint_due = False
-        self._context = context
-        self._clock = StepClock(context.engine.device)
-        self._unread: deque[_PendingStep] = deque()
-        self._most_unread = 0 if context.engine.device.type == "cpu" else 1
-
-    def add(self, step: int, result: Any, stop: torch.Tensor) -> None:
-        """Start the copy of a step's numbers to the host."""
-        scalars = (result.loss, result.grad_norm, result.weight, stop)
-        # One float64 tensor [4], so that one copy suffices.
-        numbers = HostCopy(torch.cat([scalar.reshape(1).double() for scalar in scalars]))
-        self._unread.append(_PendingStep(step, result, numbers, self._clock.mark()))
-
-    def read(self, *, every_step: bool) -> None:
-        """Wait for queued steps and emit their events.
-
-        Args:
-            every_step: Whether to read the last step too, although no later step is queued.
-        """
-        while self._unread:
-            # A run that stops takes no further step behind which the last one could be read.
-            reads_all = every_step or bool(self.stopped_by)
-            if not reads_all and len(self._unread) <= self._most_unread:
-                return
-            queued = self._unread.popleft()
-            event, request = self._wait(queued)
-            self.stopped_by = self.stopped_by or int(request)
-            # All ranks read it at the same position, so all of them save after the next step.
-            self.checkpoint_due = self.checkpoint_due or request % 1 > 0
-            self._context.emit(event)
-            if queued.result.decided:
-                self._context.emit(CommunicationSelected(queued.step, queued.result.decided))
-
-    def restart_clock(self) -> None:
-        """Exclude the time until now from the next step."""
-        self._clock.restart()
-
-    def _wait(self, queued: _PendingStep) -> tuple[StepDone, float]:
-        """Wait for one step. Return its event and the request of `StopRequest.shared`.
-
-        Raises:
-            NumbersError: The loss or the gradients are not finite, and such steps are not skipped.
-        """
-        context = self._context
-        loss, grad_norm, weight, stop = queued.numbers.values().tolist()
-        result = queued.result
-        event = StepDone(
-            step=queued.step,
-            loss=loss,
-            grad_norm=grad_norm,
-            learning_rate=float(result.learning_rate),
-            loss_scale=float(result.loss_scale),
-            skipped=bool(result.skipped),
-            weight=weight,
-            tokens=context.loader.batch * context.loader.length,
-            seconds=self._clock.seconds(queued.end),
-            memory_bytes=peak_memory_bytes(context.engine.device),
-        )
-        # Most steps with such numbers are skipped, or raise before the update. They arrive here if
-        # the backward pass already updated the parameters.
-        if not event.skipped and not (math.isfinite(event.loss) and math.isfinite(event.grad_norm)):
-            raise NumbersError(
-                f"step {event.step}: loss = {event.loss}, gradient norm = {event.grad_norm}: the"
-                " run has diverged and was stopped without a checkpoint; lower the learning rate or"
-                " set gradient_clipping, and run the command again to continue from the last"
-                f" checkpoint in {context.checkpoints}"
-            )
-        return event, stop
 
 
 def _validate(context: TrainingContext, step: int) -> None:
@@ -470,9 +222,11 @@ class _CheckpointWriter:
             "samples": position.samples,
             "loader": self.context.loader.state(),
         }
-        tag = f"step-{position.step:08d}"
         self.context.engine.save_checkpoint(
-            self.context.checkpoints, tag=tag, client_state=state, wait=False
+            self.context.checkpoints,
+            tag=f"step-{position.step:08d}",
+            client_state=state,
+            wait=False,
         )
 
     def report(self, *, wait: bool) -> None:
@@ -488,6 +242,147 @@ class _CheckpointWriter:
         seconds = time.perf_counter() - self._began
         self.context.emit(CheckpointSaved(self._position.step, str(path), seconds))
         self._position = None
+
+
+@dataclass(frozen=True)
+class _PendingStep:
+    """Step that the device may still be computing.
+
+    Attributes:
+        step: Number of the step, from 1.
+        result: Result of `train_batch`.
+        numbers: Loss, gradient norm, weight and stop request, which the device computes.
+        end: End of the step, as `StepClock.mark` returned it.
+    """
+
+    step: int
+    result: Any
+    numbers: HostCopy
+    end: Any
+
+
+class _StepReader:
+    """Reads the numbers of queued steps and emits their events.
+
+    See Note [Reading a step's numbers].
+
+    Attributes:
+        stopped_by: Signal that stops the run, STOP_REQUESTED, or 0.
+        checkpoint_due: Whether the ranks agreed to save a checkpoint after the next step.
+        clock: Clock of the steps.
+    """
+
+    def __init__(self, context: TrainingContext) -> None:
+        self.stopped_by = 0
+        self.checkpoint_due = False
+        self._context = context
+        self.clock = StepClock(context.engine.device)
+        self._unread: deque[_PendingStep] = deque()
+        self._most_unread = 0 if context.engine.device.type == "cpu" else 1
+
+    def add(self, step: int, result: Any, stop: torch.Tensor) -> None:
+        """Start the copy of a step's numbers to the host."""
+        scalars = (result.loss, result.grad_norm, result.weight, stop)
+        # One float64 tensor [4], so that one copy suffices.
+        numbers = HostCopy(torch.cat([scalar.reshape(1).double() for scalar in scalars]))
+        self._unread.append(_PendingStep(step, result, numbers, self.clock.mark()))
+
+    def read(self, *, every_step: bool) -> None:
+        """Wait for queued steps and emit their events.
+
+        Args:
+            every_step: Whether to read the last step too, although no later step is queued.
+        """
+        while self._unread:
+            # A run that stops takes no further step behind which the last one could be read.
+            reads_all = every_step or bool(self.stopped_by)
+            if not reads_all and len(self._unread) <= self._most_unread:
+                return
+            queued = self._unread.popleft()
+            event, request = self._wait(queued)
+            self.stopped_by = self.stopped_by or int(request)
+            # All ranks read it at the same position, so all of them save after the next step.
+            self.checkpoint_due = self.checkpoint_due or request % 1 > 0
+            self._context.emit(event)
+            if queued.result.decided:
+                self._context.emit(CommunicationSelected(queued.step, queued.result.decided))
+
+    def _wait(self, queued: _PendingStep) -> tuple[StepDone, float]:
+        """Wait for one step. Return its event and the request of `StopRequest.shared`.
+
+        Raises:
+            NumbersError: The loss or the gradients are not finite, and such steps are not skipped.
+        """
+        context = self._context
+        loss, grad_norm, weight, stop = queued.numbers.values().tolist()
+        result = queued.result
+        event = StepDone(
+            step=queued.step,
+            loss=loss,
+            grad_norm=grad_norm,
+            learning_rate=float(result.learning_rate),
+            loss_scale=float(result.loss_scale),
+            skipped=bool(result.skipped),
+            weight=weight,
+            tokens=context.loader.batch * context.loader.length,
+            seconds=self.clock.seconds(queued.end),
+            memory_bytes=peak_memory_bytes(context.engine.device),
+        )
+        # Most steps with such numbers are skipped, or raise before the update. They arrive here if
+        # the backward pass already updated the parameters.
+        if not event.skipped and not (math.isfinite(event.loss) and math.isfinite(event.grad_norm)):
+            raise NumbersError(
+                f"step {event.step}: loss = {event.loss}, gradient norm = {event.grad_norm}: the"
+                " run has diverged and was stopped without a checkpoint; lower the learning rate or"
+                " set gradient_clipping, and run the command again to continue from the last"
+                f" checkpoint in {context.checkpoints}"
+            )
+        return event, stop
+
+
+class StepClock:
+    """Measures the time between the ends of consecutive steps.
+
+    A GPU runs behind the program: when the numbers of a step are read, the next step may be queued
+    or even finished. The clock therefore records the end of a step as an event on the device. On a
+    CPU a step has ended when `seconds` is called.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        accelerator = torch.accelerator.current_accelerator()
+        self._device: torch.device | None = None
+        if accelerator is not None and accelerator.type == device.type:
+            self._device = device
+        self.restart()
+
+    def restart(self) -> None:
+        """Start the next measurement now."""
+        self._last = self.mark()
+        if self._last is None:
+            self._last = time.perf_counter()
+
+    def mark(self) -> Any:
+        """Record an event after the work queued so far, and return it. None on a CPU."""
+        if self._device is None:
+            return None
+        event = torch.Event(self._device, enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, end: Any) -> float:
+        """Return the seconds since the previous end, or since `restart`. Waits for the device.
+
+        Args:
+            end: Result of `mark` at the end of a step. Steps must be passed in their order.
+        """
+        previous = self._last
+        if end is None:
+            self._last = time.perf_counter()
+            return float(self._last - previous)
+
+        self._last = end
+        end.synchronize()
+        return float(previous.elapsed_time(end)) / 1e3
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -511,3 +406,104 @@ def peak_memory_bytes(device: torch.device) -> int:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # The unit is bytes on macOS and KiB elsewhere.
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+class StopRequest:
+    """Context manager that turns signals into a request to stop.
+
+    The first SIGINT, SIGTERM or SIGUSR1 is recorded. A second SIGINT raises KeyboardInterrupt.
+
+    Args:
+        on_request: Called by the signal handler when a signal is recorded.
+
+    Attributes:
+        number: Signal that was received, STOP_REQUESTED, or 0 without a request.
+    """
+
+    def __init__(self, *, on_request: Callable[[], None] | None = None) -> None:
+        self.number = 0
+        self._on_request = on_request
+        self._previous_handlers: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        self._previous_handlers = {
+            number: signal.signal(number, self._handle) for number in _SIGNALS
+        }
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous_handlers.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        if self.number and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.number = number
+        if self._on_request is not None:
+            self._on_request()
+
+    def ask(self) -> None:
+        """Request the end of the run, as a signal does, but with exit code 0."""
+        self.number = self.number or STOP_REQUESTED
+
+    def shared(self, *, device: torch.device, is_due: bool = False) -> torch.Tensor:
+        """Return the request of all processes of the default group. Collective.
+
+        Every process calls this in every step. Without a process group the result is the request of
+        this process. See Note [Stopping together].
+
+        Args:
+            device: Device of the result.
+            is_due: Whether a checkpoint is due by the clock of this process. Clocks differ.
+
+        Returns:
+            A float64 tensor [1] on `device`, which the loop reads together with the other numbers
+            of the step. Its integral part is the signal that stops the run, STOP_REQUESTED, or 0.
+            Its fraction is 0.5 if a checkpoint is due on a process with the largest integral part.
+            A run that stops writes a checkpoint anyway.
+        """
+        number = self.number + 0.5 * is_due
+        # `full` is a kernel. A tensor made from a Python number would be copied to the device.
+        request = torch.full((1,), number, dtype=torch.float64, device=device)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(request, op=dist.ReduceOp.MAX)
+        return request
+
+
+class Trainable(Protocol):
+    """Interface of `plait.Engine` that the loop uses."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device of this rank."""
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process in the default group."""
+
+    def train_batch(self, batch: Any) -> Any:
+        """Take one optimizer step on this rank's share of a batch. Collective.
+
+        Returns:
+            An object with the fields of `plait.StepResult`.
+        """
+
+    def eval_batch(self, batch: Any) -> tuple[float, float]:
+        """Return (sum of losses, weight) over all ranks. Collective."""
+
+    def save_checkpoint(
+        self,
+        folder: str | Place,
+        *,
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        wait: bool = True,
+    ) -> Place:
+        """Save a checkpoint. Collective.
+
+        The checkpoint is complete on disk when this returns or, if `wait` is False, when
+        `checkpoint_written` returns it.
+        """
+
+    def checkpoint_written(self, *, wait: bool = False) -> Place | None:
+        """Return a checkpoint that has reached the disk since the last call, or None."""

@@ -1,18 +1,18 @@
 """Complete training run of a configuration.
 
 `check` finds what can be wrong before any process exists: the command calls it without a process
-group. `run` is what every process then does. Both print nothing; they notify listeners.
-
-Warnings before the first step about settings that are valid but probably not intended.
+group. `run` is what every process then does. Both print nothing; they notify listeners. `cautions`
+returns warnings about settings that are valid but probably not intended.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from plait.checkpoint.folder import find_checkpoint
-from plait.checkpoint.places import Place, place_of
+from plait.checkpoint.places import place_of
 from plait.cluster import accelerator
 from plait.cluster.small_messages import all_gather_objects
 from plait.comm.failures import run_on_all_ranks
@@ -148,7 +148,10 @@ def check(
 
     checkpoints = None
     if resolved.run.checkpoints is not None:
-        checkpoints = _checkpoint_place(resolved.run.checkpoints)
+        text = resolved.run.checkpoints
+        checkpoints = place_of(
+            text if "://" in text else user_path(text, "run.checkpoints"), "run.checkpoints"
+        )
     folder = RunFolder(user_path(resolved.run.folder, "run.folder"), checkpoints)
     position = Position()
     changes: list[str] = []
@@ -168,17 +171,15 @@ def _check_amount_of_text(resolved: Resolved, data: DataSection, prepared: Prepa
     batch = resolved.batch.train_batch_size
     available = len(prepared.train)
     if available < batch:
-        rule = (
-            f"one step takes {batch} sequences and the text has {available} of"
-            f" {data.sequence_length} tokens"
+        raise ConfigError(
+            Problem(
+                "train_batch_size",
+                batch,
+                f"one step takes {batch} sequences and the text has {available} of"
+                f" {data.sequence_length} tokens",
+                "add more text to data.paths, or lower the batch or data.sequence_length",
+            )
         )
-        remedy = "add more text to data.paths, or lower the batch or data.sequence_length"
-        raise ConfigError(Problem("train_batch_size", batch, rule, remedy))
-
-
-def _checkpoint_place(text: str) -> Place:
-    path = text if "://" in text else user_path(text, "run.checkpoints")
-    return place_of(path, "run.checkpoints")
 
 
 def _written_folders(resolved: Resolved) -> Iterator[tuple[str, str]]:
@@ -217,19 +218,25 @@ def check_schedule(resolved: Resolved) -> None:
         for step in range(1, min(steps, _CHECKED_STEPS) + 1):
             rates = [float(group["lr"]) for group in optimizer.param_groups]
             if not all(0 <= rate < math.inf for rate in rates):
-                rule = (
-                    f"{spec.type} makes the learning rate of step {step} {rates[0]:g}, which is not"
-                    " 0 or more"
-                )
                 raise ConfigError(
-                    Problem("scheduler.params", spec.params, rule, "correct its values")
+                    Problem(
+                        "scheduler.params",
+                        spec.params,
+                        f"{spec.type} makes the learning rate of step {step} {rates[0]:g}, which is"
+                        " not 0 or more",
+                        "correct its values",
+                    )
                 )
             try:
                 schedule.step()
             except (ValueError, ArithmeticError, TypeError) as error:
-                rule = f"{spec.type} has no learning rate for step {step + 1} ({error})"
                 raise ConfigError(
-                    Problem("scheduler.params", spec.params, rule, "correct its values")
+                    Problem(
+                        "scheduler.params",
+                        spec.params,
+                        f"{spec.type} has no learning rate for step {step + 1} ({error})",
+                        "correct its values",
+                    )
                 ) from error
 
 
@@ -251,12 +258,15 @@ def _require_sections(config: Config) -> tuple[ModelSection, DataSection]:
         raise ConfigError(*problems)
 
     if config.data.source is None:
-        rule = "the file does not set the source of the text, and plait train needs it"
-        remedy = (
-            'set it to "files", "jsonl" or "datasets" with data.paths, or to "python-stdlib" to try'
-            " the configuration"
+        raise ConfigError(
+            Problem(
+                "data.source",
+                None,
+                "the file does not set the source of the text, and plait train needs it",
+                'set it to "files", "jsonl" or "datasets" with data.paths, or to "python-stdlib"'
+                " to try the configuration",
+            )
         )
-        raise ConfigError(Problem("data.source", None, rule, remedy))
     return config.model, config.data
 
 
@@ -264,9 +274,15 @@ def _check_packing(kind: str) -> None:
     """Raise ConfigError for a model that might attend across the documents of a row."""
     tested_kinds = [family for family in FAMILIES if family not in WITHOUT_DOCUMENTS]
     if kind not in tested_kinds:
-        rule = f"{kind} has not been tested to keep attention within the documents of a packed row"
-        remedy = f"leave it out, or use a model of {', '.join(tested_kinds)}"
-        raise ConfigError(Problem("data.packing", "documents", rule, remedy))
+        raise ConfigError(
+            Problem(
+                "data.packing",
+                "documents",
+                f"{kind} has not been tested to keep attention within the documents of a packed"
+                " row",
+                f"leave it out, or use a model of {', '.join(tested_kinds)}",
+            )
+        )
 
 
 def run(checked: ValidatedRun, *, stop: StopRequest, listeners: Sequence[Listener]) -> int:
@@ -278,8 +294,8 @@ def run(checked: ValidatedRun, *, stop: StopRequest, listeners: Sequence[Listene
         listeners: Receive the events of this rank.
 
     Returns:
-        0 if all steps are done, else the signal that ended the run after a checkpoint, or ASKED if
-        a callback ended it.
+        0 if all steps are done, else the signal that ended the run after a checkpoint, or
+        STOP_REQUESTED if a callback ended it.
     """
     resolved = checked.resolved
     section = checked.section
@@ -428,22 +444,18 @@ def _training_context(
 ) -> TrainingContext:
     resolved = checked.resolved
     section = checked.section
-    data = checked.data
-
-    def validation() -> Iterator[Mapping[str, torch.Tensor]]:
-        return validation_batches(
-            data.validation,
-            limit=section.validate_sequences,
-            micro=resolved.batch.micro_batch_size,
-            dp_rank=engine.dp_rank,
-            dp_size=engine.dp_size,
-        )
-
     return TrainingContext(
         engine=engine,
         section=section,
         loader=loader,
-        validation=validation,
+        validation=partial(
+            validation_batches,
+            checked.data.validation,
+            limit=section.validate_sequences,
+            micro=resolved.batch.micro_batch_size,
+            dp_rank=engine.dp_rank,
+            dp_size=engine.dp_size,
+        ),
         checkpoints=checked.folder.checkpoints,
         client_state={"identity": checked.identity},
         started=RunStarted(

@@ -28,7 +28,7 @@ from plait.checkpoint.foreign.unpickle import read_pickle, read_torch
 from plait.checkpoint.inspect import open_checkpoint, verify
 from plait.checkpoint.load import Reader
 from plait.checkpoint.places import place_of
-from plait.cli.import_ import app
+from plait.cli.checkpoint import import_app as app
 from plait.errors import CheckpointError, InputError, PlaitError
 
 MADE = Path(__file__).parent / "deepspeed"

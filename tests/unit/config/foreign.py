@@ -404,7 +404,7 @@ TRAINER_REFUSED: dict[str, tuple[dict[str, Any], list[tuple[str, str]]]] = {
     ),
     "another argument": (
         {"fsdp": True, "learning_rate": 1e-4},
-        [("learning_rate", "unknown key beside fsdp and fsdp_config")],
+        [("learning_rate", "unknown key next to fsdp and fsdp_config")],
     ),
     "a list": ({"fsdp": True, "fsdp_config": []}, [("fsdp_config", "is an object or the path")]),
     "no such file": (
@@ -413,6 +413,6 @@ TRAINER_REFUSED: dict[str, tuple[dict[str, Any], list[tuple[str, str]]]] = {
     ),
     "a section of Plait": (
         {"fsdp": True, "parallel": {"tp": 2}},
-        [("parallel", "unknown key beside")],
+        [("parallel", "unknown key next to")],
     ),
 }

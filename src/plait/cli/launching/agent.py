@@ -5,11 +5,9 @@ methods that torch documents for extensions of its agent are overridden: the cau
 attempt is reported first, and after a signal every rank receives it once and gets up to
 `grace_seconds` to write a checkpoint. When `launch` returns, no rank of it runs.
 
-Rendezvous of the machines: torch's own for several machines, and a plain store for one.
-
-torch's elastic rendezvous also works for one machine. But it exchanges heartbeats with itself,
-which a busy machine can miss, and after a restart it gives the new ranks the addresses of the dead
-ranks. A single machine waits for no other, and every attempt gets a new store.
+Several machines use torch's rendezvous. It also works for one machine, but exchanges heartbeats
+with itself, which a busy machine can miss, and after a restart it gives the new ranks the addresses
+of the dead ranks. A single machine waits for no other, and every attempt gets a new store.
 """
 
 from __future__ import annotations
@@ -47,11 +45,11 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from plait._torch.starting import take_processes_from
-from plait.cli.launching import failures, lifeline
+from plait.cli.launching import failures, remote
 from plait.cli.launching.failures import POLL_SECONDS, RankWatch, Reporter, process_exit_code
 from plait.cli.launching.launch_settings import DEFAULT_PORT, LaunchSettings, check
-from plait.cli.launching.lifeline import SIGNALS, on_signals
 from plait.cli.launching.standby import Standby
+from plait.cli.terminal import SIGNALS, on_signals
 from plait.cluster.topology import thread_count
 from plait.errors import (
     CommunicationError,
@@ -65,86 +63,6 @@ from plait.errors import (
 # Other machines are not involved, and in containers the name of this machine often does not
 # resolve.
 LOOPBACK = "127.0.0.1"
-
-
-def make_rendezvous(settings: LaunchSettings) -> RendezvousHandler:
-    """Return the rendezvous of a launch.
-
-    Raises:
-        RendezvousError, DistError: torch connected already, and failed.
-    """
-    seconds = max(1, int(settings.timeout_seconds))
-    if settings.single_node:
-        run_id = settings.rdzv_id or str(uuid.uuid4())
-        return SingleNodeRendezvous(run_id, timedelta(seconds=seconds))
-    elastic = settings.rdzv_endpoint is not None
-    config: dict[str, Any] = {"rank": settings.node_rank, "timeout": seconds}
-    if elastic:
-        # torch names the timeouts of its two backends differently.
-        config = {"join_timeout": seconds, "read_timeout": seconds}
-    return get_rendezvous_handler(
-        RendezvousParameters(
-            backend="c10d" if elastic else "static",
-            endpoint=settings.meeting_point,
-            run_id=settings.rdzv_id or "plait",
-            min_nodes=settings.min_nodes,
-            max_nodes=settings.max_nodes,
-            **config,
-        )
-    )
-
-
-def loopback_store(timeout: timedelta) -> TCPStore:
-    """Return the server of a store that only processes of this machine can connect to.
-
-    TCPStore requires no key, and the socket that it would open listens on all interfaces. Anyone on
-    the network could read and write the addresses that ranks exchange.
-    """
-    listener = socket.create_server((LOOPBACK, 0))
-    port = listener.getsockname()[1]
-    # The store closes the descriptor.
-    return TCPStore(
-        LOOPBACK,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timeout,
-        master_listen_fd=listener.detach(),
-    )
-
-
-class SingleNodeRendezvous(RendezvousHandler):
-    """Rendezvous of one machine. Every attempt gets a new store on the loopback interface."""
-
-    def __init__(self, run_id: str, timeout: timedelta) -> None:
-        self._run_id = run_id
-        self._timeout = timeout
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        store = loopback_store(self._timeout)
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, store.port))
-
-    def get_backend(self) -> str:
-        return "one machine"
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        """Do nothing: no other machine could join."""
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def shutdown(self) -> bool:
-        return True
 
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -185,7 +103,7 @@ def launch(
         settings: Settings of the launch.
         environment: Variables for the ranks, in addition to those of this process and of torchrun.
         follow_stdin: Whether standard input is the lifeline to the launcher of several machines,
-            see Note [Lifeline] in `lifeline`.
+            see Note [Lifeline] in `remote`.
 
     Returns:
         0 if all ranks succeed, else the exit code of the rank that failed first. If signal N
@@ -200,7 +118,7 @@ def launch(
         tempfile.TemporaryDirectory(prefix="plait-launch-") as folder,
         _quiet_torchrun(),
         closing(
-            Standby(settings.processes if settings.standby else 0, Path(folder), WORKER, _say)
+            Standby(settings.processes if settings.standby else 0, Path(folder), WORKER, _print)
         ) as standby,
         _environment(
             {
@@ -234,7 +152,7 @@ def launch(
                 settings.grace_seconds,
             )
             if follow_stdin:
-                lifeline.follow(agent)
+                remote.follow(agent)
             result = agent.run()
         except SignalException as interruption:
             failure = None
@@ -282,7 +200,7 @@ class Agent(LocalElasticAgent):
         if received is not None and any(_is_running(worker.id) for worker in worker_group.workers):
             return RunResult(state=WorkerState.HEALTHY)
         if received is not None:
-            _say(f"the ranks have ended after {received.name}, which one of them received")
+            _print(f"the ranks have ended after {received.name}, which one of them received")
             self._remaining_restarts = 0
             self.exit_code = 128 + received
             return RunResult(state=WorkerState.FAILED)
@@ -293,8 +211,11 @@ class Agent(LocalElasticAgent):
         }
         result = super()._monitor_workers(worker_group)
         if result.state == WorkerState.FAILED and result.failures:
-            exit_codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
-            self._report_attempt(exit_codes, ended, worker_group.spec.max_restarts)
+            self._report_attempt(
+                {rank: failure.exitcode for rank, failure in result.failures.items()},
+                ended,
+                worker_group.spec.max_restarts,
+            )
         if result.state == WorkerState.HEALTHY and self._is_stuck(worker_group):
             self._failed_attempts += 1
             if self._failed_attempts <= worker_group.spec.max_restarts:
@@ -355,8 +276,7 @@ class Agent(LocalElasticAgent):
         failed = self._reporter.failed_and_running(running, FAILED_RANK_SECONDS)
         if not failed:
             return False
-        cause = self._reporter.report_attempt(failed, time.time_ns())
-        self.exit_code = process_exit_code(cause)
+        self.exit_code = process_exit_code(self._reporter.report_attempt(failed, time.time_ns()))
         return True
 
     def _shutdown(self, death_sig: signal.Signals | None = None, *args: Any, **kwargs: Any) -> None:
@@ -391,7 +311,7 @@ class Agent(LocalElasticAgent):
 
         with on_signals(kill):
             if running and self._interrupted and seconds:
-                _say(
+                _print(
                     f"{sent.name}: the ranks have up to {seconds:.0f} s to end; Ctrl-C or another"
                     " signal stops them at once"
                 )
@@ -409,7 +329,7 @@ class Agent(LocalElasticAgent):
                         self._exit_codes[rank] = code
                 if running and time.monotonic() > deadline:
                     if sent != signal.SIGKILL:
-                        _say(
+                        _print(
                             f"rank {', '.join(map(str, running.values()))} did not end within"
                             f" {seconds:.0f} s and is killed"
                         )
@@ -482,6 +402,87 @@ def _worker_spec(
         monitor_interval=POLL_SECONDS,
         **addresses,
     )
+
+
+def make_rendezvous(settings: LaunchSettings) -> RendezvousHandler:
+    """Return the rendezvous of a launch.
+
+    Raises:
+        RendezvousError, DistError: torch connected already, and failed.
+    """
+    seconds = max(1, int(settings.timeout_seconds))
+    if settings.single_node:
+        return SingleNodeRendezvous(
+            settings.rdzv_id or str(uuid.uuid4()), timedelta(seconds=seconds)
+        )
+    elastic = settings.rdzv_endpoint is not None
+    config: dict[str, Any] = {"rank": settings.node_rank, "timeout": seconds}
+    if elastic:
+        # torch names the timeouts of its two backends differently.
+        config = {"join_timeout": seconds, "read_timeout": seconds}
+    return get_rendezvous_handler(
+        RendezvousParameters(
+            backend="c10d" if elastic else "static",
+            endpoint=settings.meeting_point,
+            run_id=settings.rdzv_id or "plait",
+            min_nodes=settings.min_nodes,
+            max_nodes=settings.max_nodes,
+            **config,
+        )
+    )
+
+
+def loopback_store(timeout: timedelta) -> TCPStore:
+    """Return the server of a store that only processes of this machine can connect to.
+
+    TCPStore requires no key, and the socket that it would open listens on all interfaces. Anyone on
+    the network could read and write the addresses that ranks exchange.
+    """
+    listener = socket.create_server((LOOPBACK, 0))
+    port = listener.getsockname()[1]
+    # The store closes the descriptor.
+    return TCPStore(
+        LOOPBACK,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=listener.detach(),
+    )
+
+
+class SingleNodeRendezvous(RendezvousHandler):
+    """Rendezvous of one machine. Every attempt gets a new store on the loopback interface."""
+
+    def __init__(self, run_id: str, timeout: timedelta) -> None:
+        self._run_id = run_id
+        self._timeout = timeout
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        store = loopback_store(self._timeout)
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, store.port))
+
+    def get_backend(self) -> str:
+        return "one machine"
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """Do nothing: no other machine could join."""
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def shutdown(self) -> bool:
+        return True
 
 
 def _meeting_error(settings: LaunchSettings, error: Exception) -> LaunchError:
@@ -595,5 +596,5 @@ def _exit_code(pid: int) -> int | None:
     return -status.si_status
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(f"plait: {text}", file=sys.stderr, flush=True)

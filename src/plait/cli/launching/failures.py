@@ -1,14 +1,12 @@
-"""Reports of failed ranks, in which the cause comes first.
+"""Reports of failed ranks, in which the cause comes first, and of ranks that hang.
 
 If one rank raises, the others fail after it, by a lost connection or a signal of the launcher. The
 cause is printed immediately and completely, and every other failure in one line. The module does
 not use torch: it reads the records that `worker` writes.
 
-Detection of hangs by the launcher, which names the late rank with its stack.
-
 A rank publishes on its board which operation it runs or waits for (`comm.board`), and writes its
 stacks after a signal. Both work while the rank is stopped or holds the GIL. The launcher reports a
-hang before any rank reaches its own timeout.
+hang, with the late rank and its stack, before any rank reaches its own timeout.
 """
 
 from __future__ import annotations
@@ -407,8 +405,12 @@ class RankWatch:
             stack = None
             if state not in stacks.ENDED:
                 process = processes[rank]
-                source = self._folder / f"{process}.stack"
-                stack = stacks.collect(process, source, folder / f"rank-{rank}.txt", STACK_SECONDS)
+                stack = stacks.collect(
+                    process,
+                    self._folder / f"{process}.stack",
+                    folder / f"rank-{rank}.txt",
+                    STACK_SECONDS,
+                )
             condition = hang.condition(
                 readings[rank],
                 now,

@@ -1,11 +1,9 @@
 """Settings of a launch: processes, machines, rendezvous, and the reaction to failures.
 
 The module imports no torch and reads neither the environment nor the network. `check` refuses
-settings that torchrun would accept and then hang on or ignore.
-
-Options of torchrun in environment variables, such as `PET_NNODES` for `--nnodes`.
-
-Kubeflow sets them in every pod. Options on the command line take precedence, as in torchrun.
+settings that torchrun would accept and then hang on or ignore. `with_variables` completes the
+options of the command line with those that torchrun reads from variables, such as `PET_NNODES` for
+`--nnodes`, which Kubeflow sets in every pod.
 """
 
 from __future__ import annotations
@@ -24,6 +22,8 @@ MAX_NODES = 2**20
 MAX_PROCESSES_PER_NODE = 4096
 DEFAULT_GRACE_SECONDS = 300
 DEFAULT_TIMEOUT_SECONDS = 900
+MEETING_OPTIONS = ("node_rank", "master_addr", "master_port", "rdzv_endpoint", "rdzv_id")
+"""Fields of LaunchSettings that determine where the machines meet."""
 
 
 @dataclass(frozen=True)
@@ -154,84 +154,112 @@ def check(settings: LaunchSettings) -> LaunchSettings:
 
 
 def _value_problems(settings: LaunchSettings) -> list[Problem]:
-    problems = []
-    if settings.processes < 1:
-        problems.append(
+    endpoint = re.fullmatch(r"\S+:(\d{1,5})", settings.rdzv_endpoint or "")
+    is_range = 1 <= settings.min_nodes <= settings.max_nodes
+    rules = (
+        (
+            settings.processes < 1,
             Problem(
                 "--nproc-per-node",
                 settings.processes,
                 "at least one process runs on a machine",
                 "use 1 or more",
-            )
-        )
-    if settings.processes > MAX_PROCESSES_PER_NODE:
-        rule = f"more than {MAX_PROCESSES_PER_NODE:,} processes on one machine"
-        problems.append(Problem("--nproc-per-node", settings.processes, rule, "use fewer"))
-    if not 1 <= settings.min_nodes <= settings.max_nodes:
-        shown = f"{settings.min_nodes}:{settings.max_nodes}"
-        problems.append(
-            Problem("--nnodes", shown, "not 1 <= MIN <= MAX machines", "write for example 2:4")
-        )
-    elif settings.max_nodes > MAX_NODES:
-        problems.append(
-            Problem("--nnodes", settings.max_nodes, f"more than {MAX_NODES} machines", "use fewer")
-        )
-    if settings.max_restarts < 0:
-        problems.append(
+            ),
+        ),
+        (
+            settings.processes > MAX_PROCESSES_PER_NODE,
+            Problem(
+                "--nproc-per-node",
+                settings.processes,
+                f"more than {MAX_PROCESSES_PER_NODE:,} processes on one machine",
+                "use fewer",
+            ),
+        ),
+        (
+            not is_range,
+            Problem(
+                "--nnodes",
+                f"{settings.min_nodes}:{settings.max_nodes}",
+                "not 1 <= MIN <= MAX machines",
+                "write for example 2:4",
+            ),
+        ),
+        (
+            is_range and settings.max_nodes > MAX_NODES,
+            Problem("--nnodes", settings.max_nodes, f"more than {MAX_NODES} machines", "use fewer"),
+        ),
+        (
+            settings.max_restarts < 0,
             Problem(
                 "--max-restarts",
                 settings.max_restarts,
                 "cannot be negative",
                 "use 0 to stop at the first failure",
-            )
-        )
-    if settings.standby and not settings.max_restarts and settings.min_nodes == settings.max_nodes:
-        rule = "processes stand by for a restart, and there is none"
-        problems.append(Problem("--standby", None, rule, "add --max-restarts N, or leave it out"))
+            ),
+        ),
+        (
+            settings.standby
+            and not settings.max_restarts
+            and settings.min_nodes == settings.max_nodes,
+            Problem(
+                "--standby",
+                None,
+                "processes stand by for a restart, and there is none",
+                "add --max-restarts N, or leave it out",
+            ),
+        ),
+    )
+    problems = [problem for applies, problem in rules if applies]
     problems += common_problems(
         grace=settings.grace_seconds, timeout=settings.timeout_seconds, port=settings.master_port
     )
-    if settings.rdzv_endpoint is not None:
-        match = re.fullmatch(r"\S+:(\d{1,5})", settings.rdzv_endpoint)
-        if match is None or not 1 <= int(match[1]) <= 65535:
-            rule = "not HOST:PORT with a port from 1 to 65535"
-            problems.append(
-                Problem(
-                    "--rdzv-endpoint",
-                    settings.rdzv_endpoint,
-                    rule,
-                    f"write for example node1:{DEFAULT_PORT}",
-                )
+    if settings.rdzv_endpoint is not None and (
+        endpoint is None or not 1 <= int(endpoint[1]) <= 65535
+    ):
+        problems.append(
+            Problem(
+                "--rdzv-endpoint",
+                settings.rdzv_endpoint,
+                "not HOST:PORT with a port from 1 to 65535",
+                f"write for example node1:{DEFAULT_PORT}",
             )
+        )
     return problems
 
 
 def common_problems(*, grace: float, timeout: float, port: int | None) -> list[Problem]:
     """Return the problems of settings that launches with and without a hostfile share."""
-    problems = []
-    if not 0 <= grace < math.inf:
-        problems.append(
-            Problem("--grace", grace, "not 0 or more seconds", "use 0 to stop the ranks at once")
-        )
-    if not 0 < timeout < math.inf:
-        problems.append(
-            Problem("--timeout", timeout, "not a positive number of seconds", "use for example 900")
-        )
-    if port is not None and not 1 <= port <= 65535:
-        problems.append(
+    rules = (
+        (
+            not 0 <= grace < math.inf,
+            Problem("--grace", grace, "not 0 or more seconds", "use 0 to stop the ranks at once"),
+        ),
+        (
+            not 0 < timeout < math.inf,
+            Problem(
+                "--timeout", timeout, "not a positive number of seconds", "use for example 900"
+            ),
+        ),
+        (
+            port is not None and not 1 <= port <= 65535,
             Problem(
                 "--master-port", port, "not a port (1 to 65535)", f"leave it out for {DEFAULT_PORT}"
-            )
-        )
-    return problems
+            ),
+        ),
+    )
+    return [problem for applies, problem in rules if applies]
 
 
 def _single_node_problems(settings: LaunchSettings) -> list[Problem]:
     if settings.node_rank in (None, 0):
         return []
-    rule = "there is one machine, whose rank is 0"
     return [
-        Problem("--node-rank", settings.node_rank, rule, "set --nnodes to the number of machines")
+        Problem(
+            "--node-rank",
+            settings.node_rank,
+            "there is one machine, whose rank is 0",
+            "set --nnodes to the number of machines",
+        )
     ]
 
 
@@ -265,21 +293,22 @@ def _meeting_problems(settings: LaunchSettings) -> list[Problem]:
             )
         )
     elif settings.master_addr is None:
-        remedy = (
-            "add --rdzv-endpoint HOST:PORT, the same on every machine, or --master-addr HOST with"
-            " --node-rank"
-        )
         problems.append(
-            Problem("--nnodes", count, "the machines do not know where to meet", remedy)
+            Problem(
+                "--nnodes",
+                count,
+                "the machines do not know where to meet",
+                "add --rdzv-endpoint HOST:PORT, the same on every machine, or --master-addr HOST"
+                " with --node-rank",
+            )
         )
     elif settings.node_rank is None:
-        remedy = f"set it to 0 on {settings.master_addr}, 1 on the next machine, and so on"
         problems.append(
             Problem(
                 "--node-rank",
                 None,
                 f"not set, and with --master-addr the {count} machines are numbered by hand",
-                remedy,
+                f"set it to 0 on {settings.master_addr}, 1 on the next machine, and so on",
             )
         )
     elif not 0 <= settings.node_rank < settings.max_nodes:
@@ -292,12 +321,11 @@ def _meeting_problems(settings: LaunchSettings) -> list[Problem]:
             )
         )
     if settings.max_restarts:
-        rule = "with --master-addr the other machines do not learn of a restart"
         problems.append(
             Problem(
                 "--max-restarts",
                 settings.max_restarts,
-                rule,
+                "with --master-addr the other machines do not learn of a restart",
                 "use --rdzv-endpoint HOST:PORT instead, or 0",
             )
         )

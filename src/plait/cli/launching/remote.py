@@ -4,11 +4,18 @@ Every machine runs its own `plait launch --node-rank ...` in the same folder wit
 this one as a child process, and the others through the user's `ssh` with its keys and
 `~/.ssh/config`. Their output is printed line by line with the name of the machine. If one machine
 fails, the others are ended. If this process dies, its lifelines close and the launchers end
-themselves, see Note [Lifeline] in `lifeline`.
+themselves.
+
+Note [Lifeline]
+    The launcher of a machine reads lines from its standard input. `SIGINT 300` means: act as after
+    SIGINT, and give the ranks 300 seconds. The end of the input means that the connection or the
+    launcher at its other end is gone. The ranks are then ended as by SIGTERM, so that no machine
+    continues without the others. This works through `ssh` without a terminal.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import queue
 import shlex
@@ -18,12 +25,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
-from plait.cli.launching import lifeline
 from plait.cli.launching.launch_settings import DEFAULT_PORT
+from plait.cli.terminal import on_signals
 from plait.cluster import accelerator
 from plait.cluster.machines import HostfileEntry
 from plait.errors import ConfigError, Problem
@@ -69,12 +76,12 @@ def local_index(hosts: Sequence[HostfileEntry]) -> int | None:
         if host.address in names:
             return index
     for index, host in enumerate(hosts):
-        if _is_own_address(host.address):
+        if _is_local_address(host.address):
             return index
     return None
 
 
-def _is_own_address(name: str) -> bool:
+def _is_local_address(name: str) -> bool:
     # Only an address of this machine can be bound.
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM)[0]
@@ -95,9 +102,13 @@ def master_address(hosts: Sequence[HostfileEntry], address: str | None) -> str:
     address = address or hosts[0].address
     is_loopback = address in ("localhost", "::1") or address.startswith("127.")
     if len(hosts) > 1 and is_loopback:
-        rule = f"the other {len(hosts) - 1} machine(s) cannot reach it under that name"
         raise ConfigError(
-            Problem(option, address, rule, "name the first machine as the others know it")
+            Problem(
+                option,
+                address,
+                f"the other {len(hosts) - 1} machine(s) cannot reach it under that name",
+                "name the first machine as the others know it",
+            )
         )
     return address
 
@@ -219,7 +230,7 @@ class _NodeLauncher:
         """Request a signal over the lifeline, unless the launcher has ended."""
         if self.process.stdin is not None and not self.process.stdin.closed:
             try:
-                self.process.stdin.write(lifeline.format_line(number, grace_seconds))
+                self.process.stdin.write(format_line(number, grace_seconds))
                 self.process.stdin.flush()
             except OSError:
                 return
@@ -257,7 +268,7 @@ def run(launch: RemoteLaunch) -> int:
         for machine in machines:
             machine.send(forwarded, grace)
 
-    with lifeline.on_signals(forward, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
+    with on_signals(forward, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
         try:
             while len(machines) < len(launch.hosts) and not received:
                 index = len(machines)
@@ -322,3 +333,39 @@ def _reason(machine: _NodeLauncher, code: int) -> str:
     if code == SSH_FAILED and not machine.local:
         return f"node {machine.name}: no connection, or it was lost (try `ssh {machine.name} true`)"
     return f"node {machine.name} failed with exit code {code}"
+
+
+class HasGrace(Protocol):
+    """Object that waits `grace_seconds` after a signal."""
+
+    grace_seconds: float
+
+
+def format_line(number: signal.Signals, grace_seconds: float) -> bytes:
+    """Return the line that requests a signal."""
+    return f"{number.name} {grace_seconds:g}\n".encode()
+
+
+def follow(agent: HasGrace, stream: Iterable[bytes] | None = None) -> None:
+    """Read lines in a thread until this process ends, and send it the requested signals.
+
+    Args:
+        agent: Receives the grace of each request.
+        stream: Source of the lines. None for standard input.
+    """
+    # sys.stdin is not used, because the interpreter cannot end while a thread holds the lock of its
+    # buffer.
+    source = stream if stream is not None else io.FileIO(0, closefd=False)
+    threading.Thread(
+        target=_follow, args=(agent, source), name="plait-lifeline", daemon=True
+    ).start()
+
+
+def _follow(agent: HasGrace, stream: Iterable[bytes]) -> None:
+    for text in stream:
+        name, _, seconds = text.decode(errors="replace").strip().partition(" ")
+        if name in ("SIGINT", "SIGTERM"):
+            agent.grace_seconds = float(seconds)
+            os.kill(os.getpid(), signal.Signals[name])
+    # The end of the input. See Note [Lifeline].
+    os.kill(os.getpid(), signal.SIGTERM)

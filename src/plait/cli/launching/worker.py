@@ -177,7 +177,7 @@ def _report_failure(error: Exception) -> int:
     # Hooks of error trackers keep working. Their output is dropped, because torch's hook prints a
     # traceback that the launcher prints too.
     with contextlib.suppress(Exception), contextlib.redirect_stderr(io.StringIO()):
-        sys.excepthook(type(error), error, _without_own_frames(error.__traceback__))
+        sys.excepthook(type(error), error, _user_frames(error.__traceback__))
     if not recorded:
         print(text, file=sys.stderr, flush=True)
     return exit_code
@@ -191,11 +191,11 @@ def _describe(error: Exception) -> tuple[int, str, bool]:
         return 2, str(error), True
     if errors is not None and isinstance(error, errors.PlaitError):
         return error.exit_code, str(error), True
-    lines = traceback.format_exception(type(error), error, _without_own_frames(error.__traceback__))
+    lines = traceback.format_exception(type(error), error, _user_frames(error.__traceback__))
     return 1, "".join(lines).rstrip(), False
 
 
-def _without_own_frames(trace: TracebackType | None) -> TracebackType | None:
+def _user_frames(trace: TracebackType | None) -> TracebackType | None:
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
     return trace

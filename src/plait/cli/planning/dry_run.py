@@ -18,7 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
-from plait.cli.tables import print_table
+from plait.cli.terminal import print_table
 from plait.cluster import accelerator
 from plait.config.resolving.resolve import Resolved, load, resolve
 from plait.engine.single_rank import SingleRankRun, run_single_rank
@@ -47,7 +47,7 @@ class DryRun:
     world_size: int
     stage: str
     """Position of the rank in the pipeline, for the user."""
-    found: SingleRankRun
+    measured: SingleRankRun
     predicted: Mapping[str, float]
     """Predicted bytes of `parameters`, `optimizer` and `peak`.
 
@@ -64,9 +64,9 @@ class DryRun:
     def rows(self) -> list[tuple[str, float | None, float, float | None]]:
         """Return the name, prediction, measurement and their ratio for each kind of memory."""
         measurements = {
-            "parameters": self.found.parameters,
-            "optimizer": self.found.optimizer,
-            "peak": self.found.peak,
+            "parameters": self.measured.parameters,
+            "optimizer": self.measured.optimizer,
+            "peak": self.measured.peak,
         }
         rows = []
         for name, measured in measurements.items():
@@ -79,25 +79,26 @@ class DryRun:
 
     def as_json(self) -> dict[str, Any]:
         """Return the measurements and predictions as plain values."""
-        sizes = {}
-        for name, predicted, measured, ratio in self.rows():
-            sizes[name] = {"predicted": predicted, "dry_run": measured, "ratio": ratio}
-        sizes["gradients"] = {"predicted": None, "dry_run": self.found.gradients, "ratio": None}
+        sizes = {
+            name: {"predicted": predicted, "dry_run": measured, "ratio": ratio}
+            for name, predicted, measured, ratio in self.rows()
+        }
+        sizes["gradients"] = {"predicted": None, "dry_run": self.measured.gradients, "ratio": None}
         return {
             "rank": self.rank,
             "world_size": self.world_size,
             "stage": self.stage,
-            "device": self.found.device,
+            "device": self.measured.device,
             "bytes": sizes,
             "peak_predicted_during": self.moment,
-            "peak_during": self.found.peak_during,
+            "peak_during": self.measured.peak_during,
             "micro_batches_run": self.micro_batches_run,
             "micro_batches_of_a_step": self.accumulation,
-            "flops": self.found.flops,
-            "operators": [asdict(operator) for operator in self.found.operators],
-            "traffic": [asdict(collective) for collective in self.found.traffic],
-            "build_seconds": self.found.build_seconds,
-            "step_seconds": self.found.step_seconds,
+            "flops": self.measured.flops,
+            "operators": [asdict(operator) for operator in self.measured.operators],
+            "traffic": [asdict(collective) for collective in self.measured.traffic],
+            "build_seconds": self.measured.build_seconds,
+            "step_seconds": self.measured.step_seconds,
             "notes": list(self.notes),
         }
 
@@ -147,8 +148,9 @@ def dry_run(
     predicted: dict[str, float] = {}
     moment = ""
     if layout is not None and pp_rank in (0, pp - 1):
-        is_last = pp_rank == pp - 1 and pp > 1
-        predicted, moment = _predict(request, layout, last=is_last, on_device=on_device)
+        predicted, moment = _predict(
+            request, layout, last=pp_rank == pp - 1 and pp > 1, on_device=on_device
+        )
     elif layout is not None:
         notes.append(
             "no memory is predicted: the planner models the first and the last rank of a pipeline,"
@@ -197,7 +199,7 @@ def dry_run(
         rank=rank,
         world_size=world,
         stage=stage,
-        found=run,
+        measured=run,
         predicted=predicted,
         moment=moment,
         micro_batches_run=micro_batches_run,
@@ -230,8 +232,7 @@ def layout_of(resolved: Resolved) -> tuple[dict[str, Any] | None, str]:
     fields["sp"] = int(fields["sp"] and layout.tp > 1)
     fields["vpp"] = 1
     if layout.pp > 1:
-        default_stages = TABLES[pipeline.schedule].stages_per_rank[0]
-        fields["vpp"] = pipeline.stages_per_rank or default_stages
+        fields["vpp"] = pipeline.stages_per_rank or TABLES[pipeline.schedule].stages_per_rank[0]
     return fields, ""
 
 
@@ -340,7 +341,7 @@ def print_dry_run(run: DryRun) -> None:
     The largest operators are those with the most FLOPs, or on a device those that take longest.
     """
     console = Console(soft_wrap=True, highlight=False)
-    measured_run = run.found
+    measured_run = run.measured
     print(
         f"dry run of rank {run.rank:,} of {run.world_size:,}, {run.stage}, on {measured_run.device}"
     )

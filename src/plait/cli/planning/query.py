@@ -2,10 +2,9 @@
 
 If no GPU is named, the plan is for the devices of this machine.
 
-Planning of training files whose layout contains "auto", for the devices of this machine.
-
-The planned file is written next to the run's folder. While the training file and the number of
-devices stay the same, later starts use the planned file, so that a resumed run keeps its layout.
+`plait train` plans a file whose layout contains "auto" (`planned_file`). The planned file is
+written next to the run's folder. While the training file and the number of devices stay the same,
+later starts use it again, so that a resumed run keeps its layout.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plait.cli.planning.calibrations import live_devices
-from plait.cluster.topology import default_processes, device_count, machine_name
-from plait.config.dialects.examine import examine, refuse_foreign, value_at
+from plait.cluster import accelerator
+from plait.cluster.machines import Topology
+from plait.cluster.topology import default_processes, device_count, discover, machine_name
+from plait.config.dialects.examine import examine, value_at
 from plait.config.resolving.resolve import examine_source
 from plait.config.resolving.resolved_parts import smallest_world
 from plait.config.schema.config import Config
-from plait.config.source import read
 from plait.errors import ConfigError, InputError, Problem
 from plait.files import user_path
 from plait.planner import calibrate, hardware
@@ -99,14 +98,14 @@ def read_request(
     compiled: bool = False,
     memory_gib: float | None = None,
     network: float | None = None,
-    as_it_is: bool = False,
+    keeps_layout: bool = False,
 ) -> PlanQuery:
     """Read the query of a plan.
 
     Args:
         file: A training configuration. Its values are planned for, and options override them with a
             note.
-        as_it_is: Whether a complete layout of the file is run as it is, and fixes nothing.
+        keeps_layout: Whether a complete layout of the file is run as it is, and fixes nothing.
 
     The other arguments are the options of the command line; None stands for an unused option.
 
@@ -160,8 +159,7 @@ def read_request(
             " --world-size"
         )
     unknown = unknown_layers(planned_model.architecture)
-    too_long = _too_long(planned_model.section, sequence)
-    notes += [note for note in (unknown, too_long) if note]
+    notes += [note for note in (unknown, _too_long(planned_model.section, sequence)) if note]
     # Public models are known to be accepted.
     if model is None or named(model) is None:
         described = planned_model.section.get("config")
@@ -175,7 +173,7 @@ def read_request(
 
     request = with_settings_of(training_file.config, request)
     layout = {}
-    if not (as_it_is and own_layout(file, training_file.tree)):
+    if not (keeps_layout and has_complete_layout(file, training_file.tree)):
         layout = fixed_by(training_file)
     if layout:
         notes.append(
@@ -187,8 +185,9 @@ def read_request(
         notes.append(
             f"plans do not model {', '.join(not_modelled)}: the times and bytes lack their effect"
         )
-    base = dict(training_file.raw)
-    return PlanQuery(request, base, dict(training_file.tree), layout | fixed, notes)
+    return PlanQuery(
+        request, dict(training_file.raw), dict(training_file.tree), layout | fixed, notes
+    )
 
 
 def _check_sizes(batch: int | None, seq: int | None) -> None:
@@ -264,7 +263,7 @@ def _too_long(section: Mapping[str, Any], sequence: int) -> str | None:
     return None
 
 
-def own_layout(file: Path | None, base: Mapping[str, Any]) -> bool:
+def has_complete_layout(file: Path | None, base: Mapping[str, Any]) -> bool:
     """Return True if a file defines a complete layout, so that no search is needed."""
     return (
         file is not None
@@ -310,30 +309,25 @@ def _overrides(
     fixed: Mapping[str, int],
 ) -> dict[str, Any]:
     """Return the values by which options replace keys of a file. None removes the key."""
-    overrides: dict[str, Any] = {}
-    if batch is not None:
-        overrides["train_batch_size"] = batch
-    if seq is not None:
-        overrides["data.sequence_length"] = seq
+    values = {
+        "train_batch_size": batch,
+        "data.sequence_length": seq,
+        "compile.enabled": compiled or None,
+    }
+    overrides: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
     if precision is not None:
         for name in ("fp16", "bf16"):
             overrides[f"{name}.enabled"] = True if name == precision else None
-    if compiled:
-        overrides["compile.enabled"] = True
     if model is not None:
         overrides["model"] = None
-    for name in fixed:
-        overrides[PATHS[name]] = None
-    return overrides
+    return overrides | {PATHS[name]: None for name in fixed}
 
 
 def _read_file(file: Path | None, options: Mapping[str, Any], notes: list[str]) -> File | None:
     """Read a training file, replace values by options, and add a note for each replaced value."""
     if file is None:
         return None
-    document = read(file)
-    refuse_foreign(document)
-    before = examine(document)
+    document, before = examine_source(file)
     overrides = []
     for path, value in options.items():
         # Removing a key that does not exist would create the sections above it.
@@ -388,6 +382,24 @@ def cluster_for(
             raise InputError(f"--gpu {gpu}: how many? add --world-size, for example --world-size 8")
         return hardware.cluster(gpu, gpus, devices_per_node=per_node, **changes)
     return _local_cluster(gpus, per_node, changes)
+
+
+def live_devices() -> tuple[Topology, str]:
+    """Return the machines of the running processes, and the name that their devices report."""
+    topology = discover()
+    name = "cpu"
+    if topology.device_type == accelerator.NAME:
+        name = accelerator.model_name()
+    return topology, name
+
+
+def live_cluster() -> hardware.Cluster:
+    """Return the devices of the running processes for the planner.
+
+    Raises:
+        InputError: The catalogue lacks these GPUs.
+    """
+    return hardware.cluster_of(*live_devices())
 
 
 def _local_cluster(

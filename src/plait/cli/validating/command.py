@@ -1,14 +1,16 @@
 """`plait doctor --validate`: finds the GPUs, runs the rows, shows and writes each result.
 
-This process does not touch a device. The document is written again after every row, so that it has
-all results so far, however the command ends.
-
-A validation on the screen: a bar and a line per row on a terminal, plain lines in a pipe.
+The command itself does not touch a device. A separate process (`python -m
+plait.cli.validating.command`) prints the facts of the machine as one JSON object, because a driver
+can hang or end a process that queries it. The document is written again after every row, so that it
+has all results so far, however the command ends.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 import time
@@ -22,10 +24,12 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from plait.cli.options import require_writable
 from plait.cluster import accelerator
+from plait.cluster.environment import facts as environment_facts
+from plait.cluster.topology import device_count
 from plait.errors import DeviceError, InputError
 from plait.files import write_atomically
-from plait.observe.output_files import require_writable
 from plait.sizes import format_bytes
 from plait.validation.catalogue import (
     FACTS_PLANNED_SECONDS,
@@ -35,114 +39,11 @@ from plait.validation.catalogue import (
     planned_seconds,
     rows_of,
 )
+from plait.validation.context import SIMULATED
 from plait.validation.rows import Result, Row, counts, document, exit_code, summary_of
 from plait.validation.runner import LAUNCH_PLANNED_SECONDS, Interrupted, Runner, batches
 
 _COLOURS = {"passed": "green", "failed": "red", "not run": "yellow"}
-
-
-class Screen:
-    """Shows rows as they begin and end.
-
-    With `quiet`, lines go to standard error, because standard output is the JSON document.
-    """
-
-    def __init__(self, rows: int, facts: Mapping[str, Any], gpus: int, *, quiet: bool) -> None:
-        """Show the machine. `rows` is the number of rows to come."""
-        self._console = Console(stderr=quiet, soft_wrap=True, highlight=False)
-        self._stream = sys.stderr if quiet else sys.stdout
-        self._rows = rows
-        self._ended = 0
-        self._bar: Progress | None = None
-        self._print(_machine_line(facts, gpus))
-
-    def __enter__(self) -> Screen:
-        if self._console.is_terminal:
-            columns = (
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeElapsedColumn(),
-                TextColumn("{task.description}"),
-            )
-            self._bar = Progress(*columns, console=self._console, transient=True)
-            self._task = self._bar.add_task("starting", total=self._rows)
-            self._bar.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def plan(self, seconds: float, minutes: float) -> None:
-        """Show the planned time and the budget."""
-        self._print(
-            f"{self._rows} rows, planned for {seconds:.0f} s on an H100, budget {minutes:g} minutes"
-        )
-
-    def began(self, row: Row) -> None:
-        """Show the title of the row that runs, on a terminal."""
-        if self._bar is not None:
-            self._bar.update(self._task, description=row.title)
-
-    def ended(self, result: Result) -> None:
-        """Show the result of a row."""
-        self._ended += 1
-        note = result.reason or summary_of(result.name, result.numbers)
-        line = f"{result.outcome:<8} {result.name:<26} {result.seconds:6.1f} s  {result.title}"
-        if note:
-            line += f": {note}"
-        if self._bar is None:
-            self._print(line)
-            return
-        self._bar.update(self._task, completed=self._ended)
-        self._bar.console.print(line, style=_COLOURS[result.outcome], markup=False)
-
-    def summary(self, results: Sequence[Result], out: Path, seconds: float) -> None:
-        """Show the counts and the place of the document."""
-        number = counts(results)
-        self._print(
-            f"\n{number['passed']} passed, {number['failed']} failed, {number['not run']} not run"
-            f" in {seconds:.0f} s"
-        )
-        self._print(f"{out} has the numbers; docs/how-to/gpus.md says where to send it")
-
-    def _print(self, line: str) -> None:
-        print(line, file=self._stream, flush=True)
-
-
-def table_of_rows(rows: Sequence[Row], gpus: int) -> str:
-    """Return the planned seconds of rows and their sum, as lines of text."""
-    launches = sum(any(not row.unavailable for row in batch) for batch in batches(rows))
-    start = f"  {FACTS_PLANNED_SECONDS:5.0f} s  versions and devices"
-    launch = f"  {launches * LAUNCH_PLANNED_SECONDS:5.0f} s  start of {launches} launches"
-    lines = ["planned seconds on an H100, the most valuable rows first", start, launch]
-    for row in rows:
-        planned = "      -" if row.unavailable else f"  {row.planned_seconds:5.0f} s"
-        note = f" (not run: {row.unavailable})" if row.unavailable else ""
-        lines.append(f"{planned}  {row.name:<26} {row.title}{note}")
-    lines.append(
-        f"  {planned_seconds(rows):5.0f} s  in all, with {gpus} GPU{'s' if gpus > 1 else ''}"
-    )
-    return "\n".join(lines)
-
-
-def _machine_line(facts: Mapping[str, Any], gpus: int) -> str:
-    devices = facts["devices"]
-    kinds = [
-        f"{device['name']}, {format_bytes(device['memory_bytes'])}" for device in devices[:gpus]
-    ]
-    versions = facts["versions"]
-    driver = f", driver {facts['driver']}" if facts["driver"] else ""
-    return (
-        f"{gpus} of {len(devices)} GPUs ({', '.join(dict.fromkeys(kinds))}){driver}, "
-        f"torch {versions.get('torch')}, plait {versions.get('plait')}"
-    )
-
 
 DEFAULT_MINUTES = 8.0
 _FACTS_SECONDS = 180
@@ -235,12 +136,12 @@ def list_rows(*, only: Sequence[str], gpus: int | None) -> str:
 
 
 def machine_facts() -> dict[str, Any]:
-    """Return the output of `cli.validating.machine`.
+    """Return `validation_facts` of this machine, from a separate process.
 
     Raises:
         DeviceError: The process failed, or torch sees no accelerator that Plait trains on.
     """
-    command = [sys.executable, "-m", "plait.cli.validating.machine"]
+    command = [sys.executable, "-m", "plait.cli.validating.command"]
     try:
         process = subprocess.run(
             command, capture_output=True, text=True, timeout=_FACTS_SECONDS, check=False
@@ -307,3 +208,199 @@ def _launch_command(ranks: int, folder: Path) -> list[str]:
     launch = [sys.executable, "-m", "plait", "launch", "--lifeline"]
     options = ["--nproc-per-node", str(ranks), "--grace", "3"]
     return [*launch, *options, "-m", "plait.cli.validating.worker", str(folder)]
+
+
+class Screen:
+    """Shows rows as they begin and end.
+
+    With `quiet`, lines go to standard error, because standard output is the JSON document.
+    """
+
+    def __init__(self, rows: int, facts: Mapping[str, Any], gpus: int, *, quiet: bool) -> None:
+        """Show the machine. `rows` is the number of rows to come."""
+        self._console = Console(stderr=quiet, soft_wrap=True, highlight=False)
+        self._stream = sys.stderr if quiet else sys.stdout
+        self._rows = rows
+        self._ended = 0
+        self._bar: Progress | None = None
+        self._print(_machine_line(facts, gpus))
+
+    def __enter__(self) -> Screen:
+        if self._console.is_terminal:
+            columns = (
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TextColumn("{task.description}"),
+            )
+            self._bar = Progress(*columns, console=self._console, transient=True)
+            self._task = self._bar.add_task("starting", total=self._rows)
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def plan(self, seconds: float, minutes: float) -> None:
+        """Show the planned time and the budget."""
+        self._print(
+            f"{self._rows} rows, planned for {seconds:.0f} s on an H100, budget {minutes:g} minutes"
+        )
+
+    def began(self, row: Row) -> None:
+        """Show the title of the row that runs, on a terminal."""
+        if self._bar is not None:
+            self._bar.update(self._task, description=row.title)
+
+    def ended(self, result: Result) -> None:
+        """Show the result of a row."""
+        self._ended += 1
+        note = result.reason or summary_of(result.name, result.numbers)
+        line = f"{result.outcome:<8} {result.name:<26} {result.seconds:6.1f} s  {result.title}"
+        if note:
+            line += f": {note}"
+        if self._bar is None:
+            self._print(line)
+            return
+        self._bar.update(self._task, completed=self._ended)
+        self._bar.console.print(line, style=_COLOURS[result.outcome], markup=False)
+
+    def summary(self, results: Sequence[Result], out: Path, seconds: float) -> None:
+        """Show the counts and the place of the document."""
+        number = counts(results)
+        self._print(
+            f"\n{number['passed']} passed, {number['failed']} failed, {number['not run']} not run"
+            f" in {seconds:.0f} s"
+        )
+        self._print(f"{out} has the numbers; docs/how-to/gpus.md says where to send it")
+
+    def _print(self, line: str) -> None:
+        print(line, file=self._stream, flush=True)
+
+
+def _machine_line(facts: Mapping[str, Any], gpus: int) -> str:
+    devices = facts["devices"]
+    kinds = [
+        f"{device['name']}, {format_bytes(device['memory_bytes'])}" for device in devices[:gpus]
+    ]
+    versions = facts["versions"]
+    driver = f", driver {facts['driver']}" if facts["driver"] else ""
+    return (
+        f"{gpus} of {len(devices)} GPUs ({', '.join(dict.fromkeys(kinds))}){driver}, "
+        f"torch {versions.get('torch')}, plait {versions.get('plait')}"
+    )
+
+
+def table_of_rows(rows: Sequence[Row], gpus: int) -> str:
+    """Return the planned seconds of rows and their sum, as lines of text."""
+    launches = sum(any(not row.unavailable for row in batch) for batch in batches(rows))
+    start = f"  {FACTS_PLANNED_SECONDS:5.0f} s  versions and devices"
+    launch = f"  {launches * LAUNCH_PLANNED_SECONDS:5.0f} s  start of {launches} launches"
+    lines = ["planned seconds on an H100, the most valuable rows first", start, launch]
+    for row in rows:
+        planned = "      -" if row.unavailable else f"  {row.planned_seconds:5.0f} s"
+        note = f" (not run: {row.unavailable})" if row.unavailable else ""
+        lines.append(f"{planned}  {row.name:<26} {row.title}{note}")
+    lines.append(
+        f"  {planned_seconds(rows):5.0f} s  in all, with {gpus} GPU{'s' if gpus > 1 else ''}"
+    )
+    return "\n".join(lines)
+
+
+_VARIABLE_PREFIXES = ("OMP_NUM_THREADS", "GLOO_")
+"""Prefixes of variables that change how the checks run, besides those of the accelerator.
+
+Other variables are private to the user and are not part of the document.
+"""
+_PRIVATE_FACTS = ("interpreter", "free_bytes_here")
+_TIMEOUT_SECONDS = 20
+
+
+def validation_facts() -> dict[str, Any]:
+    """Return the facts of the machine, its devices and the installed packages."""
+    import torch
+
+    environment = environment_facts(os.environ, folder=Path.cwd())
+    kind = None
+    if torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator()
+    count = device_count()
+    names = [accelerator.model_name(index) for index in range(count)]
+    devices = [
+        {"name": name, "memory_bytes": accelerator.capacity_bytes(index)}
+        for index, name in enumerate(names)
+    ]
+    return {
+        "plait": {"version": environment["versions"].get("plait"), **_revision()},
+        "versions": environment["versions"],
+        "built_for": environment["gpus"]["built_for"],
+        "communication": environment["communication"],
+        "machine": {
+            name: value
+            for name, value in environment["machine"].items()
+            if name not in _PRIVATE_FACTS
+        },
+        "accelerator": kind.type if kind is not None else None,
+        "devices": devices,
+        "described": [environment["gpus"][f"gpu {index}"] for index in range(count)],
+        "driver": _driver(),
+        "links_of_devices": _topology(),
+        "simulated": any(SIMULATED in name for name in names),
+        "installed": {
+            name: find_spec(name) is not None for name in ("transformers", *PACKAGES_OF_PEERS)
+        },
+        "variables": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith((*accelerator.SETTINGS, *_VARIABLE_PREFIXES))
+        },
+    }
+
+
+def _revision() -> dict[str, Any]:
+    """Return the git revision of a working copy. A wheel has only its version."""
+    folder = Path(__file__).resolve().parents[4]
+    if not (folder / ".git").exists():
+        return {"from": "a wheel", "revision": None, "changed": None}
+    revision = _output_of("git", "-C", str(folder), "rev-parse", "HEAD")
+    return {
+        "from": "a working copy",
+        "revision": revision,
+        "changed": bool(_output_of("git", "-C", str(folder), "status", "--porcelain")),
+    }
+
+
+def _driver() -> str | None:
+    output = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return output.splitlines()[0] if output else None
+
+
+def _topology() -> list[str]:
+    """Return the table of nvidia-smi about the links between the devices."""
+    lines = (_output_of("nvidia-smi", "topo", "-m") or "").splitlines()
+    # The legend below the table is left out.
+    return [line.rstrip() for line in lines if line.startswith(("GPU", "\t", " "))]
+
+
+def _output_of(*command: str) -> str | None:
+    """Return the output of a program, or None if it does not exist or fails."""
+    if shutil.which(command[0]) is None:
+        return None
+    try:
+        process = subprocess.run(
+            command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return process.stdout.strip() if process.returncode == 0 else None
+
+
+if __name__ == "__main__":
+    # The process that `machine_facts` has started.
+    print(json.dumps(validation_facts()), flush=True)

@@ -1,12 +1,11 @@
-"""Conversion of a file of `accelerate launch`. `accelerate_keys` lists the settings of each key.
-
-Keys that the file omits have Accelerate's default if it differs from Plait's. As in Accelerate, the
-section of another `distributed_type` is not read; each of its keys has a row that says so.
-
-Tables of the keys of `accelerate launch`: what each sets, or why it is ignored or refused.
+"""Conversion of a file of `accelerate launch`.
 
 The tables contain the fields of Accelerate 1.15's `ClusterConfig`, `ipex_config` of earlier
-releases, and the options of `accelerate launch` that the sections become.
+releases, and the options of `accelerate launch` that the sections become: what each sets, or why it
+is ignored or refused.
+
+Keys that the file omits have Accelerate's default if it differs from Plait's. As in Accelerate, the
+section of another `distributed_type` is not read; each of its keys has a row with this reason.
 """
 
 from __future__ import annotations
@@ -264,7 +263,8 @@ def is_on(value: Any) -> bool:
     return str(value).lower() not in ("no", "none") and as_flag(value) is not False
 
 
-_TYPES = (*REPLICATED, "DEEPSPEED", "FSDP")
+_STAGES = {**dict.fromkeys(REPLICATED, 0), "DEEPSPEED": 2, "FSDP": 3}
+"""Default of the ZeRO stage, by the value of `distributed_type`."""
 _TYPE_OF_SECTION = {
     "deepspeed_config": "DEEPSPEED",
     "fsdp_config": "FSDP",
@@ -358,21 +358,29 @@ def _read_distributed_type(file: _AccelerateFile) -> str:
     value = file.tree.get("distributed_type")
     remedy = "use NO, MULTI_GPU, MULTI_CPU, FSDP, DEEPSPEED"
     if value is None:
-        rule = "is missing, and Accelerate does not run without it"
-        translation.problems.append(Problem("distributed_type", None, rule, remedy))
+        translation.problems.append(
+            Problem(
+                "distributed_type",
+                None,
+                "is missing, and Accelerate does not run without it",
+                remedy,
+            )
+        )
         return ""
 
     # YAML reads NO as false.
     kind = "NO" if value is False else str(value).upper()
     if kind == "MEGATRON_LM":
-        rule = "the section of Accelerate has a part of Megatron-LM's flags"
-        translation.refuse("distributed_type", value, rule, _FLAGS)
+        translation.refuse(
+            "distributed_type",
+            value,
+            "the section of Accelerate has a part of Megatron-LM's flags",
+            _FLAGS,
+        )
     elif kind in ("XLA", "TPU"):
-        rule = "this release runs on GPUs and CPUs"
-        translation.refuse("distributed_type", value, rule, remedy)
-    elif kind not in _TYPES:
-        rule = "is no type that Accelerate has"
-        translation.refuse("distributed_type", value, rule, remedy)
+        translation.refuse("distributed_type", value, "this release runs on GPUs and CPUs", remedy)
+    elif kind not in _STAGES:
+        translation.refuse("distributed_type", value, "is no type that Accelerate has", remedy)
     else:
         if kind in REPLICATED:
             meaning = f"{STAGE} 0: a replica on every process"
@@ -384,12 +392,8 @@ def _read_distributed_type(file: _AccelerateFile) -> str:
             KeyReport("distributed_type", value, Status.RENAMED, meaning, STAGE)
         )
 
-    if kind in REPLICATED:
-        file.defaults[STAGE] = 0
-    elif kind == "DEEPSPEED":
-        file.defaults[STAGE] = 2
-    elif kind == "FSDP":
-        file.defaults[STAGE] = 3
+    if kind in _STAGES:
+        file.defaults[STAGE] = _STAGES[kind]
     return kind
 
 
@@ -400,8 +404,12 @@ def _read_section(file: _AccelerateFile, section: str, value: Any) -> None:
         translation.rows.append(KeyReport(section, value, Status.COMMENT, "empty: not given"))
         return
     if not isinstance(value, dict):
-        remedy = f"write for example {{{next(iter(keys))}: ...}}"
-        translation.refuse(section, value, "is a section and needs an object", remedy)
+        translation.refuse(
+            section,
+            value,
+            "is a section and needs an object",
+            f"write for example {{{next(iter(keys))}: ...}}",
+        )
         return
 
     is_read = _TYPE_OF_SECTION.get(section, file.distributed_type) == file.distributed_type
@@ -417,8 +425,12 @@ def _read_section(file: _AccelerateFile, section: str, value: Any) -> None:
         elif name not in keys:
             _refuse_unknown(file, shown, item, (*keys, *combined))
         elif file.deepspeed is not None and name in IN_DEEPSPEED_FILE and item is not None:
-            rule = "stands beside deepspeed_config_file, which decides it"
-            translation.refuse(shown, item, rule, "leave it out, and write it in that file")
+            translation.refuse(
+                shown,
+                item,
+                "is given together with deepspeed_config_file, which decides it",
+                "leave it out, and write it in that file",
+            )
         else:
             translation.translate_key(shown, keys[name], item)
 
@@ -426,9 +438,7 @@ def _read_section(file: _AccelerateFile, section: str, value: Any) -> None:
 def _add_prefix(section: str, name: str) -> str:
     """Return the name of a key with the prefix of its section."""
     prefix = PREFIXES.get(section, "")
-    if name.startswith(prefix):
-        return name
-    return prefix + name
+    return name if name.startswith(prefix) else prefix + name
 
 
 def _skip_section(file: _AccelerateFile, name: str, value: Any) -> None:
@@ -476,13 +486,18 @@ def _read_deepspeed_file(file: _AccelerateFile) -> dict[str, Any] | None:
         translation.rows.append(KeyReport(shown, path, Status.REFUSED, "cannot be read"))
         translation.problems += problems_in(shown, error)
         return {}
-    meaning = "the keys of that file, each with a row of its own"
-    translation.rows.append(KeyReport(shown, path, Status.RENAMED, meaning))
+    translation.rows.append(
+        KeyReport(shown, path, Status.RENAMED, "the keys of that file, each with a row of its own")
+    )
     # The stage is that of the file.
     file.defaults.pop(STAGE)
     if not isinstance(tree.get("zero_optimization"), dict | bool):
-        rule = f"{path} has no such section, which Accelerate asks for"
-        problem = Problem(f"{shown}: zero_optimization", None, rule, "add it, with a stage")
+        problem = Problem(
+            f"{shown}: zero_optimization",
+            None,
+            f"{path} has no such section, which Accelerate asks for",
+            "add it, with a stage",
+        )
         translation.problems.append(problem)
     return tree
 
@@ -494,26 +509,34 @@ def _read_processes(file: _AccelerateFile) -> int | None:
     machines = file.tree.get("num_machines", 1)
     if value is None or value == -1:
         if "num_processes" in file.tree:
-            meaning = "left to the launcher: plait launch --nproc-per-node"
-            translation.ignore("num_processes", value, meaning)
+            translation.ignore(
+                "num_processes", value, "left to the launcher: plait launch --nproc-per-node"
+            )
         return None
     if file.distributed_type == "NO":
-        meaning = "distributed_type NO runs one process and ignores this value"
-        translation.ignore("num_processes", value, meaning)
+        translation.ignore(
+            "num_processes", value, "distributed_type NO runs one process and ignores this value"
+        )
         file.defaults["run.processes"] = 1
         return None
 
     valid = all(map(is_count, (value, machines)))
     if not valid or value % machines:
-        rule = f"cannot be shared out over num_machines = {machines!r}"
-        remedy = "give the processes of all machines together, as many on each"
-        translation.refuse("num_processes", value, rule, remedy)
+        translation.refuse(
+            "num_processes",
+            value,
+            f"cannot be shared out over num_machines = {machines!r}",
+            "give the processes of all machines together, as many on each",
+        )
         return None
 
     processes = int(value // machines)
     if machines > 1:
-        meaning = f"start them with plait launch --nnodes {machines} --nproc-per-node {processes}"
-        translation.ignore("num_processes", value, meaning)
+        translation.ignore(
+            "num_processes",
+            value,
+            f"start them with plait launch --nnodes {machines} --nproc-per-node {processes}",
+        )
         return processes
     path = "run.processes"
     translation.set(path, "num_processes", processes)
@@ -527,8 +550,7 @@ def _read_fsdp_sharding(file: _AccelerateFile, processes_per_machine: int | None
         name = _add_prefix("fsdp_config", written).removeprefix("fsdp_")
         if name in SHARDING_KEYS:
             sharding[name] = (f"fsdp_config.{written}", value)
-    keys = ShardingKeys(sharding, 1, processes_per_machine, launched=True)
-    read_sharding(file.translation, keys)
+    read_sharding(file.translation, ShardingKeys(sharding, 1, processes_per_machine, launched=True))
 
 
 def _read_precision(file: _AccelerateFile) -> None:
@@ -542,8 +564,9 @@ def _read_precision(file: _AccelerateFile) -> None:
         shown = "fp16"
     if "dynamo_backend" in tree:
         # A key of `dynamo_config` in old files.
-        key = SECTIONS["dynamo_config"]["dynamo_backend"]
-        translation.translate_key("dynamo_backend", key, tree["dynamo_backend"])
+        translation.translate_key(
+            "dynamo_backend", SECTIONS["dynamo_config"]["dynamo_backend"], tree["dynamo_backend"]
+        )
 
     value = tree.get(shown)
     if value is None:
@@ -558,14 +581,21 @@ def _read_precision(file: _AccelerateFile) -> None:
         name = "no"
 
     if file.deepspeed is not None:
-        rule = "stands beside deepspeed_config_file, which decides it"
-        remedy = "leave it out, and write fp16 or bf16 in that file"
-        translation.refuse(shown, value, rule, remedy)
+        translation.refuse(
+            shown,
+            value,
+            "is given together with deepspeed_config_file, which decides it",
+            "leave it out, and write fp16 or bf16 in that file",
+        )
     elif not is_on(name):
         translation.ignore(shown, value, "off, as it is in Plait")
     elif name == "fp8":
-        rule = "this release computes in fp16, bf16 or the dtype of the model"
-        translation.refuse(shown, value, rule, "use bf16")
+        translation.refuse(
+            shown,
+            value,
+            "this release computes in fp16, bf16 or the dtype of the model",
+            "use bf16",
+        )
     elif name not in ("fp16", "bf16"):
         translation.refuse(shown, value, "is none of no, fp16, bf16", "use one of them")
     else:
@@ -607,9 +637,12 @@ def _complete_degrees(file: _AccelerateFile) -> None:
 
     is_sharded = _degree(settings, SHARD) != "1" or _degree(settings, "parallel.cp") != "1"
     if file.distributed_type == "FSDP" and not is_sharded:
-        rule = "FSDP has nothing to shard over where dp_shard and cp are 1"
-        remedy = "give parallelism_config_dp_shard_size, or use distributed_type MULTI_GPU"
-        problem = Problem("parallelism_config", None, rule, remedy)
+        problem = Problem(
+            "parallelism_config",
+            None,
+            "FSDP has nothing to shard over where dp_shard and cp are 1",
+            "give parallelism_config_dp_shard_size, or use distributed_type MULTI_GPU",
+        )
         file.translation.problems.append(problem)
     file.defaults["parallel.dp_replicate"] = 1
     if file.distributed_type not in REPLICATED:

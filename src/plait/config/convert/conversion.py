@@ -12,13 +12,8 @@ from typing import Any
 
 from plait.config.convert import accelerate, fsdp, megatron
 from plait.config.convert.translated import TranslatedDocument
-from plait.config.dialects.examine import (
-    ExaminedDocument,
-    examine,
-    is_accelerate,
-    is_trainer_fsdp,
-    value_at,
-)
+from plait.config.dialects.examine import ExaminedDocument, examine, value_at
+from plait.config.dialects.foreign import is_accelerate, is_trainer_fsdp
 from plait.config.resolving.resolve import build_config
 from plait.config.schema.config import Config, KeyReport, Status
 from plait.config.source import Document, Source, parse_override, read
@@ -56,12 +51,12 @@ def convert(source: ForeignSource, overrides: Sequence[str] = ()) -> Conversion:
     except ConfigError as error:
         problems = error.problems
 
-    rows = list(examined.rows)
-    for path, origin in examined.origins.items():
-        if origin.endswith("'s default"):
-            value = value_at(examined.tree, path)
-            rows.append(KeyReport("(left out)", value, Status.RENAMED, origin, path))
-    return Conversion(document.name, examined.tree, tuple(rows), problems)
+    defaults = [
+        KeyReport("(left out)", value_at(examined.tree, path), Status.RENAMED, origin, path)
+        for path, origin in examined.origins.items()
+        if origin.endswith("'s default")
+    ]
+    return Conversion(document.name, examined.tree, (*examined.rows, *defaults), problems)
 
 
 def load_foreign(source: ForeignSource, overrides: Sequence[str] = ()) -> Config:
@@ -103,10 +98,9 @@ def _translate(document: Document) -> Document:
 def _restore_names(document: TranslatedDocument, examined: ExaminedDocument) -> None:
     """Replace Plait's keys by those of the other program in rows, problems and origins."""
     translated = (*document.written, *document.defaults)
-    examined.deepspeed = False
     # `examine` has a row per translated setting. The other program's keys have their own rows.
-    own_rows = [row for row in examined.rows if row.key not in translated]
-    examined.rows[:] = [*document.rows, *own_rows]
+    other_rows = [row for row in examined.rows if row.key not in translated]
+    examined.rows[:] = [*document.rows, *other_rows]
     examined.problems[:0] = document.problems
 
     for path, origin in examined.origins.items():

@@ -1,13 +1,8 @@
 """Conversion of the Trainer's `fsdp` and `fsdp_config`, or of the file that `fsdp_config` names.
 
-Names may have the prefix `fsdp_`, as in Transformers. The default version of FSDP is 2.
-
-Tables of the FSDP keys of Accelerate 1.15 and of the Trainer of Transformers 5.23.
-
-Names have no prefix `fsdp_`. Several keys together determine the sharding strategy; they are read
-in `fsdp_sharding`.
-
-Conversion of FSDP's version and sharding strategy to a ZeRO stage and a degree of sharding.
+The tables contain the FSDP keys of Accelerate 1.15 and of the Trainer of Transformers 5.23, without
+the prefix `fsdp_`, which is optional in Transformers. Several keys together determine the sharding:
+`read_sharding` converts FSDP's version (2 by default) and strategy to a ZeRO stage and a degree.
 """
 
 from __future__ import annotations
@@ -199,8 +194,9 @@ def read_sharding(translation: Translation, keys: ShardingKeys) -> None:
             translation.refuse(shown, value, "FSDP has the versions 1 and 2", "use 2")
             return
         version = int(value)
-        meaning = f"says how the other keys are read: those of FSDP{version}"
-        translation.ignore(shown, value, meaning)
+        translation.ignore(
+            shown, value, f"says how the other keys are read: those of FSDP{version}"
+        )
 
     # Both names may be given. `Translation.set` reports values that disagree.
     for name in (STRATEGY, RESHARD):
@@ -214,8 +210,11 @@ def read_sharding(translation: Translation, keys: ShardingKeys) -> None:
         elif name == STRATEGY:
             _refuse_strategy_of_fsdp2(translation, shown, value)
         else:
-            key = ForeignKey(shown, Status.SUPPORTED, "any", "", sets=reshard_settings)
-            translation.translate_key(shown, key, parse_flag(value))
+            translation.translate_key(
+                shown,
+                ForeignKey(shown, Status.SUPPORTED, "any", "", sets=reshard_settings),
+                parse_flag(value),
+            )
 
 
 def _read_fsdp1(translation: Translation, keys: ShardingKeys, name: str) -> None:
@@ -223,9 +222,12 @@ def _read_fsdp1(translation: Translation, keys: ShardingKeys, name: str) -> None
     shown, value = keys.written[name]
     # A boolean is the value of FSDP2.
     if isinstance(value, bool):
-        rule = "is a strategy's name in FSDP1 (fsdp_version 1)"
-        remedy = "use FULL_SHARD or SHARD_GRAD_OP, or fsdp_version 2"
-        translation.refuse(shown, value, rule, remedy)
+        translation.refuse(
+            shown,
+            value,
+            "is a strategy's name in FSDP1 (fsdp_version 1)",
+            "use FULL_SHARD or SHARD_GRAD_OP, or fsdp_version 2",
+        )
         return
     try:
         strategy = strategy_named(value)
@@ -257,8 +259,15 @@ def _shard_within_machines(
         translation.refuse(shown, value, rule, remedy)
         return
     translation.set(SHARD, shown, processes)
-    meaning = f"{STAGE} and {SHARD} (the {processes} processes of a machine)"
-    translation.rows.append(KeyReport(shown, value, Status.RENAMED, meaning, STAGE))
+    translation.rows.append(
+        KeyReport(
+            shown,
+            value,
+            Status.RENAMED,
+            f"{STAGE} and {SHARD} (the {processes} processes of a machine)",
+            STAGE,
+        )
+    )
 
 
 def _refuse_strategy_of_fsdp2(translation: Translation, shown: str, value: Any) -> None:
@@ -268,12 +277,16 @@ def _refuse_strategy_of_fsdp2(translation: Translation, shown: str, value: Any) 
     except ValueError:
         strategy = ""
     if strategy == "FULL_SHARD":
-        meaning = "FSDP2 does not read it; fsdp_reshard_after_forward decides"
-        translation.ignore(shown, value, meaning)
+        translation.ignore(
+            shown, value, "FSDP2 does not read it; fsdp_reshard_after_forward decides"
+        )
         return
-    rule = "is a key of FSDP1 and fsdp_version is 2, so Accelerate does not read it"
-    remedy = "leave it out and write fsdp_reshard_after_forward, or use fsdp_version 1"
-    translation.refuse(shown, value, rule, remedy)
+    translation.refuse(
+        shown,
+        value,
+        "is a key of FSDP1 and fsdp_version is 2, so Accelerate does not read it",
+        "leave it out and write fsdp_reshard_after_forward, or use fsdp_version 1",
+    )
 
 
 _KEYS = {key.path: key for key in TRAINER_KEYS}
@@ -297,8 +310,9 @@ def translate(document: Document) -> TranslatedDocument:
     section = _read_section(translation, document, arguments.get("fsdp_config"))
     for name, value in arguments.items():
         if name not in ("fsdp", "fsdp_config"):
-            rule = "unknown key beside fsdp and fsdp_config"
-            translation.refuse(name, value, rule, "leave it out")
+            translation.refuse(
+                name, value, "unknown key next to fsdp and fsdp_config", "leave it out"
+            )
 
     if options is None:
         for name, value in section.items():
@@ -321,9 +335,12 @@ def _read_options(translation: Translation, value: Any, *, written: bool) -> lis
         translation.ignore("fsdp", value, "off: a replica on every process")
         return None
     if not isinstance(value, str | list | bool):
-        rule = "must be true, false, or a text of options"
-        remedy = "use true, and write the rest in fsdp_config"
-        translation.refuse("fsdp", value, rule, remedy)
+        translation.refuse(
+            "fsdp",
+            value,
+            "must be true, false, or a text of options",
+            "use true, and write the rest in fsdp_config",
+        )
         return None
 
     options: list[Any] = []
@@ -334,12 +351,14 @@ def _read_options(translation: Translation, value: Any, *, written: bool) -> lis
     names = [str(option).lower() for option in options]
     unknown = [name for name in names if name not in _OPTIONS]
     if unknown:
-        rule = f"{unknown[0]!r} is no option of fsdp"
-        translation.refuse("fsdp", value, rule, f"use {', '.join(_OPTIONS)}")
+        translation.refuse(
+            "fsdp", value, f"{unknown[0]!r} is no option of fsdp", f"use {', '.join(_OPTIONS)}"
+        )
         return None
     if written:
-        meaning = f"{STAGE}, with what fsdp_config says"
-        translation.rows.append(KeyReport("fsdp", value, Status.RENAMED, meaning, STAGE))
+        translation.rows.append(
+            KeyReport("fsdp", value, Status.RENAMED, f"{STAGE}, with what fsdp_config says", STAGE)
+        )
     return names
 
 
@@ -354,12 +373,19 @@ def _read_section(translation: Translation, document: Document, value: Any) -> M
                 KeyReport("fsdp_config", value, Status.REFUSED, "cannot be read")
             )
             return {}
-        meaning = "the keys of that file, each with a row of its own"
-        translation.rows.append(KeyReport("fsdp_config", value, Status.RENAMED, meaning))
+        translation.rows.append(
+            KeyReport(
+                "fsdp_config",
+                value,
+                Status.RENAMED,
+                "the keys of that file, each with a row of its own",
+            )
+        )
         return section
     if value is not None and not isinstance(value, dict):
-        rule = "is an object or the path of a JSON file"
-        translation.refuse("fsdp_config", value, rule, "correct it")
+        translation.refuse(
+            "fsdp_config", value, "is an object or the path of a JSON file", "correct it"
+        )
         return {}
     return value or {}
 
@@ -391,11 +417,18 @@ def _read_keys(
             reshard = _reshard_value(option, version)
             shown, value = sharding.setdefault(RESHARD, ("fsdp", reshard))
             if str(value).lower() != str(reshard).lower():
-                rule = f"fsdp says {option}; both say how parameters are sharded and disagree"
-                translation.problems.append(Problem(shown, value, rule, "keep one of them"))
+                translation.problems.append(
+                    Problem(
+                        shown,
+                        value,
+                        f"fsdp says {option}; both say how parameters are sharded and disagree",
+                        "keep one of them",
+                    )
+                )
 
-    keys = ShardingKeys(sharding, version=2, processes_per_machine=None, launched=False)
-    read_sharding(translation, keys)
+    read_sharding(
+        translation, ShardingKeys(sharding, version=2, processes_per_machine=None, launched=False)
+    )
     _merge_rows(translation)
 
 

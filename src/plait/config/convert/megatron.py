@@ -1,13 +1,11 @@
 """Conversion of Megatron-LM's command line, such as `["--bf16", "--lr", "1e-4"]`.
 
-`megatron_flags` lists the setting of each flag. Flags that are left out have Megatron-LM's default
-if it differs from Plait's. The optimizer and its schedule are converted if any flag describes them;
---lr is then required.
+The table has the setting of each flag, or the reason why it is ignored or refused. Flags that
+describe Megatron's own model and data loader are ignored: Plait receives the model from its caller,
+or builds it from the `model` section.
 
-Table of Megatron-LM's flags: what each sets, or why it is ignored or refused.
-
-Flags that describe Megatron's own model and data loader are ignored: Plait receives the model from
-its caller, or builds it from the `model` section.
+Flags that are left out have Megatron-LM's default if it differs from Plait's. The optimizer and its
+schedule are converted if any flag describes them; --lr is then required.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from plait.config.convert.translated import Settings, TranslatedDocument, set_path
+from plait.config.convert.translated import Settings, TranslatedDocument, Translation
 from plait.config.dialects.keys import nearest
 from plait.config.schema.config import KeyReport, Status
 from plait.config.source import scalar
@@ -361,7 +359,7 @@ FLAGS: dict[str, Flag] = {
     ),
     **_refused(
         "a checkpoint is complete and a run resumes all of it",
-        "leave it out; to start from weights alone set model.path",
+        "leave it out; to start from weights only, set model.path",
         "finetune no_load_optim no_load_rng no_save_optim no_save_rng",
         "switch",
     ),
@@ -375,69 +373,43 @@ def read_flags(tokens: Sequence[str]) -> TranslatedDocument:
     Raises:
         ConfigError: The list does not consist of flags and their values.
     """
-    rows: list[KeyReport] = []
-    problems: list[Problem] = []
-    settings: Settings = {}
+    translation = Translation()
     for name, values in _split(tokens):
         flag = FLAGS.get(name[2:].replace("-", "_"))
         if flag is None:
-            problems.append(Problem(name, None, "unknown flag", _unknown_remedy(name)))
+            translation.problems.append(Problem(name, None, "unknown flag", _unknown_remedy(name)))
             continue
         try:
             value = _parse_value(flag, values)
         except ValueError as error:
             rule, _, remedy = str(error).partition("; ")
-            problems.append(Problem(name, " ".join(values) or None, rule, remedy))
+            translation.problems.append(Problem(name, " ".join(values) or None, rule, remedy))
             continue
 
         if flag.status is Status.REFUSED and value not in flag.off:
-            shown_value = value if values else None
-            problems.append(Problem(name, shown_value, flag.why, flag.remedy))
+            translation.problems.append(
+                Problem(name, value if values else None, flag.why, flag.remedy)
+            )
         elif flag.status is Status.SUPPORTED:
-            other, other_value = settings.setdefault(flag.target, (name, value))
-            if other_value != value:
-                rule = f"{other} says {other_value!r}; both set {flag.target} and disagree"
-                problems.append(Problem(name, value, rule, "keep one of them"))
-        rows.append(_row(name, flag, value))
+            translation.set(flag.target, name, value)
+        translation.rows.append(_row(name, flag, value))
 
-    _combine_flags(settings, problems)
-    return _build_document(settings, rows, problems)
+    settings = translation.settings
+    _set_stage(settings, translation.problems)
+    _set_stages_per_rank(settings, translation.problems)
+    _set_betas(settings)
+    defaults = _defaults(settings, translation.problems)
+    return translation.finish("the command line", "Megatron", defaults, noun="flag")
 
 
-def _combine_flags(settings: Settings, problems: list[Problem]) -> None:
-    """Replace flags whose meaning depends on other flags by the settings that they stand for."""
-    _set_stage(settings, problems)
-    _set_stages_per_rank(settings, problems)
-
-    # Megatron-LM has a flag for each of Adam's betas.
+def _set_betas(settings: Settings) -> None:
+    """Translate the flags of Adam's betas, of which Megatron-LM has one for each."""
     first = settings.pop("optimizer.params.beta1", None)
     second = settings.pop("optimizer.params.beta2", None)
     beta = first or second
     if beta is not None:
         betas = [first[1] if first else 0.9, second[1] if second else 0.999]
         settings["optimizer.params.betas"] = (beta[0], betas)
-
-
-def _build_document(
-    settings: Settings, rows: list[KeyReport], problems: list[Problem]
-) -> TranslatedDocument:
-    defaults = _defaults(settings, problems)
-    defaults = {path: value for path, value in defaults.items() if path not in settings}
-    tree: dict[str, Any] = {}
-    for path, (_, value) in settings.items():
-        set_path(tree, path, value)
-    for path, value in defaults.items():
-        set_path(tree, path, value)
-    return TranslatedDocument(
-        "the command line",
-        tree,
-        "Megatron",
-        "flag",
-        tuple(rows),
-        tuple(problems),
-        {path: name for path, (name, _) in settings.items()},
-        tuple(defaults),
-    )
 
 
 def _set_stage(settings: Settings, problems: list[Problem]) -> None:
@@ -449,8 +421,14 @@ def _set_stage(settings: Settings, problems: list[Problem]) -> None:
     if stage is None:
         settings["zero_optimization.stage"] = distributed
     elif stage[0] != "--data-parallel-sharding-strategy":
-        rule = f"{stage[0]} says {stage[1]}; both set zero_optimization.stage and disagree"
-        problems.append(Problem(distributed[0], distributed[1], rule, "keep one of them"))
+        problems.append(
+            Problem(
+                distributed[0],
+                distributed[1],
+                f"{stage[0]} says {stage[1]}; both set zero_optimization.stage and disagree",
+                "keep one of them",
+            )
+        )
 
 
 def _set_stages_per_rank(settings: Settings, problems: list[Problem]) -> None:
@@ -462,22 +440,28 @@ def _set_stages_per_rank(settings: Settings, problems: list[Problem]) -> None:
     _, layers = settings.get("num_layers", ("", None))
     _, pp = settings.get("parallel.pp", ("", 1))
     if not all(map(is_count, (layers_per_stage, layers, pp))):
-        rule = (
-            "the stages of a rank are --num-layers / --pipeline-model-parallel-size / this, and not"
-            " all three are whole numbers"
+        problems.append(
+            Problem(
+                name,
+                layers_per_stage,
+                "the stages of a rank are --num-layers / --pipeline-model-parallel-size / this, and"
+                " not all three are whole numbers",
+                "give them, or --num-virtual-stages-per-pipeline-rank",
+            )
         )
-        remedy = "give them, or --num-virtual-stages-per-pipeline-rank"
-        problems.append(Problem(name, layers_per_stage, rule, remedy))
         return
 
     divisor = pp * layers_per_stage
     if layers % divisor:
-        rule = (
-            f"{layers} layers over {pp} x {layers_per_stage}: {layers} % {divisor} ="
-            f" {layers % divisor}"
+        problems.append(
+            Problem(
+                name,
+                layers_per_stage,
+                f"{layers} layers over {pp} x {layers_per_stage}: {layers} % {divisor} ="
+                f" {layers % divisor}",
+                "use a number that divides the layers of a rank",
+            )
         )
-        remedy = "use a number that divides the layers of a rank"
-        problems.append(Problem(name, layers_per_stage, rule, remedy))
         return
     settings["parallel.pipeline.stages_per_rank"] = (name, layers // divisor)
 
@@ -503,11 +487,15 @@ def _defaults(settings: Settings, problems: list[Problem]) -> dict[str, Any]:
     if not optimizer_flags:
         return defaults
     if "optimizer.params.lr" not in settings:
-        rule = (
-            f"{optimizer_flags[0]} describes an optimizer, and Megatron-LM has no default for its"
-            " learning rate"
+        problems.append(
+            Problem(
+                "--lr",
+                None,
+                f"{optimizer_flags[0]} describes an optimizer, and Megatron-LM has no default for"
+                " its learning rate",
+                "give it",
+            )
         )
-        problems.append(Problem("--lr", None, rule, "give it"))
 
     _, kind = settings.get("optimizer.type", ("", "AdamW"))
     defaults["optimizer.type"] = kind
@@ -525,8 +513,12 @@ def _row(name: str, flag: Flag, value: Any) -> KeyReport:
             name, value, Status.RENAMED, f"{flag.target} (Megatron's flag)", flag.target
         )
     if flag.status is Status.REFUSED and value in flag.off:
-        meaning = f"this value asks for nothing; another would be refused: {flag.why}"
-        return KeyReport(name, value, Status.IGNORED, meaning)
+        return KeyReport(
+            name,
+            value,
+            Status.IGNORED,
+            f"this value asks for nothing; another would be refused: {flag.why}",
+        )
     return KeyReport(name, value, flag.status, flag.why)
 
 
@@ -548,9 +540,14 @@ def _split(tokens: Sequence[str]) -> list[tuple[str, list[str]]]:
             _, values = flags[-1]
             values.append(token)
         else:
-            rule = "begins with a value and not with a flag"
-            remedy = "begin with a flag such as --bf16"
-            raise ConfigError(Problem("the command line", token, rule, remedy))
+            raise ConfigError(
+                Problem(
+                    "the command line",
+                    token,
+                    "begins with a value and not with a flag",
+                    "begin with a flag such as --bf16",
+                )
+            )
     return flags
 
 
@@ -566,9 +563,7 @@ def _parse_value(flag: Flag, values: list[str]) -> Any:
     else:
         parsed = scalar(values[0])
 
-    if flag.convert is None:
-        return parsed
-    return flag.convert(parsed)
+    return parsed if flag.convert is None else flag.convert(parsed)
 
 
 def _unknown_remedy(name: str) -> str:

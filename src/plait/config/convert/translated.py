@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from plait.config.dialects.deepspeed import Key, as_flag, asks_for_nothing, type_problem
+from plait.config.dialects.deepspeed import Key, as_flag, requests_nothing, type_problem
 from plait.config.schema.config import KeyReport, Status
 from plait.config.source import Document
 from plait.errors import ConfigError, Problem
@@ -65,7 +65,9 @@ class Translation:
         name: str,
         program: str,
         defaults: Mapping[str, Any],
+        *,
         base: Mapping[str, Any] | None = None,
+        noun: str = "file",
     ) -> TranslatedDocument:
         """Return the translated document.
 
@@ -74,6 +76,7 @@ class Translation:
             program: Name of the other program.
             defaults: Values by path, for settings that no key sets.
             base: Tree of a file that the document includes.
+            noun: Container of the keys, see `TranslatedDocument`.
         """
         tree = copy.deepcopy(dict(base or {}))
         # A key that contradicts the included file is a problem; neither of them wins.
@@ -91,7 +94,7 @@ class Translation:
             name,
             tree,
             program,
-            "file",
+            noun,
             tuple(self.rows),
             tuple(self.problems),
             {path: key for path, (key, _) in self.settings.items()},
@@ -111,8 +114,14 @@ class Translation:
         """Set a path to a value. If another key has set another value, add a problem."""
         other_key, other_value = self.settings.setdefault(path, (key, value))
         if other_value != value:
-            rule = f"{other_key} says {other_value!r}; both set {path} and disagree"
-            self.problems.append(Problem(key, value, rule, "keep one of them"))
+            self.problems.append(
+                Problem(
+                    key,
+                    value,
+                    f"{other_key} says {other_value!r}; both set {path} and disagree",
+                    "keep one of them",
+                )
+            )
 
     def translate_key(self, shown: str, key: ForeignKey, value: Any) -> None:
         """Translate a key.
@@ -132,11 +141,17 @@ class Translation:
             self.refuse(shown, value, *problem)
             return
 
-        if key.status is Status.REFUSED and not asks_for_nothing(key, value):
+        if key.status is Status.REFUSED and not requests_nothing(key, value):
             self.refuse(shown, value, key.why, key.remedy)
         elif key.status is Status.REFUSED and key.sets is None:
-            meaning = f"this value asks for nothing; another would be refused: {key.why}"
-            self.rows.append(KeyReport(shown, value, Status.IGNORED, meaning))
+            self.rows.append(
+                KeyReport(
+                    shown,
+                    value,
+                    Status.IGNORED,
+                    f"this value asks for nothing; another would be refused: {key.why}",
+                )
+            )
         elif key.sets is None:
             self.rows.append(KeyReport(shown, value, Status.IGNORED, key.why))
         else:
@@ -162,8 +177,7 @@ class Translation:
             )
             return
         meaning = " and ".join(settings) + note
-        first_path = next(iter(settings))
-        self.rows.append(KeyReport(shown, value, Status.RENAMED, meaning, first_path))
+        self.rows.append(KeyReport(shown, value, Status.RENAMED, meaning, next(iter(settings))))
 
 
 def problems_in(key: str, error: ConfigError) -> list[Problem]:
@@ -179,9 +193,7 @@ def parse_flag(value: Any) -> Any:
     if isinstance(value, str):
         value = _FLAG_TEXTS.get(value.lower(), value)
     flag = as_flag(value)
-    if flag is None:
-        return value
-    return flag
+    return value if flag is None else flag
 
 
 def set_path(tree: dict[str, Any], path: str, value: Any) -> str | None:
@@ -195,8 +207,8 @@ def set_path(tree: dict[str, Any], path: str, value: Any) -> str | None:
     for name in parents:
         section = section.setdefault(name, {})
         if not isinstance(section, dict):
-            return f"sets {path}, and the file that is named beside it has {name} = {section!r}"
+            return f"sets {path}, and the file that this one names has {name} = {section!r}"
     present = section.setdefault(last, value)
     if present == value:
         return None
-    return f"sets {path}, and the file that is named beside it says {present!r}"
+    return f"sets {path}, and the file that this one names has {present!r}"

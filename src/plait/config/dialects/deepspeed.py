@@ -1,4 +1,4 @@
-"""Table of DeepSpeed's keys that are not fields of the schema: ignored or refused, with reasons.
+"""DeepSpeed's keys that are not fields of the schema: ignored or refused, with reasons.
 
 The table contains every key of DeepSpeed 0.19.8, of older releases and of published files that
 Plait does not support. Supported keys are fields of the schema, which documents them.
@@ -7,8 +7,6 @@ A key is ignored if it only tunes DeepSpeed's implementation or its logging. A k
 would change the results, the memory or an output that a user expects (a tracker, a checkpoint). The
 value decides: `off` lists the values of a refused key with which it may stay in the file. "auto" is
 valid for every ignored key, as in DeepSpeed.
-
-Checks of the values of DeepSpeed's keys: their type, and whether they request a feature.
 """
 
 from __future__ import annotations
@@ -479,7 +477,7 @@ REFUSED: tuple[RefusedKeys, ...] = (
         {"pipeline.partition": ("text", ("best", "parameters"))},
     ),
     RefusedKeys(
-        "sequences are split by context parallelism, set by its degree alone",
+        "sequences are split by context parallelism, of which only the degree is set",
         "leave the section out and set parallel.cp",
         {"sequence_parallel": _PRESENT},
     ),
@@ -607,7 +605,7 @@ def type_problem(key: Key, value: Any) -> tuple[str, str] | None:
     return f"must be {_NAMES[key.kind]}", "correct it or leave it out: " + key.why
 
 
-def asks_for_nothing(key: Key, value: Any) -> bool:
+def requests_nothing(key: Key, value: Any) -> bool:
     """Return True if a refused key may stay in the file with this value.
 
     "auto" selects DeepSpeed's default, which requests nothing.

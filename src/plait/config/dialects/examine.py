@@ -1,118 +1,30 @@
-"""Translation of a file's keys to the names of the schema.
+"""Translation of a file's keys to the names of the schema, with `--set a.b=c` applied.
 
 Every key is looked up: aliases are moved to their target, and all problems are collected. Each key
-of the file becomes a `KeyReport` that says what it means; none is dropped silently. Values stay as
-written, including "auto".
-
-Application of `--set a.b=c` to the tree of a file.
-
-An override replaces the file's value of the same setting under any of its names.
-
-Recognition of configurations of other programs.
-
-`load` refuses them, and `plait config convert` translates them.
+of the file becomes a `KeyReport` with its meaning; none is dropped silently. Values stay as
+written, including "auto". An override replaces the file's value of the same setting under any of
+its names.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 from pydantic import ValidationError
 
 from plait.config.dialects import keys
-from plait.config.dialects.deepspeed import SECRETS, TABLE, Key, asks_for_nothing, type_problem
-from plait.config.dialects.keys import ABSENT, ALIASES, SHORT_FORMS, known_paths
+from plait.config.dialects.deepspeed import SECRETS, TABLE, Key, requests_nothing, type_problem
+from plait.config.dialects.keys import ABSENT, ALIASES, SHORT_FORMS
 from plait.config.schema.config import PLAIT_SECTIONS, KeyReport, Provenance, Status
 from plait.config.schema.optimizers import SINGLE_VALUED_PARAMS
 from plait.config.source import Document
-from plait.errors import ConfigError, Problem
+from plait.errors import Problem
 
 Tree = dict[str, Any]
-
-
-def apply_override(tree: Tree, path: tuple[str, ...], value: Any) -> Problem | None:
-    """Set a value in a tree, after removing the same setting under its other names.
-
-    Args:
-        tree: The file's content, which is modified.
-        path: Names of the key, from the outermost section.
-        value: New value; None removes the key.
-
-    Returns:
-        A problem if the path leads through a value that is not a section.
-    """
-    dotted = ".".join(path)
-    target = _target(dotted)
-    # A section written as a number has no keys that could be replaced.
-    _expand_short_forms(tree, target)
-    for leaf in _leaves(tree, ()):
-        name = ".".join(leaf)
-        if name != dotted and _target(name) == target:
-            _remove(tree, leaf)
-
-    if value is None:
-        _remove(tree, path)
-        return None
-
-    section = tree
-    for depth, name in enumerate(path[:-1], start=1):
-        # null and false are the forms of an omitted section.
-        if section.get(name) in (None, False):
-            section[name] = {}
-        section = section[name]
-        if not isinstance(section, dict):
-            shown = ".".join(path[:depth])
-            rule = f"{shown} is {section!r} and has no keys in it"
-            return Problem(f"--set {dotted}", value, rule, f"set {shown} itself")
-    section[path[-1]] = value
-    return None
-
-
-def _target(path: str) -> str:
-    """Return the path of a setting after renaming the key or its section."""
-    alias = ALIASES.get(path)
-    if alias is not None:
-        return alias.target
-    section, _, name = path.partition(".")
-    if section in ALIASES:
-        return f"{ALIASES[section].target}.{name}"
-    return path
-
-
-def _expand_short_forms(tree: Tree, target: str) -> None:
-    """Replace a value that stands for a section by the section, if `target` may be in it."""
-    for section, expand in SHORT_FORMS.items():
-        if section not in tree:
-            continue
-        names = [path for path, alias in ALIASES.items() if alias.target == target]
-        if any(name.startswith(f"{section}.") for name in (target, *names)):
-            tree[section] = expand(tree[section])
-
-
-def _leaves(tree: Tree, prefix: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Return the paths of all settings. An object that is a setting is not searched."""
-    leaves: list[tuple[str, ...]] = []
-    for name, value in tree.items():
-        path = (*prefix, name)
-        # The value of a setting such as `optimizer.params` is an object too.
-        if isinstance(value, dict) and ".".join(path) not in keys.schema_fields():
-            leaves += _leaves(value, path)
-        else:
-            leaves.append(path)
-    return leaves
-
-
-def _remove(tree: Tree, path: tuple[str, ...]) -> None:
-    for name in path[:-1]:
-        if not isinstance(tree.get(name), dict):
-            return
-        tree = tree[name]
-    tree.pop(path[-1], None)
 
 
 @dataclass
@@ -139,12 +51,10 @@ class ExaminedDocument:
     """Name of each setting in the file, by path."""
     candidates: dict[str, list[WrittenValue]] = field(default_factory=dict)
     """Values of each setting, by path. A file may contain a setting under several names."""
-    deepspeed: bool = True
-    """True if the file has no section of Plait's."""
 
     def provenance(self, name: str) -> Provenance:
         """Return the provenance of a Config that is built from this document."""
-        return Provenance(name, self.deepspeed, tuple(self.rows), dict(self.origins))
+        return Provenance(name, tuple(self.rows), dict(self.origins))
 
 
 def examine(
@@ -154,20 +64,18 @@ def examine(
 
     Args:
         document: The document.
-        overrides: Pairs of path and value. They do not affect whether the file counts as a
-            DeepSpeed file.
+        overrides: Pairs of path and value.
 
     Returns:
         The settings, and all problems. Nothing is raised.
     """
-    examined = ExaminedDocument(deepspeed=not set(PLAIT_SECTIONS) & set(document.tree))
     tree = _copy_tree(document.tree)
+    examined = ExaminedDocument(raw=tree)
     for path, value in overrides:
         problem = apply_override(tree, path, value)
         if problem is not None:
             examined.problems.append(problem)
 
-    examined.raw = tree
     _visit_section((), (), tree, examined)
     overridden = {".".join(path) for path, _ in overrides}
     # After all keys are known: a setting may occur under several names.
@@ -250,8 +158,9 @@ def _visit(
             value = SHORT_FORMS[dotted](value)
         _visit_known_section(written, path, value, examined)
     else:
-        remedy = keys.remedy_for(".".join(path[:-1]), path[-1])
-        examined.problems.append(Problem(shown, value, "unknown key", remedy))
+        examined.problems.append(
+            Problem(shown, value, "unknown key", keys.remedy_for(".".join(path[:-1]), path[-1]))
+        )
 
 
 def _visit_known_section(
@@ -266,15 +175,21 @@ def _visit_known_section(
         _visit_section(written, path, value, examined)
     elif value is False and dotted.split(".")[0] not in PLAIT_SECTIONS:
         # DeepSpeed accepts false in place of a section.
-        meaning = "false: the section is left out"
-        examined.rows.append(KeyReport(shown, value, Status.IGNORED, meaning, dotted))
+        examined.rows.append(
+            KeyReport(shown, value, Status.IGNORED, "false: the section is left out", dotted)
+        )
     else:
         names = keys.names_in(dotted)
         typical = ("enabled", "stage", "type", "device", "tp_size", "path")
         example = next((name for name in typical if name in names), names[0])
-        remedy = f'write for example {{"{example}": ...}}'
-        rule = "is a section and needs an object"
-        examined.problems.append(Problem(shown, value, rule, remedy))
+        examined.problems.append(
+            Problem(
+                shown,
+                value,
+                "is a section and needs an object",
+                f'write for example {{"{example}": ...}}',
+            )
+        )
 
 
 def _visit_alias(
@@ -289,14 +204,22 @@ def _visit_alias(
 
     converted = alias.convert(value)
     if converted is ABSENT:
-        meaning = f"{alias.target}, not set by this value ({alias.note})"
-        examined.rows.append(KeyReport(shown, value, Status.RENAMED, meaning, alias.target))
+        examined.rows.append(
+            KeyReport(
+                shown,
+                value,
+                Status.RENAMED,
+                f"{alias.target}, not set by this value ({alias.note})",
+                alias.target,
+            )
+        )
         return
     if alias.target in TABLE:
         _visit_table(shown, TABLE[alias.target], converted, examined)
         return
-    meaning = f"{alias.target} ({alias.note})"
-    examined.rows.append(KeyReport(shown, value, Status.RENAMED, meaning, alias.target))
+    examined.rows.append(
+        KeyReport(shown, value, Status.RENAMED, f"{alias.target} ({alias.note})", alias.target)
+    )
     examined.candidates.setdefault(alias.target, []).append(WrittenValue(shown, converted))
 
 
@@ -308,8 +231,9 @@ def _visit_field(
     if setting.free and isinstance(value, dict):
         value = _visit_free(written, dotted, value, examined)
     else:
-        meaning = brief(setting.description)
-        examined.rows.append(KeyReport(shown, value, Status.SUPPORTED, meaning, dotted))
+        examined.rows.append(
+            KeyReport(shown, value, Status.SUPPORTED, brief(setting.description), dotted)
+        )
     examined.candidates.setdefault(dotted, []).append(WrittenValue(shown, value))
 
 
@@ -362,7 +286,7 @@ def _visit_table(shown: str, key: Key, value: Any, examined: ExaminedDocument) -
 
     status = key.status
     meaning = key.why
-    if key.status is Status.REFUSED and asks_for_nothing(key, value):
+    if key.status is Status.REFUSED and requests_nothing(key, value):
         status = Status.IGNORED
         meaning = f"this value asks for nothing; another would be refused: {key.why}"
     elif key.status is Status.REFUSED:
@@ -388,8 +312,9 @@ def _set_value(
                 f"{candidate.name} = {json.dumps(candidate.value, default=str)}"
                 for candidate in (first, other)
             )
-            rule = f"both set {target} and disagree"
-            examined.problems.append(Problem(both, None, rule, "keep one of them"))
+            examined.problems.append(
+                Problem(both, None, f"both set {target} and disagree", "keep one of them")
+            )
             return
 
     *parents, last = target.split(".")
@@ -429,96 +354,85 @@ def _origin(written: str, overridden: set[str]) -> str:
     return "file"
 
 
-_ACCELERATE = (
-    "compute_environment",
-    "distributed_type",
-    "deepspeed_config",
-    "parallelism_config",
-    "megatron_lm_config",
-    "dynamo_config",
-)
-"""Keys that only `accelerate config` writes."""
-_TRAINER_FSDP = (
-    "activation_checkpointing",
-    "auto_wrap_policy",
-    "backward_prefetch",
-    "cpu_offload",
-    "cpu_ram_efficient_loading",
-    "forward_prefetch",
-    "limit_all_gathers",
-    "min_num_params",
-    "offload_params",
-    "reshard_after_forward",
-    "sharding_strategy",
-    "state_dict_type",
-    "sync_module_states",
-    "transformer_layer_cls_to_wrap",
-    "use_orig_params",
-    "version",
-    "xla",
-    "xla_fsdp_grad_ckpt",
-    "xla_fsdp_settings",
-    "xla_fsdp_v2",
-)
-"""Keys of the Trainer's `fsdp_config`, without the prefix `fsdp_`."""
+def apply_override(tree: Tree, path: tuple[str, ...], value: Any) -> Problem | None:
+    """Set a value in a tree, after removing the same setting under its other names.
 
+    Args:
+        tree: The file's content, which is modified.
+        path: Names of the key, from the outermost section.
+        value: New value; None removes the key.
 
-def is_accelerate(tree: Mapping[str, Any]) -> bool:
-    """Return True if a file has keys that only `accelerate config` writes."""
-    if any(key in tree for key in _ACCELERATE):
-        return True
-    # The Trainer's arguments have both keys.
-    return "fsdp_config" in tree and "fsdp" not in tree
-
-
-def is_trainer_fsdp(tree: Mapping[str, Any]) -> bool:
-    """Return True for the Trainer's `fsdp` and `fsdp_config`, or only the file of the latter."""
-    if "fsdp" in tree:
-        return True
-    # `activation_checkpointing` is a flag of the Trainer and a section of DeepSpeed.
-    known = [name for name in tree if name in known_paths()]
-    if any(not isinstance(tree[name], bool | str) for name in known):
-        return False
-    names = [name.removeprefix("fsdp_") for name in tree]
-    return any(name in _TRAINER_FSDP and name not in known_paths() for name in names)
-
-
-def refuse_foreign(document: Document) -> None:
-    """Refuse a file of Accelerate or of the Trainer's FSDP arguments.
-
-    Raises:
-        ConfigError: The file is one of these. The remedy is the command that converts it.
+    Returns:
+        A problem if the path leads through a value that is not a section.
     """
-    if is_accelerate(document.tree):
-        program = "Accelerate"
-    elif is_trainer_fsdp(document.tree):
-        program = "the Trainer's FSDP arguments"
-    else:
-        return
-    # The name of a document that was not read from a file is a phrase.
-    file = "FILE" if " " in document.name else document.name
-    raise ConfigError(
-        Problem(
-            document.name,
-            None,
-            f"is a configuration of {program}",
-            f"run: plait config convert {file}",
-        )
-    )
+    dotted = ".".join(path)
+    target = _target(dotted)
+    # A section written as a number has no keys that could be replaced.
+    _expand_short_forms(tree, target)
+    for leaf in _leaves(tree, ()):
+        name = ".".join(leaf)
+        if name != dotted and _target(name) == target:
+            _remove(tree, leaf)
+
+    if value is None:
+        _remove(tree, path)
+        return None
+
+    section = tree
+    for depth, name in enumerate(path[:-1], start=1):
+        # null and false are the forms of an omitted section.
+        if section.get(name) in (None, False):
+            section[name] = {}
+        section = section[name]
+        if not isinstance(section, dict):
+            shown = ".".join(path[:depth])
+            return Problem(
+                f"--set {dotted}",
+                value,
+                f"{shown} is {section!r} and has no keys in it",
+                f"set {shown} itself",
+            )
+    section[path[-1]] = value
+    return None
 
 
-def refuse_flags(flags: Sequence[str]) -> NoReturn:
-    """Refuse a list of Megatron-LM's flags.
+def _target(path: str) -> str:
+    """Return the path of a setting after renaming the key or its section."""
+    alias = ALIASES.get(path)
+    if alias is not None:
+        return alias.target
+    section, _, name = path.partition(".")
+    if section in ALIASES:
+        return f"{ALIASES[section].target}.{name}"
+    return path
 
-    Raises:
-        ConfigError: Always. The remedy is the command that converts the flags.
-    """
-    arguments = " ".join(shlex.quote(str(flag)) for flag in flags)
-    raise ConfigError(
-        Problem(
-            "the configuration",
-            None,
-            "is a list of Megatron-LM's flags",
-            f"run: plait config convert -- {arguments}",
-        )
-    )
+
+def _expand_short_forms(tree: Tree, target: str) -> None:
+    """Replace a value that stands for a section by the section, if `target` may be in it."""
+    for section, expand in SHORT_FORMS.items():
+        if section not in tree:
+            continue
+        names = [path for path, alias in ALIASES.items() if alias.target == target]
+        if any(name.startswith(f"{section}.") for name in (target, *names)):
+            tree[section] = expand(tree[section])
+
+
+def _leaves(tree: Tree, prefix: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Return the paths of all settings. An object that is a setting is not searched."""
+    leaves: list[tuple[str, ...]] = []
+    for name, value in tree.items():
+        path = (*prefix, name)
+        # The value of a setting such as `optimizer.params` is an object too.
+        if isinstance(value, dict) and ".".join(path) not in keys.schema_fields():
+            leaves += _leaves(value, path)
+        else:
+            leaves.append(path)
+    return leaves
+
+
+def _remove(tree: Tree, path: tuple[str, ...]) -> None:
+    for name in path[:-1]:
+        if not isinstance(tree.get(name), dict):
+            return
+        tree = tree[name]
+    tree.pop(path[-1], None)

@@ -1,13 +1,11 @@
 """Index of all keys that a file may contain: the schema, the DeepSpeed table, and aliases.
 
-The index is built once. It tells whether a dotted path is a setting or a section, which names a
-section contains, and which known name a misspelt one is close to.
+The index tells whether a dotted path is a setting or a section, which names a section contains, and
+which known name a misspelt one is close to. Each part is built once.
 
-Table of aliases: other names of a setting.
-
-They are names of DeepSpeed, Megatron and Accelerate, and legacy or misspelt keys. `examine` moves a
-value from its alias to the target, and refuses two names of a target whose values disagree. A
-target is a field or section of the schema, or a key of the DeepSpeed table.
+Aliases are other names of a setting: of DeepSpeed, Megatron and Accelerate, and legacy or misspelt
+keys. `examine` moves a value from its alias to the target, and refuses two names of a target whose
+values disagree. A target is a field or section of the schema, or a key of the DeepSpeed table.
 """
 
 from __future__ import annotations
@@ -46,9 +44,7 @@ def _zero_is_off(value: Any) -> Any:
 
 
 def _auto_is_off(value: Any) -> Any:
-    if value == "auto":
-        return ABSENT
-    return value
+    return ABSENT if value == "auto" else value
 
 
 def _flag(on: Any, off: Any = ABSENT) -> Callable[[Any], Any]:
@@ -58,9 +54,7 @@ def _flag(on: Any, off: Any = ABSENT) -> Callable[[Any], Any]:
         # Invalid values stay for the check of the target's type.
         if not isinstance(value, bool):
             return value
-        if value:
-            return on
-        return off
+        return on if value else off
 
     return convert
 
@@ -191,9 +185,7 @@ ALIASES: dict[str, Alias] = {
 
 def _expand_zero(value: Any) -> Any:
     """Expand `"zero_optimization": true`, DeepSpeed's first form of ZeRO, which means stage 1."""
-    if isinstance(value, bool):
-        return {"stage": int(value)}
-    return value
+    return {"stage": int(value)} if isinstance(value, bool) else value
 
 
 def _expand_pipeline(value: Any) -> Any:

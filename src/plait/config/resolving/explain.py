@@ -86,8 +86,13 @@ def explain(
     values = values_of(draft)
     if draft.problems:
         return Explanation(document.name, world_size, rows, values, draft.problems)
-    resolved = Resolved(**draft.values, sources=draft.sources)
-    return Explanation(document.name, world_size, _mark_unused(rows, resolved), values, ())
+    return Explanation(
+        document.name,
+        world_size,
+        _mark_unused(rows, Resolved(**draft.values, sources=draft.sources)),
+        values,
+        (),
+    )
 
 
 def _default_processes(config: Config) -> int:
@@ -96,18 +101,24 @@ def _default_processes(config: Config) -> int:
     if config.run is not None and isinstance(config.run.processes, int):
         count = config.run.processes
     if count > MAX_PROCESSES:
-        rule = f"its degrees take {count:,} processes, and there are at most {MAX_PROCESSES:,}"
-        raise ConfigError(Problem("parallel", None, rule, "lower one"))
+        raise ConfigError(
+            Problem(
+                "parallel",
+                None,
+                f"its degrees take {count:,} processes, and there are at most {MAX_PROCESSES:,}",
+                "lower one",
+            )
+        )
     return count
 
 
 def _mark_unused(rows: Sequence[KeyReport], resolved: Resolved) -> tuple[KeyReport, ...]:
     """Mark the keys that have no effect as ignored."""
     reasons: dict[str, str] = {}
-    for paths, reason in _unused_settings(resolved):
-        for path in paths:
-            # If a setting is unused for several reasons, the first is shown.
-            reasons.setdefault(path, reason)
+    for applies, paths, reason in _unused_rules(resolved):
+        # If a setting is unused for several reasons, the first is shown.
+        if applies:
+            reasons = dict.fromkeys(paths, reason) | reasons
 
     marked = []
     for row in rows:
@@ -120,22 +131,21 @@ def _mark_unused(rows: Sequence[KeyReport], resolved: Resolved) -> tuple[KeyRepo
     return tuple(marked)
 
 
-Unused = tuple[Sequence[str], str]
-"""Paths of settings that have no effect, and the reason."""
+UnusedRule = tuple[bool, Sequence[str], str]
+"""Whether settings have no effect, their paths, and the reason."""
 
 
-def _unused_settings(resolved: Resolved) -> Iterator[Unused]:
-    yield from _unused_tracker_settings(resolved)
-    yield from _unused_precision_settings(resolved.precision)
-    yield from _unused_recompute_settings(resolved)
-    yield from _unused_offload_settings(resolved)
-    yield from _unused_reduction_settings(resolved)
-    yield from _unused_compression_settings(resolved)
-    yield from _unused_transport_settings(resolved)
-    if resolved.layout.tp == 1:
-        yield _under("parallel", *TensorParallel.model_fields), "parallel.tp is 1"
-    if not resolved.compile.enabled:
-        yield ("compile.backend", "compile.mode"), "compile is off"
+def _unused_rules(resolved: Resolved) -> Iterator[UnusedRule]:
+    yield from _tracker_rules(resolved)
+    yield from _precision_rules(resolved.precision)
+    yield from _recompute_rules(resolved)
+    yield from _offload_rules(resolved)
+    yield from _reduction_rules(resolved)
+    yield from _compression_rules(resolved)
+    yield from _transport_rules(resolved)
+    tensor_settings = _under("parallel", *TensorParallel.model_fields)
+    yield resolved.layout.tp == 1, tensor_settings, "parallel.tp is 1"
+    yield not resolved.compile.enabled, ("compile.backend", "compile.mode"), "compile is off"
 
 
 def _under(section: str, *names: str) -> list[str]:
@@ -143,136 +153,169 @@ def _under(section: str, *names: str) -> list[str]:
     return [f"{section}.{name}" for name in names]
 
 
-def _unused_tracker_settings(resolved: Resolved) -> Iterator[Unused]:
+def _tracker_rules(resolved: Resolved) -> Iterator[UnusedRule]:
     enabled = [spec.name for spec in resolved.trackers]
     for name, section in SECTIONS.items():
-        if name not in enabled:
-            settings = [setting for setting in section.model_fields if setting != "enabled"]
-            yield _under(name, *settings), f"{name}.enabled is false"
+        settings = [setting for setting in section.model_fields if setting != "enabled"]
+        yield name not in enabled, _under(name, *settings), f"{name}.enabled is false"
 
 
-def _unused_precision_settings(precision: Precision) -> Iterator[Unused]:
+def _precision_rules(precision: Precision) -> tuple[UnusedRule, ...]:
     fp16 = _under("fp16", *LOSS_SCALE.values())
-    if precision.loss_scale is None:
-        yield fp16, "fp16 is off"
-    elif precision.loss_scale.static > 0:
-        dynamic = [path for path in fp16 if path != "fp16.loss_scale"]
-        yield dynamic, "the loss scale is constant (fp16.loss_scale)"
-    if precision.compute != "bfloat16":
-        yield ["bf16.check_grad_overflow"], "bf16 is off"
-    if precision.compute is None:
-        neither = "neither fp16 nor bf16 is on"
-        yield (
+    scale = precision.loss_scale
+    neither = "neither fp16 nor bf16 is on"
+    return (
+        (scale is None, fp16, "fp16 is off"),
+        (
+            scale is not None and scale.static > 0,
+            [path for path in fp16 if path != "fp16.loss_scale"],
+            "the loss scale is constant (fp16.loss_scale)",
+        ),
+        (precision.compute != "bfloat16", ["bf16.check_grad_overflow"], "bf16 is off"),
+        (
+            precision.compute is None,
             ["data_types.keep_in_fp32_modules"],
             f"{neither}: modules compute in the parameters' dtype",
-        )
-        yield (
+        ),
+        (
+            precision.compute is None,
             ["data_types.grad_accum_dtype"],
             f"{neither}: gradients have the parameters' dtype",
-        )
+        ),
+    )
 
 
-def _unused_recompute_settings(resolved: Resolved) -> Iterator[Unused]:
+def _recompute_rules(resolved: Resolved) -> tuple[UnusedRule, ...]:
     mode = resolved.recompute.mode
-    if mode not in ("full", "selective"):
-        yield (
+    return (
+        (
+            mode not in ("full", "selective"),
             ["parallel.recompute.every"],
             "it counts blocks for the modes full and selective; a budget decides for every block",
-        )
-    if mode not in ("selective", "budget"):
-        yield ["parallel.recompute.keep"], "the mode keeps no results of operators"
-    if mode != "budget":
-        yield ["parallel.recompute.sequence_length"], "the mode is not budget"
-
-    if resolved.layout.tp == 1:
-        yield ["activation_checkpointing.partition_activations"], "parallel.tp is 1"
-    if mode == "none":
-        yield (
+        ),
+        (
+            mode not in ("selective", "budget"),
+            ["parallel.recompute.keep"],
+            "the mode keeps no results of operators",
+        ),
+        (mode != "budget", ["parallel.recompute.sequence_length"], "the mode is not budget"),
+        (
+            resolved.layout.tp == 1,
+            ["activation_checkpointing.partition_activations"],
+            "parallel.tp is 1",
+        ),
+        (
+            mode == "none",
             _under("activation_checkpointing", "partition_activations", "cpu_checkpointing"),
             "no block is recomputed (parallel.recompute.mode is none), so there are no inputs to"
             " keep",
-        )
+        ),
+    )
 
 
-def _unused_offload_settings(resolved: Resolved) -> Iterator[Unused]:
+def _offload_rules(resolved: Resolved) -> tuple[UnusedRule, ...]:
     activations = "parallel.activation_offload"
-    if resolved.activation_offload.fraction == 0:
-        yield _under(activations, "device", "path"), f"{activations}.fraction is 0"
-    if resolved.activation_offload.device != "disk":
-        yield _under(activations, "path"), "the device is not disk"
-
     optimizer = "zero_optimization.offload_optimizer"
+    parameters = "zero_optimization.offload_param"
     files = ("nvme_path", "buffer_count", "buffer_size")
     device = resolved.optimizer_offload.device
-    if device != "nvme":
-        yield _under(optimizer, *files), f"{optimizer}.device is not nvme"
-    if device != "cpu":
-        yield _under(optimizer, "pin_memory"), f"{optimizer}.device is not cpu"
-    if device == "none":
-        yield _under(optimizer, "ratio"), f"{optimizer}.device is none"
+    return (
+        (
+            resolved.activation_offload.fraction == 0,
+            _under(activations, "device", "path"),
+            f"{activations}.fraction is 0",
+        ),
+        (
+            resolved.activation_offload.device != "disk",
+            _under(activations, "path"),
+            "the device is not disk",
+        ),
+        (device != "nvme", _under(optimizer, *files), f"{optimizer}.device is not nvme"),
+        (device != "cpu", _under(optimizer, "pin_memory"), f"{optimizer}.device is not cpu"),
+        (device == "none", _under(optimizer, "ratio"), f"{optimizer}.device is none"),
+        (
+            resolved.parameter_offload.device != "nvme" or resolved.parameter_offload.with_states,
+            _under(parameters, *files),
+            f"{parameters}.device is not nvme",
+        ),
+    )
 
-    parameters = "zero_optimization.offload_param"
-    if resolved.parameter_offload.device != "nvme" or resolved.parameter_offload.with_states:
-        yield _under(parameters, *files), f"{parameters}.device is not nvme"
 
-
-def _unused_reduction_settings(resolved: Resolved) -> Iterator[Unused]:
+def _reduction_rules(resolved: Resolved) -> tuple[UnusedRule, ...]:
     data = resolved.data_parallel
     buckets = has_buckets(data.stage, mixed=resolved.precision.compute is not None)
-    if not buckets:
-        yield (
+    compressed = bool(resolved.compression.scheme.gradients)
+    return (
+        (
+            not buckets,
             ["zero_optimization.reduce_bucket_size", "parallel.bucket_mib"],
             "gradients are reduced block by block; there are buckets only at stage 0 in the"
             " model's own dtype",
-        )
-    if data.all_reduce != "by-machines" or resolved.compression.scheme.gradients:
-        yield (
+        ),
+        (
+            data.all_reduce != "by-machines" or compressed,
             ["parallel.measure_seconds"],
             "all_reduce or compress_gradients selects how gradients are reduced",
-        )
-    if not buckets or resolved.layout.dp == 1:
-        yield (
+        ),
+        (
+            not buckets or resolved.layout.dp == 1,
             ["parallel.all_reduce", "parallel.measure_seconds"],
             "it applies only at stage 0, in the model's own dtype, over several processes",
-        )
-    if resolved.compression.scheme.gradients:
-        yield ["parallel.all_reduce"], "compressed gradients have their own all-reduce"
+        ),
+        (compressed, ["parallel.all_reduce"], "compressed gradients have their own all-reduce"),
+    )
 
 
-def _unused_compression_settings(resolved: Resolved) -> Iterator[Unused]:
+def _compression_rules(resolved: Resolved) -> tuple[UnusedRule, ...]:
     data = resolved.data_parallel
-    if resolved.layout.dp == 1:
-        yield (
+    schemes = resolved.compression.schemes
+    return (
+        (
+            resolved.layout.dp == 1,
             _under("parallel", "compress_gradients", "compress_weights", "secondary_partition"),
             "one data-parallel process exchanges nothing",
-        )
-    if data.stage == 0:
-        yield ["parallel.compress_weights"], "stage 0 gathers no parameters"
-    if data.secondary_partition == 0:
-        yield (
+        ),
+        (data.stage == 0, ["parallel.compress_weights"], "stage 0 gathers no parameters"),
+        (
+            data.secondary_partition == 0,
             ["parallel.secondary_partition"],
             "stages 0 to 2, and a partition over all of dp_shard, gather once",
-        )
+        ),
+        (
+            not any(scheme.gradient_bits for scheme in schemes),
+            ["parallel.error_feedback"],
+            "gradients are not quantised",
+        ),
+        (
+            not any(scheme.powersgd_rank for scheme in schemes),
+            ["parallel.powersgd_rank"],
+            "compress_gradients does not have powersgd",
+        ),
+    )
 
-    schemes = resolved.compression.schemes
-    if not any(scheme.gradient_bits for scheme in schemes):
-        yield ["parallel.error_feedback"], "gradients are not quantised"
-    if not any(scheme.powersgd_rank for scheme in schemes):
-        yield ["parallel.powersgd_rank"], "compress_gradients does not have powersgd"
 
-
-def _unused_transport_settings(resolved: Resolved) -> Iterator[Unused]:
+def _transport_rules(resolved: Resolved) -> tuple[UnusedRule, ...]:
     data = resolved.data_parallel
     scheme = resolved.compression.scheme
     path = ["parallel.transport"]
-    if data.stage == 0 and data.all_reduce != "by-machines":
-        yield path, "parallel.all_reduce names one of torch's collectives"
-    if scheme.gradients and (data.stage == 0 or scheme.weight_bits):
-        yield path, "compressed tensors are sent by torch's collectives"
-    if resolved.layout.dp == 1:
-        yield path, "one data-parallel process exchanges nothing"
-    if resolved.layout.dp_shard == 1 and resolved.precision.compute is not None:
-        yield path, "replicated parameters that are cast are reduced by torch's collectives"
+    return (
+        (
+            data.stage == 0 and data.all_reduce != "by-machines",
+            path,
+            "parallel.all_reduce names one of torch's collectives",
+        ),
+        (
+            bool(scheme.gradients and (data.stage == 0 or scheme.weight_bits)),
+            path,
+            "compressed tensors are sent by torch's collectives",
+        ),
+        (resolved.layout.dp == 1, path, "one data-parallel process exchanges nothing"),
+        (
+            resolved.layout.dp_shard == 1 and resolved.precision.compute is not None,
+            path,
+            "replicated parameters that are cast are reduced by torch's collectives",
+        ),
+    )
 
 
 def values_of(resolved: Resolved | Outline) -> tuple[Value, ...]:
@@ -323,8 +366,9 @@ def _batch_values(batch: Batch) -> dict[str, Any]:
 
 
 def _layout_values(layout: Layout) -> dict[str, Any]:
-    degrees = {**layout.degrees, "ep": layout.ep}
-    return {f"parallel.{axis}": degree for axis, degree in degrees.items()}
+    return {
+        f"parallel.{axis}": degree for axis, degree in {**layout.degrees, "ep": layout.ep}.items()
+    }
 
 
 def _tensor_values(tensor: TensorParallel) -> dict[str, Any]:
@@ -375,9 +419,7 @@ def _compress_gradients(compression: Compression) -> str | list[str]:
 
 
 def _scheme_name(scheme: Scheme) -> str:
-    if scheme.powersgd_rank:
-        return "powersgd"
-    return _BITS[scheme.gradient_bits]
+    return "powersgd" if scheme.powersgd_rank else _BITS[scheme.gradient_bits]
 
 
 def _loss_chunk_values(tokens: int) -> dict[str, Any]:

@@ -44,7 +44,20 @@ def json_schema() -> dict[str, Any]:
     for path, alias in ALIASES.items():
         entry = {"description": f"Another name of {alias.target} ({alias.note})."}
         _add_property(schema, path, entry)
+    for section in (schema, *schema["$defs"].values()):
+        _complete_descriptions(schema, section)
     return schema
+
+
+def _complete_descriptions(schema: dict[str, Any], section: dict[str, Any]) -> None:
+    """Write paragraphs of descriptions on one line, and restore those that pydantic drops."""
+    for node in (section, *section["properties"].values()):
+        # pydantic drops the description of a property that is equal to that of its section.
+        if "$ref" in node:
+            node.setdefault("description", _dereference(schema, node)["description"])
+        if "description" in node:
+            paragraphs = node["description"].split("\n\n")
+            node["description"] = "\n\n".join(" ".join(text.split()) for text in paragraphs)
 
 
 def _allow_auto(schema: dict[str, Any], path: str) -> None:
@@ -73,8 +86,7 @@ def _add_property(schema: dict[str, Any], path: str, entry: dict[str, Any]) -> N
     node = schema
     for name in parents:
         section = {"type": ["object", "boolean"], "additionalProperties": False}
-        properties = node.setdefault("properties", {})
-        node = _dereference(schema, properties.setdefault(name, section))
+        node = _dereference(schema, node.setdefault("properties", {}).setdefault(name, section))
     node.setdefault("properties", {}).setdefault(last, entry)
 
 

@@ -3,15 +3,15 @@
 Both are pure: they use no process group, no environment variable and no property of the machine.
 The number of processes is an argument. A `Resolved` records the source of every value.
 
+A file passes `source.read`, `examine` (its keys become those of the schema), the schema's checks
+(`validate_tree` turns pydantic's errors into Problems), and `outline`, whose parts are decided in
+`resolved_parts` and `techniques`.
+
 Note [All problems are reported]
     A user should see all mistakes of a file at once. `examine` collects the problems of keys, and
-    `validate` those of values. `outline` calls the function of each part with `Findings.attempt`,
-    which records the problems of the part; parts that depend on it are skipped. Each stage raises
-    a single ConfigError with its problems.
-
-Validation of a tree against the schema.
-
-pydantic's errors become Problems, with the name of the file, the value, the rule and the remedy.
+    `validate_tree` those of values. `outline` calls the function of each part with
+    `Findings.attempt`, which records the problems of the part; parts that depend on it are
+    skipped. Each stage raises a single ConfigError with its problems.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from pydantic_core import ErrorDetails
 from torch import nn
 
 from plait.cluster.layout import Layout
-from plait.config.dialects import keys
-from plait.config.dialects.examine import ExaminedDocument, examine, refuse_flags, refuse_foreign
+from plait.config.dialects import foreign, keys
+from plait.config.dialects.examine import ExaminedDocument, examine
 from plait.config.resolving import resolved_parts, techniques
 from plait.config.resolving.resolved_parts import PLANNABLE_SETTINGS, Batch
 from plait.config.schema.config import Config
@@ -58,23 +58,90 @@ from plait.parallel.techniques.tiled_mlp import TiledMLP
 from plait.policy import Policy
 
 
-def validate(tree: Mapping[str, Any], *, written: Mapping[str, str]) -> Config:
-    """Return the Config of a tree.
+def load(source: Source | Config, overrides: Sequence[str] = ()) -> Config:
+    """Read and check a configuration. The result may still contain "auto".
 
     Args:
-        tree: Settings under the names of the schema.
-        written: Name of each setting in the file, by path of the schema.
+        source: Path of a JSON file (comments allowed) or YAML file of Plait or DeepSpeed, a
+            mapping, or DeepSpeed's base64. A Config is returned unchanged. Files of Accelerate and
+            of the Trainer's fsdp_config, and Megatron's flags, are refused with the command that
+            converts them.
+        overrides: Texts `a.b=c` that take precedence over the file, whatever name the file uses for
+            the setting.
 
     Raises:
         ConfigError: All problems.
     """
+    if not isinstance(source, Config):
+        return build_config(*examine_source(source, overrides))
+    if overrides:
+        raise ConfigError(
+            Problem(
+                "overrides",
+                ", ".join(overrides),
+                "apply to a file or a mapping, not to a Config",
+                "load them together",
+            )
+        )
+    return source
+
+
+def examine_source(
+    source: Source | Sequence[str], overrides: Sequence[str] = ()
+) -> tuple[Document, ExaminedDocument]:
+    """Read a configuration and look up its keys: the first half of `load`.
+
+    Problems are collected in the result.
+
+    Raises:
+        ConfigError: There are no keys to look up (no such file, invalid JSON, a file of another
+            program), or an override is malformed.
+    """
+    if not isinstance(source, str | Path | Mapping | Sequence):
+        raise TypeError(f"a configuration is a path or a mapping, not {type(source).__name__}")
+    if not isinstance(source, str | Path | Mapping):
+        # A list of texts is a command line of Megatron-LM.
+        foreign.refuse_flags(source)
+    document = read(source)
+    examined = examine(document, [parse_override(text) for text in overrides])
+    # A file of another program always has keys that Plait does not know.
+    if examined.problems:
+        foreign.refuse_foreign(document)
+    return document, examined
+
+
+def build_config(document: Document, examined: ExaminedDocument) -> Config:
+    """Return the Config of a document: the second half of `load`.
+
+    Raises:
+        ConfigError: All problems of keys and values.
+    """
+    return validate_tree(examined, examined.tree).with_provenance(
+        examined.provenance(document.name)
+    )
+
+
+def validate_tree(examined: ExaminedDocument, tree: Mapping[str, Any]) -> Config:
+    """Return a tree as a Config.
+
+    Args:
+        examined: Document whose problems are reported too.
+        tree: Tree of `examined`, or a part of it.
+
+    Raises:
+        ConfigError: All problems of keys and values.
+    """
+    problems = list(examined.problems)
     try:
-        return Config.model_validate(tree)
+        config = Config.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(*problems_of(error.errors(include_url=False), written=written)) from None
+        # See Note [All problems are reported].
+        problems += _value_problems(error.errors(include_url=False), examined.written)
+    raise_problems(problems)
+    return config
 
 
-def problems_of(errors: Sequence[ErrorDetails], *, written: Mapping[str, str]) -> list[Problem]:
+def _value_problems(errors: Sequence[ErrorDetails], written: Mapping[str, str]) -> list[Problem]:
     """Return the problems of pydantic's errors.
 
     pydantic reports each alternative of a union. They are combined to one problem per field.
@@ -116,8 +183,11 @@ def _field_problems(field: str, errors: list[ErrorDetails]) -> list[Problem]:
         return [Problem(field, value, *_split(problem)) for problem in text.split(" Also: ")]
     if value == "auto" and field in PLANNABLE_SETTINGS:
         rule = "is answered by a plan, which only `plait train` makes by itself"
-        remedy = "run `plait plan FILE --out planned.json` and take planned.json"
-        return [Problem(field, value, rule, remedy)]
+        return [
+            Problem(
+                field, value, rule, "run `plait plan FILE --out planned.json` and take planned.json"
+            )
+        ]
 
     descriptions = [describe_error(error) for error in errors]
     rules = dict.fromkeys(rule for rule, _ in descriptions)
@@ -220,7 +290,7 @@ class Resolved(Policy):
 
     @property
     def techniques(self) -> tuple[Technique, ...]:
-        """All techniques in order. The engine and the memory account iterate over them."""
+        """All techniques in order. The engine and the memory ledger iterate over them."""
         values = [getattr(self, name) for name in type(self).model_fields]
         configured = [value for value in values if isinstance(value, Technique)]
         # A technique of the caller that splits the batch over cp replaces Plait's own.
@@ -247,79 +317,6 @@ class Resolved(Policy):
         return TechniqueContext(
             self.layout, self.techniques, self.batch.accumulation, device_type, model, blocks
         )
-
-
-def load(source: Source | Config, overrides: Sequence[str] = ()) -> Config:
-    """Read and check a configuration. The result may still contain "auto".
-
-    Args:
-        source: Path of a JSON file (comments allowed) or YAML file of Plait or DeepSpeed, a
-            mapping, or DeepSpeed's base64. A Config is returned unchanged. Files of Accelerate and
-            of the Trainer's fsdp_config, and Megatron's flags, are refused with the command that
-            converts them.
-        overrides: Texts `a.b=c` that take precedence over the file, whatever name the file uses for
-            the setting.
-
-    Raises:
-        ConfigError: All problems.
-    """
-    if not isinstance(source, Config):
-        return build_config(*examine_source(source, overrides))
-    if overrides:
-        rule = "apply to a file or a mapping, not to a Config"
-        raise ConfigError(Problem("overrides", ", ".join(overrides), rule, "load them together"))
-    return source
-
-
-def examine_source(
-    source: Source | Sequence[str], overrides: Sequence[str] = ()
-) -> tuple[Document, ExaminedDocument]:
-    """Read a configuration and look up its keys: the first half of `load`.
-
-    Problems are collected in the result.
-
-    Raises:
-        ConfigError: There are no keys to look up (no such file, invalid JSON, a file of another
-            program), or an override is malformed.
-    """
-    if not isinstance(source, str | Path | Mapping | Sequence):
-        raise TypeError(f"a configuration is a path or a mapping, not {type(source).__name__}")
-    if not isinstance(source, str | Path | Mapping):
-        # A list of texts is a command line of Megatron-LM.
-        refuse_flags(source)
-    document = read(source)
-    refuse_foreign(document)
-    return document, examine(document, [parse_override(text) for text in overrides])
-
-
-def build_config(document: Document, examined: ExaminedDocument) -> Config:
-    """Return the Config of a document: the second half of `load`.
-
-    Raises:
-        ConfigError: All problems of keys and values.
-    """
-    config = validate_tree(examined, examined.tree)
-    return config.with_provenance(examined.provenance(document.name))
-
-
-def validate_tree(examined: ExaminedDocument, tree: Mapping[str, Any]) -> Config:
-    """Return a tree as a Config.
-
-    Args:
-        examined: Document whose problems are reported too.
-        tree: Tree of `examined`, or a part of it.
-
-    Raises:
-        ConfigError: All problems of keys and values.
-    """
-    problems = list(examined.problems)
-    try:
-        config = validate(tree, written=examined.written)
-    except ConfigError as error:
-        # See Note [All problems are reported].
-        problems += error.problems
-    raise_problems(problems)
-    return config
 
 
 def resolve(
@@ -406,7 +403,6 @@ def outline(
 
     optimizer = resolved_parts.optimizer(findings)
     scheduler = resolved_parts.scheduler(findings, optimizer, total_steps=total_steps)
-    compiled = resolved_parts.compiled(findings)
     recompute = attempt(techniques.recompute, findings)
     activation_offload = attempt(techniques.activation_offload, findings)
     optimizer_offload = attempt(techniques.optimizer_offload, findings)
@@ -459,7 +455,7 @@ def outline(
         "tensor_parallel": tensor,
         "context_parallel": techniques.context_parallel(findings),
         "routing": Routing(**config.experts.model_dump()),
-        "compile": compiled,
+        "compile": resolved_parts.compiled(findings),
         "faults": config.faults,
         "loss_chunk_tokens": config.parallel.loss_chunk_tokens,
         "tiled_mlp": TiledMLP(tokens=config.parallel.mlp_tile_tokens),

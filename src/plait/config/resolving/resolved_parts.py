@@ -1,18 +1,13 @@
 """Resolution of layout, batch sizes, dtypes, optimizer and schedule.
 
-Each function resolves a part of a `Resolved`. It decides what the Config leaves open, and records
-the source of every value and all problems in the `Findings`. It raises ConfigError if its part
-cannot be resolved.
-
-Degrees of parallelism: from the degrees in a file to a Layout.
+Each function with a `Findings` argument resolves a part of a `Resolved`. It decides what the Config
+leaves open, and records the source of every value and all problems. It raises ConfigError if its
+part cannot be resolved.
 
 Processes that pp, cp and tp do not use become data-parallel. ZeRO stage 0 replicates
-(`dp_replicate`), stages 1 to 3 shard (`dp_shard`); both degrees together are hybrid sharding.
-
-The three batch sizes of a file.
-
-train_batch_size = micro-batch size x accumulation steps x data-parallel processes, so that any two
-of the sizes determine the third.
+(`dp_replicate`), stages 1 to 3 shard (`dp_shard`); both degrees together are hybrid sharding. Any
+two of the batch sizes determine the third: train_batch_size = micro-batch size x accumulation steps
+x data-parallel processes.
 """
 
 from __future__ import annotations
@@ -54,206 +49,11 @@ result of a plan.
 _MAX_LISTED = 12
 """Maximum number of possible degrees that a message lists completely."""
 
-
-def solve_layout(parallel: ParallelSection, *, stage: int, world_size: int) -> Layout:
-    """Return the layout of `world_size` processes.
-
-    Args:
-        parallel: Degrees; those of data parallelism may be open.
-        stage: ZeRO stage.
-        world_size: Number of processes.
-
-    Raises:
-        ConfigError: The degrees do not fit the number of processes. The error names the numbers and
-            possible values.
-    """
-    model = parallel.pp * parallel.cp * parallel.tp
-    if world_size % model:
-        product = f"pp {parallel.pp} x cp {parallel.cp} x tp {parallel.tp} = {model}"
-        below = world_size // model * model
-        above = below + model
-        if below:
-            rule = f"{product} and {world_size} % {model} = {world_size % model}"
-            possible = f"{below} or {above}"
-        else:
-            rule = f"{product}, more than {format_processes(world_size)}"
-            possible = f"{above}"
-        remedy = f"start {possible} processes, or change a degree"
-        raise ConfigError(Problem("parallel", None, rule, remedy))
-
-    replicate, shard = _data_degrees(
-        parallel, stage=stage, dp=world_size // model, world_size=world_size
-    )
-    return Layout(
-        pp=parallel.pp,
-        dp_replicate=replicate,
-        dp_shard=shard,
-        cp=parallel.cp,
-        tp=parallel.tp,
-        ep=parallel.ep,
-    )
-
-
-def format_processes(count: int) -> str:
-    """Return `1 process`, `2 processes` and so on."""
-    if count == 1:
-        return f"{count} process"
-    return f"{count} processes"
-
-
-def smallest_world(parallel: ParallelSection) -> int:
-    """Return the smallest number of processes that satisfies all degrees that are given."""
-    data = [
-        degree for degree in (parallel.dp_replicate, parallel.dp_shard) if isinstance(degree, int)
-    ]
-    stage = parallel.cp * parallel.tp * prod(data)
-    if len(data) == 2:
-        return parallel.pp * stage
-    # The open degree has to make the processes of a pipeline stage a multiple of ep.
-    return parallel.pp * stage * (parallel.ep // gcd(stage, parallel.ep))
-
-
-def _data_degrees(
-    parallel: ParallelSection, *, stage: int, dp: int, world_size: int
-) -> tuple[int, int]:
-    """Return (dp_replicate, dp_shard), whose product is `dp`."""
-    replicate = parallel.dp_replicate if isinstance(parallel.dp_replicate, int) else None
-    shard = parallel.dp_shard if isinstance(parallel.dp_shard, int) else None
-    if stage == 0:
-        if shard is not None and shard > 1:
-            rule = "zero_optimization.stage is 0, which shards nothing"
-            remedy = (
-                "set zero_optimization.stage to 1, 2 or 3, or parallel.dp_replicate to"
-                f" {shard} instead"
-            )
-            raise ConfigError(Problem("parallel.dp_shard", shard, rule, remedy))
-        # All data-parallel processes replicate.
-        shard = 1
-
-    # The open degree takes all processes; if both are open, ZeRO shards over all of them.
-    if shard is None:
-        replicate = replicate or 1
-        shard = _remaining("dp_replicate", replicate, dp, world_size)
-    elif replicate is None:
-        replicate = _remaining("dp_shard", shard, dp, world_size)
-
-    if replicate * shard != dp:
-        product = f"dp_replicate {replicate} x dp_shard {shard} = {replicate * shard}"
-        rule = f"{product}, and {format_processes(world_size)} leave {dp} for data parallelism"
-        left_out = "dp_replicate" if stage == 0 else "one of the two"
-        possible = format_processes(world_size // dp * replicate * shard)
-        remedy = f"start {possible}, or leave {left_out} out"
-        raise ConfigError(Problem("parallel", None, rule, remedy))
-    if stage > 0 and shard == 1 and dp > 1:
-        rule = (
-            f"zero_optimization.stage is {stage}, which shards over dp_shard, and all {dp}"
-            " data-parallel processes are dp_replicate"
-        )
-        remedy = (
-            f"leave dp_shard and dp_replicate out (dp_shard becomes {dp}), or set"
-            " zero_optimization.stage to 0"
-        )
-        raise ConfigError(Problem("parallel.dp_shard", 1, rule, remedy))
-    return replicate, shard
-
-
-def _remaining(name: str, degree: int, dp: int, world_size: int) -> int:
-    """Return the other degree of data parallelism, where `degree` is that of `name`."""
-    if dp % degree == 0:
-        return dp // degree
-
-    divisors = [str(number) for number in range(1, dp + 1) if dp % number == 0]
-    if len(divisors) > _MAX_LISTED:
-        divisors = [*divisors[:6], "...", *divisors[-3:]]
-    rule = (
-        f"{format_processes(world_size)} leave {dp} for data parallelism and {dp} % {degree} ="
-        f" {dp % degree}"
-    )
-    possible = world_size // dp * degree * max(1, dp // degree)
-    remedy = f"use {', '.join(divisors)}, or start {possible} processes"
-    raise ConfigError(Problem(f"parallel.{name}", degree, rule, remedy))
-
-
 TRAIN_KEY = "train_batch_size"
 MICRO_KEY = "train_micro_batch_size_per_gpu"
 CALLER_SOURCE = "the caller's"
 """Source of a micro-batch size that the file does not contain."""
 ACCUMULATION_KEY = "gradient_accumulation_steps"
-
-
-class Batch(Policy):
-    """Batch sizes of a run."""
-
-    train_batch_size: int
-    """Samples per optimizer step, over all processes."""
-    micro_batch_size: int
-    """Samples in one forward and backward pass of one data-parallel process."""
-    accumulation: int
-    """Forward and backward passes per optimizer step."""
-
-
-def solve_batch(train: int | None, micro: int | None, accumulation: int | None, dp: int) -> Batch:
-    """Return the batch sizes that satisfy `train` = `micro` x `accumulation` x `dp`.
-
-    If only one of `train` and `micro` is given, `accumulation` is 1, as in DeepSpeed.
-
-    Args:
-        train: Samples per optimizer step, or None.
-        micro: Samples per micro-batch, or None.
-        accumulation: Micro-batches per optimizer step, or None.
-        dp: Number of data-parallel processes.
-
-    Raises:
-        ConfigError: No integers satisfy the equation. DeepSpeed would round down and fail in an
-            assertion; the error names the numbers and the nearest values that are possible.
-    """
-    if train is None:
-        if micro is None:
-            rule = f"neither it nor {TRAIN_KEY} is given, and no batch size follows from the rest"
-            raise ConfigError(Problem(MICRO_KEY, None, rule, f"give one of the two (dp is {dp})"))
-        accumulation = accumulation or 1
-        return Batch(
-            train_batch_size=micro * accumulation * dp,
-            micro_batch_size=micro,
-            accumulation=accumulation,
-        )
-
-    if micro is not None and accumulation is not None:
-        if train != micro * accumulation * dp:
-            _raise_contradiction(train, micro, accumulation, dp)
-    elif micro is not None:
-        accumulation = _divide(train, micro * dp, f"micro {micro} x dp {dp}")
-    else:
-        accumulation = accumulation or 1
-        micro = _divide(train, accumulation * dp, f"accumulation {accumulation} x dp {dp}")
-    return Batch(train_batch_size=train, micro_batch_size=micro, accumulation=accumulation)
-
-
-def _divide(train: int, divisor: int, product: str) -> int:
-    """Return `train` / `divisor`. `product` describes the divisor in the error."""
-    if train % divisor == 0:
-        return train // divisor
-    # DeepSpeed rounds down, and then fails in an assertion.
-    rule = f"{product} = {divisor} and {train} % {divisor} = {train % divisor}"
-    below = train // divisor * divisor
-    possible = f"{below} or {below + divisor}" if below else f"{divisor}"
-    raise ConfigError(Problem(TRAIN_KEY, train, rule, f"use {possible}, or change a factor"))
-
-
-def _raise_contradiction(train: int, micro: int, accumulation: int, dp: int) -> NoReturn:
-    product = micro * accumulation * dp
-    remedies = [f"{TRAIN_KEY} {product}"]
-    if train % (micro * dp) == 0:
-        remedies.append(f"{ACCUMULATION_KEY} {train // (micro * dp)}")
-    if train % (accumulation * dp) == 0:
-        remedies.append(f"{MICRO_KEY} {train // (accumulation * dp)}")
-    rule = (
-        f"{MICRO_KEY} {micro} x {ACCUMULATION_KEY} {accumulation} x dp {dp} = {product}, not"
-        f" {train}"
-    )
-    remedy = f"set {', or '.join(remedies)}, or leave one of the three out"
-    raise ConfigError(Problem(TRAIN_KEY, train, rule, remedy))
-
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -346,27 +146,40 @@ def _check_expectations(findings: Findings, solved: Layout, world_size: int) -> 
     """Check the layout against `data_parallel_size` and `num_layers`."""
     expected = findings.config.data_parallel_size
     if expected is not None and expected != solved.dp:
-        rule = (
-            f"{format_processes(world_size)} ({solved}) make dp_replicate {solved.dp_replicate} x"
-            f" dp_shard {solved.dp_shard} = {solved.dp}"
+        findings.problems.append(
+            Problem(
+                "data_parallel_size",
+                expected,
+                f"{format_processes(world_size)} ({solved}) make dp_replicate {solved.dp_replicate}"
+                f" x dp_shard {solved.dp_shard} = {solved.dp}",
+                f"leave it out or set it to {solved.dp}",
+            )
         )
-        remedy = f"leave it out or set it to {solved.dp}"
-        findings.problems.append(Problem("data_parallel_size", expected, rule, remedy))
 
     # The number of layers is known here only if the file contains it; otherwise the pipeline is
     # checked when the model is built.
     layers = findings.config.num_layers
     model_layers = described(findings.config, "num_hidden_layers", "n_layer")
     if layers is not None and model_layers is not None and layers != model_layers:
-        rule = f"the model section describes {model_layers} layers"
-        remedy = f"leave it out or set it to {model_layers}"
-        findings.problems.append(Problem("num_layers", layers, rule, remedy))
+        findings.problems.append(
+            Problem(
+                "num_layers",
+                layers,
+                f"the model section describes {model_layers} layers",
+                f"leave it out or set it to {model_layers}",
+            )
+        )
 
     layers = layers or model_layers
     if layers is not None and solved.pp > layers:
-        rule = f"a pipeline stage has at least one layer, and the model has {layers}"
-        remedy = f"use {layers} or fewer"
-        findings.problems.append(Problem("parallel.pp", solved.pp, rule, remedy))
+        findings.problems.append(
+            Problem(
+                "parallel.pp",
+                solved.pp,
+                f"a pipeline stage has at least one layer, and the model has {layers}",
+                f"use {layers} or fewer",
+            )
+        )
 
 
 def described(config: Config, *names: str) -> int | None:
@@ -385,6 +198,140 @@ def described(config: Config, *names: str) -> int | None:
                 return value
             return None
     return None
+
+
+def solve_layout(parallel: ParallelSection, *, stage: int, world_size: int) -> Layout:
+    """Return the layout of `world_size` processes.
+
+    Args:
+        parallel: Degrees; those of data parallelism may be open.
+        stage: ZeRO stage.
+        world_size: Number of processes.
+
+    Raises:
+        ConfigError: The degrees do not fit the number of processes. The error names the numbers and
+            possible values.
+    """
+    model = parallel.pp * parallel.cp * parallel.tp
+    if world_size % model:
+        product = f"pp {parallel.pp} x cp {parallel.cp} x tp {parallel.tp} = {model}"
+        below = world_size // model * model
+        above = below + model
+        if below:
+            rule = f"{product} and {world_size} % {model} = {world_size % model}"
+            possible = f"{below} or {above}"
+        else:
+            rule = f"{product}, more than {format_processes(world_size)}"
+            possible = f"{above}"
+        raise ConfigError(
+            Problem("parallel", None, rule, f"start {possible} processes, or change a degree")
+        )
+
+    replicate, shard = _data_degrees(
+        parallel, stage=stage, dp=world_size // model, world_size=world_size
+    )
+    return Layout(
+        pp=parallel.pp,
+        dp_replicate=replicate,
+        dp_shard=shard,
+        cp=parallel.cp,
+        tp=parallel.tp,
+        ep=parallel.ep,
+    )
+
+
+def format_processes(count: int) -> str:
+    """Return `1 process`, `2 processes` and so on."""
+    if count == 1:
+        return f"{count} process"
+    return f"{count} processes"
+
+
+def smallest_world(parallel: ParallelSection) -> int:
+    """Return the smallest number of processes that satisfies all degrees that are given."""
+    data = [
+        degree for degree in (parallel.dp_replicate, parallel.dp_shard) if isinstance(degree, int)
+    ]
+    stage = parallel.cp * parallel.tp * prod(data)
+    if len(data) == 2:
+        return parallel.pp * stage
+    # The open degree has to make the processes of a pipeline stage a multiple of ep.
+    return parallel.pp * stage * (parallel.ep // gcd(stage, parallel.ep))
+
+
+def _data_degrees(
+    parallel: ParallelSection, *, stage: int, dp: int, world_size: int
+) -> tuple[int, int]:
+    """Return (dp_replicate, dp_shard), whose product is `dp`."""
+    replicate = parallel.dp_replicate if isinstance(parallel.dp_replicate, int) else None
+    shard = parallel.dp_shard if isinstance(parallel.dp_shard, int) else None
+    if stage == 0:
+        if shard is not None and shard > 1:
+            raise ConfigError(
+                Problem(
+                    "parallel.dp_shard",
+                    shard,
+                    "zero_optimization.stage is 0, which shards nothing",
+                    "set zero_optimization.stage to 1, 2 or 3, or parallel.dp_replicate to"
+                    f" {shard} instead",
+                )
+            )
+        # All data-parallel processes replicate.
+        shard = 1
+
+    # The open degree takes all processes; if both are open, ZeRO shards over all of them.
+    if shard is None:
+        replicate = replicate or 1
+        shard = _remaining("dp_replicate", replicate, dp, world_size)
+    elif replicate is None:
+        replicate = _remaining("dp_shard", shard, dp, world_size)
+
+    if replicate * shard != dp:
+        possible = format_processes(world_size // dp * replicate * shard)
+        raise ConfigError(
+            Problem(
+                "parallel",
+                None,
+                f"dp_replicate {replicate} x dp_shard {shard} = {replicate * shard}, and"
+                f" {format_processes(world_size)} leave {dp} for data parallelism",
+                f"start {possible}, or leave {'one of the two' if stage else 'dp_replicate'} out",
+            )
+        )
+    if stage > 0 and shard == 1 and dp > 1:
+        raise ConfigError(
+            Problem(
+                "parallel.dp_shard",
+                1,
+                f"zero_optimization.stage is {stage}, which shards over dp_shard, and all {dp}"
+                " data-parallel processes are dp_replicate",
+                f"leave dp_shard and dp_replicate out (dp_shard becomes {dp}), or set"
+                " zero_optimization.stage to 0",
+            )
+        )
+    return replicate, shard
+
+
+def _remaining(name: str, degree: int, dp: int, world_size: int) -> int:
+    """Return the other degree of data parallelism, where `degree` is that of `name`."""
+    if dp % degree == 0:
+        return dp // degree
+
+    divisors = [str(number) for number in range(1, dp + 1) if dp % number == 0]
+    if len(divisors) > _MAX_LISTED:
+        divisors = [*divisors[:6], "...", *divisors[-3:]]
+    rule = (
+        f"{format_processes(world_size)} leave {dp} for data parallelism and {dp} % {degree} ="
+        f" {dp % degree}"
+    )
+    possible = world_size // dp * degree * max(1, dp // degree)
+    raise ConfigError(
+        Problem(
+            f"parallel.{name}",
+            degree,
+            rule,
+            f"use {', '.join(divisors)}, or start {possible} processes",
+        )
+    )
 
 
 def batch(findings: Findings, *, dp: int, micro_batch_size: int | None) -> Batch:
@@ -411,9 +358,14 @@ def batch(findings: Findings, *, dp: int, micro_batch_size: int | None) -> Batch
             findings.sources[MICRO_KEY] = CALLER_SOURCE
         elif "auto" in (config.train_batch_size, config.train_micro_batch_size_per_gpu):
             path = MICRO_KEY if config.train_micro_batch_size_per_gpu == "auto" else TRAIN_KEY
-            rule = f"{_COMMAND_LINE}, and none are here"
-            remedy = f"write the samples, in {MICRO_KEY} or in {TRAIN_KEY} (dp is {dp})"
-            raise ConfigError(Problem(path, "auto", rule, remedy))
+            raise ConfigError(
+                Problem(
+                    path,
+                    "auto",
+                    f"{_COMMAND_LINE}, and none are here",
+                    f"write the samples, in {MICRO_KEY} or in {TRAIN_KEY} (dp is {dp})",
+                )
+            )
 
     solved = solve_batch(sizes[TRAIN_KEY], sizes[MICRO_KEY], sizes[ACCUMULATION_KEY], dp)
     train = solved.train_batch_size
@@ -438,6 +390,89 @@ def batch(findings: Findings, *, dp: int, micro_batch_size: int | None) -> Batch
     return solved
 
 
+class Batch(Policy):
+    """Batch sizes of a run."""
+
+    train_batch_size: int
+    """Samples per optimizer step, over all processes."""
+    micro_batch_size: int
+    """Samples in one forward and backward pass of one data-parallel process."""
+    accumulation: int
+    """Forward and backward passes per optimizer step."""
+
+
+def solve_batch(train: int | None, micro: int | None, accumulation: int | None, dp: int) -> Batch:
+    """Return the batch sizes that satisfy `train` = `micro` x `accumulation` x `dp`.
+
+    If only one of `train` and `micro` is given, `accumulation` is 1, as in DeepSpeed.
+
+    Args:
+        train: Samples per optimizer step, or None.
+        micro: Samples per micro-batch, or None.
+        accumulation: Micro-batches per optimizer step, or None.
+        dp: Number of data-parallel processes.
+
+    Raises:
+        ConfigError: No integers satisfy the equation. DeepSpeed would round down and fail in an
+            assertion; the error names the numbers and the nearest values that are possible.
+    """
+    if train is None:
+        if micro is None:
+            raise ConfigError(
+                Problem(
+                    MICRO_KEY,
+                    None,
+                    f"neither it nor {TRAIN_KEY} is given, and no batch size follows from the rest",
+                    f"give one of the two (dp is {dp})",
+                )
+            )
+        accumulation = accumulation or 1
+        return Batch(
+            train_batch_size=micro * accumulation * dp,
+            micro_batch_size=micro,
+            accumulation=accumulation,
+        )
+
+    if micro is not None and accumulation is not None:
+        if train != micro * accumulation * dp:
+            _raise_contradiction(train, micro, accumulation, dp)
+    elif micro is not None:
+        accumulation = _divide(train, micro * dp, f"micro {micro} x dp {dp}")
+    else:
+        accumulation = accumulation or 1
+        micro = _divide(train, accumulation * dp, f"accumulation {accumulation} x dp {dp}")
+    return Batch(train_batch_size=train, micro_batch_size=micro, accumulation=accumulation)
+
+
+def _divide(train: int, divisor: int, product: str) -> int:
+    """Return `train` / `divisor`. `product` describes the divisor in the error."""
+    if train % divisor == 0:
+        return train // divisor
+    # DeepSpeed rounds down, and then fails in an assertion.
+    rule = f"{product} = {divisor} and {train} % {divisor} = {train % divisor}"
+    below = train // divisor * divisor
+    possible = f"{below} or {below + divisor}" if below else f"{divisor}"
+    raise ConfigError(Problem(TRAIN_KEY, train, rule, f"use {possible}, or change a factor"))
+
+
+def _raise_contradiction(train: int, micro: int, accumulation: int, dp: int) -> NoReturn:
+    product = micro * accumulation * dp
+    remedies = [f"{TRAIN_KEY} {product}"]
+    if train % (micro * dp) == 0:
+        remedies.append(f"{ACCUMULATION_KEY} {train // (micro * dp)}")
+    if train % (accumulation * dp) == 0:
+        remedies.append(f"{MICRO_KEY} {train // (accumulation * dp)}")
+    raise ConfigError(
+        Problem(
+            TRAIN_KEY,
+            train,
+            f"{MICRO_KEY} {micro} x {ACCUMULATION_KEY} {accumulation} x dp {dp} = {product}, not"
+            f" {train}",
+            f"set {', or '.join(remedies)}, or leave one of the three out",
+        )
+    )
+
+
 def precision(findings: Findings) -> Precision:
     """Return the dtypes of computation and reduction, and the loss scale of float16."""
     config = findings.config
@@ -446,9 +481,14 @@ def precision(findings: Findings) -> Precision:
         "bf16.check_grad_overflow", config.bf16.check_grad_overflow, True, "DeepSpeed's default"
     )
     if fp16_enabled and bf16_enabled:
-        rule = "are both true, and a model computes in one dtype"
-        remedy = "set one of them to false"
-        raise ConfigError(Problem("fp16.enabled and bf16.enabled", None, rule, remedy))
+        raise ConfigError(
+            Problem(
+                "fp16.enabled and bf16.enabled",
+                None,
+                "are both true, and a model computes in one dtype",
+                "set one of them to false",
+            )
+        )
 
     compute: ComputeDtype | None = None
     loss_scale = None
@@ -508,8 +548,14 @@ def _enabled_dtypes(findings: Findings) -> tuple[bool, bool]:
         elif caller_decides:
             findings.sources[path] = "auto: off, as the caller chose neither"
         else:
-            rule = f"{_COMMAND_LINE} (--{name}), and none are here"
-            problems.append(Problem(path, "auto", rule, "write true or false"))
+            problems.append(
+                Problem(
+                    path,
+                    "auto",
+                    f"{_COMMAND_LINE} (--{name}), and none are here",
+                    "write true or false",
+                )
+            )
     raise_problems(problems)
     return bool(enabled["fp16"]), bool(enabled["bf16"])
 
@@ -522,12 +568,15 @@ def _reduce_dtype(findings: Findings, compute: ComputeDtype | None) -> ReduceDty
     if reduce is not None:
         stage = config.zero_optimization.stage
         if accumulate == "fp32" and reduce != "fp32" and compute is not None and stage < 2:
-            rule = (
-                f"at ZeRO stage {stage} micro-batches are added up in the dtype of the reduction,"
-                f" and communication_data_type is {reduce}"
+            findings.problems.append(
+                Problem(
+                    ACCUMULATED,
+                    accumulate,
+                    f"at ZeRO stage {stage} micro-batches are added up in the dtype of the"
+                    f" reduction, and communication_data_type is {reduce}",
+                    'set communication_data_type to "fp32", or leave this out',
+                )
             )
-            remedy = 'set communication_data_type to "fp32", or leave this out'
-            findings.problems.append(Problem(ACCUMULATED, accumulate, rule, remedy))
         origin = config.origin("communication_data_type")
         findings.sources["precision.reduce"] = f"{origin}: communication_data_type"
         return _REDUCE[reduce]
@@ -547,28 +596,41 @@ def _reduce_dtype(findings: Findings, compute: ComputeDtype | None) -> ReduceDty
 
 
 def _loss_scale(findings: Findings, fp16: Fp16Section) -> LossScale:
-    values = {}
-    for name, key in LOSS_SCALE.items():
-        default = Fp16Section.model_fields[key].default
-        values[name] = findings.resolve_auto(
-            f"fp16.{key}", getattr(fp16, key), default, "DeepSpeed's default"
+    values = {
+        name: findings.resolve_auto(
+            f"fp16.{key}",
+            getattr(fp16, key),
+            Fp16Section.model_fields[key].default,
+            "DeepSpeed's default",
         )
+        for name, key in LOSS_SCALE.items()
+    }
 
     power = values["initial_scale_power"]
     initial = 2.0**power
     minimum = values["minimum"]
     if values["static"] == 0 and initial < minimum:
-        rule = f"the first scale is 2^{power} = {initial:g}, below it"
-        remedy = f"use at most {initial:g}, or raise fp16.initial_scale_power"
-        raise ConfigError(Problem("fp16.min_loss_scale", minimum, rule, remedy))
+        raise ConfigError(
+            Problem(
+                "fp16.min_loss_scale",
+                minimum,
+                f"the first scale is 2^{power} = {initial:g}, below it",
+                f"use at most {initial:g}, or raise fp16.initial_scale_power",
+            )
+        )
     return LossScale(**values)
 
 
 def compiled(findings: Findings) -> Compile:
     """Return the settings of torch.compile."""
     section = findings.config.compile
-    enabled = findings.resolve_auto("compile.enabled", section.enabled, False, "off, the default")
-    return Compile(enabled=enabled, backend=section.backend, mode=section.mode)
+    return Compile(
+        enabled=findings.resolve_auto(
+            "compile.enabled", section.enabled, False, "off, the default"
+        ),
+        backend=section.backend,
+        mode=section.mode,
+    )
 
 
 def optimizer(findings: Findings) -> OptimizerSpec:
@@ -611,20 +673,30 @@ def scheduler(
         if name in RUN_LENGTH:
             findings.sources[path] = f"auto: {steps_source}"
             if steps is None:
-                rule = "is the length of the run, which neither `run.steps` nor the caller gives"
-                remedy = "write the number of optimizer steps"
-                findings.problems.append(Problem(path, "auto", rule, remedy))
+                findings.problems.append(
+                    Problem(
+                        path,
+                        "auto",
+                        "is the length of the run, which neither `run.steps` nor the caller gives",
+                        "write the number of optimizer steps",
+                    )
+                )
         elif name == "warmup_max_lr":
             findings.sources[path] = "auto: the optimizer's lr"
             if rate is None:
-                rule = (
-                    "is the optimizer's lr, which optimizer.params does not give for"
-                    f" {optimizer_spec.type}"
+                findings.problems.append(
+                    Problem(
+                        path,
+                        "auto",
+                        "is the optimizer's lr, which optimizer.params does not give for"
+                        f" {optimizer_spec.type}",
+                        "set optimizer.params.lr",
+                    )
                 )
-                findings.problems.append(Problem(path, "auto", rule, "set optimizer.params.lr"))
 
-    unresolved = SchedulerSpec(type=spec.type, params=params)
-    return unresolved.resolved(learning_rate=rate or 0.0, total_steps=steps)
+    return SchedulerSpec(type=spec.type, params=params).resolved(
+        learning_rate=rate or 0.0, total_steps=steps
+    )
 
 
 def _caller_values(

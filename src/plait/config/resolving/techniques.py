@@ -129,15 +129,15 @@ def pipeline(findings: Findings, layout: Layout) -> Pipeline:
     schedule = section.schedule
     if schedule is None and section.stages_per_rank is not None and section.stages_per_rank > 1:
         schedule = "interleaved-1f1b"
-        source = f"derived: {section.stages_per_rank} stages a rank"
-        findings.sources[f"{path}.schedule"] = source
+        findings.sources[f"{path}.schedule"] = f"derived: {section.stages_per_rank} stages a rank"
     elif schedule is None:
         schedule = "1f1b"
 
     if schedule not in SCHEDULES:
         rule = "is not a pipeline schedule that Plait runs"
-        remedy = suggest_names(schedule, SCHEDULES)
-        findings.problems.append(Problem(f"{path}.schedule", schedule, rule, remedy))
+        findings.problems.append(
+            Problem(f"{path}.schedule", schedule, rule, suggest_names(schedule, SCHEDULES))
+        )
     return Pipeline(
         schedule=schedule,
         stages_per_rank=section.stages_per_rank,
@@ -187,17 +187,20 @@ def _transport(
     transport = findings.config.parallel.transport
     check_collectives = findings.config.faults.check_collectives
     if check_collectives and transport == "shared-memory":
-        rule = "parallel.transport is shared-memory, whose exchanges torch does not see"
-        remedy = 'set parallel.transport = "torch", or false'
-        raise ConfigError(Problem("faults.check_collectives", True, rule, remedy))
+        raise ConfigError(
+            Problem(
+                "faults.check_collectives",
+                True,
+                "parallel.transport is shared-memory, whose exchanges torch does not see",
+                'set parallel.transport = "torch", or false',
+            )
+        )
     if transport == "auto":
         findings.sources["parallel.transport"] += _BY_GROUP
     # The check sees only torch's collectives.
     if check_collectives:
         return "torch"
-    if transport == "auto":
-        return "prefer-shared-memory"
-    return transport
+    return "prefer-shared-memory" if transport == "auto" else transport
 
 
 def _all_reduce(findings: Findings) -> Name | Literal["by-machines"]:
@@ -208,8 +211,14 @@ def _all_reduce(findings: Findings) -> Name | Literal["by-machines"]:
         return "by-machines"
     stage = findings.config.zero_optimization.stage
     if findings.config.parallel.transport == "shared-memory" and stage == 0:
-        rule = "parallel.transport is shared-memory, which has its own all-reduce"
-        raise ConfigError(Problem(path, algorithm, rule, 'use "auto" for one of them'))
+        raise ConfigError(
+            Problem(
+                path,
+                algorithm,
+                "parallel.transport is shared-memory, which has its own all-reduce",
+                'use "auto" for one of them',
+            )
+        )
     return algorithm
 
 
@@ -267,25 +276,38 @@ def _check_compression(findings: Findings, dtypes: Precision) -> None:
     # PowerSGD needs full matrices, of which a rank of stages 1 to 3 reduces only shards.
     schemes = gradients if isinstance(gradients, list) else [gradients]
     if stage and "powersgd" in schemes:
-        rule = f"factors a matrix's full gradient, and ZeRO stage {stage} reduces it in shards"
-        remedy = 'use "int8", or zero_optimization.stage 0'
-        raise ConfigError(Problem(path, gradients, rule, remedy))
+        raise ConfigError(
+            Problem(
+                path,
+                gradients,
+                f"factors a matrix's full gradient, and ZeRO stage {stage} reduces it in shards",
+                'use "int8", or zero_optimization.stage 0',
+            )
+        )
 
     decided_at_start = gradients == "auto" or isinstance(gradients, list)
     if decided_at_start and not stage and parallel.all_reduce != "auto":
-        rule = f"parallel.all_reduce is {parallel.all_reduce}, which leaves nothing to decide"
-        remedy = 'set parallel.all_reduce = "auto", or this to "int8" or "none"'
-        raise ConfigError(Problem(path, gradients, rule, remedy))
+        raise ConfigError(
+            Problem(
+                path,
+                gradients,
+                f"parallel.all_reduce is {parallel.all_reduce}, which leaves nothing to decide",
+                'set parallel.all_reduce = "auto", or this to "int8" or "none"',
+            )
+        )
 
     buckets = has_buckets(stage, mixed=dtypes.compute is not None)
     # FSDP reduces replicated parameters that are cast, with its own all-reduce.
     if gradients != "none" and stage == 0 and not buckets:
-        rule = (
-            "at ZeRO stage 0 with bf16 or fp16, torch reduces gradients block by block and cannot"
-            " be given another collective"
+        raise ConfigError(
+            Problem(
+                path,
+                gradients,
+                "at ZeRO stage 0 with bf16 or fp16, torch reduces gradients block by block and"
+                " cannot be given another collective",
+                "use zero_optimization.stage 1, or compute in the model's own dtype",
+            )
         )
-        remedy = "use zero_optimization.stage 1, or compute in the model's own dtype"
-        raise ConfigError(Problem(path, gradients, rule, remedy))
 
 
 def refuse_in_backward(
@@ -402,9 +424,14 @@ def refuse_unsharded_optimizer(
         cause = f"precision.compute = {dtypes.compute}"
     else:
         return
-    rule = f"{reason}, and torch cannot do that on sharded parameters, which {cause} makes"
-    remedy = "use AdamW, or zero_optimization.stage 0 without tensor parallelism, bf16 and fp16"
-    raise ConfigError(Problem("optimizer.type", spec.type, rule, remedy))
+    raise ConfigError(
+        Problem(
+            "optimizer.type",
+            spec.type,
+            f"{reason}, and torch cannot do that on sharded parameters, which {cause} makes",
+            "use AdamW, or zero_optimization.stage 0 without tensor parallelism, bf16 and fp16",
+        )
+    )
 
 
 def refuse_small_states(spec: OptimizerSpec, data: DataParallel, offload: OptimizerOffload) -> None:
@@ -445,9 +472,14 @@ def _secondary_partition(findings: Findings, shard: int | None) -> int:
         return 0
     if size > shard or shard % size:
         divisors = [str(degree) for degree in range(2, shard + 1) if shard % degree == 0]
-        rule = f"parallel.dp_shard is {shard}, which it must divide"
-        remedy = f"use {', '.join(divisors) or '0'}"
-        raise ConfigError(Problem("parallel.secondary_partition", size, rule, remedy))
+        raise ConfigError(
+            Problem(
+                "parallel.secondary_partition",
+                size,
+                f"parallel.dp_shard is {shard}, which it must divide",
+                f"use {', '.join(divisors) or '0'}",
+            )
+        )
     return size
 
 
@@ -467,8 +499,7 @@ def _bucket_bytes(findings: Findings, dtypes: Precision, hidden_size: int | None
 
     stage = findings.config.zero_optimization.stage
     if not has_buckets(stage, mixed=dtypes.compute is not None):
-        reason = "not used: gradients are reduced block by block"
-        findings.sources["parallel.bucket_mib"] = reason
+        findings.sources["parallel.bucket_mib"] = "not used: gradients are reduced block by block"
         return bytes_of_mib
     if elements is None:
         if bytes_of_mib is None:
@@ -481,12 +512,15 @@ def _bucket_bytes(findings: Findings, dtypes: Precision, hidden_size: int | None
     itemsize = dtype_of(dtypes.reduce or "float32").itemsize
     bucket_bytes = int(elements) * itemsize
     if bytes_of_mib is not None and bucket_bytes != bytes_of_mib:
-        both = f"{path} = {elements} and parallel.bucket_mib = {mib:g}"
-        rule = (
-            f"both set the bucket and disagree: {elements} x {itemsize} bytes ="
-            f" {bucket_bytes / MIB:g} MiB"
+        raise ConfigError(
+            Problem(
+                f"{path} = {elements} and parallel.bucket_mib = {mib:g}",
+                None,
+                f"both set the bucket and disagree: {elements} x {itemsize} bytes ="
+                f" {bucket_bytes / MIB:g} MiB",
+                "keep one of them",
+            )
         )
-        raise ConfigError(Problem(both, None, rule, "keep one of them"))
     findings.sources["parallel.bucket_mib"] = f"{source}: {path}, {elements} x {itemsize} bytes"
     return bucket_bytes
 
@@ -520,23 +554,40 @@ def recompute(findings: Findings) -> Recompute:
 
     # Raises ConfigError for an unknown operator.
     selective.kept_operators(section.keep)
-    problems = []
-    if mode == "budget" and section.budget_gib is None:
-        remedy = f"set {path}.budget_gib"
-        problems.append(Problem(f"{path}.mode", "budget", "no budget is given", remedy))
-    if mode != "budget" and section.budget_gib is not None:
-        rule = f"the mode is {mode}, which does not depend on a budget"
-        remedy = f'leave it out, or set {path}.mode = "budget"'
-        problems.append(Problem(f"{path}.budget_gib", section.budget_gib, rule, remedy))
-    if mode == "budget" and sequence_length is None:
-        rule = "activations grow with it, and neither it nor data.sequence_length is given"
-        remedy = "write the longest sequence's tokens"
-        problems.append(Problem(f"{path}.sequence_length", None, rule, remedy))
-    if mode == "budget" and findings.sources.get(MICRO_KEY) == CALLER_SOURCE:
-        rule = "activations grow with the micro-batch, and the file gives no batch size"
-        remedy = "set train_micro_batch_size_per_gpu"
-        problems.append(Problem(f"{path}.mode", "budget", rule, remedy))
-    raise_problems(problems)
+    rules = (
+        (
+            mode == "budget" and section.budget_gib is None,
+            Problem(f"{path}.mode", "budget", "no budget is given", f"set {path}.budget_gib"),
+        ),
+        (
+            mode != "budget" and section.budget_gib is not None,
+            Problem(
+                f"{path}.budget_gib",
+                section.budget_gib,
+                f"the mode is {mode}, which does not depend on a budget",
+                f'leave it out, or set {path}.mode = "budget"',
+            ),
+        ),
+        (
+            mode == "budget" and sequence_length is None,
+            Problem(
+                f"{path}.sequence_length",
+                None,
+                "activations grow with it, and neither it nor data.sequence_length is given",
+                "write the longest sequence's tokens",
+            ),
+        ),
+        (
+            mode == "budget" and findings.sources.get(MICRO_KEY) == CALLER_SOURCE,
+            Problem(
+                f"{path}.mode",
+                "budget",
+                "activations grow with the micro-batch, and the file gives no batch size",
+                "set train_micro_batch_size_per_gpu",
+            ),
+        ),
+    )
+    raise_problems(problem for applies, problem in rules if applies)
 
     # Without recomputation no block has a checkpointed input, in DeepSpeed as here.
     partition = findings.config.activation_checkpointing.partition_activations
@@ -569,13 +620,17 @@ def activation_offload(findings: Findings) -> ActivationOffload:
     problems = []
     if config.activation_checkpointing.cpu_checkpointing and recomputes(config):
         name = "activation_checkpointing.cpu_checkpointing"
-        fraction_given = config.origin(f"{path}.fraction") != "default"
-        if (fraction_given and fraction != 1) or section.device != "cpu":
-            rule = (
-                f"it means {path}.fraction = 1 on cpu, and the file sets {fraction:g} on"
-                f" {section.device}"
+        sets_fraction = config.origin(f"{path}.fraction") != "default"
+        if (sets_fraction and fraction != 1) or section.device != "cpu":
+            problems.append(
+                Problem(
+                    name,
+                    "true",
+                    f"it means {path}.fraction = 1 on cpu, and the file sets {fraction:g} on"
+                    f" {section.device}",
+                    "keep one of them",
+                )
             )
-            problems.append(Problem(name, "true", rule, "keep one of them"))
         fraction = 1.0
         findings.sources[f"{path}.fraction"] = f"{config.origin(name)}: {name}"
 
@@ -598,12 +653,18 @@ def optimizer_offload(findings: Findings) -> OptimizerOffload:
 
     problems = []
     if section.device == "nvme" and section.nvme_path is None:
-        remedy = f"set {path}.nvme_path"
-        problems.append(Problem(f"{path}.device", "nvme", "no folder is given", remedy))
+        problems.append(
+            Problem(f"{path}.device", "nvme", "no folder is given", f"set {path}.nvme_path")
+        )
     if findings.config.zero_optimization.stage == 0:
-        rule = "ZeRO stage 0 keeps full optimizer states on every process"
-        remedy = "set zero_optimization.stage to 1, 2 or 3"
-        problems.append(Problem(f"{path}.device", section.device, rule, remedy))
+        problems.append(
+            Problem(
+                f"{path}.device",
+                section.device,
+                "ZeRO stage 0 keeps full optimizer states on every process",
+                "set zero_optimization.stage to 1, 2 or 3",
+            )
+        )
     raise_problems(problems)
 
     if section.device == "cpu":
@@ -650,35 +711,39 @@ def parameter_offload(findings: Findings) -> ParameterOffload:
 def _parameter_offload_problems(zero: ZeroSection) -> list[Problem]:
     section = zero.offload_param
     states = zero.offload_optimizer
-    path = "zero_optimization.offload_param.device"
-    problems = []
-    if section.device != "none" and zero.stage != 3:
-        rule = f"stage {zero.stage} keeps parameters unsharded during a step"
-        remedy = 'set zero_optimization.stage to 3, or "none"'
-        problems.append(Problem(path, section.device, rule, remedy))
-    # The rules below exist because the shards are the master weights.
-    if section.device == "cpu" and states.device != "cpu":
-        rule = (
-            "shards are the master weights, which the optimizer updates where its states are, and"
-            f" those are on {_TIERS[states.device]}"
-        )
-        remedy = 'set zero_optimization.offload_optimizer.device = "cpu", or "none"'
-        problems.append(Problem(path, "cpu", rule, remedy))
-    if section.device == "cpu" and states.ratio < 1:
-        rule = (
-            "parameters are the master weights, and offload_optimizer.ratio leaves part of them on"
-            " the device"
-        )
-        remedy = 'use "none", or offload_optimizer.ratio = 1'
-        problems.append(Problem(path, "cpu", rule, remedy))
-    if section.device == "nvme" and states.device == "cpu":
-        rule = (
-            "shards are the master weights, and offload_optimizer.device = cpu takes them into host"
-            " memory"
-        )
-        remedy = 'set offload_optimizer.device = "nvme" or "none", or "cpu" here'
-        problems.append(Problem(path, "nvme", rule, remedy))
-    if section.device == "nvme" and section.nvme_path is None:
-        remedy = "set zero_optimization.offload_param.nvme_path"
-        problems.append(Problem(path, "nvme", "no folder is given", remedy))
-    return problems
+    rules = (
+        (
+            section.device != "none" and zero.stage != 3,
+            f"stage {zero.stage} keeps parameters unsharded during a step",
+            'set zero_optimization.stage to 3, or "none"',
+        ),
+        # The rules below exist because the shards are the master weights.
+        (
+            section.device == "cpu" and states.device != "cpu",
+            "shards are the master weights, which the optimizer updates where its states are,"
+            f" and those are on {_TIERS[states.device]}",
+            'set zero_optimization.offload_optimizer.device = "cpu", or "none"',
+        ),
+        (
+            section.device == "cpu" and states.ratio < 1,
+            "parameters are the master weights, and offload_optimizer.ratio leaves part of them"
+            " on the device",
+            'use "none", or offload_optimizer.ratio = 1',
+        ),
+        (
+            section.device == "nvme" and states.device == "cpu",
+            "shards are the master weights, and offload_optimizer.device = cpu takes them into"
+            " host memory",
+            'set offload_optimizer.device = "nvme" or "none", or "cpu" here',
+        ),
+        (
+            section.device == "nvme" and section.nvme_path is None,
+            "no folder is given",
+            "set zero_optimization.offload_param.nvme_path",
+        ),
+    )
+    return [
+        Problem("zero_optimization.offload_param.device", section.device, rule, remedy)
+        for applies, rule, remedy in rules
+        if applies
+    ]

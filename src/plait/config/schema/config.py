@@ -1,24 +1,23 @@
 """Schema of the configuration file: the `Config` model and the sections that DeepSpeed also has.
 
-A `Config` may contain "auto" and may omit keys; `resolve` replaces both. DeepSpeed keys that Plait
-ignores are not fields of the schema. They are listed in `config.dialects.deepspeed`.
+A `Config` may contain "auto" and may omit keys; `resolve` replaces both. It knows its provenance:
+the keys of its file as they were written. DeepSpeed keys that Plait ignores are not fields of the
+schema. They are listed in `config.dialects.deepspeed`.
+
+The attribute docstrings are the users' reference. They appear as descriptions in the JSON schema
+(`plait config schema`), and `plait config explain` prints the first sentence of each. A prefix
+such as "nvme:" or "tp:" names the value or the degree without which the key has no effect.
 
 Note [One default per key]
     Every key has a single default, DeepSpeed 0.19.8's where DeepSpeed has the key. A default never
     depends on keys of other settings, because a file would then change its meaning when an
     unrelated key is added. Where a docstring says "If omitted, ...", the value is derived from keys
     of the same setting.
-
-The attribute docstrings are the users' reference. They appear as descriptions in the JSON schema
-(`plait config schema`), and `plait config explain` prints the first sentence of each. A prefix
-such as "nvme:" or "tp:" names the value or the degree without which the key has no effect.
-
-Provenance of a configuration: the keys of its file as they were written, and their meaning.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any, Literal, Self
 
@@ -75,12 +74,12 @@ class Provenance:
 
     name: str = "the configuration"
     """Path of the file, or a phrase for a configuration that was not read from a file."""
-    deepspeed: bool | None = None
-    """True if the file has no section of Plait's. None for a Config built in Python."""
     rows: tuple[KeyReport, ...] = ()
     """All keys, in the order of the file."""
-    origins: dict[str, str] = field(default_factory=dict)
-    """Origin of each field that was set, by path: "file", "override", "file: OTHER_NAME"."""
+    origins: dict[str, str] | None = None
+    """Origin of each field that was set, by path: "file", "override", "file: OTHER_NAME". None for
+    a Config built in Python.
+    """
 
     def warning(self) -> str | None:
         """Return a warning about the ignored keys, or None if there are none."""
@@ -126,18 +125,14 @@ def _parse_degree(value: Any) -> Any:
 
 
 def _auto_tag(value: Any) -> str:
-    if value == "auto":
-        return "auto"
-    return "value"
+    return "auto" if value == "auto" else "value"
 
 
 def _compression_tag(value: Any) -> str:
-    if isinstance(value, list):
-        return "several"
-    return "one"
+    return "several" if isinstance(value, list) else "one"
 
 
-# Discriminated unions instead of plain ones: pydantic then reports the rule of the number alone,
+# Discriminated unions instead of plain ones: pydantic then reports only the rule of the number,
 # and not also that the value is not "auto".
 Auto = Annotated[Literal["auto"], Tag("auto")]
 Number = BeforeValidator(_parse_number)
@@ -581,13 +576,6 @@ class Config(Policy):
         copy._provenance = provenance
         return copy
 
-    @property
-    def is_deepspeed(self) -> bool:
-        """True if the configuration has no section of Plait's, as a DeepSpeed file does."""
-        if self._provenance.deepspeed is not None:
-            return self._provenance.deepspeed
-        return not self.model_fields_set & set(PLAIT_SECTIONS)
-
     def value(self, path: str) -> Any:
         """Return the value of a field, or None if its section is omitted.
 
@@ -609,11 +597,16 @@ class Config(Policy):
             For a configuration that was read: "file", "override", "file: NAME" for another name of
             the key, or "default". For one that was built in Python: "given" or "default".
         """
-        if self._provenance.deepspeed is not None:
-            return self._recorded_origin(path)
+        names = path.split(".")
+        origins = self._provenance.origins
+        if origins is not None:
+            # A parameter of the optimizer has no origin of its own, but `optimizer.params` has.
+            while names and ".".join(names) not in origins:
+                names.pop()
+            return origins.get(".".join(names), "default")
 
         value: Any = self
-        for name in path.split("."):
+        for name in names:
             if isinstance(value, Policy) and name in value.model_fields_set:
                 value = getattr(value, name)
             elif isinstance(value, dict) and name in value:
@@ -621,13 +614,3 @@ class Config(Policy):
             else:
                 return "default"
         return "given"
-
-    def _recorded_origin(self, path: str) -> str:
-        """Return the origin of the field or of the innermost section that the file gives."""
-        # A parameter of the optimizer has no origin of its own, but `optimizer.params` has.
-        names = path.split(".")
-        for length in range(len(names), 0, -1):
-            origin = self._provenance.origins.get(".".join(names[:length]))
-            if origin:
-                return origin
-        return "default"

@@ -363,9 +363,5 @@ def deepspeed_schedule(kind: str, params: Mapping[str, Any]) -> DeepSpeedSchedul
     Raises:
         pydantic.ValidationError: A parameter is invalid.
     """
-    values = {}
-    for name, value in params.items():
-        if value == AUTO:
-            value = auto_value(name)
-        values[name] = value
+    values = {name: auto_value(name) if value == AUTO else value for name, value in params.items()}
     return DEEPSPEED[kind].model_validate(values)

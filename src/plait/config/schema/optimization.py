@@ -57,11 +57,10 @@ class OptimizerSpec(Policy):
 
     def resolved(self) -> Self:
         """Return a copy in which defaults replace `auto`."""
-        params = {}
-        for name, value in self.params.items():
-            if value == "auto":
-                value = optimizers.AUTO[name]
-            params[name] = value
+        params = {
+            name: optimizers.AUTO[name] if value == "auto" else value
+            for name, value in self.params.items()
+        }
         return self.model_copy(update={"params": params})
 
 
@@ -101,25 +100,18 @@ class SchedulerSpec(Policy):
             learning_rate: Learning rate of the optimizer.
             total_steps: Optimizer steps of the run. If None, the length of the run stays `auto`.
         """
+        length = "auto" if total_steps is None else total_steps
+        values: dict[str, Any] = dict.fromkeys(lr_schedules.RUN_LENGTH, length)
+        values["warmup_max_lr"] = learning_rate
         params = {}
         for name, value in self.params.items():
             if value == "auto":
-                value = self._auto_value(name, learning_rate=learning_rate, total_steps=total_steps)
+                value = values[name] if name in values else lr_schedules.auto_value(name)
             params[name] = value
         return self.model_copy(update={"params": params})
 
-    @staticmethod
-    def _auto_value(name: str, *, learning_rate: float, total_steps: int | None) -> object:
-        if name in lr_schedules.RUN_LENGTH and total_steps is None:
-            return "auto"
-        if name in lr_schedules.RUN_LENGTH:
-            return total_steps
-        if name == "warmup_max_lr":
-            return learning_rate
-        return lr_schedules.auto_value(name)
-
 
 def _raise_problems(problems: list[str]) -> None:
-    """Raise ValueError with all problems. `validation` splits the text again at " Also: "."""
+    """Raise ValueError with all problems. `resolve` splits the text again at " Also: "."""
     if problems:
         raise ValueError(" Also: ".join(problems))

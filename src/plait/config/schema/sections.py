@@ -1,10 +1,8 @@
-"""Sections of the configuration file that only Plait has, except for `parallel`.
+"""Sections that only Plait has, except for `parallel`, and DeepSpeed's sections of trackers.
 
 The sections are pure descriptions. They open no path, build no model and do not inspect the
 machine. Rules that depend only on the file are checked here, so that an invalid file is refused
 before any process starts. A check raises ValueError with the text `rule; remedy`.
-
-Settings of experiment trackers, in DeepSpeed's sections.
 """
 
 from __future__ import annotations
@@ -175,43 +173,46 @@ class DataSection(Policy):
     @model_validator(mode="after")
     def _check_paths(self) -> Self:
         # Keys of another source are refused. They would have no effect.
-        if self.source is None and self.paths:
-            raise ValueError(
-                '`paths` is read by a `source`, and there is none; set `source` to "files", "jsonl"'
-                ' or "datasets"'
-            )
-        if self.source == "python-stdlib" and self.paths:
-            raise ValueError(
-                '`paths` is not read with source "python-stdlib"; set `source` to "files", "jsonl"'
-                ' or "datasets"'
-            )
-        if self.source in ("files", "jsonl") and not self.paths:
-            raise ValueError(
-                f'source "{self.source}" needs at least one file, folder or glob; set `paths`'
-            )
-
-        if self.source == "datasets" and len(self.paths) != 1:
-            raise ValueError(
-                f'source "datasets" reads exactly one data set and `paths` has {len(self.paths)};'
-                " name one folder or hub name"
-            )
-        if self.source != "datasets" and (self.subset is not None or self.split != "train"):
-            raise ValueError(
-                f'`subset` and `split` belong to source "datasets", not "{self.source}"; leave'
-                " them out"
-            )
-
-        if self.source != "datasets" and self.streaming:
-            raise ValueError(
-                f'`streaming` belongs to source "datasets", not "{self.source}"; leave it out'
-            )
         # A file may write the default explicitly.
         default_buffer = type(self).model_fields["buffer_sequences"].default
-        if not self.streaming and self.buffer_sequences != default_buffer:
-            raise ValueError(
+        rules = (
+            (
+                self.source is None and self.paths,
+                '`paths` is read by a `source`, and there is none; set `source` to "files", "jsonl"'
+                ' or "datasets"',
+            ),
+            (
+                self.source == "python-stdlib" and self.paths,
+                '`paths` is not read with source "python-stdlib"; set `source` to "files", "jsonl"'
+                ' or "datasets"',
+            ),
+            (
+                self.source in ("files", "jsonl") and not self.paths,
+                f'source "{self.source}" needs at least one file, folder or glob; set `paths`',
+            ),
+            (
+                self.source == "datasets" and len(self.paths) != 1,
+                f'source "datasets" reads exactly one data set and `paths` has {len(self.paths)};'
+                " name one folder or hub name",
+            ),
+            (
+                self.source != "datasets" and (self.subset is not None or self.split != "train"),
+                f'`subset` and `split` belong to source "datasets", not "{self.source}"; leave'
+                " them out",
+            ),
+            (
+                self.source != "datasets" and self.streaming,
+                f'`streaming` belongs to source "datasets", not "{self.source}"; leave it out',
+            ),
+            (
+                not self.streaming and self.buffer_sequences != default_buffer,
                 "`buffer_sequences` is read only with `streaming`; leave it out, or set"
-                " `streaming` to true"
-            )
+                " `streaming` to true",
+            ),
+        )
+        for applies, rule in rules:
+            if applies:
+                raise ValueError(rule)
         return self
 
 
@@ -330,9 +331,7 @@ class FaultsSection(Policy):
 
 def _parse_folder(value: Any) -> Any:
     """Convert "", which DeepSpeed files write for the working folder, to "."."""
-    if value == "":
-        return "."
-    return value
+    return "." if value == "" else value
 
 
 Folder = Annotated[LocalPath, BeforeValidator(_parse_folder)]

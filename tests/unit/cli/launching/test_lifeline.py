@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from plait.cli.launching import lifeline
+from plait.cli.launching import remote
 
 
 class Agent:
@@ -17,7 +17,7 @@ class Agent:
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     numbers: list[int] = []
     monkeypatch.setattr(
-        lifeline.os,
+        remote.os,
         "kill",
         lambda pid, number: numbers.append(number) if pid == os.getpid() else None,
     )
@@ -25,7 +25,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def _follow(agent: Agent, lines: list[bytes]) -> None:
-    lifeline.follow(agent, lines)
+    remote.follow(agent, lines)
     for thread in threading.enumerate():
         if thread.name == "plait-lifeline":
             thread.join(10)
@@ -33,7 +33,7 @@ def _follow(agent: Agent, lines: list[bytes]) -> None:
 
 def test_a_line_is_a_signal_with_a_grace(sent: list[int]) -> None:
     agent = Agent()
-    _follow(agent, [lifeline.format_line(signal.SIGINT, 12.5)])
+    _follow(agent, [remote.format_line(signal.SIGINT, 12.5)])
     assert sent[0] == signal.SIGINT
     assert agent.grace_seconds == 12.5
 

@@ -83,7 +83,7 @@ def test_what_other_machines_get() -> None:
 class TestThisMachine:
     def test_by_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(socket, "gethostname", lambda: "b.cluster")
-        monkeypatch.setattr(remote, "_is_own_address", lambda name: False)
+        monkeypatch.setattr(remote, "_is_local_address", lambda name: False)
         assert local_index((HostfileEntry("a", (0,)), HostfileEntry("b", (0,)))) == 1
 
     def test_by_address(self, monkeypatch: pytest.MonkeyPatch) -> None:

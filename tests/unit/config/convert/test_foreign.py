@@ -15,7 +15,7 @@ import yaml
 from plait.config.convert import accelerate
 from plait.config.convert.conversion import convert, load_foreign
 from plait.config.convert.fsdp import SHARDING_KEYS, TRAINER_KEYS
-from plait.config.dialects.examine import _TRAINER_FSDP
+from plait.config.dialects.foreign import _TRAINER_FSDP
 from plait.config.resolving.explain import values_of
 from plait.config.resolving.resolve import load, resolve
 from plait.errors import ConfigError, Problem
@@ -88,7 +88,6 @@ def check_accepted(row: Sample) -> None:
     folder, kind, name = row
     file, expected = sample(folder, kind, name)
     config = load_foreign(file)
-    assert not config.is_deepspeed
     given = config.run.processes if config.run is not None else "auto"
     world = given if isinstance(given, int) else 4
     values = {
@@ -373,7 +372,7 @@ def test_a_section_that_contradicts_the_file(tmp_path: Path) -> None:
     )
     found = problems_of(beside(tmp_path, {**FILE, "compile": {"enabled": False}}, text))
     assert [problem.field for problem in found] == ["dynamo_config.dynamo_backend"]
-    assert "sets compile.enabled, and the file that is named beside it says False" in str(found[0])
+    assert "sets compile.enabled, and the file that this one names has False" in str(found[0])
     (problem,) = problems_of(beside(tmp_path, {**FILE, "sequence_parallel_size": 4}, text))
     assert "both set parallel.cp and disagree" in problem.rule
 

@@ -39,7 +39,6 @@ def test_the_literal_example() -> None:
         ]
     )
     assert (config.parallel.tp, config.parallel.pp, config.num_layers) == (4, 2, 48)
-    assert not config.is_deepspeed
     assert config.origin("parallel.tp") == "flag: --tensor-model-parallel-size"
     layout = resolve(config, world_size=32, micro_batch_size=1).layout
     assert (layout.tp, layout.pp, layout.dp_replicate, layout.dp_shard) == (4, 2, 4, 1)

@@ -12,7 +12,7 @@ from plait.config.dialects.deepspeed import (
     SECRETS,
     TABLE,
     Key,
-    asks_for_nothing,
+    requests_nothing,
     type_problem,
 )
 from plait.config.dialects.examine import brief
@@ -38,7 +38,6 @@ def problems(tree: dict[str, Any], *overrides: str) -> list[str]:
 def test_zero_2_with_tensor_parallel_2_is_enough() -> None:
     config = load({"zero_optimization": {"stage": 2}, "tensor_parallel": {"tp_size": 2}})
     assert (config.zero_optimization.stage, config.parallel.tp) == (2, 2)
-    assert config.is_deepspeed
     layout = resolved(
         {"zero_optimization": {"stage": 2}, "tensor_parallel": {"tp_size": 2}}, world_size=8
     ).layout
@@ -70,7 +69,6 @@ def test_zero_2_with_tensor_parallel_2_is_enough() -> None:
 )
 def test_degrees_by_other_names(tree: dict[str, Any], axis: str, degree: int) -> None:
     assert getattr(load(tree).parallel, axis) == degree
-    assert load(tree).is_deepspeed
 
 
 def test_two_names_that_agree_are_one_setting() -> None:
@@ -285,7 +283,7 @@ def check_refused(key: Key) -> None:
     active = next(
         value
         for value in (True, False, {"enabled": True}, 4, "cpu")
-        if type_problem(key, value) is None and not asks_for_nothing(key, value)
+        if type_problem(key, value) is None and not requests_nothing(key, value)
     )
     assert problems(nested(key.path, active)) == [
         f"{key.path} = {active!r}: {key.why}; {key.remedy}"
@@ -322,7 +320,7 @@ def test_a_wrong_type_of_a_meaningless_key_is_refused() -> None:
     ],
 )
 def test_a_feature_is_switched_on_by_enabled(value: object, asks: bool) -> None:
-    assert asks_for_nothing(TABLE["compression_training"], value) is not asks
+    assert requests_nothing(TABLE["compression_training"], value) is not asks
 
 
 @pytest.mark.parametrize(
@@ -330,13 +328,13 @@ def test_a_feature_is_switched_on_by_enabled(value: object, asks: bool) -> None:
     [({}, False), ({"enabled": False}, False), ({"size": 4}, True), ({"enabled": True}, True)],
 )
 def test_a_section_that_is_on_by_being_there(value: object, asks: bool) -> None:
-    assert asks_for_nothing(TABLE["sequence_parallel"], value) is not asks
+    assert requests_nothing(TABLE["sequence_parallel"], value) is not asks
 
 
 @pytest.mark.parametrize("value", [0, "false", "False", False])
 def test_a_flag_may_be_written_in_several_ways(value: object) -> None:
-    assert asks_for_nothing(TABLE["compile.deepcompile"], value)
-    assert not asks_for_nothing(TABLE["managed_gradient_accumulation"], value)
+    assert requests_nothing(TABLE["compile.deepcompile"], value)
+    assert not requests_nothing(TABLE["managed_gradient_accumulation"], value)
 
 
 def test_all_problems_of_a_file_are_told_at_once() -> None:
@@ -490,11 +488,6 @@ def test_an_object_replaces_the_section() -> None:
     config = load({"fp16": {"enabled": True, "hysteresis": 4}}, ['fp16={"enabled": true}'])
     assert (config.fp16.enabled, config.fp16.hysteresis) == (True, 2)
     assert config.origin("fp16.enabled") == "override"
-
-
-def test_an_override_does_not_make_a_deepspeed_file_a_plait_file() -> None:
-    assert load({"bf16": {"enabled": True}}, ["parallel.tp=2", "run.steps=3"]).is_deepspeed
-    assert not load({"bf16": {"enabled": True}, "run": {}}).is_deepspeed
 
 
 def test_overrides_that_make_no_sense() -> None:

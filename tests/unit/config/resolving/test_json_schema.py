@@ -9,6 +9,7 @@ from plait.config.dialects.deepspeed import TABLE
 from plait.config.dialects.keys import ALIASES, schema_fields
 from plait.config.resolving.json_schema import json_schema
 from plait.config.resolving.resolved_parts import PLANNABLE_SETTINGS
+from plait.config.schema.config import Config
 
 
 def find(schema: dict[str, Any], path: str) -> dict[str, Any]:
@@ -25,15 +26,23 @@ def find(schema: dict[str, Any], path: str) -> dict[str, Any]:
 def test_every_key_is_described() -> None:
     schema = json_schema()
     for path, field in schema_fields().items():
-        assert " ".join(find(schema, path)["description"].split()) == " ".join(
-            field.description.split()
-        ), path
+        # On one line, without the line breaks of the docstring.
+        assert find(schema, path)["description"] == " ".join(field.description.split()), path
     for path, key in TABLE.items():
         assert find(schema, path)["description"] == f"{key.status}: {key.why}"
         assert find(schema, path)["deprecated"] is True
     for path, alias in ALIASES.items():
         if path != "bfloat16":
             assert alias.target in find(schema, path)["description"]
+
+
+def test_every_section_is_described() -> None:
+    schema = json_schema()
+    for name, field in Config.model_fields.items():
+        description = schema["properties"][name]["description"]
+        assert description == " ".join((field.description or "").split()), name
+    for name, section in schema["$defs"].items():
+        assert "\n" not in section["description"].replace("\n\n", ""), name
 
 
 def test_types_bounds_and_auto_are_in_it() -> None:

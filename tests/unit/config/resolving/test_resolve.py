@@ -441,7 +441,6 @@ def test_a_configuration_made_in_python_knows_its_sources() -> None:
         }
     )
     made = resolve(config, world_size=2)
-    assert config.is_deepspeed
     assert made.precision.reduce == "bfloat16"
     assert (
         made.sources["train_micro_batch_size_per_gpu"]
@@ -450,7 +449,6 @@ def test_a_configuration_made_in_python_knows_its_sources() -> None:
     )
     assert made.sources["gradient_clipping"] == "default"
     assert load(config) is config
-    assert not Config.model_validate({"parallel": {}}).is_deepspeed
 
 
 @pytest.mark.parametrize("source", [5, None])
