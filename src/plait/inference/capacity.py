@@ -1,9 +1,8 @@
 """Memory and positions that a generation needs, checked before its first token.
 
-Most of it is the KV cache. Its sizes, layer by layer, are those of the tensors that the model's own
-code writes to its cache, which `cache_layout_of` measures. There is therefore no rule for any
-family of models here: there may be keys of every head or of a single one, latent keys, windows, and
-states of fixed size.
+Most of the memory is the KV cache. No rule for a family of models computes its size: there may be
+keys of every head or of a single one, latent keys, windows, and states of fixed size.
+`cache_layout_of` measures the tensors that the model's own code writes.
 
 Note [Dry runs]
     A copy of the model without weights processes two tokens, and then one token more, with
@@ -142,7 +141,7 @@ def check_positions(
     config: Any,
     longest: int,
     *,
-    of: str = "its prompt and max_new_tokens",
+    content: str = "its prompt and max_new_tokens",
     remedy: str = "ask for fewer new tokens, or shorten the prompt",
 ) -> None:
     """Raise InputError if a request may get longer than the model's positions.
@@ -150,7 +149,7 @@ def check_positions(
     Args:
         config: Configuration of the model, or None.
         longest: Number of tokens of the longest request.
-        of: What that number consists of, for the message.
+        content: Description of the counted tokens, for the message.
         remedy: Remedy, for the message.
     """
     if config is None:
@@ -162,8 +161,8 @@ def check_positions(
     grows = any("dynamic" in str(kind) for kind in _rope_types(rope))
     if isinstance(positions, int) and longest > positions and not grows:
         raise InputError(
-            f"the longest request may have {longest:,} tokens ({of}), and the model's positions end"
-            f" at {positions:,} (max_position_embeddings); {remedy}"
+            f"the longest request may have {longest:,} tokens ({content}), and the model's"
+            f" positions end at {positions:,} (max_position_embeddings); {remedy}"
         )
 
 
@@ -202,21 +201,20 @@ class CacheTensor:
     heads: int = 1
     """Number of heads. They are divided if tensor parallelism divides the layer's heads."""
 
-    def nbytes(self, *, requests: int, tokens: int, itemsize: int, parts: int) -> int:
+    def nbytes(self, demand: CacheDemand, parts: int) -> int:
         """Return the bytes of the tensor on one rank.
 
         Args:
-            requests: Number of requests.
-            tokens: Number of tokens of each.
-            itemsize: Bytes per element of the dtype that the model computes in.
+            demand: The requests.
             parts: Number of ranks that share the heads.
         """
+        tokens = demand.tokens
         if self.window is not None:
             tokens = min(tokens, self.window)
-        count = ceil(requests * (self.fixed + self.token * tokens))
+        count = ceil(demand.requests * (self.fixed + self.token * tokens))
         # Ranks have complete heads, so the rank with most heads has this many.
         local_heads = -(-self.heads // parts)
-        return local_heads * (count // self.heads) * (self.itemsize or itemsize)
+        return local_heads * (count // self.heads) * (self.itemsize or demand.itemsize)
 
 
 @dataclass(frozen=True)
@@ -243,7 +241,7 @@ class CacheLayout:
     stages: Callable[[int], tuple[int, ...]] = lambda pp: ()
     """Return the number of blocks of each stage for a number of pipeline stages.
 
-    It is empty if the model cannot be cut.
+    It is empty if the model has no pipeline stages.
     """
     guessed: str = ""
     """Reason why the sizes are computed from the configuration, because the model could not run.
@@ -355,14 +353,8 @@ def _tensor_sizes(layout: CacheLayout, demand: CacheDemand, tp: int) -> list[lis
     sizes = []
     for index, layer in enumerate(layout.layers):
         parts = tp if index in divided else 1
-        sizes.append([_tensor_size(tensor, demand, parts) for tensor in layer.tensors])
+        sizes.append([tensor.nbytes(demand, parts) for tensor in layer.tensors])
     return sizes
-
-
-def _tensor_size(tensor: CacheTensor, demand: CacheDemand, parts: int) -> int:
-    return tensor.nbytes(
-        requests=demand.requests, tokens=demand.tokens, itemsize=demand.itemsize, parts=parts
-    )
 
 
 _COMPUTE_DTYPE = torch.bfloat16
@@ -446,7 +438,7 @@ def _measure(description: _ModelDescription) -> CacheLayout:
         try:
             costs = forward_costs(model_facts(twin, blocks))
             return cut(costs.blocks, pp, first=costs.first, last=costs.last)
-        except PlaitError:  # it cannot be cut
+        except PlaitError:  # the model cannot be split into stages
             return ()
 
     named_layers = dict(zip(blocks, layers_of_blocks, strict=True))
@@ -467,8 +459,7 @@ def _build_twin(description: _ModelDescription) -> nn.Module:
     if hasattr(twin, "set_experts_implementation"):
         # The default implementation reads from values which experts the tokens go to.
         twin.set_experts_implementation("batched_mm")
-    evaluated: nn.Module = twin.eval()
-    return evaluated
+    return twin.eval()
 
 
 def _layers_of_blocks(

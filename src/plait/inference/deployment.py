@@ -1,10 +1,8 @@
 """Deployment of a model on the devices of one machine.
 
 A model gets a layout of several devices that hold it, or one device to which its weights are
-streamed. `plait generate` runs the deployment that is chosen here, and `plait plan infer` prints
-it.
-
-`bandwidth_bound` tells how fast a deployment could decode if only bytes counted.
+streamed. `plait generate` runs the deployment that is chosen here, and `plait plan infer` prints it
+with the time per token that memory bandwidth permits.
 """
 
 from __future__ import annotations
@@ -85,7 +83,7 @@ class DeploymentBytes:
     cache: int
     """Keys and values of all requests."""
     activations: int = 0
-    """Activations; 0 if they use the share that a placement leaves free (`placement.WORKSPACE`)."""
+    """Activations; 0 if they use the share that a placement leaves free (`WORKSPACE`)."""
     slots: int = 0
     """Memory in which streamed layers compute."""
     on_host: int = 0
@@ -124,7 +122,7 @@ class Deployment:
     """Host memory that may be pinned for weights."""
     written: bool = False
     """True if streamed layers are written to new files first."""
-    account: DeploymentBytes = field(default_factory=lambda: DeploymentBytes(0, 0, 0))
+    estimate: DeploymentBytes = field(default_factory=lambda: DeploymentBytes(0, 0, 0))
 
 
 def devices_here() -> Devices:
@@ -238,7 +236,7 @@ def deploy_streamed(
         f" {format_bytes(cache + activations)} for keys, values and activations"
         f"{_host_text(cache_on_host)}{_guess_text(layout)}"
     )
-    account = DeploymentBytes(
+    estimate = DeploymentBytes(
         memory=budget,
         weights=planned.resident_bytes,
         cache=cache,
@@ -256,7 +254,7 @@ def deploy_streamed(
         other_bytes=cache + activations,
         host_bytes=host,
         written=bool(written and planned.streamed),
-        account=account,
+        estimate=estimate,
     )
 
 
@@ -326,14 +324,14 @@ def _deploy_placed(
         f"tp {placed.tp}, pp {placed.pp}: {format_bytes(placed.weight_bytes)} of weights{each};"
         f" {placed.why}{_host_text(cache_on_host)}{_guess_text(layout)}"
     )
-    account = DeploymentBytes(
+    estimate = DeploymentBytes(
         int(memory * (1 - WORKSPACE)),
         placed.weight_bytes,
         placed.cache_bytes,
         cache_on_host=cache_on_host,
         cache_copied=cache_copied,
     )
-    return Deployment(why, placed.tp, placed.pp, account=account)
+    return Deployment(why, placed.tp, placed.pp, estimate=estimate)
 
 
 def _check_offloaded_cache(work: InferenceWork, on: Devices) -> None:
@@ -401,18 +399,18 @@ class BandwidthBound:
     limit: str
 
 
-def bandwidth_bound(account: DeploymentBytes, gpu: DeviceSpec) -> BandwidthBound:
+def bandwidth_bound(estimate: DeploymentBytes, gpu: DeviceSpec) -> BandwidthBound:
     """Return the maximum over all tiers of the bytes per token divided by the tier's bandwidth.
 
     Every token reads all weights, and the keys and values of all requests at their full length.
     Files are left out, because no datasheet says how fast they are read.
 
     Args:
-        account: Bytes per tier of one device.
+        estimate: Bytes per tier of one device.
         gpu: The device, from the planner's catalogue.
     """
-    on_device = account.weights + account.streamed + account.cache
-    from_host = account.on_host + account.cache_copied
+    on_device = estimate.weights + estimate.streamed + estimate.cache
+    from_host = estimate.on_host + estimate.cache_copied
     seconds = {
         "the GPU's memory": on_device / float(only(gpu.memory_bandwidth)),
         "the link from host memory": from_host / float(only(gpu.host_bandwidth)),

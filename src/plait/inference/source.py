@@ -216,8 +216,7 @@ class _StateDict(nn.Module):
         object.__setattr__(self, "_tensors", dict(tensors))
 
     def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:  # type: ignore[override]
-        tensors: dict[str, Any] = self._tensors  # type: ignore[assignment]
-        return tensors
+        return self._tensors  # type: ignore[return-value]
 
 
 def model_of_config(config: Path | Mapping[str, Any], *, dtype: torch.dtype | None) -> nn.Module:

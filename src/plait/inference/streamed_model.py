@@ -48,7 +48,7 @@ from plait.inference.weight_stream import (
     streamed_parameters,
 )
 from plait.model.blocks import find_blocks
-from plait.model.layers import tied_names
+from plait.model.layers import first_names
 from plait.parallel.hooks import StepHook
 from plait.parallel.micro_batches import default_forward
 from plait.sharded.assemble import WeightFiller, checked_model, destroying_new_group, shard
@@ -423,7 +423,7 @@ def least_budget(model: nn.Module, stored: dict[str, StoredTensor], *, other_byt
 
 def _movable_blocks(model: nn.Module) -> dict[str, int]:
     """Return the blocks that share no weight with another module, and their bytes."""
-    tied = {name for group in tied_names(model) for name in group}
+    tied = first_names(model)
     sizes = {}
     for name in find_blocks(model):
         parameters = streamed_parameters(model, name)

@@ -5,7 +5,7 @@ Note [Tracing without weights]
     the meta device: they have a shape and no value. Values that follow only from the batch (token
     ids, masks, positions) are computed, so code that branches on such values takes its real branch.
 
-    For every value, the trace records an `ValueOrigin`: the block from which on it can be computed,
+    For every value, the trace records a `ValueOrigin`: the block from which on it can be computed,
     and the parameters outside of the blocks that it depends on. This tells for any cut into
     pipeline stages which parameters a stage must own, and whether a value bypasses the chain of
     blocks. The model itself is not changed.
@@ -44,7 +44,7 @@ from plait._torch.operators import (
 )
 from plait._torch.tensors import memory_key, version_of
 from plait.errors import ModelError, PlaitError
-from plait.model.layers import tied_names
+from plait.model.layers import first_names
 from plait.model.without_values import Shapes, run_without_values, tensors_of
 
 Setting = bool | int | float | str | None
@@ -267,12 +267,10 @@ class Skeleton:
                 f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error})"
             ) from error
 
-        first_names = {}
-        for group in tied_names(skeleton):
-            first_names.update(dict.fromkeys(group, group[0]))
+        tied = first_names(skeleton)
         names = {}
         for name, parameter in skeleton.named_parameters(remove_duplicate=False):
-            names[memory_key(parameter)] = first_names.get(name, name)
+            names[memory_key(parameter)] = tied.get(name, name)
         return cls(skeleton, tuple(blocks), names)
 
     def trace(
@@ -441,7 +439,9 @@ class ForwardTrace(TorchDispatchMode):
         self._region = index + 1
         self.state.after_block()
         if not self.flow.shapes:
-            self.flow.returned = tree_map(_to_meta, output)
+            self.flow.returned = tree_map(
+                lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, output
+            )
         self.flow.shapes.append(tuple((leaf.shape, leaf.dtype) for leaf in tensors_of(output)))
         return tree_map(lambda leaf: self._block_output(leaf, index + 1), output)
 
@@ -565,10 +565,6 @@ class ForwardTrace(TorchDispatchMode):
         self._origins[key] = before | origin
         if not known:
             self._without_value.add(key)
-
-
-def _to_meta(leaf: Any) -> Any:
-    return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _mutated_tensors(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from plait.model.blocks import block_index
 from plait.model.experts import find_experts
 from plait.model.outer_layers import OuterUnits, outer_units
 from plait.model.plans import TensorPlan
@@ -172,14 +173,6 @@ def model_facts(
         _expert_facts(model),
         outer_units(model, blocks),
     )
-
-
-def block_index(name: str, blocks: Sequence[str]) -> int:
-    """Return the index of the block that has a parameter, or -1."""
-    for index, block in enumerate(blocks):
-        if name.startswith(f"{block}."):
-            return index
-    return -1
 
 
 def attention_facts(model: nn.Module) -> AttentionFacts | None:

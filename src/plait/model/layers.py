@@ -55,6 +55,11 @@ def tied_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(group) for group in names.values() if len(group) > 1)
 
 
+def first_names(model: nn.Module) -> dict[str, str]:
+    """Return the first name of every tied parameter, keyed by each of its names."""
+    return {name: group[0] for group in tied_names(model) for name in group}
+
+
 Style = Literal[
     "colwise",
     "rowwise",

@@ -54,6 +54,7 @@ from plait.model.layers import (
     Style,
     assign,
     check_style,
+    first_names,
     generic,
     in_features,
     is_norm,
@@ -617,10 +618,7 @@ class PlanRow:
 
 def describe(plan: TensorPlan, model: nn.Module) -> list[PlanRow]:
     """Return a row for every parameter of a model, in model order, tied ones under all names."""
-    first_names: dict[str, str] = {}
-    for group in tied_names(model):
-        first_names.update(dict.fromkeys(group[1:], group[0]))
-
+    tied = first_names(model)
     styles = _parameter_styles(model, plan.styles)
     rows = []
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -642,8 +640,8 @@ def describe(plan: TensorPlan, model: nn.Module) -> list[PlanRow]:
                 f"{plan.kv_heads[name.rpartition('.')[0]]} heads for {plan.tp} ranks: each"
                 " computes one"
             )
-        if name in first_names:
-            notes.append(f"tied to {first_names[name]}")
+        if tied.get(name, name) != name:
+            notes.append(f"tied to {tied[name]}")
         rows.append(
             PlanRow(name, shape, styles[name] or REPLICATED, tuple(local), "; ".join(notes))
         )

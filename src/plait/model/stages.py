@@ -30,8 +30,9 @@ import torch
 from torch import nn
 
 from plait.errors import ModelError
+from plait.model.blocks import block_index
 from plait.model.dataflow import Dataflow, ForwardTrace, Need, Skeleton, Untraceable
-from plait.model.layers import tied_names
+from plait.model.layers import first_names, tied_names
 from plait.model.sequence import is_inside
 from plait.names import listed_names
 
@@ -251,16 +252,16 @@ def cut_model(
     """
     container = block_list(model, blocks)
     flow = _flow_on_tokens(model, blocks, skeleton)
-    first_names = _first_names(model)
+    names = first_names(model)
     needed = StagesNeeded({}, {})
     if flow is not None:
         needed = stages_needed(flow, bounds, name=type(model).__name__)
-    first_stage = _first_stage_parameters(model, blocks, flow, first_names)
+    first_stage = _first_stage_parameters(model, blocks, flow, names)
     owners = _owners(model, blocks, bounds, needed, first_stage)
 
     recomputed = {}
     for name in owners:
-        recomputed[name] = needed.recomputed.get(first_names.get(name, name), frozenset())
+        recomputed[name] = needed.recomputed.get(names.get(name, name), frozenset())
     lowest = {}
     if flow is not None:
         for name in first_stage:
@@ -268,7 +269,7 @@ def cut_model(
             ran = flow.ran.get(name.rpartition(".")[0], set())
             recomputed[name] |= {stage_of_block(bounds, position) for position in ran} - {0}
         for name in owners:
-            first_name = first_names.get(name, name)
+            first_name = names.get(name, name)
             if first_name in flow.uses:
                 lowest[name] = min(flow.uses[first_name])
     return StageCut(
@@ -277,19 +278,12 @@ def cut_model(
         tuple(bounds),
         owners,
         first_stage,
-        first_names,
+        names,
         {name: stages for name, stages in recomputed.items() if stages},
         lowest,
         writes=flow is None or flow.writes,
         returned=None if flow is None else flow.returned,
     )
-
-
-def _first_names(model: nn.Module) -> dict[str, str]:
-    first_names: dict[str, str] = {}
-    for group in tied_names(model):
-        first_names.update(dict.fromkeys(group, group[0]))
-    return first_names
 
 
 def _owners(
@@ -300,18 +294,18 @@ def _owners(
     first_stage: frozenset[str],
 ) -> dict[str, frozenset[int]]:
     """Return the stages that own each parameter. See Note [Owners of parameters]."""
-    first_names = _first_names(model)
+    names = first_names(model)
     last = len(bounds) - 2
     owners: dict[str, frozenset[int]] = {}
     for name, _ in model.named_parameters(remove_duplicate=False):
-        used = needed.owners.get(first_names.get(name, name), frozenset())
-        block = _block_index(name, blocks)
-        if block is None:
+        used = needed.owners.get(names.get(name, name), frozenset())
+        block = block_index(name, blocks)
+        if block < 0:
             owners[name] = used or frozenset({0 if name in first_stage else last})
             continue
         stage = stage_of_block(bounds, block)
         owners[name] = frozenset({stage})
-        if name not in first_names and not used <= owners[name]:
+        if name not in names and not used <= owners[name]:
             raise ModelError(
                 f"parallel.pp: {name} is used by stages {listed_names(sorted(map(str, used)), 3)}"
                 f" and its block is on stage {stage}; a parameter that several blocks use is"
@@ -324,13 +318,6 @@ def _owners(
             stages |= owners[name]
         owners.update(dict.fromkeys(group, stages))
     return owners
-
-
-def _block_index(name: str, blocks: Sequence[str]) -> int | None:
-    for index, block in enumerate(blocks):
-        if name.startswith(f"{block}."):
-            return index
-    return None
 
 
 @dataclass(frozen=True)
@@ -368,7 +355,7 @@ def stages_needed(flow: Dataflow, bounds: Sequence[int], *, name: str) -> Stages
         owners[parameter] = {stage_of_block(bounds, position) for position in positions}
 
     recomputed: dict[str, set[int]] = {}
-    for need in sorted(flow.needs, key=_order_of_need):
+    for need in sorted(flow.needs, key=lambda need: (need.position, need.what, need.origin.since)):
         first = stage_of_block(bounds, need.position)
         # A decision outside of the blocks is made on all later stages.
         stages = range(first, len(bounds) - 1) if need.decision else (first,)
@@ -379,11 +366,7 @@ def stages_needed(flow: Dataflow, bounds: Sequence[int], *, name: str) -> Stages
                 owners.setdefault(parameter, set()).add(stage)
                 if position < begin:
                     recomputed.setdefault(parameter, set()).add(stage)
-    return StagesNeeded(_frozen(owners), _frozen(recomputed))
-
-
-def _order_of_need(need: Need) -> tuple[int, str, float]:
-    return need.position, need.what, need.origin.since
+    return StagesNeeded(_freeze(owners), _freeze(recomputed))
 
 
 def _check_need(flow: Dataflow, need: Need, stage: int, begin: int, name: str) -> None:
@@ -408,7 +391,7 @@ def _check_need(flow: Dataflow, need: Need, stage: int, begin: int, name: str) -
         )
 
 
-def _frozen(stages: Mapping[str, set[int]]) -> dict[str, frozenset[int]]:
+def _freeze(stages: Mapping[str, set[int]]) -> dict[str, frozenset[int]]:
     return {name: frozenset(numbers) for name, numbers in stages.items()}
 
 

@@ -1,7 +1,4 @@
-"""Upper limits of the device: memory bandwidth, matrix products, and the link to host memory.
-
-Rates of collectives between the GPUs of this machine.
-"""
+"""Upper limits of the machine: memory bandwidth, matrix products, host link and collectives."""
 
 from __future__ import annotations
 
@@ -35,10 +32,10 @@ def device(context: Context, settings: Mapping[str, Any]) -> Verdict:
     figures = datasheet(context)
     size = 64 if context.is_small else PRODUCT_SIZE
     nbytes = MIB if context.is_small else GIB
-    where = context.device
 
     copied = copies_on_device(context, nbytes)
-    left, right = (torch.randn(size, size, dtype=torch.bfloat16, device=where) for _ in range(2))
+    left = torch.randn(size, size, dtype=torch.bfloat16, device=context.device)
+    right = torch.randn_like(left)
     flops = 2 * size**3 / seconds_of(context, lambda: torch.mm(left, right))
 
     bandwidth = float(figures.memory_bandwidth)
@@ -131,22 +128,23 @@ def seconds_of(context: Context, operation: Callable[[], object], *, calls: int 
     calls = 1 if context.is_small else calls
     rounds = 1 if context.is_small else _ROUNDS
     operation()  # The first call loads the kernel.
-    seconds = []
-    for _ in range(rounds):
-        context.synchronize()
-        started = time.perf_counter()
-        for _ in range(calls):
-            operation()
-        context.synchronize()
-        seconds.append((time.perf_counter() - started) / calls)
-    return median(seconds)
+    return median(seconds_per_call(context, operation, calls) for _ in range(rounds))
+
+
+def seconds_per_call(context: Context, operation: Callable[[], object], calls: int) -> float:
+    """Return the mean seconds of some calls between two waits for the device."""
+    context.synchronize()
+    started = time.perf_counter()
+    for _ in range(calls):
+        operation()
+    context.synchronize()
+    return (time.perf_counter() - started) / calls
 
 
 def collectives(context: Context, settings: Mapping[str, Any]) -> Verdict:
     """Measure all-reduce, all-gather, reduce-scatter and exchange over all ranks."""
     figure = float(datasheet(context).link_bandwidth)
-    mesh = context.group()
-    group = mesh.group("dp_replicate")
+    group = context.group().group("dp_replicate")
     assert group is not None
     seconds = 0.2 if context.is_small else 6.0
     measured = measure_group("dp_replicate", group, None, device=context.device, seconds=seconds)

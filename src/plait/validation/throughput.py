@@ -27,7 +27,7 @@ import torch.distributed as dist
 from plait.cluster import accelerator
 from plait.sizes import format_bytes
 from plait.validation import peers
-from plait.validation.ceilings import datasheet
+from plait.validation.ceilings import datasheet, seconds_per_call
 from plait.validation.context import (
     TINY,
     WIDE,
@@ -205,18 +205,15 @@ def try_visit(context: Context, name: str, workload: Workload) -> Visit | str | 
 
     With several ranks every error is raised: the others wait in a collective, so the launch ends.
     """
-    result: Visit | str | None
+    result: Visit | str | None = None
     try:
         result = visit(context, name, workload)
-    except torch.OutOfMemoryError:
-        if context.world > 1:
-            raise
-        result = None
     except Exception as error:
         if context.world > 1:
             raise
-        lines = str(error).strip().splitlines() or [""]
-        result = f"{type(error).__name__}: {lines[0][:500]}"
+        if not isinstance(error, torch.OutOfMemoryError):
+            lines = str(error).strip().splitlines() or [""]
+            result = f"{type(error).__name__}: {lines[0][:500]}"
     # The handlers have ended: no error keeps the frames and their tensors alive.
     context.release_memory()
     return result
@@ -236,7 +233,7 @@ def visit(context: Context, name: str, workload: Workload) -> Visit:
         retries = accelerator.allocation_retries(context.device)
         seconds, loss = timed_steps(context, trainer, batch)
         retries = max(context.gathered(accelerator.allocation_retries(context.device) - retries))
-        peak = 0 if context.device.type == "cpu" else accelerator.peak_bytes(context.device)
+        peak = context.peak_bytes()
     finally:
         trainer.close()
         del trainer
@@ -252,16 +249,16 @@ def timed_steps(
     """Return (seconds per step, last loss). The host waits before the first step and after the
     last.
     """
-    count = 1 if context.is_small else TIMED_STEPS
-    context.synchronize()
+    losses: list[torch.Tensor] = []
     if context.world > 1:
-        dist.barrier()
         context.synchronize()
-    started = time.perf_counter()
-    for _ in range(count):
-        loss = trainer.step(batch)
-    context.synchronize()
-    return (time.perf_counter() - started) / count, float(loss)
+        dist.barrier()
+    seconds = seconds_per_call(
+        context,
+        lambda: losses.append(trainer.step(batch)),
+        1 if context.is_small else TIMED_STEPS,
+    )
+    return seconds, float(losses[-1])
 
 
 def another_round_fits(

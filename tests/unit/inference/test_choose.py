@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from plait.errors import InputError
+from plait.inference.decode import LENGTH, STOP, UNFINISHED, TokenSampler
 from plait.inference.generation_settings import GenerationSettings, tokens_of_tokenizer
 from plait.inference.requests import GenerationRequest, TextStream, text_of
-from plait.inference.sampling import LENGTH, STOP, UNFINISHED, TokenSampler
 
 
 def requests(

@@ -137,10 +137,10 @@ def test_keys_and_values_on_the_host(work: InferenceWork) -> None:
     kept = replace(many, offload_cache=True)
     with pytest.raises(InputError, match="does not fit"):
         deploy(many, tp=1, pp=1, devices=None, on=on)
-    found = deploy(kept, tp=1, pp=1, devices=None, on=replace(on, memory_bytes=10 * MIB)).account
+    found = deploy(kept, tp=1, pp=1, devices=None, on=replace(on, memory_bytes=10 * MIB)).estimate
     assert (found.cache, found.cache_copied, found.cache_on_host) == (3 * MIB, 6 * MIB, 7 * MIB)
     streamed = deploy_streamed(kept, gpu_budget=24 * MIB, cpu_budget=20 * MIB, on=on)
-    assert streamed.account.cache == 3 * MIB and streamed.host_bytes == 13 * MIB
+    assert streamed.estimate.cache == 3 * MIB and streamed.host_bytes == 13 * MIB
     assert streamed.why.endswith(
         "for keys, values and activations; 7.0 MiB of keys and values in host memory"
     )

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from plait.inference.decode import STOP, TokenSampler
 from plait.inference.generation_settings import GenerationSettings
 from plait.inference.requests import GenerationRequest, TextStream, text_after
-from plait.inference.sampling import STOP, TokenSampler
 
 WORDS = [
     "[UNK]",

@@ -23,7 +23,8 @@ from math import lcm
 import numpy as np
 
 from plait.errors import InputError, ModelError
-from plait.model.facts import ModelFacts, ParameterFacts, block_index
+from plait.model.blocks import block_index
+from plait.model.facts import ModelFacts, ParameterFacts
 from plait.model.outer_layers import OuterUnits
 from plait.model.plans import TensorPlan
 from plait.model.stages import StageCut
