@@ -304,7 +304,7 @@ def _deploy_placed(
     if work.offload_cache:
         # Host memory has the rest of the cache.
         needs = replace(needs, cache=lambda tp, pp: offloaded_cache(layout, demand, tp=tp).device)
-    placed = place_model(needs, machines=1, per_machine=count, device_bytes=memory, tp=tp, pp=pp)
+    placed = place_model(needs, devices=count, device_bytes=memory, tp=tp, pp=pp)
 
     cache_on_host = 0
     cache_copied = 0

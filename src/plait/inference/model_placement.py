@@ -1,10 +1,9 @@
 """Placement of a model for inference: choice of a layout, and loading without an optimizer.
 
 Note [Choice of a placement]
-    If the model fits on one device, one is used. Otherwise tensor parallelism is used inside of a
-    machine, with the smallest degree that fits: all devices then work on each token, over fast
-    links. Machines are joined by pipeline stages, which exchange little. If the devices of a
-    machine have no fast links, pipeline stages are used inside of it as well.
+    If the model fits on one device, one is used. Otherwise tensor parallelism is used, with the
+    smallest degree that fits: all devices then work on each token. Only if no degree fits, there
+    are pipeline stages: on as few devices as possible, with the largest degree for their number.
 """
 
 from __future__ import annotations
@@ -77,10 +76,8 @@ class Placement:
 def place_model(
     needs: Needs,
     *,
-    machines: int,
-    per_machine: int,
+    devices: int,
     device_bytes: int,
-    fast_links: bool = True,
     tp: int | None = None,
     pp: int | None = None,
 ) -> Placement:
@@ -88,10 +85,8 @@ def place_model(
 
     Args:
         needs: Needs of the model.
-        machines: Number of machines.
-        per_machine: Number of devices per machine.
+        devices: Number of devices of the machine.
         device_bytes: Memory of each device.
-        fast_links: Whether the devices of a machine have fast links.
         tp: Degree of tensor parallelism, if the user chose it.
         pp: Number of pipeline stages, if the user chose it.
 
@@ -99,10 +94,10 @@ def place_model(
         DoesNotFit: No placement holds the model. The error has the numbers of the closest one.
         InputError: A choice of the user is not possible.
     """
-    _check_choices(needs, machines=machines, per_machine=per_machine, tp=tp, pp=pp)
+    _check_choices(needs, devices, tp=tp, pp=pp)
     available = int(device_bytes * (1 - WORKSPACE))
     closest: Placement | None = None
-    for degree, stages in _candidates(needs, machines, per_machine, fast_links):
+    for degree, stages in _candidates(needs, devices):
         if (tp is not None and degree != tp) or (pp is not None and stages != pp):
             continue
         replicated = needs.weight_bytes - needs.split_bytes
@@ -111,7 +106,7 @@ def place_model(
         cache = needs.cache(degree, stages)
         why = "as asked for"
         if tp is None and pp is None:
-            why = _explanation(degree, stages, fast_links)
+            why = _explanation(degree, stages)
         placement = Placement(degree, stages, weights, cache, why)
         if weights + cache <= available:
             return placement
@@ -123,35 +118,26 @@ def place_model(
         f"the model does not fit: at tp = {closest.tp}, pp = {closest.pp} a device would hold"
         f" {format_bytes(closest.weight_bytes)} of weights and {format_bytes(closest.cache_bytes)}"
         f" of keys and values, and {format_bytes(available)} of its {format_bytes(device_bytes)}"
-        f" may be used ({machines} x {per_machine} devices); use more devices, fewer tokens or"
+        f" may be used (1 x {devices} devices); use more devices, fewer tokens or"
         " requests at once, or a smaller dtype"
     )
 
 
-def _candidates(
-    needs: Needs, machines: int, per_machine: int, fast_links: bool
-) -> Iterator[tuple[int, int]]:
+def _candidates(needs: Needs, devices: int) -> Iterator[tuple[int, int]]:
     """Yield the degrees (tp, pp) in the order in which they are tried.
 
-    Degrees that are only used if the user chose them are last.
+    See Note [Choice of a placement].
     """
     degrees = [
         degree
-        for degree in range(1, per_machine + 1)
+        for degree in range(1, devices + 1)
         if needs.heads % degree == 0 and _can_split(degree, needs.key_value_heads)
     ]
-    most_stages = min(needs.layers, machines * per_machine)
-    if fast_links:
-        for degree in degrees:
-            yield degree, 1
-        for stages in range(2, min(machines, needs.layers) + 1):
-            yield degrees[-1], stages
-    else:
-        for stages in range(1, most_stages + 1):
-            yield 1, stages
+    for degree in degrees:
+        yield degree, 1
 
-    pairs = product(degrees, range(1, most_stages + 1))
-    others = [pair for pair in pairs if pair[0] * pair[1] <= machines * per_machine]
+    pairs = product(degrees, range(1, min(needs.layers, devices) + 1))
+    others = [pair for pair in pairs if pair[0] * pair[1] <= devices]
     # Fewest devices first, and of these the largest degree of tensor parallelism.
     yield from sorted(others, key=lambda pair: (pair[0] * pair[1], -pair[0]))
 
@@ -161,40 +147,33 @@ def _can_split(degree: int, key_value_heads: int) -> bool:
     return key_value_heads % degree == 0 or degree % key_value_heads == 0
 
 
-def _check_choices(
-    needs: Needs, *, machines: int, per_machine: int, tp: int | None, pp: int | None
-) -> None:
+def _check_choices(needs: Needs, devices: int, *, tp: int | None, pp: int | None) -> None:
     if tp is not None and (tp < 1 or needs.heads % tp or not _can_split(tp, needs.key_value_heads)):
         raise InputError(
             f"--tp {tp}: must divide the model's {needs.heads} attention heads, and divide or be a"
             f" multiple of its {needs.key_value_heads} key and value heads"
         )
-    if tp is not None and tp > per_machine:
+    if tp is not None and tp > devices:
         raise InputError(
-            f"--tp {tp}: a machine has {per_machine} devices, and tensor parallelism stays inside"
+            f"--tp {tp}: a machine has {devices} devices, and tensor parallelism stays inside"
             " of one; use --pp as well"
         )
     if pp is not None and not 1 <= pp <= needs.layers:
         raise InputError(f"--pp {pp}: must be between 1 and the model's {needs.layers} layers")
-    devices = (tp or 1) * (pp or 1)
-    if devices > machines * per_machine:
+    chosen = (tp or 1) * (pp or 1)
+    if chosen > devices:
         raise InputError(
-            f"--tp {tp or 1} x --pp {pp or 1}: {devices} devices, and there are"
-            f" {machines * per_machine}"
+            f"--tp {tp or 1} x --pp {pp or 1}: {chosen} devices, and there are {devices}"
         )
 
 
-def _explanation(tp: int, pp: int, fast_links: bool) -> str:
+def _explanation(tp: int, pp: int) -> str:
     if tp == pp == 1:
         return "it fits on one device"
     if pp == 1:
         return (
             f"the fewest devices of one machine that hold it are {tp}, and tensor parallelism lets"
             " all of them work on each token"
-        )
-    if tp == 1 and not fast_links:
-        return (
-            f"the devices of a machine have no fast links, so {pp} pipeline stages exchange little"
         )
     return f"{tp} devices of a machine do not hold it, so {pp} pipeline stages of {tp} devices do"
 

@@ -61,6 +61,397 @@ _MOUNTS = Path("/proc/self/mounts")
 _MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 
 
+@dataclass(frozen=True)
+class StreamingPlan:
+    """Streamed blocks of a model in one process, and bytes of weights."""
+
+    streamed: tuple[str, ...]
+    """Names of the streamed blocks, in the order in which they run."""
+    resident_bytes: int
+    """Weights that stay in memory."""
+    slot_bytes: int
+    """Slots in which streamed blocks compute."""
+    streamed_bytes: int
+    """Weights that are brought for every token, and for every part of the prompts."""
+    on_host: tuple[str, ...] = ()
+    """Streamed blocks that are kept in pinned host memory. The others are read from files."""
+    read_bytes: int = 0
+    """Part of `streamed_bytes` that is read from files."""
+
+
+class BudgetTooSmall(InputError):
+    """Error of a budget that does not hold the streamed layers besides everything else."""
+
+
+class WeightStreamHook(StepHook):
+    """Hook that closes a stream of weights together with its model."""
+
+    def __init__(self, stream: WeightStream) -> None:
+        self.stream = stream
+
+    def close(self) -> None:
+        """End the threads and close the files."""
+        self.stream.close()
+
+
+def tensors_of(source: Source, model: nn.Module) -> dict[str, StoredTensor]:
+    """Return the locations of a model's weights in the files of a Transformers folder.
+
+    Tensors of an adapter are left out, except for those that replace tensors of the base model.
+
+    Args:
+        source: The folder.
+        model: Its model, on the meta device.
+
+    Returns:
+        Locations by the names of the model.
+    """
+    files = weight_files(source.folder)
+    tensors: dict[str, StoredTensor] = {}
+    for path in dict.fromkeys(files.values()):
+        tensors |= stored_tensors(path)
+
+    if source.adapter is None:
+        # A base model that was saved alone has names without its prefix.
+        stored_as = stored_names(model, files)
+        renamed = {}
+        for name in model.state_dict():
+            stored_name = stored_as(name)
+            if stored_name != name and stored_name in tensors:
+                renamed[name] = tensors[stored_name]
+        return tensors | renamed
+
+    tensors |= source.adapter.replaced
+    return {
+        name: tensors[base_tensor(name)]
+        for name in model.state_dict()
+        if not is_adapters(name) and base_tensor(name) in tensors
+    }
+
+
+def tensors_in_files(source: Source, model: nn.Module) -> dict[str, StoredTensor]:
+    """Return the locations of all stored tensors of a source.
+
+    For a Transformers folder they are those of `tensors_of`. For a checkpoint they are parts of
+    tensors, by file and name.
+    """
+    if source.checkpoint is None:
+        return tensors_of(source, model)
+    tensors = {}
+    for path in sorted(Path(str(source.checkpoint.path)).glob("*.safetensors")):
+        for name, tensor in stored_tensors(path).items():
+            tensors[f"{path.name} {name}"] = tensor
+    return tensors
+
+
+def tensors_to_stream(
+    source: Source | None, model: nn.Module
+) -> tuple[dict[str, StoredTensor], str]:
+    """Return the locations from which a model's weights are streamed.
+
+    Args:
+        source: Source of the weights, or None for a model without weights.
+        model: The model, on the meta device.
+
+    Returns:
+        Locations by name, and the reason why streamed layers are first written to new files. The
+        reason is empty if they are read from the source's files.
+
+    Raises:
+        InputError: The files belong to another model.
+    """
+    if source is None:
+        return expected_tensors(model), ""
+    if source.checkpoint is not None:
+        return expected_tensors(model), "the tensors of a checkpoint lie in parts"
+
+    stored = tensors_of(source, model)
+    if source.adapter is None:
+        # Only for its checks: missing and unknown tensors are errors.
+        sources_of(
+            model, model.state_dict(keep_vars=True), weight_files(source.folder), source.folder
+        )
+    for block in _movable_blocks(model):
+        for leaf, parameter in streamed_parameters(model, block).items():
+            name = f"{block}.{leaf}"
+            tensor = stored.get(name)
+            if tensor is None:
+                raise InputError(
+                    f"{name} is not in the folder's files under that name, so its layer cannot be"
+                    " streamed"
+                )
+            if tensor.shape != tuple(parameter.shape):
+                raise InputError(
+                    f"{tensor.path}: {name} has the shape {list(tensor.shape)}, and the model needs"
+                    f" {list(parameter.shape)}; check that the files belong to this model"
+                )
+            if tensor.dtype != parameter.dtype:
+                computed = dtype_name(parameter.dtype)
+                saved = dtype_name(tensor.dtype)
+                reason = f"they compute in {computed}, and are stored in {saved}"
+                return expected_tensors(model), reason
+    return stored, ""
+
+
+@destroying_new_group()
+def load_streamed(
+    source: Source,
+    *,
+    budget_bytes: int,
+    other_bytes: int,
+    host_bytes: int = 0,
+    dtype: torch.dtype | None = None,
+    scratch: Path | None = None,
+) -> tuple[ShardedModel, StreamingPlan]:
+    """Load a model in one process, with streamed blocks if it does not fit into the budget.
+
+    Streamed layers that no files contain in the form in which they compute (see
+    `tensors_to_stream`) are first written to temporary files.
+
+    Args:
+        source: Source of the model.
+        budget_bytes: See `plan_streaming`.
+        other_bytes: See `plan_streaming`.
+        host_bytes: See `plan_streaming`.
+        dtype: Dtype of the model. None stands for the dtype that it was saved in.
+        scratch: Folder of temporary files. None stands for the system's.
+
+    Raises:
+        InputError: The model cannot be loaded.
+    """
+    model = source.model(dtype)
+    stored, written = tensors_to_stream(source, model)
+    planned = plan_streaming(
+        model, stored, budget_bytes=budget_bytes, other_bytes=other_bytes, host_bytes=host_bytes
+    )
+    resolved = resolve(
+        load({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 0}}), world_size=1
+    )
+    checked = checked_model(model, resolved)
+    with ExitStack() as stack:
+        if written:
+            stored = {}
+            if planned.streamed:
+                folder = stack.enter_context(scratch_folder(scratch, planned.streamed_bytes))
+                stored = write_layers(source, model, planned.streamed, folder)
+        # Before `shard`, which would allocate memory for parameters with elements.
+        streamed_names = _make_empty(model, planned.streamed)
+        mesh, parts, _ = shard(
+            checked, weights=on_huge_pages(_resident_filler(source, stored, streamed_names))
+        )
+        model.requires_grad_(False)
+        # The stream opens the temporary files before the folder is removed.
+        if planned.streamed:
+            stream = WeightStream(
+                model, planned.streamed, stored, device=mesh.device, on_host=planned.on_host
+            )
+            parts = parts.with_hooks(WeightStreamHook(stream))
+    sharded = ShardedModel(parts, mesh, resolved, forward=default_forward, handle="plait generate")
+    return sharded, planned
+
+
+def plan_streaming(
+    model: nn.Module,
+    stored: dict[str, StoredTensor],
+    *,
+    budget_bytes: int,
+    other_bytes: int,
+    host_bytes: int = 0,
+) -> StreamingPlan:
+    """Choose the streamed blocks of a model. See Note [Choice of streamed blocks].
+
+    Args:
+        model: The model, on the meta device.
+        stored: Locations of its weights.
+        budget_bytes: Budget of the memory in which it computes.
+        other_bytes: Part of the budget that is not for weights: keys, values and activations.
+        host_bytes: Host memory that may be pinned. 0 for a model that computes on the CPU.
+
+    Raises:
+        InputError: The budget or the host memory is too small.
+    """
+    sizes = _movable_blocks(model)
+    movable = list(sizes)
+    total = sum(p.numel() * p.element_size() for p in model.parameters())
+    if total + other_bytes <= budget_bytes:
+        return StreamingPlan((), total, 0, 0)
+
+    slots = _slot_bytes(model, stored, movable, on_cpu=not host_bytes)
+    outside = total - sum(sizes.values())
+    available = budget_bytes - outside - other_bytes - slots
+    if available < 0 or not movable:
+        raise BudgetTooSmall(
+            f"a budget of {format_bytes(budget_bytes)} is too small: weights outside of the"
+            f" repeated layers and adapters take {format_bytes(outside)}, {SLOTS} layers"
+            f" {format_bytes(slots)}, keys, values and activations {format_bytes(other_bytes)};"
+            f" give at least {format_bytes_rounded_up(outside + slots + other_bytes)}, or ask for"
+            " fewer tokens or prompts at once"
+        )
+
+    # Bytes of movable blocks that do not fit, in blocks of the largest size.
+    excess = sum(sizes.values()) - available
+    count = min(len(movable), max(1, -(-excess // max(sizes.values()))))
+    chosen = _spread_evenly(movable, count)
+    streamed_bytes = sum(sizes[name] for name in chosen)
+    on_host = _blocks_on_host(model, stored, chosen, host_bytes)
+    return StreamingPlan(
+        chosen,
+        total - streamed_bytes,
+        slots,
+        streamed_bytes,
+        on_host,
+        streamed_bytes - sum(sizes[name] for name in on_host),
+    )
+
+
+def _spread_evenly(names: Sequence[str], count: int) -> tuple[str, ...]:
+    return tuple(names[(2 * index + 1) * len(names) // (2 * count)] for index in range(count))
+
+
+def least_budget(model: nn.Module, stored: dict[str, StoredTensor], *, other_bytes: int) -> int:
+    """Return the smallest budget in bytes on the CPU: that for streaming every movable block."""
+    sizes = _movable_blocks(model)
+    total = sum(p.numel() * p.element_size() for p in model.parameters())
+    slots = _slot_bytes(model, stored, list(sizes), on_cpu=True)
+    return total - sum(sizes.values()) + slots + other_bytes
+
+
+def _movable_blocks(model: nn.Module) -> dict[str, int]:
+    """Return the blocks that share no weight with another module, and their bytes."""
+    tied = first_names(model)
+    sizes = {}
+    for name in find_blocks(model):
+        parameters = streamed_parameters(model, name)
+        if not any(f"{name}.{leaf}" in tied for leaf in parameters):
+            sizes[name] = sum(p.numel() * p.element_size() for p in parameters.values())
+    return sizes
+
+
+def _slot_bytes(
+    model: nn.Module, stored: dict[str, StoredTensor], blocks: Sequence[str], *, on_cpu: bool
+) -> int:
+    """Return the size of all slots, and on the CPU of the buffers that files are read to."""
+    largest = max((block_bytes(model, name, stored, on_cpu=on_cpu) for name in blocks), default=0)
+    buffers = buffer_bytes(largest) if on_cpu else 0
+    return min(SLOTS, len(blocks)) * largest + buffers
+
+
+def _blocks_on_host(
+    model: nn.Module, stored: dict[str, StoredTensor], streamed: tuple[str, ...], host_bytes: int
+) -> tuple[str, ...]:
+    """Return the streamed blocks that are kept in pinned host memory.
+
+    They are all streamed blocks if they fit. Otherwise they are some, distributed evenly, and the
+    staging buffers of the others take the rest of the memory.
+
+    Raises:
+        InputError: Not even the staging buffers fit.
+    """
+    if not host_bytes:
+        return ()
+    sizes = [pinned_bytes(block_bytes(model, name, stored, on_cpu=False)) for name in streamed]
+    if sum(sizes) <= host_bytes:
+        return streamed
+    largest = max(sizes)
+    # Each slot has a staging buffer of the size of the largest block.
+    staging = min(SLOTS, len(sizes)) * largest
+    if staging > host_bytes:
+        raise InputError(
+            f"{format_bytes(host_bytes)} of host memory are too little: {min(SLOTS, len(streamed))}"
+            f" layers that are read from files take {format_bytes(staging)}"
+        )
+    return _spread_evenly(streamed, (host_bytes - staging) // largest)
+
+
+def expected_tensors(model: nn.Module) -> dict[str, StoredTensor]:
+    """Return the tensors of files that a model on the meta device would be written to."""
+    return {
+        name: StoredTensor(Path(), 0, p.numel() * p.element_size(), p.dtype, tuple(p.shape))
+        for name, p in model.named_parameters()
+        if not is_adapters(name)
+    }
+
+
+def _resident_filler(
+    source: Source, stored: dict[str, StoredTensor], streamed: frozenset[str]
+) -> WeightFiller:
+    """Return a function that reads the weights that stay in memory."""
+
+    def fill(model: nn.Module, *, whole: nn.Module, filled: Callable[[torch.Tensor], None]) -> None:
+        done = streamed | _read_in_place(model, stored, streamed)
+        others = {
+            name: tensor
+            for name, tensor in model.state_dict(keep_vars=True).items()
+            if name not in done
+        }
+        for layer in _by_layer(others, find_blocks(whole)):
+            source.fill(layer, whole=whole)
+            trim_heap()
+        for tensor in others.values():
+            filled(tensor)
+
+    return fill
+
+
+def _by_layer(
+    tensors: dict[str, torch.Tensor], blocks: Sequence[str]
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the tensors of each layer together, and all others one by one.
+
+    Parts of files that are read together are in memory together.
+    """
+    groups: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        layer = next((block for block in blocks if name.startswith(f"{block}.")), name)
+        groups.setdefault(layer, {})[name] = tensor
+    yield from groups.values()
+
+
+def _read_in_place(
+    model: nn.Module, stored: dict[str, StoredTensor], streamed: frozenset[str]
+) -> frozenset[str]:
+    """Read tensors that stay in memory directly to their memory, and return their names.
+
+    A mapping of the file would take the memory twice. Tensors on another device, and tensors that
+    are stored in another dtype, are left out.
+    """
+    done = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        location = stored.get(name)
+        if location is None or name in streamed or tensor.device.type != "cpu":
+            continue
+        if location.dtype != tensor.dtype or location.shape != tuple(tensor.shape):
+            continue
+        if not location.size or not tensor.is_contiguous():
+            continue
+        memory = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+        file = os.open(location.path, os.O_RDONLY)
+        try:
+            read_into(file, memoryview(memory.data), location, threading.Event())
+        finally:
+            os.close(file)
+        done.add(name)
+    return frozenset(done)
+
+
+def _make_empty(model: nn.Module, blocks: Sequence[str]) -> frozenset[str]:
+    """Replace the parameters of streamed blocks by parameters without elements.
+
+    Returns:
+        The full names of the parameters.
+    """
+    names = []
+    for block in blocks:
+        for leaf, parameter in streamed_parameters(model, block).items():
+            name = f"{block}.{leaf}"
+            owner, _, attribute = name.rpartition(".")
+            empty = torch.empty(0, dtype=parameter.dtype, device="meta")
+            parameters = own_parameters(model.get_submodule(owner))
+            parameters[attribute] = nn.Parameter(empty, requires_grad=False)
+            names.append(name)
+    return frozenset(names)
+
+
 def write_layers(
     weights: Weights, model: nn.Module, blocks: Sequence[str], folder: Path
 ) -> dict[str, StoredTensor]:
@@ -221,394 +612,3 @@ def _file_system(folder: Path) -> str:
             mounts.append((len(fields[1]), fields[2]))
     # The longest mount point is the innermost.
     return max(mounts, default=(0, ""))[1]
-
-
-@dataclass(frozen=True)
-class StreamingPlan:
-    """Streamed blocks of a model in one process, and bytes of weights."""
-
-    streamed: tuple[str, ...]
-    """Names of the streamed blocks, in the order in which they run."""
-    resident_bytes: int
-    """Weights that stay in memory."""
-    slot_bytes: int
-    """Slots in which streamed blocks compute."""
-    streamed_bytes: int
-    """Weights that are brought for every token, and for every part of the prompts."""
-    on_host: tuple[str, ...] = ()
-    """Streamed blocks that are kept in pinned host memory. The others are read from files."""
-    read_bytes: int = 0
-    """Part of `streamed_bytes` that is read from files."""
-
-
-class BudgetTooSmall(InputError):
-    """Error of a budget that does not hold the streamed layers besides everything else."""
-
-
-class WeightStreamHook(StepHook):
-    """Hook that closes a stream of weights together with its model."""
-
-    def __init__(self, stream: WeightStream) -> None:
-        self.stream = stream
-
-    def close(self) -> None:
-        """End the threads and close the files."""
-        self.stream.close()
-
-
-def tensors_of(source: Source, model: nn.Module) -> dict[str, StoredTensor]:
-    """Return the locations of a model's weights in the files of a Transformers folder.
-
-    Tensors of an adapter are left out, except for those that replace tensors of the base model.
-
-    Args:
-        source: The folder.
-        model: Its model, on the meta device.
-
-    Returns:
-        Locations by the names of the model.
-    """
-    files = weight_files(source.folder)
-    tensors: dict[str, StoredTensor] = {}
-    for path in dict.fromkeys(files.values()):
-        tensors |= stored_tensors(path)
-
-    if source.adapter is None:
-        # A base model that was saved alone has names without its prefix.
-        stored_as = stored_names(model, files)
-        renamed = {}
-        for name in model.state_dict():
-            stored_name = stored_as(name)
-            if stored_name != name and stored_name in tensors:
-                renamed[name] = tensors[stored_name]
-        return tensors | renamed
-
-    tensors |= source.adapter.replaced
-    return {
-        name: tensors[base_tensor(name)]
-        for name in model.state_dict()
-        if not is_adapters(name) and base_tensor(name) in tensors
-    }
-
-
-def tensors_in_files(source: Source, model: nn.Module) -> dict[str, StoredTensor]:
-    """Return the locations of all stored tensors of a source.
-
-    For a Transformers folder they are those of `tensors_of`. For a checkpoint they are parts of
-    tensors, by file and name.
-    """
-    if source.checkpoint is None:
-        return tensors_of(source, model)
-    tensors = {}
-    for path in sorted(Path(str(source.checkpoint.path)).glob("*.safetensors")):
-        for name, tensor in stored_tensors(path).items():
-            tensors[f"{path.name} {name}"] = tensor
-    return tensors
-
-
-def tensors_to_stream(
-    source: Source | None, model: nn.Module
-) -> tuple[dict[str, StoredTensor], str]:
-    """Return the locations from which a model's weights are streamed.
-
-    Args:
-        source: Source of the weights, or None for a model without weights.
-        model: The model, on the meta device.
-
-    Returns:
-        Locations by name, and the reason why streamed layers are first written to new files. The
-        reason is empty if they are read from the source's files.
-
-    Raises:
-        InputError: The files belong to another model.
-    """
-    if source is None:
-        return expected_tensors(model), ""
-    if source.checkpoint is not None:
-        return expected_tensors(model), "the tensors of a checkpoint lie in parts"
-
-    stored = tensors_of(source, model)
-    if source.adapter is None:
-        # Only for its checks: missing and unknown tensors are errors.
-        sources_of(
-            model, model.state_dict(keep_vars=True), weight_files(source.folder), source.folder
-        )
-    for block in _movable_blocks(model):
-        for leaf, parameter in streamed_parameters(model, block).items():
-            name = f"{block}.{leaf}"
-            tensor = stored.get(name)
-            if tensor is None:
-                raise InputError(
-                    f"{name} is not in the folder's files under that name, so its layer cannot be"
-                    " streamed"
-                )
-            if tensor.shape != tuple(parameter.shape):
-                raise InputError(
-                    f"{tensor.path}: {name} has the shape {list(tensor.shape)}, and the model needs"
-                    f" {list(parameter.shape)}; check that the files belong to this model"
-                )
-            if tensor.dtype != parameter.dtype:
-                computed = dtype_name(parameter.dtype)
-                saved = dtype_name(tensor.dtype)
-                reason = f"they compute in {computed}, and are stored in {saved}"
-                return expected_tensors(model), reason
-    return stored, ""
-
-
-def plan_streaming(
-    model: nn.Module,
-    stored: dict[str, StoredTensor],
-    *,
-    budget_bytes: int,
-    other_bytes: int,
-    host_bytes: int = 0,
-) -> StreamingPlan:
-    """Choose the streamed blocks of a model. See Note [Choice of streamed blocks].
-
-    Args:
-        model: The model, on the meta device.
-        stored: Locations of its weights.
-        budget_bytes: Budget of the memory in which it computes.
-        other_bytes: Part of the budget that is not for weights: keys, values and activations.
-        host_bytes: Host memory that may be pinned. 0 for a model that computes on the CPU.
-
-    Raises:
-        InputError: The budget or the host memory is too small.
-    """
-    sizes = _movable_blocks(model)
-    movable = list(sizes)
-    total = sum(p.numel() * p.element_size() for p in model.parameters())
-    if total + other_bytes <= budget_bytes:
-        return StreamingPlan((), total, 0, 0)
-
-    slots = _slot_bytes(model, stored, movable, on_cpu=not host_bytes)
-    outside = total - sum(sizes.values())
-    available = budget_bytes - outside - other_bytes - slots
-    if available < 0 or not movable:
-        raise BudgetTooSmall(
-            f"a budget of {format_bytes(budget_bytes)} is too small: weights outside of the"
-            f" repeated layers and adapters take {format_bytes(outside)}, {SLOTS} layers"
-            f" {format_bytes(slots)}, keys, values and activations {format_bytes(other_bytes)};"
-            f" give at least {format_bytes_rounded_up(outside + slots + other_bytes)}, or ask for"
-            " fewer tokens or prompts at once"
-        )
-
-    # Bytes of movable blocks that do not fit, in blocks of the largest size.
-    excess = sum(sizes.values()) - available
-    count = min(len(movable), max(1, -(-excess // max(sizes.values()))))
-    chosen = _spread_evenly(movable, count)
-    streamed_bytes = sum(sizes[name] for name in chosen)
-    on_host = _blocks_on_host(model, stored, chosen, host_bytes)
-    return StreamingPlan(
-        chosen,
-        total - streamed_bytes,
-        slots,
-        streamed_bytes,
-        on_host,
-        streamed_bytes - sum(sizes[name] for name in on_host),
-    )
-
-
-def _spread_evenly(names: Sequence[str], count: int) -> tuple[str, ...]:
-    return tuple(names[(2 * index + 1) * len(names) // (2 * count)] for index in range(count))
-
-
-def least_budget(model: nn.Module, stored: dict[str, StoredTensor], *, other_bytes: int) -> int:
-    """Return the smallest budget in bytes on the CPU: that for streaming every movable block."""
-    sizes = _movable_blocks(model)
-    total = sum(p.numel() * p.element_size() for p in model.parameters())
-    slots = _slot_bytes(model, stored, list(sizes), on_cpu=True)
-    return total - sum(sizes.values()) + slots + other_bytes
-
-
-def _movable_blocks(model: nn.Module) -> dict[str, int]:
-    """Return the blocks that share no weight with another module, and their bytes."""
-    tied = first_names(model)
-    sizes = {}
-    for name in find_blocks(model):
-        parameters = streamed_parameters(model, name)
-        if not any(f"{name}.{leaf}" in tied for leaf in parameters):
-            sizes[name] = sum(p.numel() * p.element_size() for p in parameters.values())
-    return sizes
-
-
-def _slot_bytes(
-    model: nn.Module, stored: dict[str, StoredTensor], blocks: Sequence[str], *, on_cpu: bool
-) -> int:
-    """Return the size of all slots, and on the CPU of the buffers that files are read to."""
-    largest = max((block_bytes(model, name, stored, on_cpu=on_cpu) for name in blocks), default=0)
-    buffers = buffer_bytes(largest) if on_cpu else 0
-    return min(SLOTS, len(blocks)) * largest + buffers
-
-
-def _blocks_on_host(
-    model: nn.Module, stored: dict[str, StoredTensor], streamed: tuple[str, ...], host_bytes: int
-) -> tuple[str, ...]:
-    """Return the streamed blocks that are kept in pinned host memory.
-
-    They are all streamed blocks if they fit. Otherwise they are some, distributed evenly, and the
-    staging buffers of the others take the rest of the memory.
-
-    Raises:
-        InputError: Not even the staging buffers fit.
-    """
-    if not host_bytes:
-        return ()
-    sizes = [pinned_bytes(block_bytes(model, name, stored, on_cpu=False)) for name in streamed]
-    if sum(sizes) <= host_bytes:
-        return streamed
-    largest = max(sizes)
-    # Each slot has a staging buffer of the size of the largest block.
-    staging = min(SLOTS, len(sizes)) * largest
-    if staging > host_bytes:
-        raise InputError(
-            f"{format_bytes(host_bytes)} of host memory are too little: {min(SLOTS, len(streamed))}"
-            f" layers that are read from files take {format_bytes(staging)}"
-        )
-    return _spread_evenly(streamed, (host_bytes - staging) // largest)
-
-
-def expected_tensors(model: nn.Module) -> dict[str, StoredTensor]:
-    """Return the tensors of files that a model on the meta device would be written to."""
-    return {
-        name: StoredTensor(Path(), 0, p.numel() * p.element_size(), p.dtype, tuple(p.shape))
-        for name, p in model.named_parameters()
-        if not is_adapters(name)
-    }
-
-
-@destroying_new_group()
-def load_streamed(
-    source: Source,
-    *,
-    budget_bytes: int,
-    other_bytes: int,
-    host_bytes: int = 0,
-    dtype: torch.dtype | None = None,
-    scratch: Path | None = None,
-) -> tuple[ShardedModel, StreamingPlan]:
-    """Load a model in one process, with streamed blocks if it does not fit into the budget.
-
-    Streamed layers that no files contain in the form in which they compute (see
-    `tensors_to_stream`) are first written to temporary files.
-
-    Args:
-        source: Source of the model.
-        budget_bytes: See `plan_streaming`.
-        other_bytes: See `plan_streaming`.
-        host_bytes: See `plan_streaming`.
-        dtype: Dtype of the model. None stands for the dtype that it was saved in.
-        scratch: Folder of temporary files. None stands for the system's.
-
-    Raises:
-        InputError: The model cannot be loaded.
-    """
-    model = source.model(dtype)
-    stored, written = tensors_to_stream(source, model)
-    planned = plan_streaming(
-        model, stored, budget_bytes=budget_bytes, other_bytes=other_bytes, host_bytes=host_bytes
-    )
-    resolved = resolve(
-        load({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 0}}), world_size=1
-    )
-    checked = checked_model(model, resolved)
-    with ExitStack() as stack:
-        if written:
-            stored = {}
-            if planned.streamed:
-                folder = stack.enter_context(scratch_folder(scratch, planned.streamed_bytes))
-                stored = write_layers(source, model, planned.streamed, folder)
-        # Before `shard`, which would allocate memory for parameters with elements.
-        streamed_names = _make_empty(model, planned.streamed)
-        mesh, parts, _ = shard(
-            checked, weights=on_huge_pages(_resident_filler(source, stored, streamed_names))
-        )
-        model.requires_grad_(False)
-        # The stream opens the temporary files before the folder is removed.
-        if planned.streamed:
-            stream = WeightStream(
-                model, planned.streamed, stored, device=mesh.device, on_host=planned.on_host
-            )
-            parts = parts.with_hooks(WeightStreamHook(stream))
-    sharded = ShardedModel(parts, mesh, resolved, forward=default_forward, handle="plait generate")
-    return sharded, planned
-
-
-def _resident_filler(
-    source: Source, stored: dict[str, StoredTensor], streamed: frozenset[str]
-) -> WeightFiller:
-    """Return a function that reads the weights that stay in memory."""
-
-    def fill(model: nn.Module, *, whole: nn.Module, filled: Callable[[torch.Tensor], None]) -> None:
-        done = streamed | _read_in_place(model, stored, streamed)
-        others = {
-            name: tensor
-            for name, tensor in model.state_dict(keep_vars=True).items()
-            if name not in done
-        }
-        for layer in _by_layer(others, find_blocks(whole)):
-            source.fill(layer, whole=whole)
-            trim_heap()
-        for tensor in others.values():
-            filled(tensor)
-
-    return fill
-
-
-def _by_layer(
-    tensors: dict[str, torch.Tensor], blocks: Sequence[str]
-) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the tensors of each layer together, and all others one by one.
-
-    Parts of files that are read together are in memory together.
-    """
-    groups: dict[str, dict[str, torch.Tensor]] = {}
-    for name, tensor in tensors.items():
-        layer = next((block for block in blocks if name.startswith(f"{block}.")), name)
-        groups.setdefault(layer, {})[name] = tensor
-    yield from groups.values()
-
-
-def _read_in_place(
-    model: nn.Module, stored: dict[str, StoredTensor], streamed: frozenset[str]
-) -> frozenset[str]:
-    """Read tensors that stay in memory directly to their memory, and return their names.
-
-    A mapping of the file would take the memory twice. Tensors on another device, and tensors that
-    are stored in another dtype, are left out.
-    """
-    done = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        location = stored.get(name)
-        if location is None or name in streamed or tensor.device.type != "cpu":
-            continue
-        if location.dtype != tensor.dtype or location.shape != tuple(tensor.shape):
-            continue
-        if not location.size or not tensor.is_contiguous():
-            continue
-        memory = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-        file = os.open(location.path, os.O_RDONLY)
-        try:
-            read_into(file, memoryview(memory.data), location, threading.Event())
-        finally:
-            os.close(file)
-        done.add(name)
-    return frozenset(done)
-
-
-def _make_empty(model: nn.Module, blocks: Sequence[str]) -> frozenset[str]:
-    """Replace the parameters of streamed blocks by parameters without elements.
-
-    Returns:
-        The full names of the parameters.
-    """
-    names = []
-    for block in blocks:
-        for leaf, parameter in streamed_parameters(model, block).items():
-            name = f"{block}.{leaf}"
-            owner, _, attribute = name.rpartition(".")
-            empty = torch.empty(0, dtype=parameter.dtype, device="meta")
-            parameters = own_parameters(model.get_submodule(owner))
-            parameters[attribute] = nn.Parameter(empty, requires_grad=False)
-            names.append(name)
-    return frozenset(names)

@@ -45,21 +45,6 @@ from plait._torch.modules import own_parameters
 from plait.errors import ModelError
 from plait.names import similar_names
 
-
-def tied_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """Return a group of names for every tied parameter, in the order of registration."""
-    # Tensors compare elementwise, so parameters are compared by identity.
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return tuple(tuple(group) for group in names.values() if len(group) > 1)
-
-
-def first_names(model: nn.Module) -> dict[str, str]:
-    """Return the first name of every tied parameter, keyed by each of its names."""
-    return {name: group[0] for group in tied_names(model) for name in group}
-
-
 Style = Literal[
     "colwise",
     "rowwise",
@@ -346,3 +331,17 @@ def _computes_its_weight(module: nn.Module) -> bool:
     return "weight" not in own_parameters(module) and isinstance(
         getattr(module, "weight", None), torch.Tensor
     )
+
+
+def tied_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """Return a group of names for every tied parameter, in the order of registration."""
+    # Tensors compare elementwise, so parameters are compared by identity.
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return tuple(tuple(group) for group in names.values() if len(group) > 1)
+
+
+def first_names(model: nn.Module) -> dict[str, str]:
+    """Return the first name of every tied parameter, keyed by each of its names."""
+    return {name: group[0] for group in tied_names(model) for name in group}

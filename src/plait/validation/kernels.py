@@ -114,10 +114,14 @@ def attention(context: Context, workload: Workload) -> dict[str, dict[str, float
         batch = max(1, (32 if context.is_small else TOKENS) // length)
         shape = (batch, workload.heads, length, workload.head_dim)
         kv_shape = (batch, workload.kv_heads, length, workload.head_dim)
-        inputs = [_random_parameter(context, *size) for size in (shape, kv_shape, kv_shape)]
-        forward = partial(F.scaled_dot_product_attention, *inputs, is_causal=True, enable_gqa=True)
+        query = _random_parameter(context, *shape)
+        key = _random_parameter(context, *kv_shape)
+        value = _random_parameter(context, *kv_shape)
+        forward = partial(
+            F.scaled_dot_product_attention, query, key, value, is_causal=True, enable_gqa=True
+        )
         gradient = torch.randn_like(forward())
-        both = partial(_forward_and_backward, forward, inputs, gradient)
+        both = partial(_forward_and_backward, forward, (query, key, value), gradient)
 
         calls = max(2, 8192 // length)
         forward_seconds = seconds_of(context, forward, calls=calls)

@@ -355,7 +355,7 @@ def _takes_left_padding(built: Built, model: nn.Module) -> bool:
     micro_batch = _three_rows(built)
     try:
         output = built.forward(model, micro_batch)
-        logits: torch.Tensor = getattr(output, "logits", output)
+        logits: Any = getattr(output, "logits", output)
         return bool(torch.isfinite(logits).all())
     except Exception:
         # The next forward, without left padding, shows any other error.

@@ -37,72 +37,6 @@ BatchFunction = Callable[[int, torch.Generator], Any]
 Users provide one for a model that is not a language model.
 """
 
-SHORTEST = 5
-LONGEST = 12
-
-
-def ragged_steps(
-    *, steps: int, micro_batches: int, size: int, seed: int, micro_batch: BatchFunction
-) -> list[list[Any]]:
-    """Return micro-batches of random data, one list per step.
-
-    One micro-batch has no targets if its batches have `labels`: the second of the first step, or
-    the only one of the second step.
-
-    Args:
-        steps: Number of optimizer steps.
-        micro_batches: Micro-batches per step, over all data-parallel ranks.
-        size: Samples per micro-batch.
-        seed: Seed of the generator that is passed to `micro_batch`.
-        micro_batch: Function that creates a micro-batch.
-    """
-    generator = torch.Generator().manual_seed(seed + 1)
-    batches = [micro_batch(size, generator) for _ in range(steps * micro_batches)]
-    if len(batches) > 1 and isinstance(batches[1], dict) and "labels" in batches[1]:
-        batches[1]["labels"].fill_(IGNORED)
-    firsts = range(0, len(batches), micro_batches)
-    return [batches[first : first + micro_batches] for first in firsts]
-
-
-def token_batches(
-    *, vocabulary: int, first: str, mask: str | None, left: bool = True
-) -> BatchFunction:
-    """Return a function that creates micro-batches of random tokens.
-
-    A micro-batch has the tokens [size, length] int64, `labels` [size, length] int64 with -100 at
-    padding, and an attention mask [size, length] int64. Rows alternate between padding on the
-    right, padding on the left and no padding.
-
-    Args:
-        vocabulary: Number of tokens.
-        first: Key of the tokens, such as `input_ids`.
-        mask: Key of the attention mask, or None for a model that takes none.
-        left: Whether rows may be padded on the left.
-    """
-    kinds = ("right", "left", "full") if left else ("right", "full")
-
-    def micro_batch(size: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        length = int(torch.randint(SHORTEST, LONGEST + 1, (1,), generator=generator))
-        ids = torch.randint(0, vocabulary, (size, length), generator=generator)
-        labels = ids.clone()
-        visible = torch.ones_like(ids)
-        first_kind = int(torch.randint(0, len(kinds), (1,), generator=generator))
-        for row in range(size):
-            kind = kinds[(first_kind + row) % len(kinds)]
-            count = int(torch.randint(length // 3, length - 2, (1,), generator=generator))
-            if kind != "full":
-                padded = slice(0, count)
-                if kind == "right":
-                    padded = slice(length - count, length)
-                labels[row, padded] = IGNORED
-                visible[row, padded] = 0
-        batch = {first: ids, "labels": labels}
-        if mask:
-            batch[mask] = visible
-        return batch
-
-    return micro_batch
-
 
 class TestedModel(Policy):
     """Description of a model under comparison."""
@@ -293,3 +227,70 @@ def _import_function(path: str) -> Callable[[], Any]:
         listed = f"; it has {', '.join(names[:6])}" if names else ""
         raise InputError(f"--model {path}: {module.__name__} has no function {attribute!r}{listed}")
     return function
+
+
+SHORTEST = 5
+LONGEST = 12
+
+
+def ragged_steps(
+    *, steps: int, micro_batches: int, size: int, seed: int, micro_batch: BatchFunction
+) -> list[list[Any]]:
+    """Return micro-batches of random data, one list per step.
+
+    One micro-batch has no targets if its batches have `labels`: the second of the first step, or
+    the only one of the second step.
+
+    Args:
+        steps: Number of optimizer steps.
+        micro_batches: Micro-batches per step, over all data-parallel ranks.
+        size: Samples per micro-batch.
+        seed: Seed of the generator that is passed to `micro_batch`.
+        micro_batch: Function that creates a micro-batch.
+    """
+    generator = torch.Generator().manual_seed(seed + 1)
+    batches = [micro_batch(size, generator) for _ in range(steps * micro_batches)]
+    if len(batches) > 1 and isinstance(batches[1], dict) and "labels" in batches[1]:
+        batches[1]["labels"].fill_(IGNORED)
+    firsts = range(0, len(batches), micro_batches)
+    return [batches[first : first + micro_batches] for first in firsts]
+
+
+def token_batches(
+    *, vocabulary: int, first: str, mask: str | None, left: bool = True
+) -> BatchFunction:
+    """Return a function that creates micro-batches of random tokens.
+
+    A micro-batch has the tokens [size, length] int64, `labels` [size, length] int64 with -100 at
+    padding, and an attention mask [size, length] int64. Rows alternate between padding on the
+    right, padding on the left and no padding.
+
+    Args:
+        vocabulary: Number of tokens.
+        first: Key of the tokens, such as `input_ids`.
+        mask: Key of the attention mask, or None for a model that takes none.
+        left: Whether rows may be padded on the left.
+    """
+    kinds = ("right", "left", "full") if left else ("right", "full")
+
+    def micro_batch(size: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        length = int(torch.randint(SHORTEST, LONGEST + 1, (1,), generator=generator))
+        ids = torch.randint(0, vocabulary, (size, length), generator=generator)
+        labels = ids.clone()
+        visible = torch.ones_like(ids)
+        first_kind = int(torch.randint(0, len(kinds), (1,), generator=generator))
+        for row in range(size):
+            kind = kinds[(first_kind + row) % len(kinds)]
+            count = int(torch.randint(length // 3, length - 2, (1,), generator=generator))
+            if kind != "full":
+                padded = slice(0, count)
+                if kind == "right":
+                    padded = slice(length - count, length)
+                labels[row, padded] = IGNORED
+                visible[row, padded] = 0
+        batch = {first: ids, "labels": labels}
+        if mask:
+            batch[mask] = visible
+        return batch
+
+    return micro_batch
