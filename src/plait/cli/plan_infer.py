@@ -117,8 +117,8 @@ def infer(
         catalogued_gpu,
         deploy,
         deploy_streamed,
-        devices_here,
         devices_of,
+        local_devices,
     )
     from plait.planner.hardware import device
     from plait.sizes import format_count
@@ -135,7 +135,7 @@ def infer(
         )
     if gpu is None:
         named_gpu = None
-        devices = devices_here()
+        devices = local_devices()
     else:
         named_gpu = device(gpu)
         devices = devices_of(named_gpu, nproc_per_node)
@@ -232,8 +232,7 @@ def _as_json(deployment: Deployment, bound: BandwidthBound | None) -> dict[str, 
 
 
 def _print_bytes(deployment: Deployment, devices: Devices) -> None:
-    from plait.inference.deployment import UNKNOWN
-    from plait.inference.model_placement import WORKSPACE
+    from plait.inference.deployment import UNKNOWN, WORKSPACE
     from plait.sizes import format_bytes
 
     estimate = deployment.estimate

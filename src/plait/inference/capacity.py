@@ -278,16 +278,16 @@ def gathered_bytes(model: nn.Module, compute: torch.dtype | None) -> int:
     return total
 
 
-def free_bytes(device: torch.device, ranks_here: int) -> int | None:
+def free_bytes(device: torch.device, ranks: int) -> int | None:
     """Return the memory that is free for tensors of this rank, or None if it is unknown.
 
     Args:
         device: The rank's device.
-        ranks_here: Number of ranks that share the memory of the CPU.
+        ranks: Number of ranks that share the memory of the CPU.
     """
     if device.type == "cpu":
         free_on_host = free_host_bytes()
-        return None if free_on_host is None else free_on_host // ranks_here
+        return None if free_on_host is None else free_on_host // ranks
     free, _ = torch.accelerator.get_memory_info(device)
     # The allocator reuses memory that it has reserved and not allocated.
     reserved = torch.accelerator.memory_reserved(device)

@@ -356,7 +356,7 @@ class TextStream:
                 return ""
         return self._advance(text)
 
-    def rest(self) -> str:
+    def remainder(self) -> str:
         """Return the text that is left at the end."""
         return self._advance(self.text())
 

@@ -21,10 +21,11 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -32,11 +33,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 from plait._torch.modules import own_parameters
-from plait.cluster.host_memory import trim_heap
+from plait.cluster.host_memory import move_to_huge_pages, trim_heap
 from plait.config.resolving.resolve import load, resolve
 from plait.errors import InputError
 from plait.inference.adapters import base_tensor, is_adapters
-from plait.inference.model_placement import Weights, on_huge_pages
 from plait.inference.source import Source
 from plait.inference.weight_files import StoredTensor, buffer_bytes, read_into, stored_tensors
 from plait.inference.weight_stream import (
@@ -393,6 +393,21 @@ def _resident_filler(
     return fill
 
 
+def on_huge_pages(fill: WeightFiller) -> WeightFiller:
+    """Wrap a filler of weights so that it writes to huge pages.
+
+    The matrix products of a token read such memory faster.
+    """
+
+    def filler(
+        model: nn.Module, *, whole: nn.Module, filled: Callable[[torch.Tensor], None]
+    ) -> None:
+        move_to_huge_pages(model)
+        fill(model, whole=whole, filled=filled)
+
+    return filler
+
+
 def _by_layer(
     tensors: dict[str, torch.Tensor], blocks: Sequence[str]
 ) -> Iterator[dict[str, torch.Tensor]]:
@@ -450,6 +465,18 @@ def _make_empty(model: nn.Module, blocks: Sequence[str]) -> frozenset[str]:
             parameters[attribute] = nn.Parameter(empty, requires_grad=False)
             names.append(name)
     return frozenset(names)
+
+
+class Weights(Protocol):
+    """Source of weights, e.g. `Source`."""
+
+    def fill(self, tensors: Mapping[str, torch.Tensor], *, whole: nn.Module) -> None:
+        """Read the values of some of a model's tensors.
+
+        Args:
+            tensors: The tensors by name.
+            whole: The complete model, on the meta device.
+        """
 
 
 def write_layers(

@@ -106,7 +106,7 @@ class RuleSet:
 
     A configuration of a family may not have all of its layers.
     """
-    whole_sequence: str | None = None
+    full_sequence_reason: str | None = None
     """Reason why the blocks need full sequences, if the structure does not show it."""
 
 

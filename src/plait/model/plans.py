@@ -118,7 +118,7 @@ class TensorPlan:
     inside return sequence shards. A column-parallel layer that is itself a child of a block gathers
     its own input.
     """
-    whole: tuple[str, ...]
+    all_token_modules: tuple[str, ...]
     """Children of blocks that every rank computes on all tokens under sequence parallelism.
 
     They are layers of experts, and attention that is not split. Their first input is gathered along
@@ -205,7 +205,7 @@ def _plan_without_adapters(
     for attention in attentions:
         if attention.heads is not None:
             heads[attention.name] = attention.heads
-    sequence = sequence_facts(model, styles, blocks, rule_set.whole_sequence)
+    sequence = sequence_facts(model, styles, blocks, rule_set.full_sequence_reason)
     return TensorPlan(
         tp=tp,
         modules=tuple(StyledModule(name, style) for name, style in styles.items()),
@@ -215,7 +215,7 @@ def _plan_without_adapters(
         heads=heads,
         norms=sequence.norms,
         regions=sequence.regions,
-        whole=sequence.whole,
+        all_token_modules=sequence.all_token_modules,
         final_norm=sequence.final_norm,
         head=head,
         embedding=embedding,

@@ -166,7 +166,7 @@ class Variant:
     """Attributes that count heads, by pattern of their module."""
     when: Mapping[str, object] = field(default_factory=dict)
     """Attributes of the configurations that the variant is for."""
-    whole_sequence: str | None = None
+    full_sequence_reason: str | None = None
     """Reason why the blocks need full sequences, see `RuleSet`."""
 
 
@@ -238,7 +238,7 @@ FAMILIES: dict[str, tuple[Variant, ...]] = {
             ("decoder.layers.*.self_attn", _QKV, "out_proj"),
             _split("decoder.layers.*", ("fc1",), "fc2"),
             "num_heads",
-            whole_sequence=(
+            full_sequence_reason=(
                 "OPT's blocks flatten batch and sequence into one dimension before the MLP"
             ),
         ),
@@ -308,7 +308,7 @@ def table_rules(model: nn.Module) -> RuleSet | None:
     rules: list[StyleRule] = []
     counts: list[Counts] = []
     families: dict[str, None] = {}
-    whole_sequence = None
+    full_sequence_reason = None
     for name, family, variant in _matching_variants(model):
         prefix = f"{name}." if name else ""
         rules += [StyleRule(prefix + pattern, style) for pattern, style in variant.rules.items()]
@@ -316,7 +316,7 @@ def table_rules(model: nn.Module) -> RuleSet | None:
             Counts(prefix + pattern, attributes) for pattern, attributes in variant.counts.items()
         ]
         families[family] = None
-        whole_sequence = whole_sequence or variant.whole_sequence
+        full_sequence_reason = full_sequence_reason or variant.full_sequence_reason
     if not rules:
         return None
     return RuleSet(
@@ -324,7 +324,7 @@ def table_rules(model: nn.Module) -> RuleSet | None:
         f"plait's plan of {', '.join(families)}",
         tuple(counts),
         optional=True,
-        whole_sequence=whole_sequence,
+        full_sequence_reason=full_sequence_reason,
     )
 
 

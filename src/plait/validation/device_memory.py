@@ -131,7 +131,7 @@ def peak_of_step(
     with weights on the device.
     """
     dtype = dtype_of(resolved.precision.compute) if resolved.precision.compute else torch.float32
-    libraries = held_by_libraries(context, dtype)
+    libraries = library_bytes(context, dtype)
     engine = initialize(build(), resolved, loss_fn=causal_lm_loss, total_steps=3)
     batch = random_batch(workload, torch.device("cpu"), seed=engine.dp_rank)
     try:
@@ -148,7 +148,7 @@ def peak_of_step(
         gc.collect()
 
 
-def held_by_libraries(context: Context, dtype: torch.dtype) -> int:
+def library_bytes(context: Context, dtype: torch.dtype) -> int:
     """Return the bytes that stay allocated after a product's forward and backward: workspaces."""
     layer = nn.Linear(256, 256, bias=False, device=context.device, dtype=dtype)
     x = torch.ones(256, 256, device=context.device, dtype=dtype, requires_grad=True)
@@ -163,7 +163,7 @@ def largest(context: Context, settings: Mapping[str, Any]) -> Verdict:
     not.
     """
     require("transformers")
-    held_by_libraries(context, torch.float32)
+    library_bytes(context, torch.float32)
     free = context.free_bytes()
     limit = min(free, MOST_BYTES)
     least = LEAST_SIMULATED_BYTES if context.is_small else LEAST_BYTES

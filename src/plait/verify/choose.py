@@ -215,9 +215,9 @@ def _candidates(fields: shrink.Fields, layout: Layout) -> Iterator[shrink.Fields
                 narrow = shrink.with_width(shallow, layout, head_size=head_size)
             except ValueError:  # it has no hidden size
                 break
-            yield shrink.with_small_rest(narrow, layout)
-    yield shrink.with_small_rest(shrink.with_depth(fields, least), layout)
-    yield shrink.with_small_rest(fields, layout)
+            yield shrink.with_small_vocabulary(narrow, layout)
+    yield shrink.with_small_vocabulary(shrink.with_depth(fields, least), layout)
+    yield shrink.with_small_vocabulary(fields, layout)
 
 
 def _least_depth(layout: Layout) -> int:

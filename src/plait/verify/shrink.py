@@ -331,12 +331,12 @@ def _shrink_experts(fields: Mapping[str, Any], result: Fields, degrees: Sequence
         result[name] = min(fields[name], like(fields[name], target, degrees))
 
 
-def with_small_rest(fields: Mapping[str, Any], layout: Layout) -> Fields:
+def with_small_vocabulary(fields: Mapping[str, Any], layout: Layout) -> Fields:
     """Return the configuration with a small vocabulary, short windows and no dropout.
 
     Attention windows are shorter than the data.
     """
-    result = _in_parts(fields, lambda part: with_small_rest(part, layout))
+    result = _in_parts(fields, lambda part: with_small_vocabulary(part, layout))
     if isinstance(fields.get("vocab_size"), int):
         degrees = _degrees(layout.tp, layout.dp_shard, layout.dp)
         size = min(fields["vocab_size"], like(fields["vocab_size"], VOCABULARY, degrees))

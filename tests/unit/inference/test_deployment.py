@@ -14,12 +14,12 @@ from plait.inference import deployment
 from plait.inference.capacity import CacheLayout, cache_layout_of
 from plait.inference.deployment import (
     Devices,
+    DoesNotFit,
     InferenceWork,
     deploy,
     deploy_in_budget,
     deploy_streamed,
 )
-from plait.inference.model_placement import DoesNotFit
 from plait.inference.source import open_source
 from plait.inference.streamed_model import plan_streaming
 from plait.inference.weight_files import StoredTensor
@@ -194,9 +194,9 @@ def test_memory_in_stretches() -> None:
         [torch.arange(4, dtype=torch.uint8), torch.arange(4, 12, dtype=torch.uint8)]
     )
     assert memory.size == 12
-    assert [(start, piece.tolist()) for start, piece in memory.pieces(2, 5)] == [
+    assert [(start, piece.tolist()) for start, piece in memory.overlaps(2, 5)] == [
         (2, [2, 3]),
         (4, [4, 5, 6]),
     ]
-    assert [(start, piece.tolist()) for start, piece in memory.pieces(5, 2)] == [(5, [5, 6])]
-    assert list(memory.pieces(4, 0)) == []
+    assert [(start, piece.tolist()) for start, piece in memory.overlaps(5, 2)] == [(5, [5, 6])]
+    assert list(memory.overlaps(4, 0)) == []

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from plait.errors import InputError
-from plait.inference.model_placement import Needs, place_model
+from plait.inference.deployment import Needs, place_model
 
 GIB = 2**30
 

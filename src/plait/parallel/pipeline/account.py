@@ -302,8 +302,8 @@ def _plan_of_rank(
 
     modules = tuple(entry for entry in plan.modules if runs(entry.name))
     norms = tuple(filter(runs, plan.norms))
-    whole = tuple(filter(runs, plan.whole))
-    return replace(plan, modules=modules, norms=norms, whole=whole)
+    all_token_modules = tuple(filter(runs, plan.all_token_modules))
+    return replace(plan, modules=modules, norms=norms, all_token_modules=all_token_modules)
 
 
 def stage_counts(

@@ -191,7 +191,7 @@ def tensor_traffic(
         ends = 2 * np.ones_like(n)
         if ledger.stage is not None:
             ends = ledger.stage.ends
-        gathered_features = gathered_features + hidden * (ends + 2 * len(plan.whole))
+        gathered_features = gathered_features + hidden * (ends + 2 * len(plan.all_token_modules))
 
     token_bytes = tokens * itemsize
     all_reduced = (
@@ -283,7 +283,7 @@ def _parameters_by_name(facts: ModelFacts) -> dict[str, ParameterFacts]:
 
 
 def _is_sequence_sharded(entry: StyledModule, facts: ModelFacts, plan: TensorPlan) -> bool:
-    return is_inside(entry.name, facts.blocks) and not is_inside(entry.name, plan.whole)
+    return is_inside(entry.name, facts.blocks) and not is_inside(entry.name, plan.all_token_modules)
 
 
 def _region_input_name(entry: StyledModule, plan: TensorPlan, *, sequence: bool) -> str:
@@ -359,7 +359,7 @@ class TensorParallel(Technique):
         if self.sequence_parallel:
             region.random_scope = "blocks"
             # Such a block also computes on all tokens, where ranks must draw the same numbers.
-            if plan.whole or _gathers_inside(plan, parts.blocks):
+            if plan.all_token_modules or _gathers_inside(plan, parts.blocks):
                 region.random_scope = "nothing"
             _shard_sequence(parts.model, plan, region, parts.blocks)
         _end_parts(parts.model, region, parts.blocks)
@@ -455,7 +455,7 @@ def _set_forwards(
     unsharded: Sequence[str] = ()
     if region.sequence_parallel:
         containers = plan.regions
-        unsharded = plan.whole
+        unsharded = plan.all_token_modules
     for name in containers:
         styles.gather_at(model.get_submodule(name), region)
     for name in unsharded:
