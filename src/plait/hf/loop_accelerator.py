@@ -126,7 +126,7 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
 
         Raises:
             ConfigError: The configuration does not fit the model.
-            ModelError: The model cannot be trained, or cannot be split as the configuration says.
+            ModelError: The model cannot be trained, or not be split by the configuration.
             InputError: The arguments do not belong together.
         """
         loaders = [entry for entry in args if isinstance(entry, DataLoader)]
@@ -487,7 +487,10 @@ class LoopOptimizer(EngineOptimizerProxy):
         self._accelerator = accelerator
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Reduce gradients, clip as `accelerator.clip_grad_norm_` says, and update. Collective."""
+        """Reduce and clip gradients, and update the parameters. Collective.
+
+        `accelerator.clip_grad_norm_` sets the largest norm.
+        """
         if closure is not None:
             raise InputError(
                 "optimizer.step(closure): gradients are reduced once per step; call it without a"

@@ -78,7 +78,7 @@ def step_of(
     """Return the step of the next micro-batches of a loader.
 
     Args:
-        plan: Tells how many ranks have a batch of their own. None if every rank has one.
+        plan: Object with the number of ranks that have a batch. None if every rank has one.
         position: Number of micro-batches that have been read from the epoch.
         count: Number of micro-batches of the step.
         ranks: Number of data-parallel ranks.

@@ -102,7 +102,7 @@ class TrainerMixin(CheckpointMixin):
         self._plait_source = plait_config
         self._step: TrainerStep | None = None
         self._plan: Any = None
-        """Object that knows which batches of the current loader are this rank's own."""
+        """Object with the number of ranks that have a batch of the current loader."""
         self._position = 0
         self._epoch = 0
         self._count: int | None = None
@@ -208,7 +208,7 @@ class TrainerMixin(CheckpointMixin):
 
         Raises:
             ConfigError: The configuration does not fit the model.
-            ModelError: The model cannot be trained, or cannot be split as the configuration says.
+            ModelError: The model cannot be trained, or not be split by the configuration.
             InputError: Arguments of the Trainer are not supported together.
         """
         if self.engine is not None and owner_of(self.model) is self.engine.sharded:

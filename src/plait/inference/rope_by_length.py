@@ -10,8 +10,8 @@ Note [Rotary frequencies by length]
     - `dynamic` has other frequencies for every length. Cached keys are not changed, and a module
       remembers the longest input that it has seen.
 
-    Requests are therefore decoded in batches in which each of them has the frequencies that it has
-    alone.
+    Requests are therefore decoded in batches in which each of them has the frequencies that it
+    would have in a batch of its own.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def group_requests(
     lengths: Sequence[tuple[int, int]],
     batch_size: int | None = None,
 ) -> list[list[int]]:
-    """Group requests into batches in which their rotary frequencies are those of each alone.
+    """Group requests into batches that do not change their rotary frequencies.
 
     Args:
         rope: Rotary embedding of the model.

@@ -6,8 +6,8 @@ Note [Tracing without weights]
     ids, masks, positions) are computed, so code that branches on such values takes its real branch.
 
     For every value, the trace records a `ValueOrigin`: the block from which on it can be computed,
-    and the parameters outside of the blocks that it depends on. This tells for any cut into
-    pipeline stages which parameters a stage must own, and whether a value bypasses the chain of
+    and the parameters outside of the blocks that it depends on. For any split into pipeline stages,
+    this determines which parameters a stage must own, and whether a value bypasses the chain of
     blocks. The model itself is not changed.
 
 Note [Opaque modules]

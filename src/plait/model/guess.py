@@ -14,11 +14,11 @@ Note [Choice of a guessed split]
 The complete plan can be checked with `plait verify`, which does not run automatically.
 
 Note [Check of a split]
-    The module runs alone on the CPU with random weights: once in full, and once per part with its
-    slice of the columns and rows. The outputs of the parts must add up to the full output at a
+    The module runs by itself on the CPU with random weights: once in full, and once per part with
+    its slice of the columns and rows. The outputs of the parts must add up to the full output at a
     random point. Both are the same formula in the weights and inputs, so they then agree for all
-    weights and inputs, and their gradients agree as well. A split of a module that cannot run alone
-    is not accepted.
+    weights and inputs, and their gradients agree as well. A split of a module that cannot run by
+    itself is not accepted.
 """
 
 from __future__ import annotations
@@ -328,14 +328,14 @@ def checked_split(module: nn.Module, layers: Mapping[str, nn.Module]) -> dict[st
 
 
 def can_be_run(module: nn.Module) -> bool:
-    """Return True if a module takes one tensor and is small enough to run alone."""
+    """Return True if a module takes one tensor and is small enough to run by itself."""
     if not takes_one_tensor(module):
         return False
     return count_parameters(module) <= MAX_PARAMETERS
 
 
 def takes_one_tensor(module: nn.Module) -> bool:
-    """Return True if a module can run alone, with random weights, on one tensor.
+    """Return True if a module can run by itself, with random weights, on one tensor.
 
     Its forward requires one argument, it has no parameters outside of its children, and the values
     of its buffers are available.
@@ -386,7 +386,7 @@ def _adds_up(
             for index in range(parts):
                 part = _part_of(full, split, index, parts, counts)
                 total += _output_tensor(part(x.clone()))
-        except Exception:  # unknown code that cannot run alone, or not in parts, proves nothing
+        except Exception:  # code that cannot run separately or in parts proves nothing
             return False
     return bool(((total - expected).abs().max() <= tolerance * expected.abs().max()).item())
 

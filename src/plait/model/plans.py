@@ -422,7 +422,7 @@ class _SplitSize:
 def _check_widths(
     model: nn.Module, styles: Mapping[str, Style], attentions: Sequence[Attention], tp: int
 ) -> None:
-    """Check that every rank gets a part of each layer, and that no head is cut.
+    """Check that every rank gets a part of each layer, and that no head is divided.
 
     Raises:
         ConfigError: It does not. The error suggests the largest smaller degree that fits.

@@ -9,8 +9,8 @@ Note [Sequence parallelism]
     computed by every rank on all tokens. Each rank keeps its own tokens of the output.
 
     Any other module with parameters, and any module that mixes tokens outside of attention and MLP,
-    would compute wrong values. Such a model is not supported. This is decided from the structure
-    alone.
+    would compute wrong values. Such a model is not supported. The structure of the model decides
+    this.
 """
 
 from __future__ import annotations

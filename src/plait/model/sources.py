@@ -98,8 +98,7 @@ def _transformers_rules(model: nn.Module) -> RuleSet | None:
         family = str(getattr(module.config, "model_type", type(module).__name__))
         prefix = f"{name}." if name else ""
         styles = _translate(module, plan, family)
-        # A plan of an embedding and a head alone, which Transformers adds to every model, says
-        # nothing about the layers.
+        # Transformers adds a plan of embedding and head to every model, without its layers.
         if any("*" in pattern for pattern in styles):
             rules += [StyleRule(prefix + pattern, style) for pattern, style in styles.items()]
             families.append(family)

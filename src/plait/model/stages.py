@@ -1,4 +1,4 @@
-"""Cut of a model into pipeline stages, as data, and placeholders for values of other stages.
+"""Split of a model into pipeline stages, as data, and placeholders for values of other stages.
 
 Note [Owners of parameters]
     The blocks must be one chain in one list: each takes the output of the previous one. A stage
@@ -199,7 +199,7 @@ def stage_of_block(bounds: Sequence[int], position: int) -> int:
 
 
 def stages_needed(flow: Dataflow, bounds: Sequence[int], *, name: str) -> StagesNeeded:
-    """Return which stages of a cut need which parameters.
+    """Return the stages that need each parameter.
 
     Args:
         flow: Record of a forward of the model.

@@ -85,7 +85,7 @@ def kernels(context: Context, settings: Mapping[str, Any]) -> Verdict:
     The second time nothing may be compiled: a training run has hundreds of positions.
     """
     require_real_device(context, "fused attention cannot be simulated: its kernels need a real GPU")
-    numbers: dict[str, Any] = {"tokens": SMALL_TOKENS if context.is_small else TOKENS}
+    numbers: dict[str, Any] = {"tokens": context.size(TOKENS, small=SMALL_TOKENS)}
     problems = []
     for case in CASES:
         kernel, errors = compare(context, case, shift=0)
@@ -122,7 +122,7 @@ def compare(context: Context, case: Case, *, shift: int) -> tuple[str, dict[str,
         case: What is computed.
         shift: Tokens by which positions, the window and the documents are moved.
     """
-    tokens = SMALL_TOKENS if context.is_small else TOKENS
+    tokens = context.size(TOKENS, small=SMALL_TOKENS)
     half = tokens // 2
     generator = torch.Generator().manual_seed(0)
 

@@ -30,8 +30,8 @@ _CALLS = 10
 def device(context: Context, settings: Mapping[str, Any]) -> Verdict:
     """Measure a copy on the device and a large bfloat16 product."""
     figures = datasheet(context)
-    size = 64 if context.is_small else PRODUCT_SIZE
-    nbytes = MIB if context.is_small else GIB
+    size = context.size(PRODUCT_SIZE, small=64)
+    nbytes = context.size(GIB, small=MIB)
 
     copied = copies_on_device(context, nbytes)
     left = torch.randn(size, size, dtype=torch.bfloat16, device=context.device)
@@ -62,7 +62,7 @@ def copies_on_device(context: Context, nbytes: int) -> float:
 def host_link(context: Context, settings: Mapping[str, Any]) -> Verdict:
     """Measure copies between pinned host memory and the device, each way and both at once."""
     figure = float(datasheet(context).host_bandwidth)
-    nbytes = MIB if context.is_small else 256 * MIB
+    nbytes = context.size(256 * MIB, small=MIB)
     pin = accelerator.is_accelerator(context.device)
     on_host = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin) for _ in range(2)]
     on_device = [torch.empty(nbytes, dtype=torch.uint8, device=context.device) for _ in range(2)]
@@ -125,8 +125,8 @@ def copy_rate(context: Context, nbytes: int) -> float:
 
 def seconds_of(context: Context, operation: Callable[[], object], *, calls: int = _CALLS) -> float:
     """Return the median seconds of one call, from rounds of several calls between two waits."""
-    calls = 1 if context.is_small else calls
-    rounds = 1 if context.is_small else _ROUNDS
+    calls = context.size(calls, small=1)
+    rounds = context.size(_ROUNDS, small=1)
     operation()  # The first call loads the kernel.
     return median(seconds_per_call(context, operation, calls) for _ in range(rounds))
 
@@ -146,7 +146,7 @@ def collectives(context: Context, settings: Mapping[str, Any]) -> Verdict:
     figure = float(datasheet(context).link_bandwidth)
     group = context.group().group("dp_replicate")
     assert group is not None
-    seconds = 0.2 if context.is_small else 6.0
+    seconds = context.size(6.0, small=0.2)
     measured = measure_group("dp_replicate", group, None, device=context.device, seconds=seconds)
 
     # Share of a tensor's bytes that a ring sends over each link. An all-reduce passes it twice.

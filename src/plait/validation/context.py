@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,8 @@ from plait.config.resolving.resolve import Resolved, load, resolve
 from plait.sizes import GIB
 from plait.validation.rows import NotRun, Verdict
 from plait.verify.model_under_test import transformers_model
+
+T = TypeVar("T")
 
 SIMULATED = "simulated device"
 """Part of the name of the device that the tests simulate. It has no times, and its memory is the
@@ -66,6 +68,10 @@ class Context:
     def is_small(self) -> bool:
         """True if models shrink, because the device is simulated or a CPU."""
         return self.simulated or not accelerator.is_accelerator(self.device)
+
+    def size(self, full: T, *, small: T) -> T:
+        """Return a size, or the smaller one on a simulated device and on a CPU."""
+        return small if self.is_small else full
 
     def group(self) -> Mesh:
         """Return the mesh of all ranks. The first call makes the process group. Collective."""

@@ -166,7 +166,7 @@ def largest(context: Context, settings: Mapping[str, Any]) -> Verdict:
     library_bytes(context, torch.float32)
     free = context.free_bytes()
     limit = min(free, MOST_BYTES)
-    least = LEAST_SIMULATED_BYTES if context.is_small else LEAST_BYTES
+    least = context.size(LEAST_BYTES, small=LEAST_SIMULATED_BYTES)
     if limit < least:
         raise NotRun(
             f"the device has {format_bytes(free)} free, and this check needs {format_bytes(least)}"

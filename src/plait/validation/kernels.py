@@ -58,7 +58,7 @@ _RAMP_KERNELS = 200
 def calibrate(context: Context, settings: Mapping[str, Any]) -> Verdict:
     """Measure kernels, write the calibration, and compare the planner with the measured step."""
     figures = datasheet(context)
-    workload = TINY if context.is_small else WIDE
+    workload = context.size(WIDE, small=TINY)
     kernels = {
         "products": products(context, workload),
         "attention": attention(context, workload),
@@ -87,7 +87,7 @@ def calibrate(context: Context, settings: Mapping[str, Any]) -> Verdict:
 
 def products(context: Context, workload: Workload) -> dict[str, float]:
     """Return FLOP/s of the products of a layer and of the head, in bfloat16, by their shape."""
-    rows = 64 if context.is_small else TOKENS
+    rows = context.size(TOKENS, small=64)
     width = (workload.heads + 2 * workload.kv_heads) * workload.head_dim
     shapes = [
         (rows, workload.hidden, width),
@@ -110,8 +110,8 @@ def products(context: Context, workload: Workload) -> dict[str, float]:
 def attention(context: Context, workload: Workload) -> dict[str, dict[str, float]]:
     """Return seconds and FLOP/s of causal attention, forward and with its backward, by length."""
     by_length = {}
-    for length in _SMALL_LENGTHS if context.is_small else LENGTHS:
-        batch = max(1, (32 if context.is_small else TOKENS) // length)
+    for length in context.size(LENGTHS, small=_SMALL_LENGTHS):
+        batch = max(1, context.size(TOKENS, small=32) // length)
         shape = (batch, workload.heads, length, workload.head_dim)
         kv_shape = (batch, workload.kv_heads, length, workload.head_dim)
         query = _random_parameter(context, *shape)
@@ -151,7 +151,7 @@ def _forward_and_backward(
 
 def norms(context: Context, workload: Workload) -> dict[str, float]:
     """Return seconds of RMSNorm with its backward, fused and as Transformers writes it."""
-    rows = 64 if context.is_small else TOKENS
+    rows = context.size(TOKENS, small=64)
     x = _random_parameter(context, rows, workload.hidden)
     weight = torch.ones(
         workload.hidden, dtype=torch.bfloat16, device=context.device, requires_grad=True
@@ -174,7 +174,7 @@ def norms(context: Context, workload: Workload) -> dict[str, float]:
 
 def loss(context: Context, workload: Workload) -> dict[str, float]:
     """Return seconds of the cross entropy of bfloat16 logits in float32, with its backward."""
-    rows = 64 if context.is_small else TOKENS
+    rows = context.size(TOKENS, small=64)
     vocabulary = workload.vocabulary
     logits = _random_parameter(context, rows, vocabulary)
     targets = torch.randint(0, vocabulary, (rows,), device=context.device)
@@ -187,7 +187,7 @@ def loss(context: Context, workload: Workload) -> dict[str, float]:
 
 def optimizer(context: Context) -> dict[str, float]:
     """Return seconds of the fused AdamW, and the bytes per second of its 28 bytes per parameter."""
-    count = 2**16 if context.is_small else 2**28
+    count = context.size(2**28, small=2**16)
     parameter = torch.zeros(count, device=context.device, requires_grad=True)
     parameter.grad = torch.zeros_like(parameter)
     adamw = torch.optim.AdamW([parameter], fused=True)
@@ -198,7 +198,7 @@ def optimizer(context: Context) -> dict[str, float]:
 
 def addition(context: Context) -> float:
     """Return bytes per second of an addition of two float32 tensors."""
-    nbytes = MIB if context.is_small else GIB
+    nbytes = context.size(GIB, small=MIB)
     left = torch.ones(nbytes // 4, device=context.device)
     right = torch.ones_like(left)
     result = torch.empty_like(left)
@@ -299,8 +299,7 @@ COMPUTED_TERMS = (
     "optimizer",
     "fixed",
 )
-"""Terms of a step that do not depend on other ranks. A rank alone waits for none and sends nothing.
-"""
+"""Terms of a step that do not depend on other ranks. A single rank neither waits nor sends."""
 SIZES = {"medium": MEDIUM, "tiny": TINY}
 REQUIRED_BYTES = {"medium": 20 * GIB, "tiny": 1 * GIB}
 

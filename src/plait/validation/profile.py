@@ -67,7 +67,7 @@ class Event:
     end: float
     """Seconds."""
     place: Literal["device", "mark", "host"]
-    """A kernel or copy on the device; a step's range on the device; a call on the host."""
+    """A kernel or copy on the device; the range of a step on the device; a call on the host."""
 
 
 def step(context: Context, settings: Mapping[str, Any]) -> Verdict:
@@ -240,11 +240,11 @@ def per_step(context: Context, settings: Mapping[str, Any]) -> Verdict:
 
 def waits_of_config(context: Context, config: Mapping[str, Any]) -> Counter[str]:
     """Train a few steps of a configuration and return the waits of STEPS of them by place."""
-    workload = TINY if context.is_small else STRUCTURE
+    workload = context.size(STRUCTURE, small=TINY)
     resolved = step_settings(config, workload, world=context.world)
     model = on_device(workload, context.device)
     engine = initialize(model, resolved, loss_fn=causal_lm_loss, total_steps=100)
-    # The batch is on the device: what a data loader does is not part of the step.
+    # The batch is on the device, because the work of a data loader is not part of a step.
     batch = random_batch(workload, context.device, seed=context.rank)
     try:
         for _ in range(WARM_STEPS):

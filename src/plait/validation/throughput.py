@@ -256,7 +256,7 @@ def timed_steps(
     seconds = seconds_per_call(
         context,
         lambda: losses.append(trainer.step(batch)),
-        1 if context.is_small else TIMED_STEPS,
+        context.size(TIMED_STEPS, small=1),
     )
     return seconds, float(losses[-1])
 

@@ -267,16 +267,13 @@ def small_degrees(
 
 def small_batch(config: Config) -> tuple[Config, list[str]]:
     """Return the configuration with a small batch and a constant learning rate, and notes."""
-    sizes: dict[str, int | str | None] = {
-        "train_micro_batch_size_per_gpu": config.train_micro_batch_size_per_gpu,
-        "gradient_accumulation_steps": config.gradient_accumulation_steps,
-    }
+    micro_batch = config.train_micro_batch_size_per_gpu
+    accumulation = config.gradient_accumulation_steps
     pp = config.parallel.pp
     most_accumulation = max(ACCUMULATION, pp + 1)
     if config.parallel.pipeline.schedule == "dualpipev":
         # It needs at least 2 pp micro-batches.
         most_accumulation = max(ACCUMULATION, 2 * pp)
-    limits = (MICRO_BATCH, most_accumulation)
     changed: dict[str, Any] = {
         "train_batch_size": None,
         "train_micro_batch_size_per_gpu": MICRO_BATCH,
@@ -284,13 +281,14 @@ def small_batch(config: Config) -> tuple[Config, list[str]]:
         "data_parallel_size": None,
         "scheduler": None,
     }
-    if isinstance(config.train_batch_size, int) and isinstance(
-        config.train_micro_batch_size_per_gpu, int
-    ):
+    if isinstance(config.train_batch_size, int) and isinstance(micro_batch, int):
         # The batch sizes of the file may imply several micro-batches.
         changed["gradient_accumulation_steps"] = 2
     lines = []
-    for (name, size), limit in zip(sizes.items(), limits, strict=True):
+    for name, size, limit in (
+        ("train_micro_batch_size_per_gpu", micro_batch, MICRO_BATCH),
+        ("gradient_accumulation_steps", accumulation, most_accumulation),
+    ):
         if isinstance(size, int):
             changed[name] = min(size, limit)
             if size > limit:

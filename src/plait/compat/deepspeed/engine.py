@@ -63,7 +63,7 @@ class DeepSpeedOptimizer(OptimizerProxy):
         )
 
     def load_state_dict(self, state_dict: Any) -> NoReturn:
-        """Raise InputError: states are sharded as the layout says."""
+        """Raise InputError: states are sharded by the layout."""
         raise InputError(
             "optimizer.load_state_dict(): call engine.load_checkpoint(folder), which loads every"
             " layout's states"

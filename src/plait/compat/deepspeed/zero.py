@@ -264,7 +264,7 @@ class GatheredParameters:
         changed = []
         if self._rank is None:
             changed = [parameter for parameter in gathered if parameter.is_changed()]
-        # All ranks must raise together. A rank may have changed a parameter alone.
+        # All ranks must raise together. Only one of them may have changed a parameter.
         counts = torch.tensor([len(replaced), len(changed)], device=gathered[0].engine.device)
         if dist.is_initialized():
             dist.all_reduce(counts)
