@@ -377,15 +377,17 @@ def _resident_filler(
 ) -> WeightFiller:
     """Return a function that reads the weights that stay in memory."""
 
-    def fill(model: nn.Module, *, whole: nn.Module, filled: Callable[[torch.Tensor], None]) -> None:
+    def fill(
+        model: nn.Module, *, unsplit_model: nn.Module, filled: Callable[[torch.Tensor], None]
+    ) -> None:
         done = streamed | _read_in_place(model, stored, streamed)
         others = {
             name: tensor
             for name, tensor in model.state_dict(keep_vars=True).items()
             if name not in done
         }
-        for layer in _by_layer(others, find_blocks(whole)):
-            source.fill(layer, whole=whole)
+        for layer in _by_layer(others, find_blocks(unsplit_model)):
+            source.fill(layer, unsplit_model=unsplit_model)
             trim_heap()
         for tensor in others.values():
             filled(tensor)
@@ -400,10 +402,10 @@ def on_huge_pages(fill: WeightFiller) -> WeightFiller:
     """
 
     def filler(
-        model: nn.Module, *, whole: nn.Module, filled: Callable[[torch.Tensor], None]
+        model: nn.Module, *, unsplit_model: nn.Module, filled: Callable[[torch.Tensor], None]
     ) -> None:
         move_to_huge_pages(model)
-        fill(model, whole=whole, filled=filled)
+        fill(model, unsplit_model=unsplit_model, filled=filled)
 
     return filler
 
@@ -470,12 +472,12 @@ def _make_empty(model: nn.Module, blocks: Sequence[str]) -> frozenset[str]:
 class Weights(Protocol):
     """Source of weights, e.g. `Source`."""
 
-    def fill(self, tensors: Mapping[str, torch.Tensor], *, whole: nn.Module) -> None:
+    def fill(self, tensors: Mapping[str, torch.Tensor], *, unsplit_model: nn.Module) -> None:
         """Read the values of some of a model's tensors.
 
         Args:
             tensors: The tensors by name.
-            whole: The complete model, on the meta device.
+            unsplit_model: The complete model, on the meta device.
         """
 
 
@@ -507,7 +509,7 @@ def write_layers(
         parameters = streamed_parameters(copied, name)
         # One at a time: parts of files that are read together are in memory together.
         for leaf, parameter in parameters.items():
-            weights.fill({f"{name}.{leaf}": parameter.data}, whole=model)
+            weights.fill({f"{name}.{leaf}": parameter.data}, unsplit_model=model)
         written, shift = _save_aligned(
             {f"{name}.{leaf}": p.data.contiguous() for leaf, p in parameters.items()},
             folder / f"{number}.safetensors",

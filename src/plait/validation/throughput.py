@@ -111,7 +111,7 @@ def compare(context: Context, settings: Mapping[str, Any]) -> Verdict:
 
     if settings.get("depths") and workload.layers > 1:
         shallow = {name: visit(context, name, workload.with_layers(1)) for name in contenders}
-        seconds = {name: one.seconds for name, one in shallow.items()}
+        seconds = {name: visited.seconds for name, visited in shallow.items()}
         numbers["layer"] = per_layer(numbers["seconds"], seconds, workload, peak)
     if any(name.endswith("-compiled") for name in contenders):
         torch.compiler.reset()  # Compiled code of later rows is for other shapes.
@@ -189,7 +189,9 @@ def first_visits(
                 break
             else:
                 visits[name] = attempt
-            context.progress({"first_visits": {name: asdict(one) for name, one in visits.items()}})
+            context.progress(
+                {"first_visits": {name: asdict(visited) for name, visited in visits.items()}}
+            )
         if len(visits) + len(errors) == len(contenders):
             context.results[LAYERS] = workload.layers
             return workload, visits, errors
@@ -273,7 +275,8 @@ def another_round_fits(
     last = rounds[-1].values()
     # A later visit does not compile again. Building takes seconds at most.
     round_seconds = sum(
-        min(one.warm_seconds, 2 * one.seconds + 5) + steps * one.seconds for one in last
+        min(visited.warm_seconds, 2 * visited.seconds + 5) + steps * visited.seconds
+        for visited in last
     )
     depths = 0.5 * round_seconds if settings.get("depths") else 0.0
     fits = context.row_deadline - time.monotonic() > round_seconds + depths
