@@ -346,11 +346,11 @@ def _replicate_keys(
 def _parameter_styles(model: nn.Module, styles: Mapping[str, Style]) -> dict[str, Style | None]:
     """Return the style of the module that owns each parameter, under all names of parameters."""
     # A module may have several names, and has a style under the first.
-    first_names = {id(module): name for name, module in model.named_modules()}
+    module_names = {id(module): name for name, module in model.named_modules()}
     parameter_styles = {}
     for name, _ in model.named_parameters(remove_duplicate=False):
         owner = model.get_submodule(name.rpartition(".")[0])
-        parameter_styles[name] = styles.get(first_names[id(owner)])
+        parameter_styles[name] = styles.get(module_names[id(owner)])
     return parameter_styles
 
 

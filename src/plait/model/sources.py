@@ -80,10 +80,7 @@ def _user_style(style: str, pattern: str) -> Style:
 
 
 def _style(name: str) -> Style | None:
-    for style in STYLES:
-        if name == style:
-            return style
-    return None
+    return next((style for style in STYLES if style == name), None)
 
 
 def _transformers_rules(model: nn.Module) -> RuleSet | None:
