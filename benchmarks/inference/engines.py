@@ -24,9 +24,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from plait.cluster import host_memory
-from plait.inference.deployment import InferenceWork, deploy_streamed
+from plait.inference.deployment import InferenceWork, deploy_streamed, load_model
 from plait.inference.generate import generate
-from plait.inference.model_placement import load_model
 from plait.inference.source import open_source
 from plait.inference.streamed_model import load_streamed
 from plait.inference.weight_files import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from plait.inference.sampling import TokenSampler
+from plait.inference.decode import TokenSampler
 
 
 class SeenLogits:

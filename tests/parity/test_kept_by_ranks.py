@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from plait.inference.capacity import CacheDemand, cache_bytes, cache_layout_of
+from plait.inference.deployment import load_model
 from plait.inference.generate import generate
-from plait.inference.model_placement import load_model
 from plait.inference.source import open_source
 from plait.parallel.pipeline.stage import StageCaches
 from tests.pool import Pool

@@ -438,7 +438,7 @@ def _run(
 
 
 def _load(arguments: GenerateArguments, source: Source) -> ShardedModel:
-    from plait.inference.model_placement import load_model
+    from plait.inference.deployment import load_model
     from plait.inference.streamed_model import load_streamed
 
     dtype = WeightDtype(arguments.dtype).torch_dtype()
@@ -510,7 +510,7 @@ def _answer(
         **_generate_settings(arguments),
     )
     if prints:
-        _write(arguments, f"{stream.rest()}\n")
+        _write(arguments, f"{stream.remainder()}\n")
     return text_of(tokenizer, generation.token_ids, skip_special_tokens=True)
 
 

@@ -311,8 +311,8 @@ def infer(
         catalogued_gpu,
         deploy,
         deploy_streamed,
-        devices_here,
         devices_of,
+        local_devices,
     )
     from plait.planner.hardware import device
     from plait.sizes import dtype_name, format_count
@@ -329,7 +329,7 @@ def infer(
         )
     if gpu is None:
         named_gpu = None
-        devices = devices_here()
+        devices = local_devices()
     else:
         named_gpu = device(gpu)
         devices = devices_of(named_gpu, nproc_per_node)
@@ -339,7 +339,7 @@ def infer(
     check_positions(
         getattr(unloaded, "config", None),
         prompt_tokens + new_tokens,
-        of=f"--prompt-tokens {prompt_tokens:,} and --new-tokens {new_tokens:,}",
+        content=f"--prompt-tokens {prompt_tokens:,} and --new-tokens {new_tokens:,}",
         remedy="give smaller ones",
     )
     work = InferenceWork(source, unloaded, prompt_tokens + new_tokens, batch_size, offload_cache)
@@ -356,7 +356,7 @@ def infer(
         bound_gpu = catalogued_gpu()
     bound = None
     if bound_gpu is not None:
-        bound = bandwidth_bound(deployment.account, bound_gpu)
+        bound = bandwidth_bound(deployment.estimate, bound_gpu)
     if as_json:
         print(json.dumps(_deployment_as_json(deployment, bound), indent=1))
         return
@@ -421,30 +421,29 @@ def _deployment_as_json(deployment: Deployment, bound: BandwidthBound | None) ->
             "streamed": deployment.budget_bytes is not None,
             "why": deployment.why,
         },
-        "bytes": asdict(deployment.account),
+        "bytes": asdict(deployment.estimate),
         "bound": None if bound is None else asdict(bound),
     }
 
 
 def _print_bytes(deployment: Deployment, devices: Devices) -> None:
-    from plait.inference.deployment import UNKNOWN
-    from plait.inference.model_placement import WORKSPACE
+    from plait.inference.deployment import UNKNOWN, WORKSPACE
     from plait.sizes import format_bytes
 
-    account = deployment.account
+    estimate = deployment.estimate
     tier = "host memory"
     if devices.on_gpu:
         tier = "the GPU"
     if devices.on_gpu and deployment.tp * deployment.pp > 1:
         tier = "each GPU"
     rows = [
-        [tier, "resident weights", format_bytes(account.weights)],
-        [tier, "slots of streamed layers", format_bytes(account.slots)],
-        [tier, "KV cache", format_bytes(account.cache)],
-        [tier, "activations", format_bytes(account.activations)],
-        ["pinned host memory", "weights", format_bytes(account.on_host)],
-        ["pinned host memory", "KV cache", format_bytes(account.cache_on_host)],
-        ["files", "weights, read for every token", format_bytes(account.in_files)],
+        [tier, "resident weights", format_bytes(estimate.weights)],
+        [tier, "slots of streamed layers", format_bytes(estimate.slots)],
+        [tier, "KV cache", format_bytes(estimate.cache)],
+        [tier, "activations", format_bytes(estimate.activations)],
+        ["pinned host memory", "weights", format_bytes(estimate.on_host)],
+        ["pinned host memory", "KV cache", format_bytes(estimate.cache_on_host)],
+        ["files", "weights, read for every token", format_bytes(estimate.in_files)],
     ]
     print_table(
         Console(soft_wrap=True, highlight=False),
@@ -452,11 +451,11 @@ def _print_bytes(deployment: Deployment, devices: Devices) -> None:
         [row for row in rows if row[2] != "0 B"],
     )
 
-    memory = format_bytes(account.memory)
-    if account.memory >= UNKNOWN // 2:
+    memory = format_bytes(estimate.memory)
+    if estimate.memory >= UNKNOWN // 2:
         memory = "unknown"
     reserve = ""
-    if not account.activations:
+    if not estimate.activations:
         reserve = f"; {WORKSPACE:.0%} more is left for activations"
     print(f"{memory} may be used on {tier}{reserve}")
 
@@ -475,9 +474,9 @@ def _print_bound(deployment: Deployment, bound: BandwidthBound | None, batch_siz
             f"bound: at least {1000 * bound.token_seconds:.3g} ms per token, at most {rate:.3g}"
             f" tokens/s, by {bound.limit}"
         )
-    if deployment.account.in_files:
+    if deployment.estimate.in_files:
         print(
-            f"       plus the time to read {format_bytes(deployment.account.in_files)} from files"
+            f"       plus the time to read {format_bytes(deployment.estimate.in_files)} from files"
             " for every token"
         )
 

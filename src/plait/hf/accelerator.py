@@ -71,19 +71,21 @@ class RanksAccelerator(accelerate.Accelerator):
         references: Models besides the trained one, which run forwards only.
         resolved: The configuration.
         backward_of: Runs the backward of a loss in the engine.
+        evaluates_alone: True inside of `alone`, where each rank evaluates only its own batch.
     """
 
     layout: Layout
-    engine: Engine | None
+    engine: Engine | None = None
     own_rank: int
     seed: int
-    evaluates: bool
-    present: int | None
+    evaluates: bool = False
+    present: int | None = None
     references: list[ParallelModel]
     resolved: Resolved
     backward_of: Callable[[torch.Tensor], None]
-    _alone: bool
-    _own_counts: bool
+    evaluates_alone: bool = False
+    _gathers: bool = True
+    """False inside of `own_counts`, where `gather` returns this rank's tensor."""
     _begins = "train() or evaluate() of the Trainer does it"
     """Call that shards the model, for messages."""
 
@@ -105,37 +107,27 @@ class RanksAccelerator(accelerate.Accelerator):
         accelerator.layout = resolved.layout
         accelerator.own_rank = rank
         accelerator.seed = seed
-        accelerator.engine = None
-        accelerator.present = None
         accelerator.references = []
-        accelerator.evaluates = False
-        accelerator._alone = False
-        accelerator._own_counts = False
         return accelerator
 
     @property
     def num_processes(self) -> int:
         """Number of data-parallel ranks. It is 1 inside of `alone`."""
-        return 1 if self._alone else self.layout.dp
+        return 1 if self.evaluates_alone else self.layout.dp
 
     @property
     def process_index(self) -> int:
         """Index of the slice of the batch that this process has."""
         return self.layout.dp_index(self.own_rank)
 
-    @property
-    def evaluates_alone(self) -> bool:
-        """True inside of the context `alone`, where each rank evaluates its own batch only."""
-        return self._alone
-
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Return a context in which each rank computes results for its own batch only."""
-        self._alone = True
+        self.evaluates_alone = True
         try:
             yield
         finally:
-            self._alone = False
+            self.evaluates_alone = False
 
     @contextmanager
     def counting(self, *, present: int | None) -> Iterator[None]:
@@ -154,12 +146,12 @@ class RanksAccelerator(accelerate.Accelerator):
     @contextmanager
     def own_counts(self) -> Iterator[None]:
         """Return a context in which `gather` returns only this rank's tensor."""
-        before = self._own_counts
-        self._own_counts = True
+        before = self._gathers
+        self._gathers = False
         try:
             yield
         finally:
-            self._own_counts = before
+            self._gathers = before
 
     def prepare_data_loader(
         self, data_loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None
@@ -343,7 +335,7 @@ class RanksAccelerator(accelerate.Accelerator):
         Raises:
             InputError: The sizes of another dimension differ between ranks. Raised on all ranks.
         """
-        if self._own_counts:
+        if not self._gathers:
             return tensor
         return recursively_apply(self._gather_rows, tensor, error_on_other_type=True)
 

@@ -103,7 +103,7 @@ class Rounds:
                 self._samples.append(len(dealt[self.index]))
                 yield dealt[self.index]
                 dealt = []
-                position = position + 1
+                position += 1
 
         # See Note [Rounds of batches].
         if dealt and not self.drop_last:
@@ -207,10 +207,9 @@ _SAMPLERS = ("torch", "accelerate", "transformers", "trl", "plait")
 
 def _is_of_user(batch_sampler: Any) -> bool:
     """Return True if a class outside of `_SAMPLERS` determines the order."""
-    sources = (batch_sampler, getattr(batch_sampler, "sampler", None))
     return any(
         type(source).__module__.partition(".")[0] not in _SAMPLERS
-        for source in sources
+        for source in (batch_sampler, getattr(batch_sampler, "sampler", None))
         if source is not None
     )
 

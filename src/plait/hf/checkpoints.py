@@ -1,10 +1,8 @@
 """Folders of a Trainer and of an Accelerate loop, with the engine's checkpoint in them.
 
 A folder `checkpoint-N` has the files of the Trainer, and in `plait` the checkpoint of the engine,
-from which a run resumes.
-
-A folder of `save_state` has the engine's checkpoint, the states of the schedulers, and the
-registered objects.
+from which a run resumes. A folder of `save_state` has the engine's checkpoint, the states of the
+schedulers, and the registered objects.
 """
 
 from __future__ import annotations

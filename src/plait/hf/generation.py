@@ -75,7 +75,7 @@ def problems_of(model: Any, args: Any, resolved: Resolved) -> list[Problem]:
 
 
 @contextmanager
-def whole_parameters(engine: Engine) -> Iterator[None]:
+def gathered_parameters(engine: Engine) -> Iterator[None]:
     """Keep all parameters gathered in this context, for a model that Transformers generates with.
 
     `generate` of Transformers calls the encoder without the root module, so the parameters outside
@@ -114,7 +114,12 @@ def check_settings(model: Any) -> None:
 
 
 def generated(
-    engine: Engine, inputs: Mapping[str, Any], given: Mapping[str, Any], *, first: int, seed: int
+    engine: Engine,
+    inputs: Mapping[str, Any],
+    arguments: Mapping[str, Any],
+    *,
+    first: int,
+    seed: int,
 ) -> torch.Tensor:
     """Return the rows of `input_ids` with the tokens that the model adds to them. Collective.
 
@@ -123,7 +128,7 @@ def generated(
     Args:
         engine: The engine.
         inputs: A batch with `input_ids`, [batch, seq].
-        given: Arguments of Transformers' `generate`.
+        arguments: Arguments of Transformers' `generate`.
         first: Index of the first row. Row i draws from its own generator, which is seeded by `seed`
             and `first + i`.
         seed: Seed of the run.
@@ -137,7 +142,7 @@ def generated(
             "predict_with_generate: a batch has no `input_ids` of shape [batch, seq], which Plait"
             " generates from"
         )
-    settings = _generate_settings(engine.model, given, ids.shape[1])
+    settings = _generate_settings(engine.model, arguments, ids.shape[1])
     pad = settings_of(engine.model, settings).pad_token_id
     mask = _attention_mask(engine.model, inputs, ids).bool()
     prompts = [row[row_mask].tolist() for row, row_mask in zip(ids, mask, strict=True)]
@@ -172,7 +177,7 @@ def answering(model: Any, tokens: torch.Tensor) -> Iterator[None]:
         model.generation_config = config
 
 
-def _generate_settings(model: Any, given: Mapping[str, Any], length: int) -> dict[str, Any]:
+def _generate_settings(model: Any, arguments: Mapping[str, Any], length: int) -> dict[str, Any]:
     """Return settings for Plait's `generate` from arguments of Transformers' `generate`.
 
     The number of new tokens and the sampling follow Transformers' rules. In particular,
@@ -180,14 +185,16 @@ def _generate_settings(model: Any, given: Mapping[str, Any], length: int) -> dic
 
     Args:
         model: The model.
-        given: Arguments of Transformers' `generate`.
+        arguments: Arguments of Transformers' `generate`.
         length: Length of the prompts with their padding.
     """
     settings = {
-        name: value for name, value in given.items() if value is not None and name != "synced_gpus"
+        name: value
+        for name, value in arguments.items()
+        if value is not None and name != "synced_gpus"
     }
     if settings.pop("num_beams", 1) != 1:
-        raise InputError(f"num_beams = {given['num_beams']}: {_BEAMS}; use 1, or leave it out")
+        raise InputError(f"num_beams = {arguments['num_beams']}: {_BEAMS}; use 1, or leave it out")
     unknown = [name for name in settings if name not in NAMES]
     if unknown:
         raise InputError(

@@ -75,11 +75,7 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
         source = plait_config if deepspeed_plugin is None else deepspeed_plugin.deepspeed_config
         self._precision = precision_of(mixed_precision)
         self.own_rank = place().rank
-        self.engine = None
-        self.present = None
         self.references = []
-        self._alone = False
-        self._own_counts = False
         # Every loop must know which ranks have no batch of a stream.
         self.evaluates = True
         self._holding = False
@@ -130,7 +126,7 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
 
         Raises:
             ConfigError: The configuration does not fit the model.
-            ModelError: The model cannot be trained, or cannot be split as the configuration says.
+            ModelError: The model cannot be trained, or not be split by the configuration.
             InputError: The arguments do not belong together.
         """
         loaders = [entry for entry in args if isinstance(entry, DataLoader)]
@@ -275,10 +271,10 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
 
         `dataloader` itself continues with the next epoch.
         """
-        rest_of_epoch = super().skip_first_batches(dataloader, num_batches)
-        rest_of_epoch.iteration = dataloader.iteration
+        remainder = super().skip_first_batches(dataloader, num_batches)
+        remainder.iteration = dataloader.iteration
         dataloader.iteration += 1
-        return rest_of_epoch
+        return remainder
 
     def _order(self) -> dict[str, Any]:
         return {
@@ -330,7 +326,7 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
             self._announce_micro_batch()
 
     def _announce_micro_batch(self) -> None:
-        """Tell the engine before a forward whether the gradients of it will be reduced."""
+        """Set in the engine, before a forward, whether its gradients will be reduced."""
         if self.engine is not None:
             self.engine.set_gradient_accumulation_boundary(not self._holding)
             self.engine.sharded.before_microbatch(last=not self._holding)
@@ -491,7 +487,10 @@ class LoopOptimizer(EngineOptimizerProxy):
         self._accelerator = accelerator
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Reduce gradients, clip as `accelerator.clip_grad_norm_` says, and update. Collective."""
+        """Reduce and clip gradients, and update the parameters. Collective.
+
+        `accelerator.clip_grad_norm_` sets the largest norm.
+        """
         if closure is not None:
             raise InputError(
                 "optimizer.step(closure): gradients are reduced once per step; call it without a"

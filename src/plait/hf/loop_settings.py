@@ -178,14 +178,9 @@ def _unsupported(resolved: Resolved) -> list[Problem]:
         remedy = "use 0, or call plait.chunked_causal_lm_loss"
         problems.append(Problem("parallel.loss_chunk_tokens", chunk_tokens, rule, remedy))
 
-    for name, value, off in (
-        ("z_loss", resolved.routing.z_loss, 0.0),
-        ("balance", resolved.routing.balance, "micro_batch"),
-    ):
-        if value != off:
-            rule = "Plait adds it to plait.causal_lm_loss, and the loop computes its loss itself"
-            remedy = f"use {off}, or engine.train_batch"
-            problems.append(Problem(f"experts.{name}", value, rule, remedy))
+    for setting, value, off in resolved.routing.loss_settings:
+        rule = "Plait adds it to plait.causal_lm_loss, and the loop computes its loss itself"
+        problems.append(Problem(setting, value, rule, f"use {off}, or engine.train_batch"))
     return problems
 
 
@@ -265,14 +260,12 @@ def refuse_arguments(arguments: dict[str, Any]) -> None:
                 f"DataLoaderConfiguration({name}={getattr(data, name)}) is not supported: Plait"
                 " splits the batches over ranks itself, each sample once; leave it out"
             )
-    project = arguments.get("project_config")
-    if getattr(project, "automatic_checkpoint_naming", False):
+    if getattr(arguments.get("project_config"), "automatic_checkpoint_naming", False):
         raise InputError(
             "ProjectConfiguration(automatic_checkpoint_naming=True) cannot be honoured: name the"
             " folder of every checkpoint in accelerator.save_state(folder)"
         )
-    plugin = arguments.get("gradient_accumulation_plugin")
-    if getattr(plugin, "sync_each_batch", False):
+    if getattr(arguments.get("gradient_accumulation_plugin"), "sync_each_batch", False):
         raise InputError(
             "GradientAccumulationPlugin(sync_each_batch=True) cannot be honoured: gradients are"
             " reduced when the ZeRO stage needs it; leave it out"

@@ -1,8 +1,8 @@
-"""Micro-batches of a Trainer's step: those of this rank, their weights, and pipeline steps.
+"""Micro-batches of a Trainer's step: those of this rank, their factors, and pipeline steps.
 
-Label smoothing: Transformers' Trainer decides by the name of a model's class whether labels are
-those of the next token. Sharding changes the class, so the decision is made for the class before
-sharding.
+`Smoothing` is the Trainer's label smoothing. Transformers decides by the name of a model's class
+whether labels are those of the next token. Sharding changes the class, so the decision is made for
+the class before sharding.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ class TrainerStep:
 
     Attributes:
         present: For every micro-batch, the number of data-parallel ranks with a batch of their own.
-        own: For every micro-batch, whether this rank has a batch of its own.
+        has_batch: For every micro-batch, whether this rank has a batch of its own.
         begun: Number of micro-batches that have started.
         inside: Whether a micro-batch is running, so that a nested call belongs to it.
         counted: Whether the loss of the micro-batch was multiplied by its factor.
-        held: Micro-batches so far, for a pipeline, which runs all of a step at once.
+        micro_batches: Micro-batches so far, for a pipeline, which runs all of a step at once.
     """
 
     present: list[int]
-    own: list[bool]
+    has_batch: list[bool]
     begun: int = 0
     inside: bool = False
     counted: bool = False
-    held: list[Any] = field(default_factory=list)
+    micro_batches: list[Any] = field(default_factory=list)
 
     @property
     def is_last(self) -> bool:
         """True if the micro-batch that has started is the last of the step."""
-        return self.begun == len(self.own)
+        return self.begun == len(self.has_batch)
 
     def factor(self, index: int, *, scaled: bool, ranks: int) -> float:
         """Return the factor of the loss of a micro-batch.
@@ -58,12 +58,12 @@ class TrainerStep:
                 fewer.
             ranks: Number of data-parallel ranks.
         """
-        if not self.own[index]:
+        if not self.has_batch[index]:
             return 0.0
         if scaled:
             return 1.0
         # The mean over this rank's micro-batches becomes that over all micro-batches with data.
-        return len(self.own) * ranks / sum(self.present)
+        return len(self.has_batch) * ranks / sum(self.present)
 
 
 def step_of(
@@ -78,7 +78,7 @@ def step_of(
     """Return the step of the next micro-batches of a loader.
 
     Args:
-        plan: Tells how many ranks have a batch of their own. None if every rank has one.
+        plan: Object with the number of ranks that have a batch. None if every rank has one.
         position: Number of micro-batches that have been read from the epoch.
         count: Number of micro-batches of the step.
         ranks: Number of data-parallel ranks.
@@ -120,7 +120,8 @@ def counted(batches: list[Any], step: TrainerStep) -> list[Any]:
     The other rank counts these labels.
     """
     return [
-        batch if own else _unlabelled(batch) for batch, own in zip(batches, step.own, strict=True)
+        batch if own else _unlabelled(batch)
+        for batch, own in zip(batches, step.has_batch, strict=True)
     ]
 
 
@@ -171,7 +172,9 @@ def run_pipeline(
         return weighted * scale
 
     def train() -> None:
-        engine.sharded.train_microbatches(prepared, scaled_loss, loss_fn=_with_unit_weight)
+        engine.sharded.train_microbatches(
+            prepared, scaled_loss, loss_fn=lambda loss, batch: (loss, 1)
+        )
 
     # A failure loses the gradients of all micro-batches.
     with engine.sharded.guard.running("step"):
@@ -181,10 +184,6 @@ def run_pipeline(
     if group is not None:
         dist.all_reduce(total, group=group)
     return total
-
-
-def _with_unit_weight(loss: Any, batch: Any) -> tuple[torch.Tensor, int]:
-    return loss, 1
 
 
 def from_output_stage(engine: Engine, value: Any) -> Any:
@@ -264,8 +263,7 @@ class Smoothing:
     def __call__(
         self, output: Any, labels: torch.Tensor, shift_labels: bool = False, **more: Any
     ) -> torch.Tensor:
-        loss: torch.Tensor = self.smoother(output, labels, shift_labels=self.shifts, **more)
-        return loss
+        return self.smoother(output, labels, shift_labels=self.shifts, **more)
 
 
 def smoothing_of(smoother: Any, model: Any) -> Smoothing:

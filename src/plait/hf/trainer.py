@@ -39,11 +39,11 @@ from plait.hf.fields import examined
 from plait.hf.generation import (
     answering,
     check_settings,
+    gathered_parameters,
     generated,
     generates,
     has_encoder,
     problems_of,
-    whole_parameters,
 )
 from plait.hf.steps import (
     FilledStep,
@@ -102,7 +102,7 @@ class TrainerMixin(CheckpointMixin):
         self._plait_source = plait_config
         self._step: TrainerStep | None = None
         self._plan: Any = None
-        """Object that knows which batches of the current loader are this rank's own."""
+        """Object with the number of ranks that have a batch of the current loader."""
         self._position = 0
         self._epoch = 0
         self._count: int | None = None
@@ -208,7 +208,7 @@ class TrainerMixin(CheckpointMixin):
 
         Raises:
             ConfigError: The configuration does not fit the model.
-            ModelError: The model cannot be trained, or cannot be split as the configuration says.
+            ModelError: The model cannot be trained, or not be split by the configuration.
             InputError: Arguments of the Trainer are not supported together.
         """
         if self.engine is not None and owner_of(self.model) is self.engine.sharded:
@@ -350,17 +350,16 @@ class TrainerMixin(CheckpointMixin):
                 " filter and the path that it came from"
             )
         sampler = super()._get_train_sampler(*args, **kwargs)  # type: ignore[misc]
-        # Accelerate determines the order of a RandomSampler.
+        # Accelerate determines the order of a RandomSampler, a generator that of another sampler.
         is_random = isinstance(sampler, torch.utils.data.RandomSampler)
-        has_own_order = getattr(sampler, "generator", self) is not None
-        if is_random or has_own_order:
+        if is_random or getattr(sampler, "generator", self) is not None:
             return sampler
         return EpochOrder(sampler, self.accelerator.seed)
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Return the number of samples per step over the data-parallel ranks."""
-        per_rank: int = self._train_batch_size  # type: ignore[attr-defined]
-        return per_rank * args.gradient_accumulation_steps * self._resolved.layout.dp
+        ranks = self._resolved.layout.dp
+        return self._train_batch_size * args.gradient_accumulation_steps * ranks  # type: ignore[attr-defined]
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
         is_resumed = (
@@ -488,17 +487,17 @@ class TrainerMixin(CheckpointMixin):
         self, engine: Engine, step: TrainerStep, inputs: Any, items: Any, *, scaled: bool
     ) -> torch.Tensor:
         # A pipeline runs all micro-batches at once, in the last call of the step.
-        step.held.append(self._prepare_inputs(inputs))  # type: ignore[attr-defined]
+        step.micro_batches.append(self._prepare_inputs(inputs))  # type: ignore[attr-defined]
         if not step.is_last:
             return torch.zeros((), device=engine.device)
 
         engine.train()
         factors = [
             step.factor(index, scaled=scaled, ranks=engine.dp_size)
-            for index in range(len(step.held))
+            for index in range(len(step.micro_batches))
         ]
         if not scaled:
-            factors = [factor / len(step.held) for factor in factors]
+            factors = [factor / len(step.micro_batches) for factor in factors]
         # The loss of a step without a target is 0, not 0 / 0.
         if isinstance(items, torch.Tensor):
             items = items.clamp(min=1)
@@ -506,8 +505,8 @@ class TrainerMixin(CheckpointMixin):
         def loss_of(model: Any, micro_batch: Any) -> torch.Tensor:
             return self.compute_loss(model, dict(micro_batch), num_items_in_batch=items)  # type: ignore[attr-defined]
 
-        total = run_pipeline(engine, step.held, factors, loss_of, self._run_with_forward)
-        step.held = []
+        total = run_pipeline(engine, step.micro_batches, factors, loss_of, self._run_with_forward)
+        step.micro_batches = []
         return total.to(torch.float32)
 
     def _clip_grad_norm(self, model: Any) -> torch.Tensor:
@@ -590,9 +589,9 @@ class TrainerMixin(CheckpointMixin):
             samples = self._plan.samples(self._position)
         if samples is None:
             samples = rows
-        own = present is None or rank < present
-        self._count = samples if own else 0
-        self._position = self._position + 1
+        has_batch = present is None or rank < present
+        self._count = samples if has_batch else 0
+        self._position += 1
         self._evaluated_samples += self._count
 
         evaluate = partial(
@@ -604,7 +603,7 @@ class TrainerMixin(CheckpointMixin):
         with ExitStack() as stack:
             if generates(self.args) and not prediction_loss_only:
                 if has_encoder(self.model):
-                    stack.enter_context(whole_parameters(engine))
+                    stack.enter_context(gathered_parameters(engine))
                 else:
                     inputs = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
                     arguments = kwargs or getattr(self, "_gen_kwargs", {})
@@ -617,11 +616,11 @@ class TrainerMixin(CheckpointMixin):
                 with engine.sharded.guard.running("forward"):
                     return evaluate(model, inputs)
 
-            def evaluate_stage(staged: Any, micro_batch: Any) -> Any:
-                return evaluate(staged, dict(micro_batch))
-
             prepared = engine.sharded.prepared(self._prepare_inputs(inputs))  # type: ignore[attr-defined]
-            output = self._run_with_forward(evaluate_stage, lambda: engine.sharded.output(prepared))
+            output = self._run_with_forward(
+                lambda staged, micro_batch: evaluate(staged, dict(micro_batch)),
+                lambda: engine.sharded.output(prepared),
+            )
         return from_output_stage(engine, output)
 
     def _gather_samples(self, data: Any) -> Any:
@@ -634,8 +633,7 @@ class TrainerMixin(CheckpointMixin):
         if self.engine is not None:
             self.engine.close()
         # Before Transformers 5.20 the Trainer has no `end`; this is all that it does since then.
-        end = getattr(super(), "end", self.accelerator.end_training)
-        end()
+        getattr(super(), "end", self.accelerator.end_training)()
 
 
 def _as_micro_batch(method: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

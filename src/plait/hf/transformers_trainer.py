@@ -122,8 +122,7 @@ def own_method(kind: type, name: str) -> Callable[..., Any] | None:
     owner = next(base for base in kind.__mro__ if name in vars(base))
     if owner.__module__.partition(".")[0] in _LIBRARIES:
         return None
-    method: Callable[..., Any] = inspect.unwrap(vars(owner)[name])
-    return method
+    return inspect.unwrap(vars(owner)[name])
 
 
 def reads(method: Callable[..., Any], name: str) -> bool:

@@ -21,7 +21,7 @@ from torch import nn
 from plait.errors import CheckpointError, InputError
 from plait.importing import require_extra
 from plait.inference.weight_files import StoredTensor, stored_tensors
-from plait.model.layers import tied_names
+from plait.model.layers import first_names
 from plait.sharded.load_weights import open_safetensors, read_tensor
 
 CONFIG = "adapter_config.json"
@@ -96,7 +96,7 @@ class Adapter:
         from peft import LoraConfig, inject_adapter_in_model
 
         base = model.state_dict()
-        tied = {name for group in tied_names(model) for name in group}
+        tied = set(first_names(model))
         fields = {name: value for name, value in self.config.items() if name in _USED_FIELDS}
         try:
             # With `low_cpu_mem_usage` the adapter is created on the meta device as well.
@@ -198,13 +198,8 @@ def open_adapter(folder: Path) -> Adapter:
         raise InputError(
             f"--adapter {folder}: has no {WEIGHTS}; save it with safe_serialization=True"
         )
-    try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        kind = config["peft_type"]
-    except (ValueError, TypeError, KeyError) as error:
-        raise CheckpointError(
-            f"{folder / CONFIG} is not a configuration of PEFT: {error}"
-        ) from None
+    config = _read_config(folder)
+    kind = config["peft_type"]
     if kind != "LORA":
         raise InputError(
             f"--adapter {folder}: is of the kind {kind}, and LORA is supported; merge it into the"
@@ -235,19 +230,25 @@ def base_folder(folder: Path) -> Path:
         InputError: It is not a folder on this machine.
         CheckpointError: The configuration of the adapter cannot be read.
     """
-    try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        base = config.get("base_model_name_or_path")
-    except (ValueError, AttributeError) as error:
-        raise CheckpointError(
-            f"{folder / CONFIG} is not a configuration of PEFT: {error}"
-        ) from None
+    base = _read_config(folder).get("base_model_name_or_path")
     if not base or not Path(base).is_dir():
         raise InputError(
             f"--model {folder}: is an adapter, and {base!r}, which it names as its base, is not"
             f" a folder here; give --model BASE --adapter {folder}"
         )
     return Path(base)
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """Return the configuration of an adapter, which has a `peft_type`."""
+    try:
+        config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        config["peft_type"]  # other files of this name have none
+    except (ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(
+            f"{folder / CONFIG} is not a configuration of PEFT: {error}"
+        ) from None
+    return config
 
 
 def _name_in_file(name: str) -> str:

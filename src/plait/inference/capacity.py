@@ -1,9 +1,8 @@
 """Memory and positions that a generation needs, checked before its first token.
 
-Most of it is the KV cache. Its sizes, layer by layer, are those of the tensors that the model's own
-code writes to its cache, which `cache_layout_of` measures. There is therefore no rule for any
-family of models here: there may be keys of every head or of a single one, latent keys, windows, and
-states of fixed size.
+Most of the memory is the KV cache. No rule for a family of models computes its size: there may be
+keys of every head or of a single one, latent keys, windows, and states of fixed size.
+`cache_layout_of` measures the tensors that the model's own code writes.
 
 Note [Dry runs]
     A copy of the model without weights processes two tokens, and then one token more, with
@@ -50,136 +49,6 @@ Activations and the allocator need the rest.
 """
 
 
-def activation_bytes(config: Any, *, tokens: int, requests: int, itemsize: int) -> int:
-    """Return the size of the activations of one forward.
-
-    They are the widest tensors of a block (hidden states, three of the MLP's, queries, keys and
-    values), a mask, and the logits of the last position in float32 with the temporary tensors of
-    sampling.
-
-    Args:
-        config: Configuration of the model, or None.
-        tokens: Number of tokens of all requests.
-        requests: Number of requests.
-        itemsize: Size of an element in bytes.
-    """
-    if config is None:
-        return 0
-    config = config.get_text_config(decoder=True)
-    hidden = getattr(config, "hidden_size", 0)
-    inner = largest_of_layers(config, "intermediate_size") or 4 * hidden
-    vocabulary = getattr(config, "vocab_size", 0)
-    longest = -(-tokens // max(requests, 1))
-
-    block = tokens * (6 * hidden + 3 * inner) * itemsize
-    # 2 bytes per element of the mask [requests, longest, longest].
-    mask = requests * longest * longest * 2
-    # The logits, and three tensors of their size in float32.
-    logits = requests * vocabulary * (itemsize + 3 * 4)
-    return block + mask + logits
-
-
-def compute_dtype(model: nn.Module) -> torch.dtype:
-    """Return the dtype of the first floating-point weight, which the model computes in."""
-    return next(
-        parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()
-    )
-
-
-def gathered_bytes(model: nn.Module, compute: torch.dtype | None) -> int:
-    """Return the size of all parameters that a sharded model gathers.
-
-    Args:
-        model: The sharded model.
-        compute: Dtype that it computes in. None stands for the parameters' own dtypes.
-    """
-    total = 0
-    for unit in sharded_modules(model):
-        for entry in sharded_parameters(unit):
-            parameter = entry.sharded_param
-            total += parameter.numel() * (compute or parameter.dtype).itemsize
-    return total
-
-
-def free_bytes(device: torch.device, ranks_here: int) -> int | None:
-    """Return the memory that is free for tensors of this rank, or None if it is unknown.
-
-    Args:
-        device: The rank's device.
-        ranks_here: Number of ranks that share the memory of the CPU.
-    """
-    if device.type == "cpu":
-        free_on_host = free_host_bytes()
-        return None if free_on_host is None else free_on_host // ranks_here
-    free, _ = torch.accelerator.get_memory_info(device)
-    # The allocator reuses memory that it has reserved and not allocated.
-    reserved = torch.accelerator.memory_reserved(device)
-    unused = reserved - torch.accelerator.memory_allocated(device)
-    return int(free + unused)
-
-
-def check_cache(
-    needed: int, free: int | None, requests: int, tokens: int, *, where: str = "on this rank"
-) -> None:
-    """Raise InputError if keys and values do not fit into memory.
-
-    Args:
-        needed: Size of the keys and values in bytes.
-        free: Size of the free memory in bytes. None if it is unknown, which raises nothing.
-        requests: Number of requests, for the message.
-        tokens: Length of the longest request, for the message.
-        where: Place of the memory, for the message.
-    """
-    if free is not None and needed > free:
-        raise InputError(
-            f"keys and values of {requests} requests of up to {tokens:,} tokens take"
-            f" {format_bytes(needed)} {where}, and {format_bytes(free)} are free; ask for fewer new"
-            " tokens (max_new_tokens), or fewer requests at once (batch_size)"
-        )
-
-
-def check_positions(
-    config: Any,
-    longest: int,
-    *,
-    of: str = "its prompt and max_new_tokens",
-    remedy: str = "ask for fewer new tokens, or shorten the prompt",
-) -> None:
-    """Raise InputError if a request may get longer than the model's positions.
-
-    Args:
-        config: Configuration of the model, or None.
-        longest: Number of tokens of the longest request.
-        of: What that number consists of, for the message.
-        remedy: Remedy, for the message.
-    """
-    if config is None:
-        return
-    config = config.get_text_config(decoder=True)
-    positions = getattr(config, "max_position_embeddings", None)
-    rope = getattr(config, "rope_parameters", None) or {}
-    # Dynamic frequencies follow the length of the input.
-    grows = any("dynamic" in str(kind) for kind in _rope_types(rope))
-    if isinstance(positions, int) and longest > positions and not grows:
-        raise InputError(
-            f"the longest request may have {longest:,} tokens ({of}), and the model's positions end"
-            f" at {positions:,} (max_position_embeddings); {remedy}"
-        )
-
-
-def _rope_types(rope: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield the RoPE types of a model, or of each type of its layers."""
-    yield rope.get("rope_type")
-    for value in rope.values():
-        if isinstance(value, dict):
-            yield value.get("rope_type")
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Return True if a forward of a model gathers parameters."""
-    return isinstance(model, FSDPModule)
-
-
 LAYERS_ON_DEVICE = 3
 """Largest number of layers of an offloaded cache that are on the device at the same time.
 
@@ -202,21 +71,20 @@ class CacheTensor:
     heads: int = 1
     """Number of heads. They are divided if tensor parallelism divides the layer's heads."""
 
-    def nbytes(self, *, requests: int, tokens: int, itemsize: int, parts: int) -> int:
+    def nbytes(self, demand: CacheDemand, parts: int) -> int:
         """Return the bytes of the tensor on one rank.
 
         Args:
-            requests: Number of requests.
-            tokens: Number of tokens of each.
-            itemsize: Bytes per element of the dtype that the model computes in.
+            demand: The requests.
             parts: Number of ranks that share the heads.
         """
+        tokens = demand.tokens
         if self.window is not None:
             tokens = min(tokens, self.window)
-        count = ceil(requests * (self.fixed + self.token * tokens))
+        count = ceil(demand.requests * (self.fixed + self.token * tokens))
         # Ranks have complete heads, so the rank with most heads has this many.
         local_heads = -(-self.heads // parts)
-        return local_heads * (count // self.heads) * (self.itemsize or itemsize)
+        return local_heads * (count // self.heads) * (self.itemsize or demand.itemsize)
 
 
 @dataclass(frozen=True)
@@ -243,7 +111,7 @@ class CacheLayout:
     stages: Callable[[int], tuple[int, ...]] = lambda pp: ()
     """Return the number of blocks of each stage for a number of pipeline stages.
 
-    It is empty if the model cannot be cut.
+    It is empty if the model has no pipeline stages.
     """
     guessed: str = ""
     """Reason why the sizes are computed from the configuration, because the model could not run.
@@ -355,14 +223,138 @@ def _tensor_sizes(layout: CacheLayout, demand: CacheDemand, tp: int) -> list[lis
     sizes = []
     for index, layer in enumerate(layout.layers):
         parts = tp if index in divided else 1
-        sizes.append([_tensor_size(tensor, demand, parts) for tensor in layer.tensors])
+        sizes.append([tensor.nbytes(demand, parts) for tensor in layer.tensors])
     return sizes
 
 
-def _tensor_size(tensor: CacheTensor, demand: CacheDemand, parts: int) -> int:
-    return tensor.nbytes(
-        requests=demand.requests, tokens=demand.tokens, itemsize=demand.itemsize, parts=parts
+def activation_bytes(config: Any, *, tokens: int, requests: int, itemsize: int) -> int:
+    """Return the size of the activations of one forward.
+
+    They are the widest tensors of a block (hidden states, three of the MLP's, queries, keys and
+    values), a mask, and the logits of the last position in float32 with the temporary tensors of
+    sampling.
+
+    Args:
+        config: Configuration of the model, or None.
+        tokens: Number of tokens of all requests.
+        requests: Number of requests.
+        itemsize: Size of an element in bytes.
+    """
+    if config is None:
+        return 0
+    config = config.get_text_config(decoder=True)
+    hidden = getattr(config, "hidden_size", 0)
+    inner = largest_of_layers(config, "intermediate_size") or 4 * hidden
+    vocabulary = getattr(config, "vocab_size", 0)
+    longest = -(-tokens // max(requests, 1))
+
+    block = tokens * (6 * hidden + 3 * inner) * itemsize
+    # 2 bytes per element of the mask [requests, longest, longest].
+    mask = requests * longest * longest * 2
+    # The logits, and three tensors of their size in float32.
+    logits = requests * vocabulary * (itemsize + 3 * 4)
+    return block + mask + logits
+
+
+def compute_dtype(model: nn.Module) -> torch.dtype:
+    """Return the dtype of the first floating-point weight, which the model computes in."""
+    return next(
+        parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()
     )
+
+
+def gathered_bytes(model: nn.Module, compute: torch.dtype | None) -> int:
+    """Return the size of all parameters that a sharded model gathers.
+
+    Args:
+        model: The sharded model.
+        compute: Dtype that it computes in. None stands for the parameters' own dtypes.
+    """
+    total = 0
+    for unit in sharded_modules(model):
+        for entry in sharded_parameters(unit):
+            parameter = entry.sharded_param
+            total += parameter.numel() * (compute or parameter.dtype).itemsize
+    return total
+
+
+def free_bytes(device: torch.device, ranks: int) -> int | None:
+    """Return the memory that is free for tensors of this rank, or None if it is unknown.
+
+    Args:
+        device: The rank's device.
+        ranks: Number of ranks that share the memory of the CPU.
+    """
+    if device.type == "cpu":
+        free_on_host = free_host_bytes()
+        return None if free_on_host is None else free_on_host // ranks
+    free, _ = torch.accelerator.get_memory_info(device)
+    # The allocator reuses memory that it has reserved and not allocated.
+    reserved = torch.accelerator.memory_reserved(device)
+    unused = reserved - torch.accelerator.memory_allocated(device)
+    return int(free + unused)
+
+
+def check_cache(
+    needed: int, free: int | None, requests: int, tokens: int, *, where: str = "on this rank"
+) -> None:
+    """Raise InputError if keys and values do not fit into memory.
+
+    Args:
+        needed: Size of the keys and values in bytes.
+        free: Size of the free memory in bytes. None if it is unknown, which raises nothing.
+        requests: Number of requests, for the message.
+        tokens: Length of the longest request, for the message.
+        where: Place of the memory, for the message.
+    """
+    if free is not None and needed > free:
+        raise InputError(
+            f"keys and values of {requests} requests of up to {tokens:,} tokens take"
+            f" {format_bytes(needed)} {where}, and {format_bytes(free)} are free; ask for fewer new"
+            " tokens (max_new_tokens), or fewer requests at once (batch_size)"
+        )
+
+
+def check_positions(
+    config: Any,
+    longest: int,
+    *,
+    content: str = "its prompt and max_new_tokens",
+    remedy: str = "ask for fewer new tokens, or shorten the prompt",
+) -> None:
+    """Raise InputError if a request may get longer than the model's positions.
+
+    Args:
+        config: Configuration of the model, or None.
+        longest: Number of tokens of the longest request.
+        content: Description of the counted tokens, for the message.
+        remedy: Remedy, for the message.
+    """
+    if config is None:
+        return
+    config = config.get_text_config(decoder=True)
+    positions = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    # Dynamic frequencies follow the length of the input.
+    grows = any("dynamic" in str(kind) for kind in _rope_types(rope))
+    if isinstance(positions, int) and longest > positions and not grows:
+        raise InputError(
+            f"the longest request may have {longest:,} tokens ({content}), and the model's"
+            f" positions end at {positions:,} (max_position_embeddings); {remedy}"
+        )
+
+
+def _rope_types(rope: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the RoPE types of a model, or of each type of its layers."""
+    yield rope.get("rope_type")
+    for value in rope.values():
+        if isinstance(value, dict):
+            yield value.get("rope_type")
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return True if a forward of a model gathers parameters."""
+    return isinstance(model, FSDPModule)
 
 
 _COMPUTE_DTYPE = torch.bfloat16
@@ -446,7 +438,7 @@ def _measure(description: _ModelDescription) -> CacheLayout:
         try:
             costs = forward_costs(model_facts(twin, blocks))
             return balance_stages(costs.blocks, pp, first=costs.first, last=costs.last)
-        except PlaitError:  # it cannot be cut
+        except PlaitError:  # the model cannot be split into stages
             return ()
 
     named_layers = dict(zip(blocks, layers_of_blocks, strict=True))
@@ -467,8 +459,7 @@ def _build_twin(description: _ModelDescription) -> nn.Module:
     if hasattr(twin, "set_experts_implementation"):
         # The default implementation reads from values which experts the tokens go to.
         twin.set_experts_implementation("batched_mm")
-    evaluated: nn.Module = twin.eval()
-    return evaluated
+    return twin.eval()
 
 
 def _layers_of_blocks(

@@ -13,6 +13,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -131,7 +132,7 @@ def generate(
 
     # See Note [Together on all ranks].
     prepared, flags = run_on_all_ranks(
-        prepare, _flags, device=mesh.device, doing="generate", raising=InputError
+        prepare, attrgetter("flags"), device=mesh.device, doing="generate", raising=InputError
     )
     gathers = is_sharded(model)
     # Gathering is collective, so all ranks keep gathered parameters or none does.
@@ -154,16 +155,11 @@ def generate(
     answers = [Answer() for _ in requests]
 
     def forwards() -> Iterator[None]:
-        size = batch_size or len(requests) or 1
         lengths = [(len(request.token_ids), request.most_seen) for request in requests]
-        for group in group_requests(rope_by_length(model), lengths):
-            for first in range(0, len(group), size):
-                batch = group[first : first + size]
-                yield from decoder.forwards(
-                    [requests[index] for index in batch],
-                    batch,
-                    [answers[index] for index in batch],
-                )
+        for batch in group_requests(rope_by_length(model), lengths, batch_size):
+            batch_requests = [requests[index] for index in batch]
+            batch_answers = [answers[index] for index in batch]
+            yield from decoder.forwards(batch_requests, batch, batch_answers)
 
     with sharded.evaluating(), untouched(model, mesh.device), ExitStack() as stack:
         if gathers_once:
@@ -184,10 +180,6 @@ class _PreparedCall:
     settings: GenerationSettings
     flags: bytes
     """Flags for the other ranks: all parameters may stay gathered; this rank has a callback."""
-
-
-def _flags(prepared: _PreparedCall) -> bytes:
-    return prepared.flags
 
 
 def check_model(sharded: ShardedModel) -> None:
@@ -246,7 +238,7 @@ def _requests(
 ) -> list[GenerationRequest]:
     seeds = seed if isinstance(seed, Sequence) else [seed]
     for value in seeds:
-        if value is not None and not _is_seed(value):
+        if value is not None and not (is_integer(value) and 0 <= value < 1 << 63):
             raise InputError(
                 f"seed = {value!r} must be a whole number from 0 to 2**63 - 1, or a list of them"
             )
@@ -262,10 +254,6 @@ def _requests(
         request_seed = _request_seed(seed, index) if settings.do_sample else None
         requests.append(GenerationRequest(ids, new_tokens, request_seed))
     return requests
-
-
-def _is_seed(value: object) -> bool:
-    return is_integer(value) and 0 <= value < 1 << 63
 
 
 def _request_seed(seed: int | Sequence[int] | None, index: int) -> int:
@@ -339,10 +327,7 @@ def _gathered_model_fits(
         dtype = compute or next(sharded.model.parameters()).dtype
         most_seen = max((request.most_seen for request in requests), default=0)
         demand = CacheDemand(at_once, most_seen, dtype.itemsize)
-        if offload_cache:
-            cache = _offloaded_cache_bytes(sharded, demand, longest)
-        else:
-            cache = _cache_bytes(sharded, demand)
+        cache = _cache_bytes(sharded, demand, longest, offload_cache=offload_cache)
     check_cache(cache, free, at_once, longest)
 
     # Offloaded parameters do not stay on the device.
@@ -351,22 +336,23 @@ def _gathered_model_fits(
     return free is None or gathered_bytes(sharded.model, compute) + cache <= USABLE_SHARE * free
 
 
-def _cache_bytes(sharded: ShardedModel, demand: CacheDemand) -> int:
-    layout = cache_layout_of(sharded.model, plan=sharded.config.tensor_parallel.plan)
-    tp = sharded.mesh.layout.tp
-    blocks = None if sharded.pipeline is None else sharded.parts.blocks
-    return cache_bytes(layout, demand, tp=tp, blocks=blocks) + growing_bytes(layout, demand, tp=tp)
-
-
-def _offloaded_cache_bytes(sharded: ShardedModel, demand: CacheDemand, longest: int) -> int:
-    """Return the part of an offloaded cache on the device.
+def _cache_bytes(
+    sharded: ShardedModel, demand: CacheDemand, longest: int, *, offload_cache: bool
+) -> int:
+    """Return the bytes of the KV cache on the device of this rank.
 
     Raises:
-        InputError: The other part does not fit into host memory.
+        InputError: The part of an offloaded cache in host memory does not fit.
     """
-    layout = cache_layout_of(sharded.model, plan=sharded.config.tensor_parallel.plan)
     mesh = sharded.mesh
-    offloaded = offloaded_cache(layout, demand, tp=mesh.layout.tp)
+    layout = cache_layout_of(sharded.model, plan=sharded.config.tensor_parallel.plan)
+    tp = mesh.layout.tp
+    if not offload_cache:
+        blocks = None if sharded.pipeline is None else sharded.parts.blocks
+        cache = cache_bytes(layout, demand, tp=tp, blocks=blocks)
+        return cache + growing_bytes(layout, demand, tp=tp)
+
+    offloaded = offloaded_cache(layout, demand, tp=tp)
     free = free_host_bytes()
     if free is not None:
         free //= mesh.ranks_here

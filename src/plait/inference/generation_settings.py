@@ -18,33 +18,6 @@ from torch import nn
 from plait.errors import InputError
 from plait.sizes import is_integer
 
-
-def tokens_of_model(model: nn.Module) -> int | None:
-    """Return the number of rows of a model's embedding, or None if it is unknown.
-
-    The last rows may be padding.
-    """
-    get_input_embeddings: Any = getattr(model, "get_input_embeddings", None)
-    if not callable(get_input_embeddings):
-        return None
-    rows = getattr(get_input_embeddings(), "num_embeddings", None)
-    return rows if isinstance(rows, int) else None
-
-
-def tokens_of_tokenizer(tokenizer: Any) -> int | None:
-    """Return the highest token of a tokenizer plus one, or None without a tokenizer.
-
-    A vocabulary may leave numbers out, so its length can be smaller.
-    """
-    if tokenizer is None:
-        return None
-    get_vocab: Any = getattr(tokenizer, "get_vocab", None)
-    vocabulary = get_vocab() if callable(get_vocab) else {}
-    if not vocabulary:
-        return len(tokenizer)
-    return max(len(tokenizer), max(vocabulary.values()) + 1)
-
-
 NEW_TOKENS = 128
 """Largest number of new tokens if neither the call nor the model's settings define it."""
 TOP_K = 50
@@ -357,3 +330,29 @@ def _check_ranges(s: GenerationSettings) -> None:
     for name, (is_valid, rule) in valid_and_rule.items():
         if not is_valid:
             raise InputError(f"{name} = {getattr(s, name)!r} must be {rule}")
+
+
+def tokens_of_model(model: nn.Module) -> int | None:
+    """Return the number of rows of a model's embedding, or None if it is unknown.
+
+    The last rows may be padding.
+    """
+    get_input_embeddings: Any = getattr(model, "get_input_embeddings", None)
+    if not callable(get_input_embeddings):
+        return None
+    rows = getattr(get_input_embeddings(), "num_embeddings", None)
+    return rows if isinstance(rows, int) else None
+
+
+def tokens_of_tokenizer(tokenizer: Any) -> int | None:
+    """Return the highest token of a tokenizer plus one, or None without a tokenizer.
+
+    A vocabulary may leave numbers out, so its length can be smaller.
+    """
+    if tokenizer is None:
+        return None
+    get_vocab: Any = getattr(tokenizer, "get_vocab", None)
+    vocabulary = get_vocab() if callable(get_vocab) else {}
+    if not vocabulary:
+        return len(tokenizer)
+    return max(len(tokenizer), max(vocabulary.values()) + 1)

@@ -11,7 +11,7 @@ Note [Errors of a forward]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -105,6 +105,25 @@ class Predictor:
         if rows is None and self._keeps_last_logits:
             inputs = {**inputs, "logits_to_keep": 1}
         return partial(_logits_at, self.logits(inputs, cache), rows)
+
+    def padded_inputs(self, rows: Sequence[Sequence[int]], pad: int = 0) -> dict[str, Any]:
+        """Return the arguments of a forward over complete sequences, which fills no cache.
+
+        Args:
+            rows: Token ids of every sequence.
+            pad: Token that pads them on the right, where a causal model does not attend.
+        """
+        longest = max(map(len, rows))
+        ids = torch.tensor([[*row, *[pad] * (longest - len(row))] for row in rows])
+        mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
+        inputs: dict[str, Any] = {
+            "input_ids": ids,  # [sequences, tokens]
+            "attention_mask": mask,
+            "position_ids": torch.arange(longest).expand_as(ids),
+        }
+        if "use_cache" in self.takes:
+            inputs["use_cache"] = False
+        return inputs
 
     def idle(self) -> None:
         """Run a forward on a single token whose result is not used."""

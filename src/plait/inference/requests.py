@@ -120,21 +120,23 @@ def checked_ids(model: nn.Module, prompts: list[tuple[int, ...]]) -> list[tuple[
     return prompts
 
 
-def check_ids(prompt: tuple[int, ...], name: str, size: int | None, *, of: str = "model") -> None:
+def check_ids(
+    prompt: tuple[int, ...], name: str, size: int | None, *, owner: str = "model"
+) -> None:
     """Raise InputError if a vocabulary does not have all tokens of a prompt.
 
     Args:
         prompt: Token ids.
         name: Name of the prompt, for the message.
         size: Size of the vocabulary, or None if it is unknown.
-        of: Owner of the vocabulary, for the message.
+        owner: Owner of the vocabulary, for the message.
     """
     # The smallest and the largest token represent all others.
     for token in (min(prompt), max(prompt)):
         if token < 0 or (size is not None and token >= size):
             last = "" if size is None else f" to {size - 1}"
             raise InputError(
-                f"{name} has token {token}, and the {of}'s tokens are 0{last}; is it another"
+                f"{name} has token {token}, and the {owner}'s tokens are 0{last}; is it another"
                 " model's tokenizer?"
             )
 
@@ -354,7 +356,7 @@ class TextStream:
                 return ""
         return self._advance(text)
 
-    def rest(self) -> str:
+    def remainder(self) -> str:
         """Return the text that is left at the end."""
         return self._advance(self.text())
 

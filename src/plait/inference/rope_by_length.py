@@ -10,13 +10,13 @@ Note [Rotary frequencies by length]
     - `dynamic` has other frequencies for every length. Cached keys are not changed, and a module
       remembers the longest input that it has seen.
 
-    Requests are therefore decoded in batches in which each of them has the frequencies that it has
-    alone.
+    Requests are therefore decoded in batches in which each of them has the frequencies that it
+    would have in a batch of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,17 +94,20 @@ def rope_of_config(config: Any) -> RopeByLength | None:
 
 
 def group_requests(
-    rope: RopeByLength | None, lengths: Iterable[tuple[int, int]]
+    rope: RopeByLength | None,
+    lengths: Sequence[tuple[int, int]],
+    batch_size: int | None = None,
 ) -> list[list[int]]:
-    """Group requests whose rotary frequencies do not change if they are in one batch.
+    """Group requests into batches that do not change their rotary frequencies.
 
     Args:
         rope: Rotary embedding of the model.
         lengths: Number of tokens of each prompt, and the largest number of tokens that the model
             reads of the request.
+        batch_size: Largest number of requests per batch. None is no limit.
 
     Returns:
-        Indices of the requests of each group.
+        Indices of the requests of each batch.
     """
     requests: dict[int, list[int]] = {}
     for index, (prompt, most) in enumerate(lengths):
@@ -117,7 +120,11 @@ def group_requests(
             # Prompts of one length have no padding, and exceed the original length together.
             group = prompt
         requests.setdefault(group, []).append(index)
-    return list(requests.values())
+    size = batch_size or len(lengths)
+    batches = []
+    for indices in requests.values():
+        batches += [indices[first : first + size] for first in range(0, len(indices), size)]
+    return batches
 
 
 def refuse_past(rope: RopeByLength | None, tokens: int, what: str, remedy: str) -> None:

@@ -13,6 +13,7 @@ import torch
 from plait.comm.failures import run_on_all_ranks
 from plait.errors import InputError
 from plait.inference.capacity import check_positions, is_sharded
+from plait.inference.decode import log_softmax
 from plait.inference.generate import check_model, of_first_rank
 from plait.inference.generation_settings import tokens_of_tokenizer
 from plait.inference.predictor import LogitsReader, Predictor, untouched
@@ -29,7 +30,6 @@ from plait.inference.rope_by_length import (
     refuse_past,
     rope_by_length,
 )
-from plait.inference.sampling import log_softmax
 from plait.sharded.model import ShardedModel
 
 
@@ -72,11 +72,11 @@ def score(
         prompts = checked_ids(sharded.model, token_ids(sequences, tokenizer))
         known_tokens = tokens_of_tokenizer(tokenizer)
         for index, ids in enumerate(prompts):
-            check_ids(ids, f"sequence {index}", known_tokens, of="tokenizer")
+            check_ids(ids, f"sequence {index}", known_tokens, owner="tokenizer")
 
         longest = max(map(len, prompts), default=0)
         config = getattr(sharded.model, "config", None)
-        check_positions(config, longest, of="its length", remedy="shorten it")
+        check_positions(config, longest, content="its length", remedy="shorten it")
         rope = rope_by_length(sharded.model)
         if rope is not None and not rope.is_uniform:
             what = "score: layers of several RoPE types are not known to be right"
@@ -115,36 +115,18 @@ class _Scorer:
             batch_size: See `score`.
             rope: Rotary embedding of the model.
         """
-        size = batch_size or len(sequences) or 1
-        batches: list[list[int]] = []
-        for group in group_requests(rope, [(len(ids), len(ids)) for ids in sequences]):
-            batches += [group[first : first + size] for first in range(0, len(group), size)]
-
+        lengths = [(len(ids), len(ids)) for ids in sequences]
         results: dict[int, torch.Tensor] = {}
-        for indices in batches:
+        for indices in group_requests(rope, lengths, batch_size):
             batch = [sequences[index] for index in indices]
             if rope is not None and rope.remembers(max(map(len, batch))):
                 yield
                 self.predictor.idle()
             yield
-            read = self.predictor.logits(self._inputs(batch))
+            read = self.predictor.logits(self.predictor.padded_inputs(batch))
             for row, index in enumerate(indices):
                 results[index] = self._logprobs(read, row, sequences[index])
         self.results = [results[index] for index in range(len(sequences))]
-
-    def _inputs(self, batch: list[tuple[int, ...]]) -> dict[str, Any]:
-        # Padded on the right, where a causal model does not attend.
-        longest = max(map(len, batch))
-        ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in batch])
-        mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in batch])
-        inputs: dict[str, Any] = {
-            "input_ids": ids,
-            "attention_mask": mask,
-            "position_ids": torch.arange(longest).expand_as(ids),
-        }
-        if "use_cache" in self.predictor.takes:
-            inputs["use_cache"] = False
-        return inputs
 
     def _logprobs(self, read: LogitsReader, row: int, sequence: tuple[int, ...]) -> torch.Tensor:
         """Return the result of one sequence. Collective over the model's parts.

@@ -127,32 +127,34 @@ class Source:
         # The reader is created now, so that errors of the checkpoint are raised early.
         return partial(_fill_from_checkpoint, self._reader)
 
-    def _fill_with_adapter(self, model: nn.Module, *, whole: nn.Module, filled: Any) -> None:
+    def _fill_with_adapter(
+        self, model: nn.Module, *, unsplit_model: nn.Module, filled: Any
+    ) -> None:
         tensors = model.state_dict(keep_vars=True)
-        self.fill(tensors, whole=whole)
+        self.fill(tensors, unsplit_model=unsplit_model)
         for tensor in tensors.values():
             filled(tensor)
 
-    def fill(self, tensors: Mapping[str, torch.Tensor], *, whole: nn.Module) -> None:
+    def fill(self, tensors: Mapping[str, torch.Tensor], *, unsplit_model: nn.Module) -> None:
         """Read the values of some of a model's tensors.
 
         Args:
             tensors: The tensors by name, sharded or not.
-            whole: The complete model, on the meta device.
+            unsplit_model: The complete model, on the meta device.
 
         Raises:
             CheckpointError: A tensor is missing, or a file cannot be read.
         """
         if self.adapter is not None:
             tensors = self.adapter.fill(tensors)
-            whole = self._base
+            unsplit_model = self._base
         if self.checkpoint is None:
-            load_weights(_StateDict(tensors), self.folder, whole=whole)
+            load_weights(_StateDict(tensors), self.folder, unsplit_model=unsplit_model)
             return
 
         reader = self._reader
         ties: dict[str, tuple[str, ...]] = {}
-        for group in tied_names(whole):
+        for group in tied_names(unsplit_model):
             ties.update(dict.fromkeys(group, group))
         destinations = {}
         for name, tensor in tensors.items():
@@ -195,7 +197,7 @@ class Source:
 
 
 def _fill_from_checkpoint(
-    reader: Reader, model: nn.Module, *, whole: nn.Module, filled: Any
+    reader: Reader, model: nn.Module, *, unsplit_model: nn.Module, filled: Any
 ) -> None:
     tensors, _ = model_content(model)
     missing = [name for name in tensors if name not in reader.tensors]
@@ -216,8 +218,7 @@ class _StateDict(nn.Module):
         object.__setattr__(self, "_tensors", dict(tensors))
 
     def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:  # type: ignore[override]
-        tensors: dict[str, Any] = self._tensors  # type: ignore[assignment]
-        return tensors
+        return self._tensors  # type: ignore[return-value]
 
 
 def model_of_config(config: Path | Mapping[str, Any], *, dtype: torch.dtype | None) -> nn.Module:

@@ -21,10 +21,11 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -32,11 +33,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 from plait._torch.modules import own_parameters
-from plait.cluster.host_memory import trim_heap
+from plait.cluster.host_memory import move_to_huge_pages, trim_heap
 from plait.config.resolving.resolve import load, resolve
 from plait.errors import InputError
 from plait.inference.adapters import base_tensor, is_adapters
-from plait.inference.model_placement import Weights, on_huge_pages
 from plait.inference.source import Source
 from plait.inference.weight_files import StoredTensor, buffer_bytes, read_into, stored_tensors
 from plait.inference.weight_stream import (
@@ -48,7 +48,7 @@ from plait.inference.weight_stream import (
     streamed_parameters,
 )
 from plait.model.blocks import find_blocks
-from plait.model.layers import tied_names
+from plait.model.layers import first_names
 from plait.parallel.hooks import StepHook
 from plait.parallel.micro_batches import default_forward
 from plait.sharded.assemble import WeightFiller, checked_model, destroying_new_group, shard
@@ -59,168 +59,6 @@ from plait.sizes import dtype_name, format_bytes, format_bytes_rounded_up
 _PREFIX = "plait-layers-"
 _MOUNTS = Path("/proc/self/mounts")
 _MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
-
-
-def write_layers(
-    weights: Weights, model: nn.Module, blocks: Sequence[str], folder: Path
-) -> dict[str, StoredTensor]:
-    """Write the weights of some blocks, one file per block.
-
-    The weights of one block are in memory at a time.
-
-    Args:
-        weights: Source of the weights.
-        model: The model, on the meta device.
-        blocks: Names of the blocks.
-        folder: Folder of the new files.
-
-    Returns:
-        Locations of the tensors, by their names in the model.
-
-    Raises:
-        InputError: A file cannot be written.
-    """
-    copied = copy.deepcopy(model)
-    locations: dict[str, StoredTensor] = {}
-    shift = 0
-    for number, name in enumerate(blocks):
-        block = copied.get_submodule(name)
-        block.to_empty(device=torch.device("cpu"))
-        parameters = streamed_parameters(copied, name)
-        # One at a time: parts of files that are read together are in memory together.
-        for leaf, parameter in parameters.items():
-            weights.fill({f"{name}.{leaf}": parameter.data}, whole=model)
-        written, shift = _save_aligned(
-            {f"{name}.{leaf}": p.data.contiguous() for leaf, p in parameters.items()},
-            folder / f"{number}.safetensors",
-            shift,
-        )
-        locations |= written
-        # The parameters are on the meta device again, so the block's memory is free.
-        block.to_empty(device=torch.device("meta"))
-        trim_heap()
-    return locations
-
-
-def _save_aligned(
-    tensors: dict[str, torch.Tensor], path: Path, shift: int
-) -> tuple[dict[str, StoredTensor], int]:
-    """Save tensors so that the first one is aligned in the file.
-
-    It can then be read directly to the memory in which it computes, see `WEIGHT_ALIGNMENT`.
-
-    Args:
-        tensors: The tensors, by name.
-        path: Path of the new file.
-        shift: Padding of the header that is tried first. Files of similar blocks need the same.
-
-    Returns:
-        Locations of the tensors, and the padding of the header in bytes.
-    """
-    # A header ends at a multiple of 8, so one of two paddings is right.
-    for padding in (shift, 8 - shift):
-        try:
-            save_file(tensors, path, {"header": "." * padding})
-        except (OSError, SafetensorError) as error:
-            raise InputError(
-                f"--scratch {path.parents[1]}: {getattr(error, 'strerror', None) or error}; name a"
-                " folder with room"
-            ) from None
-        written = stored_tensors(path)
-        if min(tensor.offset for tensor in written.values()) % WEIGHT_ALIGNMENT == 0:
-            break
-    return written, padding
-
-
-@contextmanager
-def scratch_folder(folder: Path | None, size: int) -> Iterator[Path]:
-    """Create a temporary folder, which is removed at the end.
-
-    Files that are open at the end can still be read. See Note [Unused scratch folders].
-
-    Args:
-        folder: Parent folder. None stands for the system's folder for temporary files.
-        size: Number of bytes that it must have room for.
-
-    Raises:
-        InputError: There is too little room, the folder cannot be written to, or its files would be
-            in memory.
-    """
-    parent = folder or Path(tempfile.gettempdir())
-    try:
-        free = shutil.disk_usage(parent).free
-        file_system = _file_system(parent)
-    except OSError as error:
-        raise InputError(
-            f"--scratch {parent}: {error.strerror}; name a folder that exists, on a disk"
-        ) from None
-    if file_system in _MEMORY_FILE_SYSTEMS:
-        raise InputError(
-            f"--scratch {parent}: its files are in memory ({file_system}), which the budget is to"
-            " spare; name a folder on a disk"
-        )
-    if free < size:
-        raise InputError(
-            f"--scratch {parent}: {format_bytes(free)} are free, and the layers that are streamed"
-            f" take {format_bytes(size)}; name a folder with more room"
-        )
-    # See Note [Unused scratch folders].
-    for other in parent.glob(f"{_PREFIX}*"):
-        _remove_if_unused(other)
-    try:
-        scratch, lock = _create_locked(parent)
-    except OSError as error:
-        raise InputError(
-            f"--scratch {parent}: {error.strerror}; name a folder that can be written to"
-        ) from None
-    try:
-        yield scratch
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-        os.close(lock)
-
-
-def _create_locked(parent: Path) -> tuple[Path, int]:
-    """Create a folder, and return it with a descriptor that holds its lock."""
-    while True:
-        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-        try:
-            lock = os.open(folder, os.O_RDONLY)
-        except FileNotFoundError:  # another process removed it before it was locked
-            continue
-        with suppress(OSError):  # without locks, nothing is removed on this file system
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        if folder.exists():
-            return folder, lock
-        os.close(lock)
-
-
-def _remove_if_unused(folder: Path) -> None:
-    """Remove a folder that no process has locked. See Note [Unused scratch folders]."""
-    try:
-        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError:  # it belongs to another user, or has been removed
-        return
-    with suppress(OSError):  # it is in use, or the file system has no locks
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder, ignore_errors=True)
-    os.close(lock)
-
-
-def _file_system(folder: Path) -> str:
-    """Return the type of the file system of a folder, or an empty string if it is unknown."""
-    try:
-        lines = _MOUNTS.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return ""
-    resolved = folder.resolve()
-    mounts = []
-    for line in lines:
-        fields = line.split()
-        if len(fields) > 2 and resolved.is_relative_to(fields[1]):
-            mounts.append((len(fields[1]), fields[2]))
-    # The longest mount point is the innermost.
-    return max(mounts, default=(0, ""))[1]
 
 
 @dataclass(frozen=True)
@@ -355,6 +193,63 @@ def tensors_to_stream(
     return stored, ""
 
 
+@destroying_new_group()
+def load_streamed(
+    source: Source,
+    *,
+    budget_bytes: int,
+    other_bytes: int,
+    host_bytes: int = 0,
+    dtype: torch.dtype | None = None,
+    scratch: Path | None = None,
+) -> tuple[ShardedModel, StreamingPlan]:
+    """Load a model in one process, with streamed blocks if it does not fit into the budget.
+
+    Streamed layers that no files contain in the form in which they compute (see
+    `tensors_to_stream`) are first written to temporary files.
+
+    Args:
+        source: Source of the model.
+        budget_bytes: See `plan_streaming`.
+        other_bytes: See `plan_streaming`.
+        host_bytes: See `plan_streaming`.
+        dtype: Dtype of the model. None stands for the dtype that it was saved in.
+        scratch: Folder of temporary files. None stands for the system's.
+
+    Raises:
+        InputError: The model cannot be loaded.
+    """
+    model = source.model(dtype)
+    stored, written = tensors_to_stream(source, model)
+    planned = plan_streaming(
+        model, stored, budget_bytes=budget_bytes, other_bytes=other_bytes, host_bytes=host_bytes
+    )
+    resolved = resolve(
+        load({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 0}}), world_size=1
+    )
+    checked = checked_model(model, resolved)
+    with ExitStack() as stack:
+        if written:
+            stored = {}
+            if planned.streamed:
+                folder = stack.enter_context(scratch_folder(scratch, planned.streamed_bytes))
+                stored = write_layers(source, model, planned.streamed, folder)
+        # Before `shard`, which would allocate memory for parameters with elements.
+        streamed_names = _make_empty(model, planned.streamed)
+        mesh, parts, _ = shard(
+            checked, weights=on_huge_pages(_resident_filler(source, stored, streamed_names))
+        )
+        model.requires_grad_(False)
+        # The stream opens the temporary files before the folder is removed.
+        if planned.streamed:
+            stream = WeightStream(
+                model, planned.streamed, stored, device=mesh.device, on_host=planned.on_host
+            )
+            parts = parts.with_hooks(WeightStreamHook(stream))
+    sharded = ShardedModel(parts, mesh, resolved, forward=default_forward, handle="plait generate")
+    return sharded, planned
+
+
 def plan_streaming(
     model: nn.Module,
     stored: dict[str, StoredTensor],
@@ -423,7 +318,7 @@ def least_budget(model: nn.Module, stored: dict[str, StoredTensor], *, other_byt
 
 def _movable_blocks(model: nn.Module) -> dict[str, int]:
     """Return the blocks that share no weight with another module, and their bytes."""
-    tied = {name for group in tied_names(model) for name in group}
+    tied = first_names(model)
     sizes = {}
     for name in find_blocks(model):
         parameters = streamed_parameters(model, name)
@@ -477,82 +372,42 @@ def expected_tensors(model: nn.Module) -> dict[str, StoredTensor]:
     }
 
 
-@destroying_new_group()
-def load_streamed(
-    source: Source,
-    *,
-    budget_bytes: int,
-    other_bytes: int,
-    host_bytes: int = 0,
-    dtype: torch.dtype | None = None,
-    scratch: Path | None = None,
-) -> tuple[ShardedModel, StreamingPlan]:
-    """Load a model in one process, with streamed blocks if it does not fit into the budget.
-
-    Streamed layers that no files contain in the form in which they compute (see
-    `tensors_to_stream`) are first written to temporary files.
-
-    Args:
-        source: Source of the model.
-        budget_bytes: See `plan_streaming`.
-        other_bytes: See `plan_streaming`.
-        host_bytes: See `plan_streaming`.
-        dtype: Dtype of the model. None stands for the dtype that it was saved in.
-        scratch: Folder of temporary files. None stands for the system's.
-
-    Raises:
-        InputError: The model cannot be loaded.
-    """
-    model = source.model(dtype)
-    stored, written = tensors_to_stream(source, model)
-    planned = plan_streaming(
-        model, stored, budget_bytes=budget_bytes, other_bytes=other_bytes, host_bytes=host_bytes
-    )
-    resolved = resolve(
-        load({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 0}}), world_size=1
-    )
-    checked = checked_model(model, resolved)
-    with ExitStack() as stack:
-        if written:
-            stored = {}
-            if planned.streamed:
-                folder = stack.enter_context(scratch_folder(scratch, planned.streamed_bytes))
-                stored = write_layers(source, model, planned.streamed, folder)
-        # Before `shard`, which would allocate memory for parameters with elements.
-        streamed_names = _make_empty(model, planned.streamed)
-        mesh, parts, _ = shard(
-            checked, weights=on_huge_pages(_resident_filler(source, stored, streamed_names))
-        )
-        model.requires_grad_(False)
-        # The stream opens the temporary files before the folder is removed.
-        if planned.streamed:
-            stream = WeightStream(
-                model, planned.streamed, stored, device=mesh.device, on_host=planned.on_host
-            )
-            parts = parts.with_hooks(WeightStreamHook(stream))
-    sharded = ShardedModel(parts, mesh, resolved, forward=default_forward, handle="plait generate")
-    return sharded, planned
-
-
 def _resident_filler(
     source: Source, stored: dict[str, StoredTensor], streamed: frozenset[str]
 ) -> WeightFiller:
     """Return a function that reads the weights that stay in memory."""
 
-    def fill(model: nn.Module, *, whole: nn.Module, filled: Callable[[torch.Tensor], None]) -> None:
+    def fill(
+        model: nn.Module, *, unsplit_model: nn.Module, filled: Callable[[torch.Tensor], None]
+    ) -> None:
         done = streamed | _read_in_place(model, stored, streamed)
         others = {
             name: tensor
             for name, tensor in model.state_dict(keep_vars=True).items()
             if name not in done
         }
-        for layer in _by_layer(others, find_blocks(whole)):
-            source.fill(layer, whole=whole)
+        for layer in _by_layer(others, find_blocks(unsplit_model)):
+            source.fill(layer, unsplit_model=unsplit_model)
             trim_heap()
         for tensor in others.values():
             filled(tensor)
 
     return fill
+
+
+def on_huge_pages(fill: WeightFiller) -> WeightFiller:
+    """Wrap a filler of weights so that it writes to huge pages.
+
+    The matrix products of a token read such memory faster.
+    """
+
+    def filler(
+        model: nn.Module, *, unsplit_model: nn.Module, filled: Callable[[torch.Tensor], None]
+    ) -> None:
+        move_to_huge_pages(model)
+        fill(model, unsplit_model=unsplit_model, filled=filled)
+
+    return filler
 
 
 def _by_layer(
@@ -612,3 +467,177 @@ def _make_empty(model: nn.Module, blocks: Sequence[str]) -> frozenset[str]:
             parameters[attribute] = nn.Parameter(empty, requires_grad=False)
             names.append(name)
     return frozenset(names)
+
+
+class Weights(Protocol):
+    """Source of weights, e.g. `Source`."""
+
+    def fill(self, tensors: Mapping[str, torch.Tensor], *, unsplit_model: nn.Module) -> None:
+        """Read the values of some of a model's tensors.
+
+        Args:
+            tensors: The tensors by name.
+            unsplit_model: The complete model, on the meta device.
+        """
+
+
+def write_layers(
+    weights: Weights, model: nn.Module, blocks: Sequence[str], folder: Path
+) -> dict[str, StoredTensor]:
+    """Write the weights of some blocks, one file per block.
+
+    The weights of one block are in memory at a time.
+
+    Args:
+        weights: Source of the weights.
+        model: The model, on the meta device.
+        blocks: Names of the blocks.
+        folder: Folder of the new files.
+
+    Returns:
+        Locations of the tensors, by their names in the model.
+
+    Raises:
+        InputError: A file cannot be written.
+    """
+    copied = copy.deepcopy(model)
+    locations: dict[str, StoredTensor] = {}
+    shift = 0
+    for number, name in enumerate(blocks):
+        block = copied.get_submodule(name)
+        block.to_empty(device=torch.device("cpu"))
+        parameters = streamed_parameters(copied, name)
+        # One at a time: parts of files that are read together are in memory together.
+        for leaf, parameter in parameters.items():
+            weights.fill({f"{name}.{leaf}": parameter.data}, unsplit_model=model)
+        written, shift = _save_aligned(
+            {f"{name}.{leaf}": p.data.contiguous() for leaf, p in parameters.items()},
+            folder / f"{number}.safetensors",
+            shift,
+        )
+        locations |= written
+        # The parameters are on the meta device again, so the block's memory is free.
+        block.to_empty(device=torch.device("meta"))
+        trim_heap()
+    return locations
+
+
+def _save_aligned(
+    tensors: dict[str, torch.Tensor], path: Path, shift: int
+) -> tuple[dict[str, StoredTensor], int]:
+    """Save tensors so that the first one is aligned in the file.
+
+    It can then be read directly to the memory in which it computes, see `WEIGHT_ALIGNMENT`.
+
+    Args:
+        tensors: The tensors, by name.
+        path: Path of the new file.
+        shift: Padding of the header that is tried first. Files of similar blocks need the same.
+
+    Returns:
+        Locations of the tensors, and the padding of the header in bytes.
+    """
+    # A header ends at a multiple of 8, so one of two paddings is right.
+    for padding in (shift, 8 - shift):
+        try:
+            save_file(tensors, path, {"header": "." * padding})
+        except (OSError, SafetensorError) as error:
+            raise InputError(
+                f"--scratch {path.parents[1]}: {getattr(error, 'strerror', None) or error}; name a"
+                " folder with room"
+            ) from None
+        written = stored_tensors(path)
+        if min(tensor.offset for tensor in written.values()) % WEIGHT_ALIGNMENT == 0:
+            break
+    return written, padding
+
+
+@contextmanager
+def scratch_folder(folder: Path | None, size: int) -> Iterator[Path]:
+    """Create a temporary folder, which is removed at the end.
+
+    Files that are open at the end can still be read. See Note [Unused scratch folders].
+
+    Args:
+        folder: Parent folder. None stands for the system's folder for temporary files.
+        size: Number of bytes that it must have room for.
+
+    Raises:
+        InputError: There is too little room, the folder cannot be written to, or its files would be
+            in memory.
+    """
+    parent = folder or Path(tempfile.gettempdir())
+    try:
+        free = shutil.disk_usage(parent).free
+        file_system = _file_system(parent)
+    except OSError as error:
+        raise InputError(
+            f"--scratch {parent}: {error.strerror}; name a folder that exists, on a disk"
+        ) from None
+    if file_system in _MEMORY_FILE_SYSTEMS:
+        raise InputError(
+            f"--scratch {parent}: its files are in memory ({file_system}), which the budget is to"
+            " spare; name a folder on a disk"
+        )
+    if free < size:
+        raise InputError(
+            f"--scratch {parent}: {format_bytes(free)} are free, and the layers that are streamed"
+            f" take {format_bytes(size)}; name a folder with more room"
+        )
+    # See Note [Unused scratch folders].
+    for other in parent.glob(f"{_PREFIX}*"):
+        _remove_if_unused(other)
+    try:
+        scratch, lock = _create_locked(parent)
+    except OSError as error:
+        raise InputError(
+            f"--scratch {parent}: {error.strerror}; name a folder that can be written to"
+        ) from None
+    try:
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+        os.close(lock)
+
+
+def _create_locked(parent: Path) -> tuple[Path, int]:
+    """Create a folder, and return it with a descriptor that holds its lock."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+        try:
+            lock = os.open(folder, os.O_RDONLY)
+        except FileNotFoundError:  # another process removed it before it was locked
+            continue
+        with suppress(OSError):  # without locks, nothing is removed on this file system
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if folder.exists():
+            return folder, lock
+        os.close(lock)
+
+
+def _remove_if_unused(folder: Path) -> None:
+    """Remove a folder that no process has locked. See Note [Unused scratch folders]."""
+    try:
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:  # it belongs to another user, or has been removed
+        return
+    with suppress(OSError):  # it is in use, or the file system has no locks
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+    os.close(lock)
+
+
+def _file_system(folder: Path) -> str:
+    """Return the type of the file system of a folder, or an empty string if it is unknown."""
+    try:
+        lines = _MOUNTS.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    resolved = folder.resolve()
+    mounts = []
+    for line in lines:
+        fields = line.split()
+        if len(fields) > 2 and resolved.is_relative_to(fields[1]):
+            mounts.append((len(fields[1]), fields[2]))
+    # The longest mount point is the innermost.
+    return max(mounts, default=(0, ""))[1]

@@ -96,7 +96,7 @@ class HostMemory:
         """Number of bytes."""
         return sum(chunk.numel() for chunk in self.chunks)
 
-    def pieces(self, start: int, size: int) -> Iterator[tuple[int, torch.Tensor]]:
+    def overlaps(self, start: int, size: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield a range of bytes as (first byte, uint8 tensor) for each chunk that it overlaps."""
         begin = 0
         for chunk in self.chunks:
@@ -351,8 +351,8 @@ class WeightStream:
         if slot.used is not None:
             self._copies.wait_event(slot.used)
         with accelerator.on_stream(self._copies):
-            for start, piece in source.pieces(0, self._sizes[index]):
-                slot.place[start : start + piece.numel()].copy_(piece, non_blocking=True)
+            for start, chunk in source.overlaps(0, self._sizes[index]):
+                slot.place[start : start + chunk.numel()].copy_(chunk, non_blocking=True)
         slot.copied = self._copies.record_event()
 
     def _read(self, index: int, memory: HostMemory) -> None:
@@ -367,7 +367,7 @@ class WeightStream:
         size = 0
         for parameter in parameters:
             size += parameter.stored.size
-            for start, chunk in memory.pieces(parameter.start, parameter.stored.size):
+            for start, chunk in memory.overlaps(parameter.start, parameter.stored.size):
                 parts.append(TensorPart(parameter.stored, start - parameter.start, chunk))
         self._files.read(parts, image)
         # Several threads read.

@@ -85,8 +85,7 @@ def without_wrapper(model: nn.Module) -> nn.Module:
     get_base_model: Any = None
     if hasattr(model, "peft_config"):
         get_base_model = getattr(model, "get_base_model", None)
-    base: nn.Module = get_base_model() if callable(get_base_model) else model
-    return base
+    return get_base_model() if callable(get_base_model) else model
 
 
 @contextmanager

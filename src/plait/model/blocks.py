@@ -67,6 +67,14 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] | None = None) -> tupl
     return tuple(blocks)
 
 
+def block_index(name: str, blocks: Sequence[str]) -> int:
+    """Return the index of the block that has a parameter, or -1."""
+    for index, block in enumerate(blocks):
+        if name.startswith(f"{block}."):
+            return index
+    return -1
+
+
 def _count_parameters(model: nn.Module, included: Sequence[str], excluded: Sequence[str]) -> int:
     """Return the number of parameters of some modules, without those of the excluded modules."""
     excluded_ids: set[int] = set()

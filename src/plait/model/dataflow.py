@@ -5,9 +5,9 @@ Note [Tracing without weights]
     the meta device: they have a shape and no value. Values that follow only from the batch (token
     ids, masks, positions) are computed, so code that branches on such values takes its real branch.
 
-    For every value, the trace records an `ValueOrigin`: the block from which on it can be computed,
-    and the parameters outside of the blocks that it depends on. This tells for any cut into
-    pipeline stages which parameters a stage must own, and whether a value bypasses the chain of
+    For every value, the trace records a `ValueOrigin`: the block from which on it can be computed,
+    and the parameters outside of the blocks that it depends on. For any split into pipeline stages,
+    this determines which parameters a stage must own, and whether a value bypasses the chain of
     blocks. The model itself is not changed.
 
 Note [Opaque modules]
@@ -44,7 +44,7 @@ from plait._torch.operators import (
 )
 from plait._torch.tensors import memory_key, version_of
 from plait.errors import ModelError, PlaitError
-from plait.model.layers import tied_names
+from plait.model.layers import first_names
 from plait.model.without_values import Shapes, run_without_values, tensors_of
 
 Setting = bool | int | float | str | None
@@ -53,79 +53,6 @@ SettingName = tuple[str, str]
 
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 """Attributes that `nn.Module` itself sets."""
-
-
-def outer_modules(model: nn.Module, blocks: Sequence[str]) -> list[tuple[str, nn.Module]]:
-    """Return the names and modules of a model that are not inside its blocks."""
-    prefixes = tuple(f"{block}." for block in blocks)
-    return [
-        (name, module)
-        for name, module in model.named_modules()
-        if not f"{name}.".startswith(prefixes)
-    ]
-
-
-def outer_settings(modules: Sequence[tuple[str, nn.Module]]) -> dict[SettingName, Setting]:
-    """Return numbers, flags and strings that are attributes of modules, or of their `config`."""
-    settings: dict[SettingName, Setting] = {}
-    for name, module in modules:
-        for attribute, value in vars(module).items():
-            if attribute in _MODULE_ATTRIBUTES:
-                continue
-            if _is_setting(value):
-                settings[name, attribute] = value
-            elif attribute == "config":
-                for key, entry in getattr(value, "__dict__", {}).items():
-                    if _is_setting(entry):
-                        settings[name, f"config.{key}"] = entry
-    return settings
-
-
-def _is_setting(value: object) -> TypeGuard[Setting]:
-    return value is None or isinstance(value, bool | int | float | str)
-
-
-def changed_settings(
-    before: Mapping[SettingName, Setting], after: Mapping[SettingName, Setting]
-) -> dict[SettingName, Setting]:
-    """Return the settings of `after` that are new or differ from `before`."""
-    return {
-        name: value
-        for name, value in after.items()
-        if name not in before or not _equal(before[name], value)
-    }
-
-
-def set_settings(model: nn.Module, settings: Mapping[SettingName, Setting]) -> None:
-    """Assign settings to a model that has modules of the same names."""
-    for (name, attribute), value in settings.items():
-        owner: Any = model.get_submodule(name)
-        *path, leaf = attribute.split(".")
-        for key in path:
-            owner = getattr(owner, key)
-        setattr(owner, leaf, value)
-
-
-def setting_text(name: SettingName) -> str:
-    """Return a setting's name as a user writes it, e.g. `model.encoder.skip_blocks`."""
-    return ".".join(part for part in ("model", *name) if part)
-
-
-def outer_buffers(modules: Sequence[tuple[str, nn.Module]]) -> dict[str, torch.Tensor]:
-    """Return the buffers of modules by their full names."""
-    buffers = {}
-    for name, module in modules:
-        for leaf, buffer in own_buffers(module).items():
-            if buffer is not None:
-                buffers[f"{name}.{leaf}".removeprefix(".")] = buffer
-    return buffers
-
-
-def _equal(first: Setting, second: Setting) -> bool:
-    # NaN is the same setting, although it differs from itself.
-    if first != first and second != second:
-        return True
-    return first == second and type(first) is type(second)
 
 
 MAX_COMPUTED_ELEMENTS = 2**20
@@ -267,12 +194,10 @@ class Skeleton:
                 f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error})"
             ) from error
 
-        first_names = {}
-        for group in tied_names(skeleton):
-            first_names.update(dict.fromkeys(group, group[0]))
+        tied = first_names(skeleton)
         names = {}
         for name, parameter in skeleton.named_parameters(remove_duplicate=False):
-            names[memory_key(parameter)] = first_names.get(name, name)
+            names[memory_key(parameter)] = tied.get(name, name)
         return cls(skeleton, tuple(blocks), names)
 
     def trace(
@@ -441,7 +366,9 @@ class ForwardTrace(TorchDispatchMode):
         self._region = index + 1
         self.state.after_block()
         if not self.flow.shapes:
-            self.flow.returned = tree_map(_to_meta, output)
+            self.flow.returned = tree_map(
+                lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, output
+            )
         self.flow.shapes.append(tuple((leaf.shape, leaf.dtype) for leaf in tensors_of(output)))
         return tree_map(lambda leaf: self._block_output(leaf, index + 1), output)
 
@@ -567,10 +494,6 @@ class ForwardTrace(TorchDispatchMode):
             self._without_value.add(key)
 
 
-def _to_meta(leaf: Any) -> Any:
-    return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
-
-
 def _mutated_tensors(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     tensors: list[torch.Tensor] = []
     for index, argument in enumerate(schema_of(func).arguments):
@@ -677,3 +600,76 @@ class _WatchedModules:
                 del module.__dict__["forward"]
             else:
                 module.__dict__["forward"] = forward
+
+
+def outer_modules(model: nn.Module, blocks: Sequence[str]) -> list[tuple[str, nn.Module]]:
+    """Return the names and modules of a model that are not inside its blocks."""
+    prefixes = tuple(f"{block}." for block in blocks)
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if not f"{name}.".startswith(prefixes)
+    ]
+
+
+def outer_settings(modules: Sequence[tuple[str, nn.Module]]) -> dict[SettingName, Setting]:
+    """Return numbers, flags and strings that are attributes of modules, or of their `config`."""
+    settings: dict[SettingName, Setting] = {}
+    for name, module in modules:
+        for attribute, value in vars(module).items():
+            if attribute in _MODULE_ATTRIBUTES:
+                continue
+            if _is_setting(value):
+                settings[name, attribute] = value
+            elif attribute == "config":
+                for key, entry in getattr(value, "__dict__", {}).items():
+                    if _is_setting(entry):
+                        settings[name, f"config.{key}"] = entry
+    return settings
+
+
+def _is_setting(value: object) -> TypeGuard[Setting]:
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def changed_settings(
+    before: Mapping[SettingName, Setting], after: Mapping[SettingName, Setting]
+) -> dict[SettingName, Setting]:
+    """Return the settings of `after` that are new or differ from `before`."""
+    return {
+        name: value
+        for name, value in after.items()
+        if name not in before or not _equal(before[name], value)
+    }
+
+
+def set_settings(model: nn.Module, settings: Mapping[SettingName, Setting]) -> None:
+    """Assign settings to a model that has modules of the same names."""
+    for (name, attribute), value in settings.items():
+        owner: Any = model.get_submodule(name)
+        *path, leaf = attribute.split(".")
+        for key in path:
+            owner = getattr(owner, key)
+        setattr(owner, leaf, value)
+
+
+def setting_text(name: SettingName) -> str:
+    """Return a setting's name as a user writes it, e.g. `model.encoder.skip_blocks`."""
+    return ".".join(part for part in ("model", *name) if part)
+
+
+def outer_buffers(modules: Sequence[tuple[str, nn.Module]]) -> dict[str, torch.Tensor]:
+    """Return the buffers of modules by their full names."""
+    buffers = {}
+    for name, module in modules:
+        for leaf, buffer in own_buffers(module).items():
+            if buffer is not None:
+                buffers[f"{name}.{leaf}".removeprefix(".")] = buffer
+    return buffers
+
+
+def _equal(first: Setting, second: Setting) -> bool:
+    # NaN is the same setting, although it differs from itself.
+    if first != first and second != second:
+        return True
+    return first == second and type(first) is type(second)

@@ -16,31 +16,10 @@ from typing import Any
 
 from torch import nn
 
+from plait.model.blocks import block_index
 from plait.model.experts import find_experts
 from plait.model.outer_layers import OuterUnits, outer_units
 from plait.model.plans import TensorPlan
-
-
-def sizes_of_layers(config: Any, name: str) -> list[int]:
-    """Return a size of every layer, in model order.
-
-    Args:
-        config: A configuration of Transformers.
-        name: Name of its field.
-
-    Returns:
-        One entry per layer; a single entry if the layers do not differ; an empty list if the
-        configuration does not define the size for all layers.
-    """
-    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
-    sizes = [getattr(layer, name, None) for layer in layers]
-    return [size for size in sizes if size] if all(sizes) else []
-
-
-def largest_of_layers(config: Any, name: str) -> int | None:
-    """Return the largest size of any layer, or None if the configuration does not define it."""
-    return max(sizes_of_layers(config, name), default=None)
-
 
 ROOT = -1
 """Sharding unit of the parameters that belong to no block and to no outer unit."""
@@ -174,14 +153,6 @@ def model_facts(
     )
 
 
-def block_index(name: str, blocks: Sequence[str]) -> int:
-    """Return the index of the block that has a parameter, or -1."""
-    for index, block in enumerate(blocks):
-        if name.startswith(f"{block}."):
-            return index
-    return -1
-
-
 def attention_facts(model: nn.Module) -> AttentionFacts | None:
     """Return the attention heads that a model's configuration defines, or None."""
     config = getattr(model, "config", None)
@@ -211,3 +182,24 @@ def _expert_facts(model: nn.Module) -> ExpertFacts | None:
         return None
     names = tuple(name for experts in layers for name in experts.parameters)
     return ExpertFacts(names, layers[0].count, per_token, hidden)
+
+
+def sizes_of_layers(config: Any, name: str) -> list[int]:
+    """Return a size of every layer, in model order.
+
+    Args:
+        config: A configuration of Transformers.
+        name: Name of its field.
+
+    Returns:
+        One entry per layer; a single entry if the layers do not differ; an empty list if the
+        configuration does not define the size for all layers.
+    """
+    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    sizes = [getattr(layer, name, None) for layer in layers]
+    return [size for size in sizes if size] if all(sizes) else []
+
+
+def largest_of_layers(config: Any, name: str) -> int | None:
+    """Return the largest size of any layer, or None if the configuration does not define it."""
+    return max(sizes_of_layers(config, name), default=None)

@@ -4,8 +4,8 @@ Plait computes a split layer itself, on this rank's part of the weight. A layer 
 known to compute exactly what `nn.Linear`, Transformers' `Conv1D` or `nn.Embedding` computes. A
 subclass with its own forward and a wrapped module are not accepted.
 
-The rules are data. `sources` says where they come from, and `plans` what they mean for one model
-and one degree. A rule names modules, never parameters. Every rule must match a module, and a module
+The rules are data: `sources` finds them, and `plans` applies them to one model and one degree. A
+rule names modules, never parameters. Every rule must match a module, and a module
 must not get two styles.
 
 Note [Styles]
@@ -44,16 +44,6 @@ from torch.nn.utils import parametrize
 from plait._torch.modules import own_parameters
 from plait.errors import ModelError
 from plait.names import similar_names
-
-
-def tied_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """Return a group of names for every tied parameter, in the order of registration."""
-    # Tensors compare elementwise, so parameters are compared by identity.
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return tuple(tuple(group) for group in names.values() if len(group) > 1)
-
 
 Style = Literal[
     "colwise",
@@ -116,7 +106,7 @@ class RuleSet:
 
     A configuration of a family may not have all of its layers.
     """
-    whole_sequence: str | None = None
+    full_sequence_reason: str | None = None
     """Reason why the blocks need full sequences, if the structure does not show it."""
 
 
@@ -341,3 +331,17 @@ def _computes_its_weight(module: nn.Module) -> bool:
     return "weight" not in own_parameters(module) and isinstance(
         getattr(module, "weight", None), torch.Tensor
     )
+
+
+def tied_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """Return a group of names for every tied parameter, in the order of registration."""
+    # Tensors compare elementwise, so parameters are compared by identity.
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return tuple(tuple(group) for group in names.values() if len(group) > 1)
+
+
+def first_names(model: nn.Module) -> dict[str, str]:
+    """Return the first name of every tied parameter, keyed by each of its names."""
+    return {name: group[0] for group in tied_names(model) for name in group}

@@ -26,6 +26,7 @@ from plait.model.layers import (
     RuleSet,
     Style,
     count_parameters,
+    first_names,
     is_embedding,
     is_linear,
     split_dims,
@@ -116,7 +117,11 @@ def _align_tied_layers(model: nn.Module, styles: dict[str, Style], lookups: set[
             continue
         can_split = True
         for name in owners:
-            splits_rows = name in lookups or _is_head(model.get_submodule(name))
+            module = model.get_submodule(name)
+            # The weight of a head has the vocabulary in its first dimension.
+            splits_rows = name in lookups or (
+                is_linear(module) and split_dims(module, "vocab_head")["weight"] == 0
+            )
             if is_inside(name, copied) or not splits_rows:
                 can_split = False
         if can_split:
@@ -126,11 +131,6 @@ def _align_tied_layers(model: nn.Module, styles: dict[str, Style], lookups: set[
             # If a single owner needs the full tensor, it is replicated for all owners.
             for name in split_owners:
                 del styles[name]
-
-
-def _is_head(module: nn.Module) -> bool:
-    """Return True for a linear layer whose weight has the vocabulary in its first dimension."""
-    return is_linear(module) and split_dims(module, "vocab_head")["weight"] == 0
 
 
 def _weight_is_indexed(model: nn.Module, name: str) -> bool:
@@ -240,10 +240,8 @@ def _large_untied_layers(model: nn.Module, blocks: Sequence[str]) -> dict[str, n
     for name, parameter in model.named_parameters():
         if not name.startswith(prefixes):
             outside += parameter.numel()
-    tied: set[str] = set()
-    for names in tied_names(model):
-        tied.update(names)
 
+    tied = first_names(model).keys()
     layers = {}
     for name, module in model.named_modules():
         if f"{name}.".startswith(prefixes) or not (is_embedding(module) or is_linear(module)):

@@ -1,7 +1,7 @@
 """Model as a plain list of layers, with the interface of DeepSpeed's `PipelineModule`.
 
 Scripts for DeepSpeed need only another import. Each layer takes the output of the previous one.
-Every layer is a block, so stages can be cut anywhere. Layers are built on the device that the
+Every layer is a block, so a stage can begin with any layer. Layers are built on the device that the
 script chooses. Under `torch.device("meta")` they need no memory; their parameters are initialised
 later by name, with the same values for every layout. All layers with the same key share the named
 attributes.
@@ -70,9 +70,9 @@ class _FunctionLayer(nn.Module):
 
 
 class PipelineModule(nn.Module):
-    """Chain of layers that can be cut into pipeline stages.
+    """Chain of layers that can be split into pipeline stages.
 
-    The configuration defines the number of stages and where they are cut.
+    The configuration defines the number of stages and their first layers.
 
     Args:
         layers: `LayerSpec`s, modules, or functions of one argument.

@@ -7,8 +7,6 @@ Splits follow the rule of `torch.chunk`, so widths and vocabularies need not be 
 degree; numbers of heads must be. Invariant: `TensorPlan.dims` has an entry for every parameter of
 the model, and all names of a tied parameter have the same entry.
 
-`complete_inner_rules` adds the styles of replicated parameters inside of a split region.
-
 Note [Replicated parameters in split regions]
     Between a column-parallel and a row-parallel layer, a rank computes only its own heads or
     channels. A norm over the width of one head, or an activation with a weight, is applied to those
@@ -56,6 +54,7 @@ from plait.model.layers import (
     Style,
     assign,
     check_style,
+    first_names,
     generic,
     in_features,
     is_norm,
@@ -72,108 +71,6 @@ _GATHERED_STYLES: dict[Style, Style] = {
     "colwise": "colwise_gather_output",
     "rowwise": "rowwise_split_input",
 }
-
-
-def complete_inner_rules(
-    model: nn.Module, styles: dict[str, Style], rule_set: RuleSet, blocks: Sequence[str]
-) -> None:
-    """Decide on the parameters in split regions. See Note [Replicated parameters in split regions].
-
-    Args:
-        model: The model without adapters.
-        styles: Style by module name. It is changed in place.
-        rule_set: The rules that `styles` come from.
-        blocks: Names of the repeated blocks.
-
-    Raises:
-        ModelError: A user's rules split the heads around a parameter that has a row for each head.
-    """
-    attentions = {attention.name: attention for attention in find_attentions(model, styles)}
-    for region in _split_regions(styles, blocks):
-        attention = attentions.get(region)
-        unknown = []
-        for name, module in _unstyled_owners(model, region, styles):
-            if _has_partial_gradients(model, name, module, region, attention):
-                styles[name] = "replicated_with_grad_allreduce"
-            else:
-                unknown.append((name, module))
-
-        child_styles = {
-            style for name, style in styles.items() if name.rpartition(".")[0] == region
-        }
-        if unknown and not rule_set.complete and child_styles >= _GATHERED_STYLES.keys():
-            _gather(styles, region)
-        elif attention is not None:
-            for name, module in unknown:
-                _refuse_per_head(name, module, attention, rule_set)
-
-
-def _split_regions(styles: dict[str, Style], blocks: Sequence[str]) -> list[str]:
-    """Return the modules with children whose outputs or inputs are split.
-
-    A block that owns such layers itself is left out, because its norms are outside of the split.
-    """
-    excluded = {"", *blocks}
-    regions: dict[str, None] = {}
-    for name, style in styles.items():
-        parent = name.rpartition(".")[0]
-        if style in _GATHERED_STYLES and parent not in excluded:
-            regions[parent] = None
-    return list(regions)
-
-
-def _unstyled_owners(
-    model: nn.Module, region: str, styles: dict[str, Style]
-) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules in a region that own parameters and have no style.
-
-    Modules whose parent inside the region has styled layers are left out.
-    """
-    # The caller adds styles while it iterates, so `styles` is looked up again for every module.
-    for name, module in list(model.get_submodule(region).named_modules(prefix=region)):
-        if name in styles or next(module.parameters(recurse=False), None) is None:
-            continue
-        parent = name.rpartition(".")[0] if name != region else region
-        if parent == region or not any(styled.startswith(f"{parent}.") for styled in styles):
-            yield name, module
-
-
-def _has_partial_gradients(
-    model: nn.Module, name: str, module: nn.Module, region: str, attention: Attention | None
-) -> bool:
-    parent, _, leaf = name.rpartition(".")
-    parameters = list(module.parameters(recurse=False))
-    is_activation = name != region and leaf.startswith("act")
-    if is_activation and all(parameter.numel() == 1 for parameter in parameters):
-        return True  # a scalar weight, which is applied to this rank's channels
-    if attention is None or not is_norm(module) or parent != region:
-        return False
-    width = head_width(model, attention)
-    return width is not None and all(tuple(p.shape) == (width,) for p in parameters)
-
-
-def _gather(styles: dict[str, Style], region: str) -> None:
-    """Replace the styles of a region by styles that are correct for any layer."""
-    for name, style in list(styles.items()):
-        if not name.startswith(f"{region}."):
-            continue
-        if style in _GATHERED_STYLES and name.rpartition(".")[0] == region:
-            styles[name] = _GATHERED_STYLES[style]
-        elif style == "replicated_with_grad_allreduce":
-            # It is now applied to all heads, so every rank has the full gradient.
-            del styles[name]
-
-
-def _refuse_per_head(name: str, module: nn.Module, attention: Attention, rule_set: RuleSet) -> None:
-    if attention.heads is None or attention.heads < 2:
-        return
-    for parameter in module.parameters(recurse=False):
-        if parameter.ndim > 1 and parameter.shape[0] == attention.heads:
-            raise ModelError(
-                f"{rule_set.source}: {name} has weights for each of {attention.heads} heads, but a"
-                " rank computes only some of them; use 'colwise_gather_output' and"
-                f" 'rowwise_split_input' for the layers of {attention.name}"
-            )
 
 
 @dataclass(frozen=True)
@@ -223,7 +120,7 @@ class TensorPlan:
     inside return sequence shards. A column-parallel layer that is itself a child of a block gathers
     its own input.
     """
-    whole: tuple[str, ...]
+    all_token_modules: tuple[str, ...]
     """Children of blocks that every rank computes on all tokens under sequence parallelism.
 
     They are layers of experts, and attention that is not split. Their first input is gathered along
@@ -316,7 +213,7 @@ def _plan_without_adapters(
     for attention in attentions:
         if attention.heads is not None:
             heads[attention.name] = attention.heads
-    sequence = sequence_facts(model, styles, blocks, rule_set.whole_sequence)
+    sequence = sequence_facts(model, styles, blocks, rule_set.full_sequence_reason)
     return TensorPlan(
         tp=tp,
         modules=tuple(StyledModule(name, style) for name, style in styles.items()),
@@ -326,7 +223,7 @@ def _plan_without_adapters(
         heads=heads,
         norms=sequence.norms,
         regions=sequence.regions,
-        whole=sequence.whole,
+        all_token_modules=sequence.all_token_modules,
         final_norm=sequence.final_norm,
         head=head,
         embedding=embedding,
@@ -346,7 +243,7 @@ def _add_adapters(
         split = split_adapters(name, wrapper, plain.get(name))
         styles |= split
         # Parts that are computed on all tokens have complete gradients.
-        if split and is_inside(name, blocks) and not is_inside(name, plan.whole):
+        if split and is_inside(name, blocks) and not is_inside(name, plan.all_token_modules):
             replicated += adapter_matrices(name, wrapper) - split.keys()
     modules = []
     for name, _ in model.named_modules():
@@ -458,11 +355,11 @@ def _replicate_keys(
 def _parameter_styles(model: nn.Module, styles: Mapping[str, Style]) -> dict[str, Style | None]:
     """Return the style of the module that owns each parameter, under all names of parameters."""
     # A module may have several names, and has a style under the first.
-    first_names = {id(module): name for name, module in model.named_modules()}
+    module_names = {id(module): name for name, module in model.named_modules()}
     parameter_styles = {}
     for name, _ in model.named_parameters(remove_duplicate=False):
         owner = model.get_submodule(name.rpartition(".")[0])
-        parameter_styles[name] = styles.get(first_names[id(owner)])
+        parameter_styles[name] = styles.get(module_names[id(owner)])
     return parameter_styles
 
 
@@ -534,7 +431,7 @@ class _SplitSize:
 def _check_widths(
     model: nn.Module, styles: Mapping[str, Style], attentions: Sequence[Attention], tp: int
 ) -> None:
-    """Check that every rank gets a part of each layer, and that no head is cut.
+    """Check that every rank gets a part of each layer, and that no head is divided.
 
     Raises:
         ConfigError: It does not. The error suggests the largest smaller degree that fits.
@@ -607,6 +504,108 @@ def _counting_attributes(
     return names
 
 
+def complete_inner_rules(
+    model: nn.Module, styles: dict[str, Style], rule_set: RuleSet, blocks: Sequence[str]
+) -> None:
+    """Decide on the parameters in split regions. See Note [Replicated parameters in split regions].
+
+    Args:
+        model: The model without adapters.
+        styles: Style by module name. It is changed in place.
+        rule_set: The rules that `styles` come from.
+        blocks: Names of the repeated blocks.
+
+    Raises:
+        ModelError: A user's rules split the heads around a parameter that has a row for each head.
+    """
+    attentions = {attention.name: attention for attention in find_attentions(model, styles)}
+    for region in _split_regions(styles, blocks):
+        attention = attentions.get(region)
+        unknown = []
+        for name, module in _unstyled_owners(model, region, styles):
+            if _has_partial_gradients(model, name, module, region, attention):
+                styles[name] = "replicated_with_grad_allreduce"
+            else:
+                unknown.append((name, module))
+
+        child_styles = {
+            style for name, style in styles.items() if name.rpartition(".")[0] == region
+        }
+        if unknown and not rule_set.complete and child_styles >= _GATHERED_STYLES.keys():
+            _gather(styles, region)
+        elif attention is not None:
+            for name, module in unknown:
+                _refuse_per_head(name, module, attention, rule_set)
+
+
+def _split_regions(styles: dict[str, Style], blocks: Sequence[str]) -> list[str]:
+    """Return the modules with children whose outputs or inputs are split.
+
+    A block that owns such layers itself is left out, because its norms are outside of the split.
+    """
+    excluded = {"", *blocks}
+    regions: dict[str, None] = {}
+    for name, style in styles.items():
+        parent = name.rpartition(".")[0]
+        if style in _GATHERED_STYLES and parent not in excluded:
+            regions[parent] = None
+    return list(regions)
+
+
+def _unstyled_owners(
+    model: nn.Module, region: str, styles: dict[str, Style]
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules in a region that own parameters and have no style.
+
+    Modules whose parent inside the region has styled layers are left out.
+    """
+    # The caller adds styles while it iterates, so `styles` is looked up again for every module.
+    for name, module in list(model.get_submodule(region).named_modules(prefix=region)):
+        if name in styles or next(module.parameters(recurse=False), None) is None:
+            continue
+        parent = name.rpartition(".")[0] if name != region else region
+        if parent == region or not any(styled.startswith(f"{parent}.") for styled in styles):
+            yield name, module
+
+
+def _has_partial_gradients(
+    model: nn.Module, name: str, module: nn.Module, region: str, attention: Attention | None
+) -> bool:
+    parent, _, leaf = name.rpartition(".")
+    parameters = list(module.parameters(recurse=False))
+    is_activation = name != region and leaf.startswith("act")
+    if is_activation and all(parameter.numel() == 1 for parameter in parameters):
+        return True  # a scalar weight, which is applied to this rank's channels
+    if attention is None or not is_norm(module) or parent != region:
+        return False
+    width = head_width(model, attention)
+    return width is not None and all(tuple(p.shape) == (width,) for p in parameters)
+
+
+def _gather(styles: dict[str, Style], region: str) -> None:
+    """Replace the styles of a region by styles that are correct for any layer."""
+    for name, style in list(styles.items()):
+        if not name.startswith(f"{region}."):
+            continue
+        if style in _GATHERED_STYLES and name.rpartition(".")[0] == region:
+            styles[name] = _GATHERED_STYLES[style]
+        elif style == "replicated_with_grad_allreduce":
+            # It is now applied to all heads, so every rank has the full gradient.
+            del styles[name]
+
+
+def _refuse_per_head(name: str, module: nn.Module, attention: Attention, rule_set: RuleSet) -> None:
+    if attention.heads is None or attention.heads < 2:
+        return
+    for parameter in module.parameters(recurse=False):
+        if parameter.ndim > 1 and parameter.shape[0] == attention.heads:
+            raise ModelError(
+                f"{rule_set.source}: {name} has weights for each of {attention.heads} heads, but a"
+                " rank computes only some of them; use 'colwise_gather_output' and"
+                f" 'rowwise_split_input' for the layers of {attention.name}"
+            )
+
+
 REPLICATED = "replicated"
 
 
@@ -626,10 +625,7 @@ class PlanRow:
 
 def describe(plan: TensorPlan, model: nn.Module) -> list[PlanRow]:
     """Return a row for every parameter of a model, in model order, tied ones under all names."""
-    first_names: dict[str, str] = {}
-    for group in tied_names(model):
-        first_names.update(dict.fromkeys(group[1:], group[0]))
-
+    tied = first_names(model)
     styles = _parameter_styles(model, plan.styles)
     rows = []
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -651,8 +647,8 @@ def describe(plan: TensorPlan, model: nn.Module) -> list[PlanRow]:
                 f"{plan.kv_heads[name.rpartition('.')[0]]} heads for {plan.tp} ranks: each"
                 " computes one"
             )
-        if name in first_names:
-            notes.append(f"tied to {first_names[name]}")
+        if tied.get(name, name) != name:
+            notes.append(f"tied to {tied[name]}")
         rows.append(
             PlanRow(name, shape, styles[name] or REPLICATED, tuple(local), "; ".join(notes))
         )

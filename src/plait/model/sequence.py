@@ -9,8 +9,8 @@ Note [Sequence parallelism]
     computed by every rank on all tokens. Each rank keeps its own tokens of the output.
 
     Any other module with parameters, and any module that mixes tokens outside of attention and MLP,
-    would compute wrong values. Such a model is not supported. This is decided from the structure
-    alone.
+    would compute wrong values. Such a model is not supported. The structure of the model decides
+    this.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class SequenceFacts:
 
     norms: tuple[str, ...]
     regions: tuple[str, ...]
-    whole: tuple[str, ...]
+    all_token_modules: tuple[str, ...]
     final_norm: str | None
     possible: Literal[True] | str
     """True, or the reason why sequence parallelism is not possible."""
@@ -61,7 +61,10 @@ def is_inside(name: str, owners: Sequence[str]) -> bool:
 
 
 def sequence_facts(
-    model: nn.Module, styles: Mapping[str, Style], blocks: Sequence[str], whole_sequence: str | None
+    model: nn.Module,
+    styles: Mapping[str, Style],
+    blocks: Sequence[str],
+    full_sequence_reason: str | None,
 ) -> SequenceFacts:
     """Decide on the roles of modules under sequence parallelism.
 
@@ -71,14 +74,14 @@ def sequence_facts(
         model: The model without adapters.
         styles: Style by module name.
         blocks: Names of the repeated blocks.
-        whole_sequence: Known reason why the family needs full sequences.
+        full_sequence_reason: Known reason why the family needs full sequences.
     """
     facts = _BlockFacts()
-    if whole_sequence:
-        facts.reasons.append(whole_sequence)
+    if full_sequence_reason:
+        facts.reasons.append(full_sequence_reason)
     facts.reasons += _reasons_of_model(model, blocks)
     for block in blocks:
-        facts.whole += _whole_children(model, block, styles)
+        facts.all_token_modules += _all_token_children(model, block, styles)
         _classify_children(model, block, styles, facts)
 
     norms = facts.norms
@@ -88,7 +91,7 @@ def sequence_facts(
     return SequenceFacts(
         tuple(norms),
         tuple(facts.regions),
-        tuple(facts.whole),
+        tuple(facts.all_token_modules),
         final,
         facts.reasons[0] if facts.reasons else True,
     )
@@ -100,7 +103,7 @@ class _BlockFacts:
     def __init__(self) -> None:
         self.norms: list[str] = []
         self.regions: list[str] = []
-        self.whole: list[str] = []
+        self.all_token_modules: list[str] = []
         self.reasons: list[str] = []
         """Reasons why sequence parallelism is not possible."""
 
@@ -120,7 +123,7 @@ def _reasons_of_model(model: nn.Module, blocks: Sequence[str]) -> list[str]:
     return []
 
 
-def _whole_children(model: nn.Module, block: str, styles: Mapping[str, Style]) -> list[str]:
+def _all_token_children(model: nn.Module, block: str, styles: Mapping[str, Style]) -> list[str]:
     """Return the children of a block that every rank computes on all tokens.
 
     They hold experts, or all of their split layers gather the output. Only families that tests
@@ -150,7 +153,11 @@ def _classify_children(
     facts.reasons += _reasons_of_block(module, block, styles)
     for leaf, child in module.named_children():
         name = f"{block}.{leaf}"
-        if next(child.parameters(), None) is None or name in styles or name in facts.whole:
+        if (
+            next(child.parameters(), None) is None
+            or name in styles
+            or name in facts.all_token_modules
+        ):
             continue
         inside = {inner: style for inner, style in styles.items() if is_inside(inner, (name,))}
         if inside:
@@ -168,7 +175,7 @@ def _classify_children(
     # Ranks that compute the same values would drop different elements of them.
     dropout = _first_dropout(module, block)
     gathered = [name for name, style in styles.items() if style in _GATHERED_STYLES]
-    if dropout and any(is_inside(name, (block,)) for name in (*facts.whole, *gathered)):
+    if dropout and any(is_inside(name, (block,)) for name in (*facts.all_token_modules, *gathered)):
         facts.reasons.append(
             f"{dropout}, and a part of {block} is computed on every rank, where each rank would"
             " drop different elements"

@@ -5,13 +5,11 @@
 3. Transformers' own plan, read as data. Styles that Plait does not support are errors.
 4. A guess from the structure.
 
-`table_rules` are those of families whose plan in Transformers is missing or incomplete.
-
-The table has been checked against the modeling code of Transformers 5.23. The attention of a family
-is split between heads if its code reshapes by head counts that each rank can set to its own values.
-If queries, keys and values are fused one after another, or if position biases are computed for all
-heads outside of the layer, the layer is split and its output gathered. This is correct for any
-layer.
+The table of families (`FAMILIES`) has been checked against the modeling code of Transformers 5.23.
+The attention of a family is split between heads if its code reshapes by head counts that each rank
+can set to its own values. If queries, keys and values are fused one after another, or if position
+biases are computed for all heads outside of the layer, the layer is split and its output gathered.
+This is correct for any layer.
 """
 
 from __future__ import annotations
@@ -29,6 +27,130 @@ from plait.model.layers import STYLES, Counts, RuleSet, Style, StyleRule, matche
 from plait.model.sequence import is_inside
 from plait.names import did_you_mean, listed_names
 
+USER_SOURCE = "parallel.plan"
+GUESS_SOURCE = "guessed"
+
+_OLD_NAMES: dict[str, Style] = {
+    "colwise_rep": "colwise_gather_output",
+    "rowwise_rep": "rowwise_split_input",
+}
+"""Names of two styles in Transformers before 5.0."""
+_NO_STYLE = "replicate"
+
+
+def rules_for(
+    model: nn.Module, *, user: Mapping[str, str] | None = None, blocks: Sequence[str] = ()
+) -> RuleSet:
+    """Return the rules for a model.
+
+    Args:
+        model: The model without adapters.
+        user: Style by pattern. If it is given, no other source is used.
+        blocks: Names of the repeated blocks, in which a guess looks for layers.
+
+    Raises:
+        ModelError: A style is unknown or not supported, or nothing is known about the model and
+            nothing can be guessed.
+    """
+    if user is not None:
+        return RuleSet(_user_rules(user), USER_SOURCE, known_counts=True, complete=True)
+    rules = table_rules(model) or _transformers_rules(model)
+    if rules is not None:
+        return rules
+    return RuleSet(guess_rules(model, blocks), GUESS_SOURCE, known_counts=True)
+
+
+def _user_rules(user: Mapping[str, str]) -> tuple[StyleRule, ...]:
+    if not user:
+        raise ModelError(
+            f"{USER_SOURCE} is empty; name at least one module, or leave it out to use the model"
+            " family's own plan"
+        )
+    return tuple(StyleRule(pattern, _user_style(style, pattern)) for pattern, style in user.items())
+
+
+def _user_style(style: str, pattern: str) -> Style:
+    known = _style(style)
+    if known is not None:
+        return known
+    raise ModelError(
+        f"{USER_SOURCE}: {pattern!r} has the unknown style {style!r};"
+        f" {did_you_mean(style, STYLES)}the styles are {', '.join(STYLES)}"
+    )
+
+
+def _style(name: str) -> Style | None:
+    return next((style for style in STYLES if style == name), None)
+
+
+def _transformers_rules(model: nn.Module) -> RuleSet | None:
+    """Return the rules of the plans that Transformers collects for its models, or None.
+
+    Transformers combines the plans of a model's class, its configuration and its parts. The plans
+    of the outermost of its models inside of `model` are used.
+    """
+    rules: list[StyleRule] = []
+    families: list[str] = []
+    for name, module, plan in _models_with_plans(model):
+        family = str(getattr(module.config, "model_type", type(module).__name__))
+        prefix = f"{name}." if name else ""
+        styles = _translate(module, plan, family)
+        # Transformers adds a plan of embedding and head to every model, without its layers.
+        if any("*" in pattern for pattern in styles):
+            rules += [StyleRule(prefix + pattern, style) for pattern, style in styles.items()]
+            families.append(family)
+    if not rules:
+        return None
+    return RuleSet(tuple(rules), f"transformers' plan of {', '.join(families)}", optional=True)
+
+
+def _models_with_plans(model: nn.Module) -> Iterator[tuple[str, nn.Module, Mapping[str, str]]]:
+    outermost: list[str] = []
+    for name, module in model.named_modules():
+        if not hasattr(module, "config") or "" in outermost or is_inside(name, outermost):
+            continue
+        # The plan must be an attribute of the module itself. A wrapper (PEFT's) forwards unknown
+        # attributes, and the names of a plan begin at the model that owns it.
+        if "_tp_plan" not in vars(module) and not hasattr(type(module), "_tp_plan"):
+            continue
+        plan = getattr(module, "_tp_plan", None)
+        if isinstance(plan, Mapping):
+            outermost.append(name)
+            yield name, module, plan
+
+
+def _translate(model: nn.Module, plan: Mapping[str, str], family: str) -> dict[str, Style]:
+    """Translate Transformers' styles to Plait's.
+
+    Raises:
+        ModelError: A module or parameter has a style that is not supported.
+    """
+    # Experts are split by parallel.ep or replicated, so their styles in the plan do not matter.
+    experts: list[str] = []
+    if family in SPLIT_FAMILIES:
+        experts = [layer.name for layer in find_experts(model)]
+    names = []
+    for name, _ in (*model.named_modules(), *model.named_parameters()):
+        if name not in experts and not is_inside(name, experts):
+            names.append(name)
+
+    styles: dict[str, Style] = {}
+    unsupported: dict[str, str] = {}
+    for pattern, style in plan.items():
+        known = _style(_OLD_NAMES.get(style, style))
+        if known is not None:
+            styles[pattern] = known
+        elif style != _NO_STYLE and any(matches(name, pattern) for name in names):
+            unsupported[pattern] = style
+    if unsupported:
+        styled = [f"{pattern} is {style!r}" for pattern, style in unsupported.items()]
+        raise ModelError(
+            f"Transformers' plan of {family} has styles that Plait does not apply:"
+            f" {listed_names(styled, 3)}; use parallel.tp = 1, or give {USER_SOURCE} with styles"
+            " for other layers, which leaves these replicated on every rank"
+        )
+    return styles
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -40,7 +162,7 @@ class Variant:
     """Attributes that count heads, by pattern of their module."""
     when: Mapping[str, object] = field(default_factory=dict)
     """Attributes of the configurations that the variant is for."""
-    whole_sequence: str | None = None
+    full_sequence_reason: str | None = None
     """Reason why the blocks need full sequences, see `RuleSet`."""
 
 
@@ -112,7 +234,7 @@ FAMILIES: dict[str, tuple[Variant, ...]] = {
             ("decoder.layers.*.self_attn", _QKV, "out_proj"),
             _split("decoder.layers.*", ("fc1",), "fc2"),
             "num_heads",
-            whole_sequence=(
+            full_sequence_reason=(
                 "OPT's blocks flatten batch and sequence into one dimension before the MLP"
             ),
         ),
@@ -182,7 +304,7 @@ def table_rules(model: nn.Module) -> RuleSet | None:
     rules: list[StyleRule] = []
     counts: list[Counts] = []
     families: dict[str, None] = {}
-    whole_sequence = None
+    full_sequence_reason = None
     for name, family, variant in _matching_variants(model):
         prefix = f"{name}." if name else ""
         rules += [StyleRule(prefix + pattern, style) for pattern, style in variant.rules.items()]
@@ -190,7 +312,7 @@ def table_rules(model: nn.Module) -> RuleSet | None:
             Counts(prefix + pattern, attributes) for pattern, attributes in variant.counts.items()
         ]
         families[family] = None
-        whole_sequence = whole_sequence or variant.whole_sequence
+        full_sequence_reason = full_sequence_reason or variant.full_sequence_reason
     if not rules:
         return None
     return RuleSet(
@@ -198,7 +320,7 @@ def table_rules(model: nn.Module) -> RuleSet | None:
         f"plait's plan of {', '.join(families)}",
         tuple(counts),
         optional=True,
-        whole_sequence=whole_sequence,
+        full_sequence_reason=full_sequence_reason,
     )
 
 
@@ -212,132 +334,3 @@ def _matching_variants(model: nn.Module) -> Iterator[tuple[str, str, Variant]]:
             if all(getattr(config, key, None) == value for key, value in variant.when.items()):
                 yield name, str(getattr(config, "model_type", type(module).__name__)), variant
                 break
-
-
-USER_SOURCE = "parallel.plan"
-GUESS_SOURCE = "guessed"
-
-_OLD_NAMES: dict[str, Style] = {
-    "colwise_rep": "colwise_gather_output",
-    "rowwise_rep": "rowwise_split_input",
-}
-"""Names of two styles in Transformers before 5.0."""
-_NO_STYLE = "replicate"
-
-
-def rules_for(
-    model: nn.Module, *, user: Mapping[str, str] | None = None, blocks: Sequence[str] = ()
-) -> RuleSet:
-    """Return the rules for a model.
-
-    Args:
-        model: The model without adapters.
-        user: Style by pattern. If it is given, no other source is used.
-        blocks: Names of the repeated blocks, in which a guess looks for layers.
-
-    Raises:
-        ModelError: A style is unknown or not supported, or nothing is known about the model and
-            nothing can be guessed.
-    """
-    if user is not None:
-        return RuleSet(_user_rules(user), USER_SOURCE, known_counts=True, complete=True)
-    rules = table_rules(model) or _transformers_rules(model)
-    if rules is not None:
-        return rules
-    return RuleSet(guess_rules(model, blocks), GUESS_SOURCE, known_counts=True)
-
-
-def _user_rules(user: Mapping[str, str]) -> tuple[StyleRule, ...]:
-    if not user:
-        raise ModelError(
-            f"{USER_SOURCE} is empty; name at least one module, or leave it out to use the model"
-            " family's own plan"
-        )
-    return tuple(StyleRule(pattern, _user_style(style, pattern)) for pattern, style in user.items())
-
-
-def _user_style(style: str, pattern: str) -> Style:
-    known = _style(style)
-    if known is not None:
-        return known
-    raise ModelError(
-        f"{USER_SOURCE}: {pattern!r} has the unknown style {style!r};"
-        f" {did_you_mean(style, STYLES)}the styles are {', '.join(STYLES)}"
-    )
-
-
-def _style(name: str) -> Style | None:
-    for style in STYLES:
-        if name == style:
-            return style
-    return None
-
-
-def _transformers_rules(model: nn.Module) -> RuleSet | None:
-    """Return the rules of the plans that Transformers collects for its models, or None.
-
-    Transformers combines the plans of a model's class, its configuration and its parts. The plans
-    of the outermost of its models inside of `model` are used.
-    """
-    rules: list[StyleRule] = []
-    families: list[str] = []
-    for name, module, plan in _models_with_plans(model):
-        family = str(getattr(module.config, "model_type", type(module).__name__))
-        prefix = f"{name}." if name else ""
-        styles = _translate(module, plan, family)
-        # A plan of an embedding and a head alone, which Transformers adds to every model, says
-        # nothing about the layers.
-        if any("*" in pattern for pattern in styles):
-            rules += [StyleRule(prefix + pattern, style) for pattern, style in styles.items()]
-            families.append(family)
-    if not rules:
-        return None
-    return RuleSet(tuple(rules), f"transformers' plan of {', '.join(families)}", optional=True)
-
-
-def _models_with_plans(model: nn.Module) -> Iterator[tuple[str, nn.Module, Mapping[str, str]]]:
-    outermost: list[str] = []
-    for name, module in model.named_modules():
-        if not hasattr(module, "config") or "" in outermost or is_inside(name, outermost):
-            continue
-        # The plan must be an attribute of the module itself. A wrapper (PEFT's) forwards unknown
-        # attributes, and the names of a plan begin at the model that owns it.
-        if "_tp_plan" not in vars(module) and not hasattr(type(module), "_tp_plan"):
-            continue
-        plan = getattr(module, "_tp_plan", None)
-        if isinstance(plan, Mapping):
-            outermost.append(name)
-            yield name, module, plan
-
-
-def _translate(model: nn.Module, plan: Mapping[str, str], family: str) -> dict[str, Style]:
-    """Translate Transformers' styles to Plait's.
-
-    Raises:
-        ModelError: A module or parameter has a style that is not supported.
-    """
-    # Experts are split by parallel.ep or replicated, so their styles in the plan do not matter.
-    experts: list[str] = []
-    if family in SPLIT_FAMILIES:
-        experts = [layer.name for layer in find_experts(model)]
-    names = []
-    for name, _ in (*model.named_modules(), *model.named_parameters()):
-        if name not in experts and not is_inside(name, experts):
-            names.append(name)
-
-    styles: dict[str, Style] = {}
-    unsupported: dict[str, str] = {}
-    for pattern, style in plan.items():
-        known = _style(_OLD_NAMES.get(style, style))
-        if known is not None:
-            styles[pattern] = known
-        elif style != _NO_STYLE and any(matches(name, pattern) for name in names):
-            unsupported[pattern] = style
-    if unsupported:
-        styled = [f"{pattern} is {style!r}" for pattern, style in unsupported.items()]
-        raise ModelError(
-            f"Transformers' plan of {family} has styles that Plait does not apply:"
-            f" {listed_names(styled, 3)}; use parallel.tp = 1, or give {USER_SOURCE} with styles"
-            " for other layers, which leaves these replicated on every rank"
-        )
-    return styles

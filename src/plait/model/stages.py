@@ -1,4 +1,4 @@
-"""Cut of a model into pipeline stages, as data.
+"""Split of a model into pipeline stages, as data, and placeholders for values of other stages.
 
 Note [Owners of parameters]
     The blocks must be one chain in one list: each takes the output of the previous one. A stage
@@ -30,150 +30,11 @@ import torch
 from torch import nn
 
 from plait.errors import ModelError
+from plait.model.blocks import block_index
 from plait.model.dataflow import Dataflow, ForwardTrace, Need, Skeleton, Untraceable
-from plait.model.layers import tied_names
+from plait.model.layers import first_names, tied_names
 from plait.model.sequence import is_inside
 from plait.names import listed_names
-
-_AVAILABLE_ATTRIBUTES = frozenset(
-    {"shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_floating_point", "size"}
-    | {"dim", "numel"}
-)
-
-
-class UnavailableTensor:
-    """Placeholder for a tensor.
-
-    Args:
-        why: Complete message of the error that any use raises.
-        like: Tensor with the shape, dtype and device of the missing one.
-    """
-
-    def __init__(self, why: str, like: torch.Tensor | None = None) -> None:
-        # The entries are set in `__dict__`, because `__getattr__` raises an error for missing ones.
-        self.__dict__["_why"] = why
-        self.__dict__["_like"] = None
-        self.__dict__["_device"] = None
-        if like is not None:
-            # The placeholder takes no memory.
-            self.__dict__["_like"] = torch.empty_like(like, device="meta", requires_grad=False)
-            self.__dict__["_device"] = like.device
-
-    def __getattr__(self, name: str) -> Any:
-        # Copying and pickling look for optional methods.
-        if name.startswith("__"):
-            raise AttributeError(name)
-        like = self.__dict__["_like"]
-        if like is None or name not in _AVAILABLE_ATTRIBUTES:
-            raise ModelError(self.__dict__["_why"])
-        return self.__dict__["_device"] if name == "device" else getattr(like, name)
-
-    # A placeholder has no state that a copy could change.
-    def __deepcopy__(self, memo: dict[int, Any]) -> UnavailableTensor:
-        return self
-
-    def __repr__(self) -> str:
-        return f"<unavailable: {self.__dict__['_why']}>"
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        for value in _leaves((args, kwargs or {})):
-            if isinstance(value, UnavailableTensor):
-                raise ModelError(value.__dict__["_why"])
-        raise ModelError("a value that is not on this pipeline stage is used")
-
-
-_OPERATORS = (
-    *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "mod"),
-    *("pow", "matmul", "rmatmul", "neg", "abs", "lt", "le", "gt", "ge", "eq", "ne", "bool", "len"),
-    *("iter", "getitem", "setitem", "contains", "float", "int", "index"),
-)
-
-
-def _raising_method(name: str) -> Callable[..., Any]:
-    def method(self: UnavailableTensor, *_: Any) -> Any:
-        raise ModelError(self.__dict__["_why"])
-
-    method.__name__ = name
-    return method
-
-
-# Python looks up operators on the class, so `__getattr__` does not see them.
-for _name in _OPERATORS:
-    setattr(UnavailableTensor, f"__{_name}__", _raising_method(f"__{_name}__"))
-# Setting __eq__ keeps the hash of `object`; a set of values may contain a placeholder.
-UnavailableTensor.__hash__ = object.__hash__  # type: ignore[method-assign]
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, Mapping):
-        value = tuple(value.values())
-    if isinstance(value, tuple | list):
-        for entry in value:
-            yield from _leaves(entry)
-    else:
-        yield value
-
-
-def output_fields(output: Any) -> dict[str | int, list[torch.Tensor]]:
-    """Return the tensors in each entry of a model's output.
-
-    Args:
-        output: A tensor, mapping, tuple, list, or object with attributes.
-
-    Returns:
-        Lists of tensors by key, attribute or index.
-    """
-    fields = {}
-    for name, value in _entries(output):
-        fields[name] = [leaf for leaf in _leaves(value) if isinstance(leaf, torch.Tensor)]
-    return fields
-
-
-def _entries(output: Any) -> list[tuple[str | int, Any]]:
-    if isinstance(output, torch.Tensor):
-        return [(0, output)]
-    if isinstance(output, Mapping):
-        return list(output.items())
-    if isinstance(output, tuple | list):
-        names = getattr(output, "_fields", None) or range(len(output))
-        return list(zip(names, output, strict=True))
-    if is_dataclass(output) or hasattr(output, "__dict__"):
-        return list(vars(output).items())
-    return []
-
-
-def with_unavailable_entries(output: Any, why: Mapping[str | int, str]) -> Any:
-    """Replace entries of a model's output by placeholders.
-
-    Args:
-        output: See `output_fields`. It is changed in place if its type permits.
-        why: Complete message of the error, by key, attribute or index of the entry.
-
-    Returns:
-        The changed output.
-    """
-    if not why:
-        return output
-    if isinstance(output, torch.Tensor):
-        return UnavailableTensor(next(iter(why.values())))
-    if isinstance(output, tuple):
-        entries = [
-            UnavailableTensor(why[name]) if name in why else value
-            for name, value in _entries(output)
-        ]
-        # The constructor of a named tuple takes one argument per entry.
-        return type(output)(*entries) if hasattr(output, "_fields") else type(output)(entries)
-
-    for name, reason in why.items():
-        if isinstance(output, dict | list):
-            output[name] = UnavailableTensor(reason)  # type: ignore[index]
-        # Transformers' outputs have every entry under its key and as an attribute.
-        if isinstance(name, str) and hasattr(output, name):
-            object.__setattr__(output, name, UnavailableTensor(reason))
-    return output
 
 
 @dataclass(frozen=True)
@@ -251,16 +112,16 @@ def cut_model(
     """
     container = block_list(model, blocks)
     flow = _flow_on_tokens(model, blocks, skeleton)
-    first_names = _first_names(model)
+    names = first_names(model)
     needed = StagesNeeded({}, {})
     if flow is not None:
         needed = stages_needed(flow, bounds, name=type(model).__name__)
-    first_stage = _first_stage_parameters(model, blocks, flow, first_names)
+    first_stage = _first_stage_parameters(model, blocks, flow, names)
     owners = _owners(model, blocks, bounds, needed, first_stage)
 
     recomputed = {}
     for name in owners:
-        recomputed[name] = needed.recomputed.get(first_names.get(name, name), frozenset())
+        recomputed[name] = needed.recomputed.get(names.get(name, name), frozenset())
     lowest = {}
     if flow is not None:
         for name in first_stage:
@@ -268,7 +129,7 @@ def cut_model(
             ran = flow.ran.get(name.rpartition(".")[0], set())
             recomputed[name] |= {stage_of_block(bounds, position) for position in ran} - {0}
         for name in owners:
-            first_name = first_names.get(name, name)
+            first_name = names.get(name, name)
             if first_name in flow.uses:
                 lowest[name] = min(flow.uses[first_name])
     return StageCut(
@@ -277,19 +138,12 @@ def cut_model(
         tuple(bounds),
         owners,
         first_stage,
-        first_names,
+        names,
         {name: stages for name, stages in recomputed.items() if stages},
         lowest,
         writes=flow is None or flow.writes,
         returned=None if flow is None else flow.returned,
     )
-
-
-def _first_names(model: nn.Module) -> dict[str, str]:
-    first_names: dict[str, str] = {}
-    for group in tied_names(model):
-        first_names.update(dict.fromkeys(group, group[0]))
-    return first_names
 
 
 def _owners(
@@ -300,18 +154,18 @@ def _owners(
     first_stage: frozenset[str],
 ) -> dict[str, frozenset[int]]:
     """Return the stages that own each parameter. See Note [Owners of parameters]."""
-    first_names = _first_names(model)
+    names = first_names(model)
     last = len(bounds) - 2
     owners: dict[str, frozenset[int]] = {}
     for name, _ in model.named_parameters(remove_duplicate=False):
-        used = needed.owners.get(first_names.get(name, name), frozenset())
-        block = _block_index(name, blocks)
-        if block is None:
+        used = needed.owners.get(names.get(name, name), frozenset())
+        block = block_index(name, blocks)
+        if block < 0:
             owners[name] = used or frozenset({0 if name in first_stage else last})
             continue
         stage = stage_of_block(bounds, block)
         owners[name] = frozenset({stage})
-        if name not in first_names and not used <= owners[name]:
+        if name not in names and not used <= owners[name]:
             raise ModelError(
                 f"parallel.pp: {name} is used by stages {listed_names(sorted(map(str, used)), 3)}"
                 f" and its block is on stage {stage}; a parameter that several blocks use is"
@@ -324,13 +178,6 @@ def _owners(
             stages |= owners[name]
         owners.update(dict.fromkeys(group, stages))
     return owners
-
-
-def _block_index(name: str, blocks: Sequence[str]) -> int | None:
-    for index, block in enumerate(blocks):
-        if name.startswith(f"{block}."):
-            return index
-    return None
 
 
 @dataclass(frozen=True)
@@ -352,7 +199,7 @@ def stage_of_block(bounds: Sequence[int], position: int) -> int:
 
 
 def stages_needed(flow: Dataflow, bounds: Sequence[int], *, name: str) -> StagesNeeded:
-    """Return which stages of a cut need which parameters.
+    """Return the stages that need each parameter.
 
     Args:
         flow: Record of a forward of the model.
@@ -368,7 +215,7 @@ def stages_needed(flow: Dataflow, bounds: Sequence[int], *, name: str) -> Stages
         owners[parameter] = {stage_of_block(bounds, position) for position in positions}
 
     recomputed: dict[str, set[int]] = {}
-    for need in sorted(flow.needs, key=_order_of_need):
+    for need in sorted(flow.needs, key=lambda need: (need.position, need.what, need.origin.since)):
         first = stage_of_block(bounds, need.position)
         # A decision outside of the blocks is made on all later stages.
         stages = range(first, len(bounds) - 1) if need.decision else (first,)
@@ -379,11 +226,7 @@ def stages_needed(flow: Dataflow, bounds: Sequence[int], *, name: str) -> Stages
                 owners.setdefault(parameter, set()).add(stage)
                 if position < begin:
                     recomputed.setdefault(parameter, set()).add(stage)
-    return StagesNeeded(_frozen(owners), _frozen(recomputed))
-
-
-def _order_of_need(need: Need) -> tuple[int, str, float]:
-    return need.position, need.what, need.origin.since
+    return StagesNeeded(_freeze(owners), _freeze(recomputed))
 
 
 def _check_need(flow: Dataflow, need: Need, stage: int, begin: int, name: str) -> None:
@@ -408,7 +251,7 @@ def _check_need(flow: Dataflow, need: Need, stage: int, begin: int, name: str) -
         )
 
 
-def _frozen(stages: Mapping[str, set[int]]) -> dict[str, frozenset[int]]:
+def _freeze(stages: Mapping[str, set[int]]) -> dict[str, frozenset[int]]:
     return {name: frozenset(numbers) for name, numbers in stages.items()}
 
 
@@ -573,3 +416,144 @@ def _modules_before_blocks(model: nn.Module, parent: str) -> list[str] | None:
         return None
     modules = list(plan)[: list(plan).index(leaf)]
     return [f"{prefix}.{name}".removeprefix(".") for name in modules]
+
+
+_AVAILABLE_ATTRIBUTES = frozenset(
+    {"shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_floating_point", "size"}
+    | {"dim", "numel"}
+)
+
+
+class UnavailableTensor:
+    """Placeholder for a tensor.
+
+    Args:
+        why: Complete message of the error that any use raises.
+        like: Tensor with the shape, dtype and device of the missing one.
+    """
+
+    def __init__(self, why: str, like: torch.Tensor | None = None) -> None:
+        # The entries are set in `__dict__`, because `__getattr__` raises an error for missing ones.
+        self.__dict__["_why"] = why
+        self.__dict__["_like"] = None
+        self.__dict__["_device"] = None
+        if like is not None:
+            # The placeholder takes no memory.
+            self.__dict__["_like"] = torch.empty_like(like, device="meta", requires_grad=False)
+            self.__dict__["_device"] = like.device
+
+    def __getattr__(self, name: str) -> Any:
+        # Copying and pickling look for optional methods.
+        if name.startswith("__"):
+            raise AttributeError(name)
+        like = self.__dict__["_like"]
+        if like is None or name not in _AVAILABLE_ATTRIBUTES:
+            raise ModelError(self.__dict__["_why"])
+        return self.__dict__["_device"] if name == "device" else getattr(like, name)
+
+    # A placeholder has no state that a copy could change.
+    def __deepcopy__(self, memo: dict[int, Any]) -> UnavailableTensor:
+        return self
+
+    def __repr__(self) -> str:
+        return f"<unavailable: {self.__dict__['_why']}>"
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        for value in _leaves((args, kwargs or {})):
+            if isinstance(value, UnavailableTensor):
+                raise ModelError(value.__dict__["_why"])
+        raise ModelError("a value that is not on this pipeline stage is used")
+
+
+_OPERATORS = (
+    *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "mod"),
+    *("pow", "matmul", "rmatmul", "neg", "abs", "lt", "le", "gt", "ge", "eq", "ne", "bool", "len"),
+    *("iter", "getitem", "setitem", "contains", "float", "int", "index"),
+)
+
+
+def _raising_method(name: str) -> Callable[..., Any]:
+    def method(self: UnavailableTensor, *_: Any) -> Any:
+        raise ModelError(self.__dict__["_why"])
+
+    method.__name__ = name
+    return method
+
+
+# Python looks up operators on the class, so `__getattr__` does not see them.
+for _name in _OPERATORS:
+    setattr(UnavailableTensor, f"__{_name}__", _raising_method(f"__{_name}__"))
+# Setting __eq__ keeps the hash of `object`; a set of values may contain a placeholder.
+UnavailableTensor.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    if isinstance(value, tuple | list):
+        for entry in value:
+            yield from _leaves(entry)
+    else:
+        yield value
+
+
+def output_fields(output: Any) -> dict[str | int, list[torch.Tensor]]:
+    """Return the tensors in each entry of a model's output.
+
+    Args:
+        output: A tensor, mapping, tuple, list, or object with attributes.
+
+    Returns:
+        Lists of tensors by key, attribute or index.
+    """
+    fields = {}
+    for name, value in _entries(output):
+        fields[name] = [leaf for leaf in _leaves(value) if isinstance(leaf, torch.Tensor)]
+    return fields
+
+
+def _entries(output: Any) -> list[tuple[str | int, Any]]:
+    if isinstance(output, torch.Tensor):
+        return [(0, output)]
+    if isinstance(output, Mapping):
+        return list(output.items())
+    if isinstance(output, tuple | list):
+        names = getattr(output, "_fields", None) or range(len(output))
+        return list(zip(names, output, strict=True))
+    if is_dataclass(output) or hasattr(output, "__dict__"):
+        return list(vars(output).items())
+    return []
+
+
+def with_unavailable_entries(output: Any, why: Mapping[str | int, str]) -> Any:
+    """Replace entries of a model's output by placeholders.
+
+    Args:
+        output: See `output_fields`. It is changed in place if its type permits.
+        why: Complete message of the error, by key, attribute or index of the entry.
+
+    Returns:
+        The changed output.
+    """
+    if not why:
+        return output
+    if isinstance(output, torch.Tensor):
+        return UnavailableTensor(next(iter(why.values())))
+    if isinstance(output, tuple):
+        entries = [
+            UnavailableTensor(why[name]) if name in why else value
+            for name, value in _entries(output)
+        ]
+        # The constructor of a named tuple takes one argument per entry.
+        return type(output)(*entries) if hasattr(output, "_fields") else type(output)(entries)
+
+    for name, reason in why.items():
+        if isinstance(output, dict | list):
+            output[name] = UnavailableTensor(reason)  # type: ignore[index]
+        # Transformers' outputs have every entry under its key and as an attribute.
+        if isinstance(name, str) and hasattr(output, name):
+            object.__setattr__(output, name, UnavailableTensor(reason))
+    return output

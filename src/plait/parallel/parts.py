@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from plait.comm.shared_memory.collectives import SharedMemoryGroup
 from plait.model.experts import Experts
-from plait.model.mlps import TokenModules
 from plait.model.outer_layers import OuterUnits
 from plait.model.plans import TensorPlan
 from plait.parallel.accounting.activations import BlockMode
@@ -33,6 +32,7 @@ from plait.parallel.data.reducer import Reducer
 from plait.parallel.experts.adapted_parameters import AdaptedParameters
 from plait.parallel.experts.router_statistics import RouterStatistics
 from plait.parallel.hooks import Hooks, StepHook
+from plait.parallel.mlps import TokenModules
 from plait.parallel.parameter_layout import Reduction, sharded_axes
 from plait.parallel.pipeline.stage import PipelinePlan
 from plait.parallel.tensor.styles import Region

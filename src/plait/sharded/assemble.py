@@ -139,10 +139,9 @@ def _slice_full_tensors(
 
 
 WeightFiller = Callable[..., None]
-"""Function (model, whole=, filled=) that fills every parameter and persistent buffer of a rank.
+"""Function (model, unsplit_model=, filled=) that fills all parameters and persistent buffers.
 
-`whole` is the unsplit model on meta. The function calls `filled` with each tensor that has its
-values.
+`unsplit_model` is on meta. The function calls `filled` with each tensor that has its values.
 """
 ConfigLike = str | Path | Mapping[str, Any] | Config | Resolved
 
@@ -237,9 +236,9 @@ def shard(
             )
         else:
             if callable(weights):
-                weights(model, whole=template, filled=filled)
+                weights(model, unsplit_model=template, filled=filled)
             else:
-                load_weights(model, weights, whole=template, filled=filled)
+                load_weights(model, weights, unsplit_model=template, filled=filled)
             materialise.fill_buffers(model, template)
     if tier is not None:
         tier.evict_parameters()

@@ -122,7 +122,7 @@ def load_weights(
     folder: str | Path,
     *,
     filled: Callable[[torch.Tensor], None] = lambda _: None,
-    whole: nn.Module | None = None,
+    unsplit_model: nn.Module | None = None,
 ) -> None:
     """Fill every parameter and persistent buffer of a model, converting to its dtype.
 
@@ -132,7 +132,7 @@ def load_weights(
         model: The model, allocated, sharded or not.
         folder: Folder of safetensors.
         filled: Called with each tensor of the model that has its values.
-        whole: The unsplit model on meta, if `model` is a stage of it.
+        unsplit_model: The model on meta, if `model` is a stage of it.
 
     Raises:
         CheckpointError: Tensors are missing, left over or of another shape. It names them.
@@ -140,7 +140,9 @@ def load_weights(
     folder = Path(folder)
     files = weight_files(folder)
     targets = model.state_dict(keep_vars=True)
-    sources = sources_of(whole if whole is not None else model, targets, files, folder)
+    if unsplit_model is None:
+        unsplit_model = model
+    sources = sources_of(unsplit_model, targets, files, folder)
 
     # File by file, so that each is opened as rarely as `_MAPPED_BYTES` allows.
     names_in_file: dict[Path, list[str]] = {}

@@ -26,8 +26,8 @@ from plait.checkpoint.states import MODEL_START
 from plait.checkpoint.windows import dtype_of
 from plait.errors import CheckpointError, InputError, first_line
 from plait.files import names_open_file, try_lock
+from plait.inference.deployment import load_model
 from plait.inference.generate import generate
-from plait.inference.model_placement import load_model
 from plait.inference.rope_by_length import rope_by_length
 from plait.inference.source import Source
 from plait.model.described import require_transformers

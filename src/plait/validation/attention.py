@@ -85,7 +85,7 @@ def kernels(context: Context, settings: Mapping[str, Any]) -> Verdict:
     The second time nothing may be compiled: a training run has hundreds of positions.
     """
     require_real_device(context, "fused attention cannot be simulated: its kernels need a real GPU")
-    numbers: dict[str, Any] = {"tokens": SMALL_TOKENS if context.is_small else TOKENS}
+    numbers: dict[str, Any] = {"tokens": context.size(TOKENS, small=SMALL_TOKENS)}
     problems = []
     for case in CASES:
         kernel, errors = compare(context, case, shift=0)
@@ -122,7 +122,7 @@ def compare(context: Context, case: Case, *, shift: int) -> tuple[str, dict[str,
         case: What is computed.
         shift: Tokens by which positions, the window and the documents are moved.
     """
-    tokens = SMALL_TOKENS if context.is_small else TOKENS
+    tokens = context.size(TOKENS, small=SMALL_TOKENS)
     half = tokens // 2
     generator = torch.Generator().manual_seed(0)
 
@@ -146,11 +146,15 @@ def compare(context: Context, case: Case, *, shift: int) -> tuple[str, dict[str,
         context.device, case.dtype, (HEAD_DIM, HEAD_DIM), rule, documents=case.documents
     )
     fused = attention(query, key, value, grad, starts, rule, shift)
-    wide_query, wide_key, wide_value, wide_grad = (
-        tensor.double() for tensor in (query, key, value, grad)
+    exact = attention(
+        query.double(),
+        key.double(),
+        value.double(),
+        grad.double(),
+        starts,
+        replace(rule, kernel="products"),
+        shift,
     )
-    exact_rule = replace(rule, kernel="products")
-    exact = attention(wide_query, wide_key, wide_value, wide_grad, starts, exact_rule, shift)
     errors = {name: relative_error(a, b) for name, a, b in zip(NAMES, fused, exact, strict=True)}
     return kernel, errors
 
@@ -176,7 +180,7 @@ def attention(
         shift: Position of the first key.
     """
     half = query.shape[2]
-    pieces = [
+    blocks = [
         AttentionBlock(
             query,
             key[:, :, column : column + half],
@@ -189,14 +193,14 @@ def attention(
         for column in (0, half)
     ]
     softmax = PartialSoftmax(query, value.shape[3])
-    for piece in pieces:
-        attend(piece, rule, softmax)
+    for block in blocks:
+        attend(block, rule, softmax)
     output, log_sum_exp = softmax.finished()
 
     sums = [GradientSum(tensor) for tensor in (query, key, value)]
-    for piece in pieces:
-        attend_backward(piece, rule, BackwardInputs(grad, output, log_sum_exp), GradientSums(*sums))
-    return output, *(one.total for one in sums)
+    for block in blocks:
+        attend_backward(block, rule, BackwardInputs(grad, output, log_sum_exp), GradientSums(*sums))
+    return output, *(gradient.total for gradient in sums)
 
 
 def relative_error(computed: torch.Tensor, exact: torch.Tensor) -> float:

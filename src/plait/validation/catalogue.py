@@ -154,14 +154,12 @@ def _waits() -> list[Row]:
     def row(
         name: str, title: str, expected: int, config: Mapping[str, Any], planned: float = 2
     ) -> Row:
-        settings = {"config": dict(config), "expected": expected}
-        full_title = f"waits of the host for the device per step: {title}"
         return Row(
             f"waits/{name}",
-            full_title,
+            f"waits of the host for the device per step: {title}",
             "profile:per_step",
             planned_seconds=planned,
-            settings=settings,
+            settings={"config": dict(config), "expected": expected},
         )
 
     # DeepSpeed's default asks whether all gradients are finite, which reads one number per step.
@@ -199,9 +197,12 @@ def _parity() -> list[Row]:
     offload = {"stage": 3, "offload_optimizer": HOST_MEMORY, "offload_param": HOST_MEMORY}
 
     def row(name: str, title: str, planned: float, config: Mapping[str, Any]) -> Row:
-        settings = {"config": dict(config)}
         return Row(
-            f"parity/{name}", title, "parity:layout", planned_seconds=planned, settings=settings
+            f"parity/{name}",
+            title,
+            "parity:layout",
+            planned_seconds=planned,
+            settings={"config": dict(config)},
         )
 
     return [
@@ -326,14 +327,13 @@ def _on_several_gpus(gpus: int) -> list[Row]:
     ranks = max(2, gpus)
 
     def parity(name: str, title: str, config: Mapping[str, Any], unavailable: str) -> Row:
-        settings = {"config": dict(config)}
         return Row(
             f"nccl/parity-{name}",
             f"parity of {title} over NCCL",
             "parity:layout",
             ranks,
             12,
-            settings,
+            {"config": dict(config)},
             unavailable=unavailable,
         )
 

@@ -1,7 +1,4 @@
-"""Upper limits of the device: memory bandwidth, matrix products, and the link to host memory.
-
-Rates of collectives between the GPUs of this machine.
-"""
+"""Upper limits of the machine: memory bandwidth, matrix products, host link and collectives."""
 
 from __future__ import annotations
 
@@ -33,12 +30,12 @@ _CALLS = 10
 def device(context: Context, settings: Mapping[str, Any]) -> Verdict:
     """Measure a copy on the device and a large bfloat16 product."""
     figures = datasheet(context)
-    size = 64 if context.is_small else PRODUCT_SIZE
-    nbytes = MIB if context.is_small else GIB
-    where = context.device
+    size = context.size(PRODUCT_SIZE, small=64)
+    nbytes = context.size(GIB, small=MIB)
 
     copied = copies_on_device(context, nbytes)
-    left, right = (torch.randn(size, size, dtype=torch.bfloat16, device=where) for _ in range(2))
+    left = torch.randn(size, size, dtype=torch.bfloat16, device=context.device)
+    right = torch.randn_like(left)
     flops = 2 * size**3 / seconds_of(context, lambda: torch.mm(left, right))
 
     bandwidth = float(figures.memory_bandwidth)
@@ -65,7 +62,7 @@ def copies_on_device(context: Context, nbytes: int) -> float:
 def host_link(context: Context, settings: Mapping[str, Any]) -> Verdict:
     """Measure copies between pinned host memory and the device, each way and both at once."""
     figure = float(datasheet(context).host_bandwidth)
-    nbytes = MIB if context.is_small else 256 * MIB
+    nbytes = context.size(256 * MIB, small=MIB)
     pin = accelerator.is_accelerator(context.device)
     on_host = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin) for _ in range(2)]
     on_device = [torch.empty(nbytes, dtype=torch.uint8, device=context.device) for _ in range(2)]
@@ -128,27 +125,28 @@ def copy_rate(context: Context, nbytes: int) -> float:
 
 def seconds_of(context: Context, operation: Callable[[], object], *, calls: int = _CALLS) -> float:
     """Return the median seconds of one call, from rounds of several calls between two waits."""
-    calls = 1 if context.is_small else calls
-    rounds = 1 if context.is_small else _ROUNDS
+    calls = context.size(calls, small=1)
+    rounds = context.size(_ROUNDS, small=1)
     operation()  # The first call loads the kernel.
-    seconds = []
-    for _ in range(rounds):
-        context.synchronize()
-        started = time.perf_counter()
-        for _ in range(calls):
-            operation()
-        context.synchronize()
-        seconds.append((time.perf_counter() - started) / calls)
-    return median(seconds)
+    return median(seconds_per_call(context, operation, calls) for _ in range(rounds))
+
+
+def seconds_per_call(context: Context, operation: Callable[[], object], calls: int) -> float:
+    """Return the mean seconds of some calls between two waits for the device."""
+    context.synchronize()
+    started = time.perf_counter()
+    for _ in range(calls):
+        operation()
+    context.synchronize()
+    return (time.perf_counter() - started) / calls
 
 
 def collectives(context: Context, settings: Mapping[str, Any]) -> Verdict:
     """Measure all-reduce, all-gather, reduce-scatter and exchange over all ranks."""
     figure = float(datasheet(context).link_bandwidth)
-    mesh = context.group()
-    group = mesh.group("dp_replicate")
+    group = context.group().group("dp_replicate")
     assert group is not None
-    seconds = 0.2 if context.is_small else 6.0
+    seconds = context.size(6.0, small=0.2)
     measured = measure_group("dp_replicate", group, None, device=context.device, seconds=seconds)
 
     # Share of a tensor's bytes that a ring sends over each link. An all-reduce passes it twice.

@@ -1,6 +1,4 @@
-"""Context of a check: its rank, the device, the time that is left, results of earlier rows.
-
-Models, batches and configurations that the checks share.
+"""Context of a check (rank, device, results of earlier rows), and the models that checks share.
 
 Models are built from configurations, so nothing needs a network. On a GPU they are built on the
 device itself: drawing the weights of a model of 2 B parameters on the host takes half a minute.
@@ -9,12 +7,11 @@ device itself: drawing the weights of a model of 2 B parameters on the host take
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +28,8 @@ from plait.sizes import GIB
 from plait.validation.rows import NotRun, Verdict
 from plait.verify.model_under_test import transformers_model
 
+T = TypeVar("T")
+
 SIMULATED = "simulated device"
 """Part of the name of the device that the tests simulate. It has no times, and its memory is the
 host's.
@@ -45,12 +44,12 @@ class Context:
     rank: int
     world: int
     shares_gpu: bool
-    """Several ranks share a GPU and communicate through host memory."""
+    """True if several ranks share a GPU and communicate through host memory."""
     simulated: bool
     calibration: Path | None = None
     """File that `kernels.calibrate` writes on rank 0."""
     progress: Callable[[Mapping[str, Any]], None] = lambda numbers: None
-    """Receives partial numbers, which stay in the document when the row is cut."""
+    """Receives partial numbers, which stay in the document when the row is stopped."""
     row_deadline: float = float("inf")
     """Value of `time.monotonic` at which the planned time of the row has passed."""
     results: dict[str, Any] = field(default_factory=dict)
@@ -60,13 +59,19 @@ class Context:
 
     @property
     def device(self) -> torch.device:
-        """Device of this rank. Work goes to it from the first use of this property."""
-        return self.mesh.device if self.mesh is not None else local_device(None, place())
+        """Device of this rank. The first use makes it the process's current device."""
+        if self.mesh is not None:
+            return self.mesh.device
+        return local_device(None, place())
 
     @property
     def is_small(self) -> bool:
         """True if models shrink, because the device is simulated or a CPU."""
         return self.simulated or not accelerator.is_accelerator(self.device)
+
+    def size(self, full: T, *, small: T) -> T:
+        """Return a size, or the smaller one on a simulated device and on a CPU."""
+        return small if self.is_small else full
 
     def group(self) -> Mesh:
         """Return the mesh of all ranks. The first call makes the process group. Collective."""
@@ -81,6 +86,12 @@ class Context:
     def synchronize(self) -> None:
         """Wait until the device has finished all work."""
         accelerator.synchronize(self.device)
+
+    def peak_bytes(self) -> int:
+        """Return the peak of the allocated device memory, or 0 on a CPU."""
+        if not accelerator.is_accelerator(self.device):
+            return 0
+        return accelerator.peak_bytes(self.device)
 
     def free_bytes(self) -> int:
         """Return the device memory that no process uses."""
@@ -141,42 +152,6 @@ def timed(context: Context, result: Verdict) -> Verdict:
     if context.simulated and result.outcome != "not run":
         return Verdict("not run", NO_TIMES)
     return result
-
-
-def largest_size(
-    context: Context, sizes: Mapping[str, Mapping[str, Any]], *, required_bytes: Mapping[str, float]
-) -> Mapping[str, Any]:
-    """Return the largest of `sizes` that fits into free device memory.
-
-    Args:
-        context: On a simulated device or a CPU, the last size is chosen.
-        sizes: Sizes by name, the largest first.
-        required_bytes: Device memory that each size needs.
-
-    Raises:
-        NotRun: None fits.
-    """
-    if context.is_small:
-        return list(sizes.values())[-1]
-    free = context.free_bytes() / (context.world if context.shares_gpu else 1)
-    for name, size in sizes.items():
-        if required_bytes[name] <= free:
-            return size
-    raise NotRun(
-        f"needs {min(required_bytes.values()) / GIB:.1f} GiB, and the device has {free / GIB:.1f}"
-        " GiB free"
-    )
-
-
-@contextmanager
-def float32_products(precision: str) -> Iterator[None]:
-    """Set torch's precision of float32 matrix products inside the block; `high` uses TF32."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 OPTIMIZER: Mapping[str, Any] = {"type": "AdamW", "params": {"lr": 1e-4}}
@@ -254,8 +229,7 @@ class Workload:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the sizes for the document."""
-        sizes = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return {**sizes, "parameters": self.parameters, "flops": self.flops}
+        return {**asdict(self), "parameters": self.parameters, "flops": self.flops}
 
 
 WIDE = Workload(4096, 14336, 32, 8, 128256, layers=8, length=8192)
@@ -265,6 +239,31 @@ STRUCTURE = Workload(512, 1408, 8, 4, 8192, layers=4, length=512, samples=2)
 """Workload of checks that do not measure time."""
 TINY = Workload(64, 128, 4, 2, 256, layers=2, length=32)
 """Workload on a simulated device and on a CPU."""
+
+
+def largest_size(
+    context: Context, sizes: Mapping[str, Workload], *, required_bytes: Mapping[str, float]
+) -> Workload:
+    """Return the largest of `sizes` that fits into free device memory.
+
+    Args:
+        context: On a simulated device or a CPU, the last size is chosen.
+        sizes: Sizes by name, the largest first.
+        required_bytes: Device memory that each size needs.
+
+    Raises:
+        NotRun: None fits.
+    """
+    if context.is_small:
+        return list(sizes.values())[-1]
+    free = context.free_bytes() / (context.world if context.shares_gpu else 1)
+    for name, size in sizes.items():
+        if required_bytes[name] <= free:
+            return size
+    raise NotRun(
+        f"needs {min(required_bytes.values()) / GIB:.1f} GiB, and the device has {free / GIB:.1f}"
+        " GiB free"
+    )
 
 
 def on_device(

@@ -1,12 +1,11 @@
-"""Peak memory of a training step and its prediction, and the largest model that is predicted to
-train.
+"""Checks of device memory: peaks and their prediction, offloaded states, streamed weights.
 
-The prediction counts tensors. What the process holds besides (workspaces of cuBLAS are in torch's
-allocator) is measured before the model exists and subtracted.
+The prediction of a training step's peak counts tensors. Other allocations of the process
+(workspaces of cuBLAS are in torch's allocator) are measured before the model exists, and
+subtracted. The largest model that is predicted to train must train.
 
-Optimizer states in host memory: what a step costs, and how large a model may be.
-
-Generation with weights that are streamed to the device: the same tokens, and the rate of the
+Optimizer states in host memory must let larger models train; the row reports the time of a step.
+Generation with streamed weights must return the tokens of the resident model, at the rate of the
 link.
 """
 
@@ -14,7 +13,6 @@ from __future__ import annotations
 
 import gc
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -36,7 +34,7 @@ from plait.inference.streamed_model import least_budget, load_streamed, tensors_
 from plait.losses.loss import causal_lm_loss
 from plait.sizes import GIB, MIB, dtype_of, format_bytes
 from plait.validation.catalogue import BF16, HOST_MEMORY
-from plait.validation.ceilings import copy_rate
+from plait.validation.ceilings import copy_rate, seconds_per_call
 from plait.validation.context import (
     MEDIUM,
     TINY,
@@ -62,11 +60,7 @@ ALLOWED = 0.02
 _LARGE = Workload(2048, 5632, 16, 16, 32000, layers=12, length=2048, accumulation=2)
 _SMALL = Workload(384, 1056, 6, 6, 8000, layers=12, length=512, samples=2, accumulation=2)
 _SIMULATED = Workload(192, 528, 4, 4, 1024, layers=12, length=64, samples=2, accumulation=2)
-SIZES: Mapping[str, Mapping[str, Any]] = {
-    "large": {"workload": _LARGE},
-    "small": {"workload": _SMALL},
-    "tiny": {"workload": _SIMULATED},
-}
+SIZES = {"large": _LARGE, "small": _SMALL, "tiny": _SIMULATED}
 REQUIRED_BYTES = {"large": 24 * GIB, "small": 2 * GIB, "tiny": 0.5 * GIB}
 
 LEAST_BYTES = 2 * GIB
@@ -81,7 +75,7 @@ LARGEST_LENGTH = 128
 def peaks(context: Context, settings: Mapping[str, Any]) -> Verdict:
     """Compare each rank's peak in the layouts of `settings["cases"]` with its prediction."""
     require("transformers")
-    workload: Workload = largest_size(context, SIZES, required_bytes=REQUIRED_BYTES)["workload"]
+    workload = largest_size(context, SIZES, required_bytes=REQUIRED_BYTES)
     if context.world == 1:
         context.group()  # With one rank the prediction uses the real group, which stays.
     cases = {
@@ -137,7 +131,7 @@ def peak_of_step(
     with weights on the device.
     """
     dtype = dtype_of(resolved.precision.compute) if resolved.precision.compute else torch.float32
-    libraries = held_by_libraries(context, dtype)
+    libraries = library_bytes(context, dtype)
     engine = initialize(build(), resolved, loss_fn=causal_lm_loss, total_steps=3)
     batch = random_batch(workload, torch.device("cpu"), seed=engine.dp_rank)
     try:
@@ -154,7 +148,7 @@ def peak_of_step(
         gc.collect()
 
 
-def held_by_libraries(context: Context, dtype: torch.dtype) -> int:
+def library_bytes(context: Context, dtype: torch.dtype) -> int:
     """Return the bytes that stay allocated after a product's forward and backward: workspaces."""
     layer = nn.Linear(256, 256, bias=False, device=context.device, dtype=dtype)
     x = torch.ones(256, 256, device=context.device, dtype=dtype, requires_grad=True)
@@ -169,10 +163,10 @@ def largest(context: Context, settings: Mapping[str, Any]) -> Verdict:
     not.
     """
     require("transformers")
-    held_by_libraries(context, torch.float32)
+    library_bytes(context, torch.float32)
     free = context.free_bytes()
     limit = min(free, MOST_BYTES)
-    least = LEAST_SIMULATED_BYTES if context.is_small else LEAST_BYTES
+    least = context.size(LEAST_BYTES, small=LEAST_SIMULATED_BYTES)
     if limit < least:
         raise NotRun(
             f"the device has {format_bytes(free)} free, and this check needs {format_bytes(least)}"
@@ -243,24 +237,20 @@ def model_of_share(limit: float, share: float, *, at_most: bool) -> tuple[Worklo
         return predict_peak(on_meta(workload), resolved, **sizes).peak.peak_bytes
 
     low = peak(2)
-    high = peak(6)
-    slope = (high - low) / 4
-    wanted = share * limit
-    layers = max(2, 2 + int((wanted - low) / slope)) + int(not at_most)
-    found = peak(layers)
-    while at_most and found > wanted and layers > 1:
+    slope = (peak(6) - low) / 4
+    target = share * limit
+    layers = max(2, 2 + int((target - low) / slope)) + int(not at_most)
+    nearest = peak(layers)
+    while at_most and nearest > target and layers > 1:
         layers -= 1
-        found = peak(layers)
-    while not at_most and found < wanted:
+        nearest = peak(layers)
+    while not at_most and nearest < target:
         layers += 1
-        found = peak(layers)
-    return shape.with_layers(layers), found
+        nearest = peak(layers)
+    return shape.with_layers(layers), nearest
 
 
-OFFLOAD_SIZES: Mapping[str, Mapping[str, Any]] = {
-    "medium": {"workload": MEDIUM},
-    "tiny": {"workload": TINY},
-}
+OFFLOAD_SIZES = {"medium": MEDIUM, "tiny": TINY}
 OFFLOAD_REQUIRED_BYTES = {"medium": 24 * GIB, "tiny": 1 * GIB}
 OFFLOAD_STEPS = 3
 CONFIGS: Mapping[str, Mapping[str, Any]] = {
@@ -278,9 +268,7 @@ def optimizer(context: Context, settings: Mapping[str, Any]) -> Verdict:
     """
     require("transformers")
     context.group()
-    workload: Workload = largest_size(
-        context, OFFLOAD_SIZES, required_bytes=OFFLOAD_REQUIRED_BYTES
-    )["workload"]
+    workload = largest_size(context, OFFLOAD_SIZES, required_bytes=OFFLOAD_REQUIRED_BYTES)
     half = workload.with_layers(workload.layers // 2)
     numbers: dict[str, Any] = {"workload": workload.as_dict()}
     for name, config in CONFIGS.items():
@@ -304,21 +292,12 @@ def measure(context: Context, workload: Workload, config: Mapping[str, Any]) -> 
         trainer.step(batch)
         context.synchronize()
         accelerator.reset_peak(context.device)
-        started = time.perf_counter()
-        for _ in range(OFFLOAD_STEPS):
-            trainer.step(batch)
-        context.synchronize()
-        seconds = (time.perf_counter() - started) / OFFLOAD_STEPS
-        peak = (
-            accelerator.peak_bytes(context.device)
-            if accelerator.is_accelerator(context.device)
-            else 0
-        )
+        seconds = seconds_per_call(context, partial(trainer.step, batch), OFFLOAD_STEPS)
+        return seconds, context.peak_bytes()
     finally:
         trainer.close()
         del trainer
         context.release_memory()
-    return seconds, peak
 
 
 def extrapolated(
@@ -339,11 +318,11 @@ def extrapolated(
 
 LEAST_SHARE = 0.9
 """Share of the rate of plain copies from pinned memory that streaming must reach."""
-STREAMING_SIZES: Mapping[str, Mapping[str, Any]] = {
-    # A layer is on its way for 8 ms at 55 GB/s. Layers of toys would measure Python.
-    "wide": {"workload": replace(WIDE, layers=6, vocabulary=32000, length=2048)},
-    # With two layers, the places that streamed layers compute in would hold both of them.
-    "tiny": {"workload": TINY.with_layers(6)},
+STREAMING_SIZES = {
+    # A copy of a layer takes 8 ms at 55 GB/s. With toy layers the row would measure Python.
+    "wide": replace(WIDE, layers=6, vocabulary=32000, length=2048),
+    # With two layers, the slots in which streamed layers compute would hold both of them.
+    "tiny": TINY.with_layers(6),
 }
 STREAMING_REQUIRED_BYTES = {"wide": 8 * GIB, "tiny": 0.25 * GIB}
 PROMPTS = 2
@@ -362,9 +341,7 @@ def weights(context: Context, settings: Mapping[str, Any]) -> Verdict:
     compared with those of the model in the device's memory.
     """
     require("transformers")
-    workload: Workload = largest_size(
-        context, STREAMING_SIZES, required_bytes=STREAMING_REQUIRED_BYTES
-    )["workload"]
+    workload = largest_size(context, STREAMING_SIZES, required_bytes=STREAMING_REQUIRED_BYTES)
     with tempfile.TemporaryDirectory(prefix="plait-streaming-") as name:
         source = _saved(context, workload, Path(name))
         model = source.model()
@@ -416,11 +393,7 @@ def _generated(
     }
     try:
         answers = generate(sharded, prompts, **settings)
-        context.synchronize()
-        started = time.perf_counter()
-        generate(sharded, prompts, **settings)
-        context.synchronize()
-        seconds = time.perf_counter() - started
+        seconds = seconds_per_call(context, partial(generate, sharded, prompts, **settings), 1)
         return [answer.token_ids for answer in answers], seconds, plan.streamed_bytes
     finally:
         sharded.close()

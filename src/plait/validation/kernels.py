@@ -1,19 +1,20 @@
-"""Times of single kernels, and the planner's constants that follow from them, as a calibration
-file.
+"""Times of single kernels and of one planned rank, compared with the planner.
 
-`plait plan --calibrate FILE` reads it. The measured constants get the uncertainty of a rate that is
+The planner's constants that follow from the kernels are written as a calibration file, which
+`plait plan --calibrate FILE` reads. The measured constants get the uncertainty of a rate that is
 measured outside of a step; all others keep the shipped values. `plait calibrate` measures training
 steps too, and takes longer.
 
-Measurement of one rank of a planned layout of eight devices, and the planner's time for it.
+`rank_of_plan` runs one rank of a planned layout of eight devices.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -25,7 +26,7 @@ from plait.engine.single_rank import run_single_rank
 from plait.planner.calibrate import Calibration, CalibrationOrigin, save_calibration, uncalibrated
 from plait.planner.calibration_runs import RATE_WIDTH, DeviceRates, priors_from_rates
 from plait.planner.constants import Knowledge, knowledge
-from plait.planner.hardware import DEVICE_FAMILIES, Cluster, DeviceSpec
+from plait.planner.hardware import DEVICE_FAMILIES, DeviceSpec
 from plait.planner.hardware import cluster as cluster_of
 from plait.planner.models import Model, from_config
 from plait.planner.output import config_of
@@ -57,7 +58,7 @@ _RAMP_KERNELS = 200
 def calibrate(context: Context, settings: Mapping[str, Any]) -> Verdict:
     """Measure kernels, write the calibration, and compare the planner with the measured step."""
     figures = datasheet(context)
-    workload = TINY if context.is_small else WIDE
+    workload = context.size(WIDE, small=TINY)
     kernels = {
         "products": products(context, workload),
         "attention": attention(context, workload),
@@ -86,7 +87,7 @@ def calibrate(context: Context, settings: Mapping[str, Any]) -> Verdict:
 
 def products(context: Context, workload: Workload) -> dict[str, float]:
     """Return FLOP/s of the products of a layer and of the head, in bfloat16, by their shape."""
-    rows = 64 if context.is_small else TOKENS
+    rows = context.size(TOKENS, small=64)
     width = (workload.heads + 2 * workload.kv_heads) * workload.head_dim
     shapes = [
         (rows, workload.hidden, width),
@@ -108,56 +109,50 @@ def products(context: Context, workload: Workload) -> dict[str, float]:
 
 def attention(context: Context, workload: Workload) -> dict[str, dict[str, float]]:
     """Return seconds and FLOP/s of causal attention, forward and with its backward, by length."""
-    found = {}
-    for length in _SMALL_LENGTHS if context.is_small else LENGTHS:
-        batch = max(1, (32 if context.is_small else TOKENS) // length)
+    by_length = {}
+    for length in context.size(LENGTHS, small=_SMALL_LENGTHS):
+        batch = max(1, context.size(TOKENS, small=32) // length)
         shape = (batch, workload.heads, length, workload.head_dim)
         kv_shape = (batch, workload.kv_heads, length, workload.head_dim)
-        query, key, value = (
-            torch.randn(of, dtype=torch.bfloat16, device=context.device, requires_grad=True)
-            for of in (shape, kv_shape, kv_shape)
+        query = _random_parameter(context, *shape)
+        key = _random_parameter(context, *kv_shape)
+        value = _random_parameter(context, *kv_shape)
+        forward = partial(
+            F.scaled_dot_product_attention, query, key, value, is_causal=True, enable_gqa=True
         )
-
-        def forward(
-            query: torch.Tensor = query, key: torch.Tensor = key, value: torch.Tensor = value
-        ) -> torch.Tensor:
-            return F.scaled_dot_product_attention(
-                query, key, value, is_causal=True, enable_gqa=True
-            )
-
-        inputs = (query, key, value)
         gradient = torch.randn_like(forward())
-
-        def both(
-            forward: Callable[[], torch.Tensor] = forward,
-            inputs: tuple[torch.Tensor, ...] = inputs,
-            gradient: torch.Tensor = gradient,
-        ) -> None:
-            # Unlike `backward`, this does not add to earlier gradients, which would be measured
-            # too.
-            torch.autograd.grad(forward(), inputs, gradient)
+        both = partial(_forward_and_backward, forward, (query, key, value), gradient)
 
         calls = max(2, 8192 // length)
         forward_seconds = seconds_of(context, forward, calls=calls)
         both_seconds = seconds_of(context, both, calls=calls)
         # Causal attention computes half of the square: scores and outputs, 2 FLOPs each.
         flops = 2.0 * batch * length**2 * workload.heads * workload.head_dim
-        found[str(length)] = {
+        by_length[str(length)] = {
             "forward_seconds": forward_seconds,
             "forward_backward_seconds": both_seconds,
             "forward_flops_per_second": flops / forward_seconds,
             # The backward computes five products of the forward's two.
             "flops_per_second": 3.5 * flops / both_seconds,
         }
-    return found
+    return by_length
+
+
+def _random_parameter(context: Context, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.bfloat16, device=context.device, requires_grad=True)
+
+
+def _forward_and_backward(
+    forward: Callable[[], torch.Tensor], inputs: Sequence[torch.Tensor], gradient: torch.Tensor
+) -> None:
+    # Unlike `backward`, this does not add to earlier gradients, which would be measured too.
+    torch.autograd.grad(forward(), inputs, gradient)
 
 
 def norms(context: Context, workload: Workload) -> dict[str, float]:
     """Return seconds of RMSNorm with its backward, fused and as Transformers writes it."""
-    rows = 64 if context.is_small else TOKENS
-    x = torch.randn(
-        rows, workload.hidden, dtype=torch.bfloat16, device=context.device, requires_grad=True
-    )
+    rows = context.size(TOKENS, small=64)
+    x = _random_parameter(context, rows, workload.hidden)
     weight = torch.ones(
         workload.hidden, dtype=torch.bfloat16, device=context.device, requires_grad=True
     )
@@ -179,11 +174,9 @@ def norms(context: Context, workload: Workload) -> dict[str, float]:
 
 def loss(context: Context, workload: Workload) -> dict[str, float]:
     """Return seconds of the cross entropy of bfloat16 logits in float32, with its backward."""
-    rows = 64 if context.is_small else TOKENS
+    rows = context.size(TOKENS, small=64)
     vocabulary = workload.vocabulary
-    logits = torch.randn(
-        rows, vocabulary, dtype=torch.bfloat16, device=context.device, requires_grad=True
-    )
+    logits = _random_parameter(context, rows, vocabulary)
     targets = torch.randint(0, vocabulary, (rows,), device=context.device)
 
     def cross_entropy() -> None:
@@ -194,7 +187,7 @@ def loss(context: Context, workload: Workload) -> dict[str, float]:
 
 def optimizer(context: Context) -> dict[str, float]:
     """Return seconds of the fused AdamW, and the bytes per second of its 28 bytes per parameter."""
-    count = 2**16 if context.is_small else 2**28
+    count = context.size(2**28, small=2**16)
     parameter = torch.zeros(count, device=context.device, requires_grad=True)
     parameter.grad = torch.zeros_like(parameter)
     adamw = torch.optim.AdamW([parameter], fused=True)
@@ -205,7 +198,7 @@ def optimizer(context: Context) -> dict[str, float]:
 
 def addition(context: Context) -> float:
     """Return bytes per second of an addition of two float32 tensors."""
-    nbytes = MIB if context.is_small else GIB
+    nbytes = context.size(GIB, small=MIB)
     left = torch.ones(nbytes // 4, device=context.device)
     right = torch.ones_like(left)
     result = torch.empty_like(left)
@@ -306,12 +299,8 @@ COMPUTED_TERMS = (
     "optimizer",
     "fixed",
 )
-"""Terms of a step that do not depend on other ranks. A rank alone waits for none and sends nothing.
-"""
-SIZES: Mapping[str, Mapping[str, Any]] = {
-    "medium": {"workload": MEDIUM},
-    "tiny": {"workload": TINY},
-}
+"""Terms of a step that do not depend on other ranks. A single rank neither waits nor sends."""
+SIZES = {"medium": MEDIUM, "tiny": TINY}
 REQUIRED_BYTES = {"medium": 20 * GIB, "tiny": 1 * GIB}
 
 
@@ -319,11 +308,9 @@ def rank_of_plan(context: Context, settings: Mapping[str, Any]) -> Verdict:
     """Run the first rank of the best layout with the degrees in `settings["fixed"]`."""
     require("transformers")
     figures = datasheet(context)
-    workload: Workload = largest_size(context, SIZES, required_bytes=REQUIRED_BYTES)["workload"]
+    workload = largest_size(context, SIZES, required_bytes=REQUIRED_BYTES)
     memory = 80 * GIB if context.is_small else context.free_bytes()
-    cluster: Cluster = cluster_of(
-        str(figures.name), DEVICES, devices_per_node=DEVICES, memory_bytes=memory
-    )
+    cluster = cluster_of(str(figures.name), DEVICES, devices_per_node=DEVICES, memory_bytes=memory)
     precision = "bf16" if "bf16" in figures.flops else "fp16"
     model = Model(
         from_config(workload.fields, source="the planned model"), {"config": workload.fields}

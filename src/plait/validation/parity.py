@@ -20,14 +20,12 @@ import torch.distributed as dist
 
 from plait.cluster import accelerator
 from plait.config.resolving.resolve import load
-from plait.engine.build import initialize
-from plait.engine.engine import Engine
 from plait.validation.context import Context, require, require_compiler
 from plait.validation.rows import Verdict, verdict
-from plait.verify.parity import Trace
+from plait.verify.parity import Trace, micro_batches_of_rank
 from plait.verify.plan import Pass, VerificationPlan, prepare
 from plait.verify.report import Section, compare_configured, compare_float64
-from plait.verify.run import References, references, run_layout
+from plait.verify.run import References, references, run_layout, start_engine
 
 MODEL: Mapping[str, Any] = {
     "model_type": "llama",
@@ -84,8 +82,7 @@ def planned(
             most_processes=context.world,
             gpus=context.world,
         )
-    shared: VerificationPlan = context.from_first_rank(plan)
-    return shared
+    return context.from_first_rank(plan)
 
 
 def layout(context: Context, settings: Mapping[str, Any]) -> Verdict:
@@ -212,10 +209,9 @@ def checkpoint(context: Context, settings: Mapping[str, Any]) -> Verdict:
         straight = _losses_of(saving, slice(0, 4), folder, save_after=2)
         resumed = _losses_of(loading, slice(2, 4), folder, load_first=True)
         dist.barrier()  # Rank 0 removes the folder.
-    pairs = zip(straight[2:], resumed, strict=True)
     problems = [
-        f"step {step + 3}: loss {after!r}, and {before!r} without a checkpoint"
-        for step, (before, after) in enumerate(pairs)
+        f"step {step}: loss {after!r}, and {before!r} without a checkpoint"
+        for step, before, after in zip((3, 4), straight[2:], resumed, strict=True)
         if not abs(before - after) <= RESUMED * abs(before)
     ]
     return verdict(problems, losses=straight, resumed=resumed, allowed=RESUMED)
@@ -233,29 +229,18 @@ def _losses_of(
     resolved, dtype = plan.settings("float64")
     built = plan.build(dtype)
     with plan.lifting("float64", built.model):
-        engine = initialize(
-            built.model,
-            resolved,
-            loss_fn=built.loss,
-            forward=built.forward,
-            total_steps=plan.steps,
-        )
+        engine = start_engine(plan, built, resolved)
+        losses = []
         try:
             if load_first and engine.load_checkpoint(folder) is None:
                 raise AssertionError(f"{folder} has no checkpoint")
-            return _train(engine, plan.data(built)[steps], folder, save_after)
+            for step in plan.data(built)[steps]:
+                result = engine.train_batch(micro_batches_of_rank(engine, step))
+                losses.append(float(result.loss))
+                if save_after == len(losses):
+                    engine.save_checkpoint(folder, wait=False)
+            if save_after is not None:
+                engine.checkpoint_written(wait=True)
+            return losses
         finally:
             engine.close()
-
-
-def _train(engine: Engine, steps: list[Any], folder: Path, save_after: int | None) -> list[float]:
-    count = engine.gradient_accumulation_steps()
-    first = engine.dp_rank * count
-    losses = []
-    for index, step in enumerate(steps):
-        losses.append(float(engine.train_batch(list(step[first : first + count])).loss))
-        if save_after == index + 1:
-            engine.save_checkpoint(folder, wait=False)
-    if save_after is not None:
-        engine.checkpoint_written(wait=True)
-    return losses

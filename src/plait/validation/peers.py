@@ -4,9 +4,8 @@ All compute in bfloat16 on float32 parameters, reduce in float32, clip the gradi
 use the fused AdamW. Torch's peers are written as its documentation recommends. Each trainer returns
 its loss on the device and never reads a number, so the host does not wait.
 
-Tensor parallelism and pipelines for `throughput`: Plait, and the hand-written Llama with torch.
-
-Two ranks split the model, and the remaining ranks are replicas of it.
+With tensor parallelism and pipelines two ranks split the model, and the remaining ranks are
+replicas of it. Plait is then compared with the hand-written Llama and torch's own parallelism.
 """
 
 from __future__ import annotations
@@ -145,10 +144,15 @@ def next_token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     )
 
 
-def plait_trainer(context: Context, workload: Workload, config: Mapping[str, Any]) -> TimedTrainer:
-    """Return Plait's engine for a Transformers Llama."""
+def plait_trainer(
+    context: Context,
+    workload: Workload,
+    config: Mapping[str, Any],
+    model: nn.Module | None = None,
+) -> TimedTrainer:
+    """Return Plait's engine for a model, by default a Transformers Llama."""
     resolved = step_settings({**REDUCED_IN_FP32, **config}, workload, world=context.world)
-    model = on_device(workload, context.device)
+    model = model or on_device(workload, context.device)
     engine = initialize(model, resolved, loss_fn=causal_lm_loss, total_steps=1_000_000)
     return TimedTrainer(lambda batch: engine.train_batch(batch).loss, engine.close)
 
@@ -160,25 +164,33 @@ def fsdp2(
     loss.
     """
     mesh = device_mesh(context, (context.world,), ("dp",))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for block in blocks:
-        if compiled:
+    if compiled:
+        for block in blocks:
             block.compile()
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    # The root's parameters are used at both ends of a pass, so torch keeps them by default.
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    return TimedTrainer(torch_step(model))
+    _shard(model, blocks, mesh, reshard_blocks=True)
+    return TimedTrainer(torch_step(model, _clip_together))
 
 
-def torch_step(model: nn.Module) -> Callable[[Batch], torch.Tensor]:
-    """Return a training step for a model that returns the loss, or an output with `loss`."""
+def _clip_together(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+
+
+def torch_step(
+    model: nn.Module, clip: Callable[[nn.Module], None]
+) -> Callable[[Batch], torch.Tensor]:
+    """Return a training step for a model that returns the loss, or an output with `loss`.
+
+    Args:
+        model: The model.
+        clip: Clips the global gradient norm of the model to 1.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
 
     def step(batch: Batch) -> torch.Tensor:
         output = model(**batch)
-        loss: torch.Tensor = output if isinstance(output, torch.Tensor) else output.loss
+        loss: torch.Tensor = getattr(output, "loss", output)
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+        clip(model)
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
@@ -216,18 +228,15 @@ def liger_fsdp2(context: Context, workload: Workload) -> TimedTrainer:
 def liger_plait(context: Context, workload: Workload) -> TimedTrainer:
     """Return Plait with Liger's kernels and its own loss in chunks in place of Liger's."""
     sharding = {"dp_shard": context.world, "loss_chunk_tokens": LOSS_CHUNK_TOKENS}
-    resolved = step_settings(
-        {**REDUCED_IN_FP32, **STAGE_3, "parallel": sharding}, workload, world=context.world
-    )
     model = on_device(workload, context.device)
     restore = give_liger_kernels(model, fused_linear_cross_entropy=False)
-    engine = initialize(model, resolved, loss_fn=causal_lm_loss, total_steps=1_000_000)
+    trainer = plait_trainer(context, workload, {**STAGE_3, "parallel": sharding}, model)
 
     def close() -> None:
-        engine.close()
+        trainer.close()
         restore()
 
-    return TimedTrainer(lambda batch: engine.train_batch(batch).loss, close)
+    return replace(trainer, close=close)
 
 
 def give_liger_kernels(model: nn.Module, *, fused_linear_cross_entropy: bool) -> Callable[[], None]:
@@ -280,8 +289,7 @@ def deepspeed_zero_3(context: Context, workload: Workload) -> TimedTrainer:
         loss = engine(**batch).loss
         engine.backward(loss)
         engine.step()
-        detached: torch.Tensor = loss.detach()
-        return detached
+        return loss.detach()
 
     return TimedTrainer(step, engine.destroy)
 
@@ -315,29 +323,19 @@ def torch_tensor_parallel(context: Context, workload: Workload) -> TimedTrainer:
     """Return the hand-written Llama with DTensor's tensor parallelism and FSDP2 over replicas."""
     mesh = device_mesh(context, (context.world // SPLIT, SPLIT), ("dp", "tp"))
     model = hand_written(context, workload)
-    of_block = {
+    block_plan = {
         **{name: ColwiseParallel() for name in ("query", "key", "value", "gate", "up")},
         **{name: RowwiseParallel() for name in ("output", "down")},
     }
     for block in model.layers:
-        parallelize_module(block, mesh["tp"], of_block)
+        parallelize_module(block, mesh["tp"], block_plan)
     ends = {
         "embedding": RowwiseParallel(input_layouts=Replicate()),
         "head": ColwiseParallel(output_layouts=Replicate()),
     }
     parallelize_module(model, mesh["tp"], ends)
     _shard(model, model.layers, mesh["dp"])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True, foreach=False)
-
-    def step(batch: Batch) -> torch.Tensor:
-        loss: torch.Tensor = model(**batch)
-        loss.backward()
-        _clip(list(model.parameters()))
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return TimedTrainer(step)
+    return TimedTrainer(torch_step(model, _clip_by_mesh))
 
 
 def torch_pipeline(context: Context, workload: Workload) -> TimedTrainer:
@@ -356,7 +354,7 @@ def torch_pipeline(context: Context, workload: Workload) -> TimedTrainer:
             schedule.step(batch["input_ids"])
         else:
             schedule.step(target=batch["labels"], losses=losses)
-        _clip(list(module.parameters()), mesh["pp"])
+        _clip_by_mesh(module, mesh["pp"])
         optimizer.step()
         optimizer.zero_grad()
         if not losses:
@@ -390,21 +388,24 @@ class HandWrittenStage(nn.Module):
         return x
 
 
-def _shard(model: nn.Module, blocks: nn.ModuleList, mesh: DeviceMesh) -> None:
+def _shard(
+    model: nn.Module, blocks: nn.ModuleList, mesh: DeviceMesh, *, reshard_blocks: bool = False
+) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_blocks)
+    # The root's parameters are used at both ends of a pass, so torch keeps them by default.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
 
 
-def _clip(parameters: list[nn.Parameter], stages: DeviceMesh | None = None) -> None:
+def _clip_by_mesh(model: nn.Module, stages: DeviceMesh | None = None) -> None:
     """Clip the global gradient norm to 1.
 
     Parameters on different meshes (tensor parallelism splits some only) have no common foreach
     norm, so each mesh has its own, and the squares are added.
     """
     by_mesh: dict[Any, list[nn.Parameter]] = {}
-    for parameter in parameters:
+    for parameter in model.parameters():
         if parameter.grad is not None:
             mesh = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
             by_mesh.setdefault(mesh, []).append(parameter)

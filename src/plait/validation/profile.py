@@ -1,16 +1,14 @@
-"""A profile of training steps: kernels, gaps between them, and when the device is idle.
+"""A profile of training steps: kernels, gaps, idle times, and waits of the host for the device.
+
+Every wait empties the queue of kernels: the device then idles until the host has launched the next
+ones. torch warns of such operations (`torch.cuda.set_sync_debug_mode`). The warnings are Python
+warnings, those of the backward's threads included, which autograd repeats on the calling thread.
 
 Note [Steps in a trace]
     Steps are marked with `record_function`. The profiler repeats such a range on the device, from
     the first to the last kernel that the range's thread has launched. The forward begins a step
     and the optimizer ends it, both on the main thread, so the range spans the backward as well,
     whose kernels another thread launches.
-
-How often the host waits for the device in a training step.
-
-Every wait empties the queue of kernels: the device then idles until the host has launched the next
-ones. torch warns of such operations (`torch.cuda.set_sync_debug_mode`). The warnings are Python
-warnings, those of the backward's threads included, which autograd repeats on the calling thread.
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ _LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLau
 Interval = tuple[float, float]
 """(begin, end) in seconds."""
 Kind = Literal["products", "attention", "collectives", "copies", "other"]
-_WORDS: Mapping[Kind, tuple[str, ...]] = {
+_NAME_PARTS: Mapping[Kind, tuple[str, ...]] = {
     "collectives": ("nccl",),
     "attention": ("flash", "fmha", "attention", "sdpa"),
     "products": ("gemm", "cutlass", "xmma", "nvjet", "cublas", "matmul"),
@@ -69,7 +67,7 @@ class Event:
     end: float
     """Seconds."""
     place: Literal["device", "mark", "host"]
-    """A kernel or copy on the device; a step's range on the device; a call on the host."""
+    """A kernel or copy on the device; the range of a step on the device; a call on the host."""
 
 
 def step(context: Context, settings: Mapping[str, Any]) -> Verdict:
@@ -134,8 +132,8 @@ def analyse(events: Sequence[Event], steps: int) -> dict[str, Any]:
         by_name[event.name].append(event.end - event.begin)
     computing = union(
         interval
-        for kind, found in by_kind.items()
-        for interval in found
+        for kind, intervals in by_kind.items()
+        for interval in intervals
         if kind not in ("collectives", "copies")
     )
     exposed = {
@@ -157,16 +155,16 @@ def analyse(events: Sequence[Event], steps: int) -> dict[str, Any]:
         "idle_seconds_between_steps": median(between) if between else None,
         "host_waits_per_step": {name: on_host[name] / steps for name in _WAITS if on_host[name]},
         "seconds_per_step_by_kind": {
-            kind: total(union(found)) / steps for kind, found in by_kind.items()
+            kind: total(union(intervals)) / steps for kind, intervals in by_kind.items()
         },
         "exposed_seconds_per_step": exposed,
         "longest_kernels": [
             {
                 "name": name[:120],
-                "per_step": len(found) / steps,
-                "seconds_per_step": sum(found) / steps,
+                "per_step": len(seconds) / steps,
+                "seconds_per_step": sum(seconds) / steps,
             }
-            for name, found in longest
+            for name, seconds in longest
         ],
     }
 
@@ -178,8 +176,8 @@ def kind_of(name: str) -> Kind:
     lowered = name.lower()
     if lowered.startswith("memcpy"):
         return "copies" if "htod" in lowered or "dtoh" in lowered else "other"
-    for kind, words in _WORDS.items():
-        if any(word in lowered for word in words):
+    for kind, parts in _NAME_PARTS.items():
+        if any(part in lowered for part in parts):
             return kind
     return "other"
 
@@ -205,22 +203,21 @@ def outside(intervals: Sequence[Interval], others: Sequence[Interval]) -> list[I
     parts = []
     first = 0
     for begin, end in intervals:
-        at = begin
+        covered = begin
         while first < len(others) and others[first][1] <= begin:
             first += 1
         for low, high in others[first:]:
             if low >= end:
                 break
-            if low > at:
-                parts.append((at, low))
-            at = max(at, high)
-        if at < end:
-            parts.append((at, end))
+            if low > covered:
+                parts.append((covered, low))
+            covered = max(covered, high)
+        if covered < end:
+            parts.append((covered, end))
     return parts
 
 
 COUNTED_STEPS = 5
-_WARM_STEPS = 2
 NO_WARNINGS = "a simulated device does not warn of waits; the steps ran to their end"
 _MESSAGE = "called a synchronizing CUDA operation"
 _PLACES = 10
@@ -243,14 +240,14 @@ def per_step(context: Context, settings: Mapping[str, Any]) -> Verdict:
 
 def waits_of_config(context: Context, config: Mapping[str, Any]) -> Counter[str]:
     """Train a few steps of a configuration and return the waits of STEPS of them by place."""
-    workload = TINY if context.is_small else STRUCTURE
+    workload = context.size(STRUCTURE, small=TINY)
     resolved = step_settings(config, workload, world=context.world)
     model = on_device(workload, context.device)
     engine = initialize(model, resolved, loss_fn=causal_lm_loss, total_steps=100)
-    # The batch is on the device: what a data loader does is not part of the step.
+    # The batch is on the device, because the work of a data loader is not part of a step.
     batch = random_batch(workload, context.device, seed=context.rank)
     try:
-        for _ in range(_WARM_STEPS):
+        for _ in range(WARM_STEPS):
             engine.train_batch(batch)
         context.synchronize()
         return waits_of(lambda: engine.train_batch(batch), COUNTED_STEPS, context.device)
@@ -259,16 +256,11 @@ def waits_of_config(context: Context, config: Mapping[str, Any]) -> Counter[str]
 
 
 def waits_of(step: Callable[[], object], steps: int, device: torch.device) -> Counter[str]:
-    """Run steps and return how many waits there were at each place (`file:line`)."""
+    """Run steps and return the number of waits at each place (`file:line`)."""
     with warnings.catch_warnings(record=True) as caught, accelerator.warning_of_waits(device):
         warnings.simplefilter("always")
         for _ in range(steps):
             step()
-    return count_waits(caught)
-
-
-def count_waits(caught: list[warnings.WarningMessage]) -> Counter[str]:
-    """Count the warnings of waits by place; other warnings are left out."""
     return Counter(
         f"{_below_package(warning.filename)}:{warning.lineno}"
         for warning in caught

@@ -1,15 +1,12 @@
-"""Rows of a validation and their results.
+"""Rows of a validation, their results, and the document and the summaries made of them.
 
 A row is one check with its settings. This module is plain data: the process that starts the checks
 needs neither torch nor a GPU.
 
-The document of a validation: machine, versions and the numbers of all rows, as one JSON object.
-
-It contains no paths, user names or host names. Of the environment it has only the variables that
-change how CUDA, NCCL and torch work.
-
-The most important numbers of a row in one line, for the screen and for
-docs/reference/devices.md.
+The document has the machine, versions and the numbers of all rows as one JSON object. It contains
+no paths, user names or host names. Of the environment it has only the variables that change how
+CUDA, NCCL and torch work. A summary is one line with the most important numbers of a row, for the
+screen and for docs/reference/devices.md.
 """
 
 from __future__ import annotations
@@ -167,7 +164,7 @@ def summary_of(name: str, numbers: Numbers) -> str:
     summarise = _SUMMARIES.get(check)
     try:
         return summarise(numbers) if summarise is not None else ""
-    except (KeyError, TypeError):  # A row that was cut has some of its numbers only.
+    except (KeyError, TypeError):  # A row that was stopped has some of its numbers only.
         return ""
 
 

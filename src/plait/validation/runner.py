@@ -6,7 +6,7 @@ Note [Turns]
     the row's index to a file (TURNS) that all ranks read, so every rank takes the same decision.
     The first rank appends its answers to another file (EVENTS). Files survive any end of a
     process: after a crash the parent knows which row it was, reports it as failed and starts a new
-    launch with the rest. Partial numbers of the row that was cut are in its result.
+    launch with the other rows. Partial numbers of the stopped row are in its result.
 
 Note [Which rows run]
     Rows are listed by value. A row starts when its planned time fits into the remaining budget
@@ -77,7 +77,7 @@ class Runner:
         """
         self.command = command
         self.began = began
-        self._budget_seconds = budget_seconds
+        self.budget_seconds = budget_seconds
         self._deadline = time.monotonic() + budget_seconds
 
     def run(self, rows: Sequence[Row], facts: Mapping[str, Any]) -> Iterator[Result]:
@@ -105,17 +105,13 @@ class Runner:
                     yield from launch.results()
                 except KeyboardInterrupt:
                     interrupted = True
-                    yield from launch.stop_interrupted()
+                    yield from launch.unfinished("not run", "interrupted")
         if interrupted:
             raise Interrupted
 
     def seconds_left(self) -> float:
         """Return the rest of the budget."""
         return self._deadline - time.monotonic()
-
-    def budget_used_up(self) -> str:
-        """Return the reason of a row that the end of the budget stopped."""
-        return f"the budget of {self._budget_seconds / 60:g} minutes was used up"
 
     def skip(
         self,
@@ -155,7 +151,7 @@ class Runner:
         reserved_text = f", {needed - row.planned_seconds:.0f} s are reserved" if reserved else ""
         return (
             f"planned for {row.planned_seconds:.0f} s{reserved_text}, and {left:.0f} s of "
-            f"{self._budget_seconds / 60:g} minutes are left; raise --minutes or use --only"
+            f"{self.budget_seconds / 60:g} minutes are left; raise --minutes or use --only"
         )
 
 
@@ -173,7 +169,7 @@ class _Launch:
         """Prepare a launch. `pending` is consumed as rows get their results."""
         self._runner = runner
         self._pending = pending
-        self._given = list(pending)
+        self._launched = list(pending)
         self._rows = rows
         self._later = later
         self._facts = facts
@@ -194,17 +190,13 @@ class _Launch:
             finally:
                 self._end()
 
-    def stop_interrupted(self) -> list[Result]:
-        """Return the result of the row that Ctrl-C stopped."""
-        return self._unfinished("not run", "interrupted")
-
     def _start(self) -> None:
-        content = {"facts": dict(self._facts), "rows": [asdict(row) for row in self._given]}
+        content = {"facts": dict(self._facts), "rows": [asdict(row) for row in self._launched]}
         (self._folder / ROWS).write_text(json.dumps(content), encoding="utf-8")
-        self._give_turn()
+        self._write_turn()
         with (self._folder / ERRORS).open("wb") as errors:
             self._process = subprocess.Popen(
-                self._runner.command(self._given[0].ranks, self._folder),
+                self._runner.command(self._launched[0].ranks, self._folder),
                 stdin=subprocess.PIPE,  # Closed when this process ends; the launcher then ends too.
                 stdout=errors,
                 stderr=errors,
@@ -219,25 +211,26 @@ class _Launch:
             for result in self._read():
                 yield result
                 yield from self._runner.skip(self._pending, self._rows, self._later)
-                self._give_turn()
+                self._write_turn()
             if not self._pending:
                 return
             if exited:
-                yield from self._unfinished("failed", self._why_ended())
+                yield from self.unfinished("failed", self._why_ended())
                 return
             if self._runner.seconds_left() <= 0:
-                reason = f"{self._runner.budget_used_up()} while it ran"
-                yield from self._unfinished("not run", reason)
+                minutes = self._runner.budget_seconds / 60
+                reason = f"the budget of {minutes:g} minutes was used up while it ran"
+                yield from self.unfinished("not run", reason)
                 return
             late = self._late()
             if late:
-                yield from self._unfinished("failed", late)
+                yield from self.unfinished("failed", late)
                 return
             time.sleep(_POLL_SECONDS)
 
-    def _give_turn(self) -> None:
-        """Tell the processes which row is next, or that there is none."""
-        turn = str(self._given.index(self._pending[0])) if self._pending else END_TURN
+    def _write_turn(self) -> None:
+        """Append the index of the next row to the file of turns, or the end. See Note [Turns]."""
+        turn = str(self._launched.index(self._pending[0])) if self._pending else END_TURN
         with (self._folder / TURNS).open("a", encoding="utf-8") as file:
             file.write(turn + "\n")
 
@@ -280,7 +273,7 @@ class _Launch:
         self._since = time.monotonic()
         return Result(row.name, row.title, outcome, reason, seconds, row.planned_seconds, numbers)
 
-    def _unfinished(self, outcome: Outcome, reason: str) -> list[Result]:
+    def unfinished(self, outcome: Outcome, reason: str) -> list[Result]:
         """Return the result of the row that was running, with the numbers that it had reported."""
         if not self._pending:
             return []

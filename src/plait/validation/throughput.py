@@ -27,7 +27,7 @@ import torch.distributed as dist
 from plait.cluster import accelerator
 from plait.sizes import format_bytes
 from plait.validation import peers
-from plait.validation.ceilings import datasheet
+from plait.validation.ceilings import datasheet, seconds_per_call
 from plait.validation.context import (
     TINY,
     WIDE,
@@ -111,7 +111,7 @@ def compare(context: Context, settings: Mapping[str, Any]) -> Verdict:
 
     if settings.get("depths") and workload.layers > 1:
         shallow = {name: visit(context, name, workload.with_layers(1)) for name in contenders}
-        seconds = {name: one.seconds for name, one in shallow.items()}
+        seconds = {name: visited.seconds for name, visited in shallow.items()}
         numbers["layer"] = per_layer(numbers["seconds"], seconds, workload, peak)
     if any(name.endswith("-compiled") for name in contenders):
         torch.compiler.reset()  # Compiled code of later rows is for other shapes.
@@ -189,7 +189,9 @@ def first_visits(
                 break
             else:
                 visits[name] = attempt
-            context.progress({"first_visits": {name: asdict(one) for name, one in visits.items()}})
+            context.progress(
+                {"first_visits": {name: asdict(visited) for name, visited in visits.items()}}
+            )
         if len(visits) + len(errors) == len(contenders):
             context.results[LAYERS] = workload.layers
             return workload, visits, errors
@@ -205,18 +207,15 @@ def try_visit(context: Context, name: str, workload: Workload) -> Visit | str | 
 
     With several ranks every error is raised: the others wait in a collective, so the launch ends.
     """
-    result: Visit | str | None
+    result: Visit | str | None = None
     try:
         result = visit(context, name, workload)
-    except torch.OutOfMemoryError:
-        if context.world > 1:
-            raise
-        result = None
     except Exception as error:
         if context.world > 1:
             raise
-        lines = str(error).strip().splitlines() or [""]
-        result = f"{type(error).__name__}: {lines[0][:500]}"
+        if not isinstance(error, torch.OutOfMemoryError):
+            lines = str(error).strip().splitlines() or [""]
+            result = f"{type(error).__name__}: {lines[0][:500]}"
     # The handlers have ended: no error keeps the frames and their tensors alive.
     context.release_memory()
     return result
@@ -236,7 +235,7 @@ def visit(context: Context, name: str, workload: Workload) -> Visit:
         retries = accelerator.allocation_retries(context.device)
         seconds, loss = timed_steps(context, trainer, batch)
         retries = max(context.gathered(accelerator.allocation_retries(context.device) - retries))
-        peak = 0 if context.device.type == "cpu" else accelerator.peak_bytes(context.device)
+        peak = context.peak_bytes()
     finally:
         trainer.close()
         del trainer
@@ -252,16 +251,16 @@ def timed_steps(
     """Return (seconds per step, last loss). The host waits before the first step and after the
     last.
     """
-    count = 1 if context.is_small else TIMED_STEPS
-    context.synchronize()
+    losses: list[torch.Tensor] = []
     if context.world > 1:
-        dist.barrier()
         context.synchronize()
-    started = time.perf_counter()
-    for _ in range(count):
-        loss = trainer.step(batch)
-    context.synchronize()
-    return (time.perf_counter() - started) / count, float(loss)
+        dist.barrier()
+    seconds = seconds_per_call(
+        context,
+        lambda: losses.append(trainer.step(batch)),
+        context.size(TIMED_STEPS, small=1),
+    )
+    return seconds, float(losses[-1])
 
 
 def another_round_fits(
@@ -276,7 +275,8 @@ def another_round_fits(
     last = rounds[-1].values()
     # A later visit does not compile again. Building takes seconds at most.
     round_seconds = sum(
-        min(one.warm_seconds, 2 * one.seconds + 5) + steps * one.seconds for one in last
+        min(visited.warm_seconds, 2 * visited.seconds + 5) + steps * visited.seconds
+        for visited in last
     )
     depths = 0.5 * round_seconds if settings.get("depths") else 0.0
     fits = context.row_deadline - time.monotonic() > round_seconds + depths

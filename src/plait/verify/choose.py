@@ -26,7 +26,7 @@ from plait.model.blocks import find_blocks
 from plait.model.described import check_sizes, described_config, require_transformers
 from plait.model.layers import count_parameters
 from plait.planner.models import find_model, named
-from plait.sizes import DTYPES, format_count
+from plait.sizes import DTYPES, dtype_name, format_count
 from plait.verify import shrink
 from plait.verify.keep_float64 import keeping_float64, roundings
 from plait.verify.model_under_test import (
@@ -61,50 +61,44 @@ class ModelChoice:
     """Dtype of the parameters in a run that does not set one."""
 
 
-def choose(config: Config, given: str | None, *, layout: Layout) -> ModelChoice:
+def choose(config: Config, source: str | None, *, layout: Layout) -> ModelChoice:
     """Return the small model that stands for the user's model.
 
     Args:
-        config: The configuration, whose `model` section is used if `given` is None.
-        given: Folder, name, config.json or `package.module:function`, or None.
+        config: The configuration, whose `model` section is used if `source` is None.
+        source: Folder, name, config.json or `package.module:function`, or None.
         layout: The layout, whose degrees the small model has to allow as the large one does.
 
     Raises:
-        InputError: `given` cannot be read.
+        InputError: `source` cannot be read.
         ConfigError: The configuration names no model.
         ModelError: No small version of the model runs.
     """
     blocks = config.parallel.blocks
-    if given is not None and ":" in given and not Path(given).exists():
-        return _choose_function(given, blocks, layout)
-    if given is None and config.model is None:
+    if source is not None and ":" in source and not Path(source).exists():
+        return _choose_function(source, blocks, layout)
+    if source is None and config.model is None:
         example = '"model": {"config": {"model_type": "llama"}}'
-        raise ConfigError(
-            Problem(
-                "model",
-                None,
-                "the file names no model",
-                f"add {example}, or --model FOLDER, NAME or {_FUNCTION}",
-            )
-        )
-    fields, title = fields_of(config, given)
+        remedy = f"add {example}, or --model FOLDER, NAME or {_FUNCTION}"
+        raise ConfigError(Problem("model", None, "the file names no model", remedy))
+    fields, title = fields_of(config, source)
     dtype = config.model.dtype if config.model is not None else "float32"
     return _choose_transformers(fields, title, blocks, layout, dtype=dtype)
 
 
-def fields_of(config: Config, given: str | None) -> tuple[shrink.Fields, str]:
+def fields_of(config: Config, source: str | None) -> tuple[shrink.Fields, str]:
     """Return the unshrunk Transformers configuration of the user's model, and a title.
 
     Raises:
-        InputError: `given` (a name, folder or file) cannot be read.
+        InputError: `source` (a name, folder or file) cannot be read.
         ConfigError: The `model` section is wrong.
     """
-    if given is not None:
-        return _fields_at(given, "--model"), given
+    if source is not None:
+        return _read_fields(source, "--model"), source
     assert config.model is not None
     if config.model.config is None:
         assert config.model.path is not None
-        return _fields_at(config.model.path, "model.path"), config.model.path
+        return _read_fields(config.model.path, "model.path"), config.model.path
     follow = {}
     if config.data is not None and config.data.tokenizer is None:
         follow["vocab_size"] = config.data.vocab_size
@@ -112,17 +106,15 @@ def fields_of(config: Config, given: str | None) -> tuple[shrink.Fields, str]:
     return fields, config.model.config["model_type"]
 
 
-def _fields_at(source: str, option: str) -> shrink.Fields:
+def _read_fields(source: str, option: str) -> shrink.Fields:
     """Return the configuration in a folder or file, of a known public model, or on the hub."""
     require_transformers(option)
     from transformers import AutoConfig
 
     path = user_path(source, option)
     if not path.exists() and named(source) is not None:
-        fields: shrink.Fields = described_config(
-            find_model(source).section["config"], follow={}
-        ).to_dict()
-        return fields
+        public = described_config(find_model(source).section["config"], follow={})
+        return public.to_dict()
     if path.is_dir() and not (path / "config.json").is_file():
         raise InputError(
             f"{option} = {source!r}: the folder has no config.json; name one that save_pretrained"
@@ -134,9 +126,8 @@ def _fields_at(source: str, option: str) -> shrink.Fields:
             f" config.json, or {_FUNCTION}"
         )
     try:
-        config = AutoConfig.from_pretrained(
-            str(path) if path.exists() else source, trust_remote_code=False
-        )
+        name = str(path) if path.exists() else source
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     except Exception as error:
         # The hub, the network and each configuration class raise exceptions of their own.
         raise InputError(
@@ -150,54 +141,63 @@ def _fields_at(source: str, option: str) -> shrink.Fields:
 def _choose_transformers(
     fields: shrink.Fields, title: str, blocks: tuple[str, ...], layout: Layout, *, dtype: str
 ) -> ModelChoice:
-    whole, kinds = _measure_large_model(fields, title)
-    failure: Exception | None = None
-    best: tuple[TestedModel, nn.Module, list[str]] | None = None
-    for small in _candidates(fields, layout):
-        if (
-            best is not None
-            and len(best[2])
-            and shrink.depth_of(small) == shrink.depth_of(best[0].fields or {})
-        ):
-            continue  # only a deeper one can have more kinds of modules
-        try:
-            tested, model = _try_model(TestedModel(title=title, fields=small, blocks=blocks))
-        except (ConfigError, InputError):
-            raise
-        except Exception as error:
-            # A model that is too small for its architecture raises any exception.
-            failure = error if failure is None or isinstance(failure, _TooLarge) else failure
-            continue
-        missing = sorted(kinds - {type(module).__name__ for module in model.modules()})
-        if best is None or len(missing) < len(best[2]):
-            best = (tested, model, missing)
-        if not missing:
-            break
-    if best is None:
-        assert failure is not None
-        if isinstance(failure, _TooLarge):
-            raise failure
-        raise ModelError(
-            f"{title}: no small version of it runs a forward and backward in float64"
-            f" ({first_line(failure)})"
-        ) from failure
-    tested, model, missing = best
-    listed = [str(change) for change in shrink.changes(fields, tested.fields or {})]
-    lines = [f"{title}, shrunk: {'; '.join(listed)}" if listed else f"{title}, as it is"]
-    if missing:
-        lines.append(f"not in the small model, so not verified: {', '.join(missing)}")
-    return _make_choice(tested, model, lines, whole=whole, dtype=dtype)
-
-
-def _measure_large_model(fields: shrink.Fields, title: str) -> tuple[int, set[str]]:
-    """Return the number of parameters and the class names of the modules of the large model."""
     try:
-        model = transformers_model(fields, dtype=torch.float32)
+        large = transformers_model(fields, dtype=torch.float32)
     except (ValueError, KeyError) as error:
         raise InputError(
             f"{title}: not a causal language model of Transformers ({first_line(error)})"
         ) from error
-    return count_parameters(model), {type(module).__name__ for module in model.modules()}
+    kinds = {type(module).__name__ for module in large.modules()}
+    tested, model, missing = _smallest(
+        fields, TestedModel(title=title, blocks=blocks), kinds, layout
+    )
+    changes = [str(change) for change in shrink.changes(fields, tested.fields or {})]
+    lines = [f"{title}, as it is"]
+    if changes:
+        lines = [f"{title}, shrunk: {'; '.join(changes)}"]
+    if missing:
+        lines.append(f"not in the small model, so not verified: {', '.join(missing)}")
+    return _make_choice(tested, model, lines, large=count_parameters(large), dtype=dtype)
+
+
+def _smallest(
+    fields: shrink.Fields, tested: TestedModel, kinds: set[str], layout: Layout
+) -> tuple[TestedModel, nn.Module, list[str]]:
+    """Return the smallest model that runs with the most kinds of modules, and the missing kinds.
+
+    Raises:
+        ModelError: No small model runs.
+    """
+    failure: Exception | None = None
+    best: tuple[TestedModel, nn.Module, list[str]] | None = None
+    best_depth = None
+    for small in _candidates(fields, layout):
+        if best is not None and shrink.depth_of(small) == best_depth:
+            continue  # only a deeper one can have more kinds of modules
+        try:
+            completed, model = _try_model(tested.model_copy(update={"fields": small}))
+        except (ConfigError, InputError):
+            raise
+        except Exception as error:
+            # A model that is too small for its architecture raises any exception.
+            if failure is None or isinstance(failure, _TooLarge):
+                failure = error
+            continue
+        missing = sorted(kinds - {type(module).__name__ for module in model.modules()})
+        if best is None or len(missing) < len(best[2]):
+            best = (completed, model, missing)
+            best_depth = shrink.depth_of(small)
+        if not missing:
+            break
+    if best is not None:
+        return best
+    assert failure is not None
+    if isinstance(failure, _TooLarge):
+        raise failure
+    raise ModelError(
+        f"{tested.title}: no small version of it runs a forward and backward in float64"
+        f" ({first_line(failure)})"
+    ) from failure
 
 
 def _candidates(fields: shrink.Fields, layout: Layout) -> Iterator[shrink.Fields]:
@@ -205,53 +205,55 @@ def _candidates(fields: shrink.Fields, layout: Layout) -> Iterator[shrink.Fields
 
     The last one has all layers at full width, with a small vocabulary and without dropout.
     """
-    least = max(shrink.DEPTH, 2 * layout.pp if layout.pp > 1 else 0)
-    whole = shrink.depth_of(fields) or least
-    for depth in sorted({min(depth, whole) for depth in range(least, max(least, _MOST_DEPTH) + 1)}):
+    least = _least_depth(layout)
+    full_depth = shrink.depth_of(fields) or least
+    depths = range(least, max(least, _MOST_DEPTH) + 1)
+    for depth in sorted({min(depth, full_depth) for depth in depths}):
         shallow = shrink.with_depth(fields, depth)
         for head_size in shrink.HEAD_SIZES:
             try:
-                yield shrink.with_small_rest(
-                    shrink.with_width(shallow, layout, head_size=head_size), layout
-                )
-            except ValueError:
+                narrow = shrink.with_width(shallow, layout, head_size=head_size)
+            except ValueError:  # it has no hidden size
                 break
-    yield shrink.with_small_rest(shrink.with_depth(fields, least), layout)
-    yield shrink.with_small_rest(fields, layout)
+            yield shrink.with_small_vocabulary(narrow, layout)
+    yield shrink.with_small_vocabulary(shrink.with_depth(fields, least), layout)
+    yield shrink.with_small_vocabulary(fields, layout)
+
+
+def _least_depth(layout: Layout) -> int:
+    """Return the smallest number of blocks. A pipeline needs two per stage."""
+    if layout.pp == 1:
+        return shrink.DEPTH
+    return max(shrink.DEPTH, 2 * layout.pp)
 
 
 def _choose_function(path: str, blocks: tuple[str, ...], layout: Layout) -> ModelChoice:
     model, loss, _ = call_function(path)
-    whole = count_parameters(model)
-    dtype = next(
-        (name for name, known in DTYPES.items() for p in model.parameters() if p.dtype == known),
-        "float32",
-    )
-    wanted: dict[str, Any] = {"title": path, "function": path, "blocks": blocks}
+    large = count_parameters(model)
+    dtype = "float32"
+    for parameter in model.parameters():
+        if parameter.dtype in DTYPES.values():
+            dtype = dtype_name(parameter.dtype)
+            break
+    fields: dict[str, Any] = {"title": path, "function": path, "blocks": blocks}
     if loss is None:
-        wanted |= _language_model(model, path)
-    found = find_blocks(model, blocks or None)
-    depth = max(shrink.DEPTH, 2 * layout.pp if layout.pp > 1 else 0)
-    shrunk = shrink.cut_blocks(model, found, depth)
+        fields |= _language_model(model, path)
+    depth = _least_depth(layout)
+    before = shrink.cut_blocks(model, find_blocks(model, blocks or None), depth)
     lines = [f"{path}, as it is"]
-    if shrunk is not None:
+    if before is not None:
         try:
-            tested, small = _try_model(TestedModel(**wanted, depth=depth))
-            return _make_choice(
-                tested,
-                small,
-                [f"{path}, shrunk: {shrunk} blocks -> {depth}"],
-                whole=whole,
-                dtype=dtype,
-            )
+            tested, small = _try_model(TestedModel(**fields, depth=depth))
+            lines = [f"{path}, shrunk: {before} blocks -> {depth}"]
+            return _make_choice(tested, small, lines, large=large, dtype=dtype)
         except Exception as error:
             # The forward may depend on the number of blocks.
             lines = [
-                f"{path}, as it is: with {depth} of its {shrunk} blocks it does not run"
+                f"{path}, as it is: with {depth} of its {before} blocks it does not run"
                 f" ({first_line(error)})"
             ]
     try:
-        return _make_choice(*_try_model(TestedModel(**wanted)), lines, whole=whole, dtype=dtype)
+        tested, small = _try_model(TestedModel(**fields))
     except (ModelError, InputError):
         raise
     except Exception as error:
@@ -259,10 +261,11 @@ def _choose_function(path: str, blocks: tuple[str, ...], layout: Layout) -> Mode
             f"{path}: it does not run a forward and backward in float64 on the CPU"
             f" ({first_line(error)})"
         ) from error
+    return _make_choice(tested, small, lines, large=large, dtype=dtype)
 
 
 def _language_model(model: nn.Module, path: str) -> dict[str, Any]:
-    """Return the fields of a TestedModel that say how the module takes tokens."""
+    """Return the fields of a TestedModel that describe the arguments of a language model."""
     embeddings = [
         module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)
     ]
@@ -304,9 +307,15 @@ def _try_model(tested: TestedModel) -> tuple[TestedModel, nn.Module]:
         model = transformers_model(tested.fields, dtype=torch.float64)
         if count_parameters(model) > _MOST_PARAMETERS:
             raise _TooLarge(tested.title, count_parameters(model))
-        names = inspect.signature(model.forward).parameters
-        mask = _MASK if _MASK in names else None
-        tested = tested.model_copy(update={"vocabulary": vocabulary_of(model.config), "mask": mask})
+        takes_mask = _MASK in inspect.signature(model.forward).parameters
+        config: Any = model.config
+        vocabulary = getattr(config, "vocab_size", None)
+        if vocabulary is None:
+            # A model of several parts has it in its text part.
+            vocabulary = getattr(config.get_text_config(), "vocab_size", None)
+        tested = tested.model_copy(
+            update={"vocabulary": vocabulary, "mask": _MASK if takes_mask else None}
+        )
     built = build(tested, dtype=torch.float64)
     try:
         model = give_weights(built.model, blocks=tested.blocks, seed=0)
@@ -321,43 +330,36 @@ def _try_model(tested: TestedModel) -> tuple[TestedModel, nn.Module]:
             built = build(tested, dtype=torch.float64)
         micro_batch = _three_rows(built)
         output = built.forward(model, micro_batch)
-        bare = isinstance(output, torch.Tensor) and tested.vocabulary is not None
-        if bare:
+        if isinstance(output, torch.Tensor) and tested.vocabulary is not None:
             tested = tested.model_copy(update={"bare_logits": True})
             built = build(tested, dtype=torch.float64)
 
-        def run() -> float:
-            return float(built.loss(built.forward(model, micro_batch), micro_batch)[0].detach())
+        def loss() -> torch.Tensor:
+            total, _ = built.loss(built.forward(model, micro_batch), micro_batch)
+            return total
 
-        narrow = roundings(run)
+        exact = not roundings(loss)
         for _ in range(3):
-            _refuse_random(tested, run(), run())
-        built.loss(built.forward(model, micro_batch), micro_batch)[0].backward()
-    return tested.model_copy(update={"exact": not narrow}), model
+            _refuse_random(tested, loss().item(), loss().item())
+        loss().backward()
+    return tested.model_copy(update={"exact": exact}), model
 
 
 def _three_rows(built: Built) -> Any:
-    """A micro-batch with every kind of padding."""
-    return ragged_steps(steps=1, micro_batches=1, size=3, seed=0, micro_batch=built.micro_batch)[0][
-        0
-    ]
+    """Return a micro-batch with every kind of padding."""
+    steps = ragged_steps(steps=1, micro_batches=1, size=3, seed=0, micro_batch=built.micro_batch)
+    return steps[0][0]
 
 
 def _takes_left_padding(built: Built, model: nn.Module) -> bool:
     micro_batch = _three_rows(built)
     try:
         output = built.forward(model, micro_batch)
-        logits = output if isinstance(output, torch.Tensor) else output.logits
+        logits: Any = getattr(output, "logits", output)
         return bool(torch.isfinite(logits).all())
     except Exception:
         # The next forward, without left padding, shows any other error.
         return False
-
-
-def vocabulary_of(config: Any) -> int | None:
-    """Return the number of tokens, of the text part if the model has several parts."""
-    size = getattr(config, "vocab_size", None)
-    return size if size is not None else getattr(config.get_text_config(), "vocab_size", None)
 
 
 def _refuse_random(tested: TestedModel, first: float, second: float) -> None:
@@ -371,17 +373,11 @@ def _refuse_random(tested: TestedModel, first: float, second: float) -> None:
 
 
 def _make_choice(
-    tested: TestedModel, model: nn.Module, lines: list[str], *, whole: int, dtype: str
+    tested: TestedModel, model: nn.Module, lines: list[str], *, large: int, dtype: str
 ) -> ModelChoice:
     small = count_parameters(model)
-    lines = [
-        *lines,
-        (
-            f"{format_count(whole)} -> {format_count(small)} parameters"
-            if small != whole
-            else f"{format_count(small)} parameters"
-        ),
-    ]
+    shrunk_from = f"{format_count(large)} -> " if small != large else ""
+    lines.append(f"{shrunk_from}{format_count(small)} parameters")
     if not tested.on_meta:
         lines.append(
             "a parameter is filled by its constructor only, so it is built with weights, as"
@@ -398,6 +394,6 @@ def _make_choice(
         tested,
         tuple(lines),
         find_blocks(model, tested.blocks or None),
-        small / max(whole, 1),
+        small / max(large, 1),
         dtype,
     )

@@ -88,21 +88,19 @@ def train(
             loss = _cross_entropy(model, batch)
             total += loss.item()
             loss.backward()
-        gradients = _take_gradients(parameters, 1 / targets if targets else 1.0)
-        norm = math.sqrt(
-            sum(float(np.square(g).sum()) for g in gradients.values() if g is not None)
-        )
+        gradients = _take_gradients(parameters, 1 / max(targets, 1))
+        norm = math.sqrt(sum(float(np.square(g).sum()) for g in gradients.values()))
         if clipping > 0 and norm + CLIP_EPSILON > clipping:
-            gradients = {
-                name: None if g is None else g * (clipping / (norm + CLIP_EPSILON))
-                for name, g in gradients.items()
-            }
+            factor = clipping / (norm + CLIP_EPSILON)
+            gradients = {name: g * factor for name, g in gradients.items()}
         result.losses.append(total / targets if targets else math.nan)
         result.norms.append(norm)
-        result.gradients.append({} if index in skipped else gradients)
-        for name, gradient in result.gradients[-1].items():
-            if gradient is not None:
-                values[name] = states[name].update(values[name], gradient, optimizer)
+        if index in skipped:
+            result.gradients.append({})
+            continue
+        result.gradients.append({name: gradients.get(name) for name in parameters})
+        for name, gradient in gradients.items():
+            values[name] = states[name].update(values[name], gradient, optimizer)
         _load(parameters, values)
     return result
 
@@ -128,9 +126,10 @@ class _Moments:
 
 def _load(parameters: Mapping[str, torch.nn.Parameter], weights: Mapping[str, Array]) -> None:
     if set(parameters) != set(weights):
-        odd = sorted(set(parameters) ^ set(weights))
+        unmatched = sorted(set(parameters) ^ set(weights))
         raise ValueError(
-            f"{len(odd)} names are in the model or in the weights alone: {', '.join(odd[:3])}"
+            f"{len(unmatched)} names are in the model or in the weights alone:"
+            f" {', '.join(unmatched[:3])}"
         )
     with torch.no_grad():
         for name, parameter in parameters.items():
@@ -143,8 +142,7 @@ def _load(parameters: Mapping[str, torch.nn.Parameter], weights: Mapping[str, Ar
 
 
 def _array(tensor: torch.Tensor) -> Array:
-    copied: Array = tensor.detach().cpu().to(torch.float64).numpy().copy()
-    return copied
+    return tensor.detach().cpu().to(torch.float64).numpy().copy()
 
 
 def _cross_entropy(model: Callable[..., Any], batch: Batch) -> torch.Tensor:
@@ -153,20 +151,23 @@ def _cross_entropy(model: Callable[..., Any], batch: Batch) -> torch.Tensor:
     Without targets the result is a zero that has gradients.
     """
     output = model(**{name: value for name, value in batch.items() if name != "labels"})
-    logits = (output if isinstance(output, torch.Tensor) else output.logits).to(torch.float64)
+    logits = getattr(output, "logits", output).to(torch.float64)  # [batch, seq, vocabulary]
     labels = batch["labels"][:, 1:]
     row, position = torch.nonzero(labels != IGNORED, as_tuple=True)
-    scores = logits[row, position]
+    scores = logits[row, position]  # [targets, vocabulary]
     picked = scores[torch.arange(len(row)), labels[row, position]]
-    highest = scores.detach().amax(dim=-1, keepdim=True) if len(row) else scores.detach()[:, :1]
+    # Subtracting the largest score keeps `exp` finite.
+    highest = scores.detach().amax(dim=-1, keepdim=True)
     return (highest[:, 0] + (scores - highest).exp().sum(dim=-1).log() - picked).sum()
 
 
 def _take_gradients(
     parameters: Mapping[str, torch.nn.Parameter], factor: float
-) -> dict[str, Array | None]:
-    taken: dict[str, Array | None] = {}
+) -> dict[str, Array]:
+    """Return the gradients that exist, multiplied by `factor`, and drop them."""
+    gradients = {}
     for name, parameter in parameters.items():
-        taken[name] = None if parameter.grad is None else _array(parameter.grad) * factor
-        parameter.grad = None
-    return taken
+        if parameter.grad is not None:
+            gradients[name] = _array(parameter.grad) * factor
+            parameter.grad = None
+    return gradients

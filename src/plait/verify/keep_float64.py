@@ -42,23 +42,20 @@ class _StayWide(TorchFunctionMode):
         if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
             if func in _CASTS:
                 return args[0]
-            if (
-                func in (torch.Tensor.to, torch.Tensor.type_as)
-                and len(args) > 1
-                and isinstance(args[1], torch.Tensor)
-            ):
-                return (
-                    args[0].to(args[1].device)
-                    if args[1].dtype in _NARROWER
-                    else func(*args, **kwargs)
-                )
+            converts = func in (torch.Tensor.to, torch.Tensor.type_as) and len(args) > 1
+            if converts and isinstance(args[1], torch.Tensor):
+                if args[1].dtype in _NARROWER:
+                    return args[0].to(args[1].device)
+                return func(*args, **kwargs)
             args = tuple([_widen(value) for value in args])
-            kwargs = {name: _widen(value) for name, value in kwargs.items()} if kwargs else kwargs
+            kwargs = {name: _widen(value) for name, value in kwargs.items()}
         return func(*args, **kwargs)
 
 
 def _widen(value: Any) -> Any:
-    return torch.float64 if isinstance(value, torch.dtype) and value in _NARROWER else value
+    if isinstance(value, torch.dtype) and value in _NARROWER:
+        return torch.float64
+    return value
 
 
 @contextmanager
@@ -78,10 +75,8 @@ def keeping_float64(model: nn.Module, *others: type) -> Iterator[None]:
         yield
         return
     inside = [True]
-    before = {
-        (owner, name): vars(owner)[name]
-        for owner, name in _owners(model) | {(_owner(kind, "step"), "step") for kind in others}
-    }
+    owners = _owners(model) | {(_owner(kind, "step"), "step") for kind in others}
+    before = {(owner, name): vars(owner)[name] for owner, name in owners}
     try:
         for (owner, name), function in before.items():
             setattr(owner, name, _staying_wide(function, inside))
@@ -92,16 +87,20 @@ def keeping_float64(model: nn.Module, *others: type) -> Iterator[None]:
             setattr(owner, name, function)
 
 
-def _owners(model: nn.Module) -> set[tuple[type, str]]:
-    classes = {type(module) for module in model.modules()}
-    owners = {_owner(kind, "forward") for kind in classes}
-    own = {owner for owner in owners if owner.__module__.partition(".")[0] != "torch"}
-    # A sharded module is of a subclass, which torch makes once; Transformers' layers give it a
-    # forward of its own.
-    derived = {
-        subclass for kind in own for subclass in _subclasses(kind) if "forward" in vars(subclass)
-    }
-    return {(owner, "forward") for owner in own | derived}
+def _owners(model: nn.Module) -> set[tuple[type[Any], str]]:
+    """Return the classes outside of torch that define the forwards of a model's modules."""
+    owners = set()
+    for kind in {type(module) for module in model.modules()}:
+        owner = _owner(kind, "forward")
+        if owner.__module__.partition(".")[0] == "torch":
+            continue
+        owners.add((owner, "forward"))
+        # A sharded module is of a subclass, which torch makes once; Transformers' layers give it a
+        # forward of its own.
+        for subclass in _subclasses(owner):
+            if "forward" in vars(subclass):
+                owners.add((subclass, "forward"))
+    return owners
 
 
 def _subclasses(kind: type) -> Iterator[type[Any]]:
@@ -111,7 +110,7 @@ def _subclasses(kind: type) -> Iterator[type[Any]]:
         yield from _subclasses(subclass)
 
 
-def _owner(kind: type, name: str) -> type:
+def _owner(kind: type, name: str) -> type[Any]:
     return next(base for base in kind.__mro__ if name in vars(base))
 
 
@@ -145,9 +144,8 @@ class _Roundings(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if _contains_dtype(tree_leaves((args, kwargs)), (torch.float64,)) and _contains_dtype(
-            tree_leaves(result), _NARROWER
-        ):
+        takes_float64 = _contains_dtype(tree_leaves((args, kwargs)), (torch.float64,))
+        if takes_float64 and _contains_dtype(tree_leaves(result), _NARROWER):
             self.operators[f"{func}"] = None
         return result
 

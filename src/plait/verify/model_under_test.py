@@ -3,9 +3,8 @@
 A TestedModel is data, so that the process that compares and the processes that train build the
 same model. Layouts play no role here.
 
-Data of a comparison: few and short samples that are uneven in every way that real batches are.
-
-Micro-batches have different lengths, rows are padded on the right or on the left, numbers of
+A comparison uses few and short samples that are uneven in every respect in which real batches are:
+micro-batches have different lengths, rows are padded on the right or on the left, numbers of
 targets differ, and one micro-batch has no target at all. The data of a micro-batch depend on the
 step and on its index only, so a layout and one process see the same data.
 """
@@ -37,68 +36,6 @@ BatchFunction = Callable[[int, torch.Generator], Any]
 
 Users provide one for a model that is not a language model.
 """
-
-SHORTEST = 5
-LONGEST = 12
-
-
-def ragged_steps(
-    *, steps: int, micro_batches: int, size: int, seed: int, micro_batch: BatchFunction
-) -> list[list[Any]]:
-    """Return micro-batches of random data, one list per step.
-
-    One micro-batch has no targets if its batches have `labels`: the second of the first step, or
-    the only one of the second step.
-
-    Args:
-        steps: Number of optimizer steps.
-        micro_batches: Micro-batches per step, over all data-parallel ranks.
-        size: Samples per micro-batch.
-        seed: Seed of the generator that is passed to `micro_batch`.
-        micro_batch: Function that creates a micro-batch.
-    """
-    generator = torch.Generator().manual_seed(seed + 1)
-    plan = [[micro_batch(size, generator) for _ in range(micro_batches)] for _ in range(steps)]
-    if micro_batches > 1 or steps > 1:
-        empty = plan[0][1] if micro_batches > 1 else plan[1][0]
-        if isinstance(empty, dict) and "labels" in empty:
-            empty["labels"].fill_(IGNORED)
-    return plan
-
-
-def token_batches(
-    *, vocabulary: int, first: str, mask: str | None, left: bool = True
-) -> BatchFunction:
-    """Return a function that creates micro-batches of random tokens.
-
-    A micro-batch has the tokens [size, length] int64, `labels` [size, length] int64 with -100 at
-    padding, and an attention mask [size, length] int64. Rows alternate between padding on the
-    right, padding on the left and no padding.
-
-    Args:
-        vocabulary: Number of tokens.
-        first: Key of the tokens, such as `input_ids`.
-        mask: Key of the attention mask, or None for a model that takes none.
-        left: Whether rows may be padded on the left.
-    """
-    kinds = ("right", "left", "full") if left else ("right", "full")
-
-    def micro_batch(size: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        length = int(torch.randint(SHORTEST, LONGEST + 1, (1,), generator=generator))
-        ids = torch.randint(0, vocabulary, (size, length), generator=generator)
-        labels = ids.clone()
-        visible = torch.ones_like(ids)
-        first_kind = int(torch.randint(0, len(kinds), (1,), generator=generator))
-        for row in range(size):
-            kind = kinds[(first_kind + row) % len(kinds)]
-            count = int(torch.randint(length // 3, length - 2, (1,), generator=generator))
-            if kind != "full":
-                padded = slice(length - count, length) if kind == "right" else slice(0, count)
-                labels[row, padded] = IGNORED
-                visible[row, padded] = 0
-        return {first: ids, "labels": labels, **({mask: visible} if mask else {})}
-
-    return micro_batch
 
 
 class TestedModel(Policy):
@@ -178,12 +115,11 @@ def build(tested: TestedModel, *, dtype: torch.dtype) -> Built:
             mask=tested.mask,
             left=tested.left_padding,
         )
-    return Built(
-        model.train(), loss, _bare_logits if tested.bare_logits else default_forward, micro_batch
-    )
+    forward = _wrap_logits if tested.bare_logits else default_forward
+    return Built(model.train(), loss, forward, micro_batch)
 
 
-def _bare_logits(model: nn.Module, batch: Any) -> Any:
+def _wrap_logits(model: nn.Module, batch: Any) -> Any:
     return SimpleNamespace(logits=default_forward(model, batch))
 
 
@@ -221,18 +157,19 @@ def transformers_model(fields: Fields, *, dtype: torch.dtype, device: str = "met
         attention = "sdpa"  # FlashAttention does not support float64
     settings = {"attn_implementation": attention} if attention else {}
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(
+        model: nn.Module = AutoModelForCausalLM.from_config(
             config, dtype=dtype, trust_remote_code=False, **settings
         )
-    if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # torch's grouped product takes no float64
-    built: nn.Module = model
-    if dtype == torch.float64:
-        # Some parameters are float32 whatever the model's dtype is.
-        for parameter in built.parameters():
-            if parameter.is_floating_point():
-                parameter.data = parameter.data.double()
-    return built
+    if dtype != torch.float64:
+        return model
+    set_experts: Any = getattr(model, "set_experts_implementation", None)
+    if set_experts is not None:
+        set_experts("eager")  # torch's grouped product takes no float64
+    # Some parameters are float32 whatever the model's dtype is.
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.double()
+    return model
 
 
 _WHAT_A_FUNCTION_RETURNS = (
@@ -251,7 +188,7 @@ def call_function(path: str) -> tuple[nn.Module, Loss | None, BatchFunction | No
     Raises:
         InputError: The function cannot be called, or it returns another type.
     """
-    function = _imported(path)
+    function = _import_function(path)
     try:
         inspect.signature(function).bind()
     except TypeError as error:
@@ -267,32 +204,93 @@ def call_function(path: str) -> tuple[nn.Module, Loss | None, BatchFunction | No
         model, loss, micro_batch = result
         if isinstance(model, nn.Module) and isinstance(loss, Loss) and callable(micro_batch):
             return model, loss, micro_batch
-    raise InputError(
-        f"--model {path}: it returned {_type_description(result)}; {_WHAT_A_FUNCTION_RETURNS}"
-    )
-
-
-def _type_description(result: Any) -> str:
+    returned = f"a {type(result).__name__}"
     if isinstance(result, tuple):
-        return f"({', '.join(type(part).__name__ for part in result)})"
-    return f"a {type(result).__name__}"
+        returned = f"({', '.join(type(part).__name__ for part in result)})"
+    raise InputError(f"--model {path}: it returned {returned}; {_WHAT_A_FUNCTION_RETURNS}")
 
 
-def _imported(path: str) -> Callable[[], Any]:
+def _import_function(path: str) -> Callable[[], Any]:
     try:
         module, attribute = import_named(
             path, form="not package.module:function", example="mymodels.small:build"
         )
     except NamedImportError as error:
         raise InputError(f"--model {path}: {error}") from None
-    function = getattr(module, attribute, None)
+    function: Callable[[], Any] | None = getattr(module, attribute, None)
     if not callable(function):
         names = [
-            known
-            for known, value in vars(module).items()
+            name
+            for name, value in vars(module).items()
             if inspect.isfunction(value) and value.__module__ == module.__name__
         ]
         listed = f"; it has {', '.join(names[:6])}" if names else ""
         raise InputError(f"--model {path}: {module.__name__} has no function {attribute!r}{listed}")
-    built: Callable[[], Any] = function
-    return built
+    return function
+
+
+SHORTEST = 5
+LONGEST = 12
+
+
+def ragged_steps(
+    *, steps: int, micro_batches: int, size: int, seed: int, micro_batch: BatchFunction
+) -> list[list[Any]]:
+    """Return micro-batches of random data, one list per step.
+
+    One micro-batch has no targets if its batches have `labels`: the second of the first step, or
+    the only one of the second step.
+
+    Args:
+        steps: Number of optimizer steps.
+        micro_batches: Micro-batches per step, over all data-parallel ranks.
+        size: Samples per micro-batch.
+        seed: Seed of the generator that is passed to `micro_batch`.
+        micro_batch: Function that creates a micro-batch.
+    """
+    generator = torch.Generator().manual_seed(seed + 1)
+    batches = [micro_batch(size, generator) for _ in range(steps * micro_batches)]
+    if len(batches) > 1 and isinstance(batches[1], dict) and "labels" in batches[1]:
+        batches[1]["labels"].fill_(IGNORED)
+    firsts = range(0, len(batches), micro_batches)
+    return [batches[first : first + micro_batches] for first in firsts]
+
+
+def token_batches(
+    *, vocabulary: int, first: str, mask: str | None, left: bool = True
+) -> BatchFunction:
+    """Return a function that creates micro-batches of random tokens.
+
+    A micro-batch has the tokens [size, length] int64, `labels` [size, length] int64 with -100 at
+    padding, and an attention mask [size, length] int64. Rows alternate between padding on the
+    right, padding on the left and no padding.
+
+    Args:
+        vocabulary: Number of tokens.
+        first: Key of the tokens, such as `input_ids`.
+        mask: Key of the attention mask, or None for a model that takes none.
+        left: Whether rows may be padded on the left.
+    """
+    kinds = ("right", "left", "full") if left else ("right", "full")
+
+    def micro_batch(size: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        length = int(torch.randint(SHORTEST, LONGEST + 1, (1,), generator=generator))
+        ids = torch.randint(0, vocabulary, (size, length), generator=generator)
+        labels = ids.clone()
+        visible = torch.ones_like(ids)
+        first_kind = int(torch.randint(0, len(kinds), (1,), generator=generator))
+        for row in range(size):
+            kind = kinds[(first_kind + row) % len(kinds)]
+            count = int(torch.randint(length // 3, length - 2, (1,), generator=generator))
+            if kind != "full":
+                padded = slice(0, count)
+                if kind == "right":
+                    padded = slice(length - count, length)
+                labels[row, padded] = IGNORED
+                visible[row, padded] = 0
+        batch = {first: ids, "labels": labels}
+        if mask:
+            batch[mask] = visible
+        return batch
+
+    return micro_batch

@@ -1,14 +1,15 @@
 """Traces of a training by a layout and by one process, and their comparison.
 
-Compared are losses, gradient norms, every gradient, and every parameter after the last step. The
-reference is written in plain torch without the engine, so that the two share no code. Both see the
-same global batches, a list of micro-batches per step. A layout distributes the micro-batches to its
-data-parallel ranks, and the reference uses all of them.
+The comparison covers losses, gradient norms, every gradient, and every parameter after the last
+step. The reference is written in plain torch without the engine, so that the two share no code.
+Both see the same global batches, a list of micro-batches per step. A layout distributes the
+micro-batches to its data-parallel ranks, and the reference uses all of them.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
@@ -35,13 +36,11 @@ Kind = Literal["initial weight", "loss", "gradient norm", "gradient", "parameter
 
 @dataclass(frozen=True)
 class Difference:
-    """Compared quantity.
-
-    `error` is the largest absolute difference, divided by the largest absolute reference value.
-    """
+    """Compared quantity."""
 
     name: str
     error: float
+    """Largest absolute difference, divided by the largest absolute reference value."""
     kind: Kind = "other"
     step: int | None = None
     tensor: str | None = None
@@ -99,7 +98,7 @@ def reference_trace(
         compute: Dtype of forward and backward, which run on casts of the parameters.
         reduce: Dtype in which gradients of micro-batches are added.
         scales: Loss scale of each step. The loss is multiplied and gradients are divided by it.
-        skipped: Steps without an update. Their norms show whether they overflow on_device too.
+        skipped: Steps without an update. Their norms show whether one process overflows as well.
     """
     parameters = dict(model.named_parameters())
     device = next(iter(parameters.values())).device
@@ -110,11 +109,11 @@ def reference_trace(
     gradients: list[dict[str, torch.Tensor | None]] = []
     for index, step in enumerate(steps):
         scale = scales[index] if scales else 1.0
-        total_weight = float(sum(loss_fn.weight(piece) for piece in step))
+        total_weight = float(sum(loss_fn.weight(micro_batch) for micro_batch in step))
         sums: dict[str, torch.Tensor] = {}
         loss = 0.0
-        for piece in step:
-            on_device = to_device(piece, device)
+        for micro_batch in step:
+            on_device = to_device(micro_batch, device)
             total, _ = loss_fn(forward(_in_dtype(model, compute), on_device), on_device)
             loss += total.item()
             (total * (scale / max(total_weight, torch.finfo(torch.float64).tiny))).backward()
@@ -125,20 +124,13 @@ def reference_trace(
         for parameter in parameters.values():
             if parameter.grad is not None and scale != 1.0:
                 parameter.grad.div_(scale)
-        norm = torch.nn.utils.clip_grad_norm_(
-            model.parameters(), clipping if clipping > 0 else float("inf")
-        )
-        losses.append(loss / total_weight if total_weight else float("nan"))
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clipping or math.inf)
+        losses.append(loss / total_weight if total_weight else math.nan)
         norms.append(float(norm))
         if index in skipped:
             gradients.append({})
         else:
-            gradients.append(
-                {
-                    n: None if p.grad is None else p.grad.detach().cpu().clone()
-                    for n, p in parameters.items()
-                }
-            )
+            gradients.append(_gradients(parameters))
             update.step()
         update.zero_grad(set_to_none=True)
     return Trace(
@@ -153,44 +145,46 @@ def reference_trace(
 
 
 def _copies(parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-    return {name: p.detach().cpu().clone() for name, p in parameters.items()}
+    return {name: whole(parameter) for name, parameter in parameters.items()}
+
+
+def _gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor | None]:
+    return {name: None if p.grad is None else whole(p.grad) for name, p in parameters.items()}
 
 
 def _in_dtype(model: nn.Module, compute: torch.dtype | None) -> Any:
     """Return the model, or a function that runs it on differentiable casts of its parameters."""
     if compute is None:
         return model
-    casts = {
-        name: p.to(compute) if p.is_floating_point() else p for name, p in model.named_parameters()
-    }
+    casts = {}
+    for name, parameter in model.named_parameters():
+        casts[name] = parameter.to(compute) if parameter.is_floating_point() else parameter
     return lambda *args, **kwargs: torch.func.functional_call(model, casts, args, kwargs)
 
 
 def _move_gradients(
     parameters: Mapping[str, nn.Parameter], sums: dict[str, torch.Tensor], dtype: torch.dtype
 ) -> None:
+    """Add the gradients of a micro-batch to `sums` in another dtype, and drop them."""
     for name, parameter in parameters.items():
         if parameter.grad is not None:
-            piece = parameter.grad.to(dtype)
-            sums[name] = sums[name] + piece if name in sums else piece
+            gradient = parameter.grad.to(dtype)
+            sums[name] = sums[name] + gradient if name in sums else gradient
             parameter.grad = None
 
 
 def engine_trace(engine: Engine, steps: Steps) -> Trace:
     """Train with the engine, and return the full trace on every rank. Collective."""
-    count = engine.gradient_accumulation_steps()
     pipeline = engine.parts.plans.pipeline
     ties = pipeline.cut.first_names if pipeline is not None else {}
 
     def named() -> dict[str, nn.Parameter]:
-        return {
-            ties.get(name, name): parameter for name, parameter in engine.model.named_parameters()
-        }
+        return {ties.get(name, name): p for name, p in engine.model.named_parameters()}
 
     gradients: list[dict[str, torch.Tensor | None]] = []
 
     def record_gradients() -> None:
-        gradients[-1] = {n: None if p.grad is None else whole(p.grad) for n, p in named().items()}
+        gradients[-1] = _gradients(named())
 
     def record_gradient(parameter: nn.Parameter) -> None:
         assert parameter.grad is not None
@@ -200,7 +194,7 @@ def engine_trace(engine: Engine, steps: Steps) -> Trace:
     names = {parameter: name for name, parameter in named().items()}
     in_backward = engine.stepper.in_backward
     looks = in_backward.looks if in_backward is not None else []
-    initial = {n: whole(p) for n, p in named().items()}
+    initial = _copies(named())
     losses = []
     norms = []
     scales = []
@@ -210,9 +204,7 @@ def engine_trace(engine: Engine, steps: Steps) -> Trace:
     try:
         for index, step in enumerate(steps):
             gradients.append(dict.fromkeys(initial) if in_backward is not None else {})
-            result = engine.train_batch(
-                list(step[engine.dp_rank * count : (engine.dp_rank + 1) * count])
-            )
+            result = engine.train_batch(micro_batches_of_rank(engine, step))
             losses.append(float(result.loss))
             norms.append(float(result.grad_norm))
             scales.append(result.loss_scale)
@@ -221,7 +213,7 @@ def engine_trace(engine: Engine, steps: Steps) -> Trace:
     finally:
         engine.stepper.before_update.remove(record_gradients)
         looks.remove(record_gradient)
-    final = {n: whole(p) for n, p in named().items()}
+    final = _copies(named())
     return Trace(
         tuple(losses),
         tuple(norms),
@@ -237,52 +229,55 @@ def engine_trace(engine: Engine, steps: Steps) -> Trace:
     )
 
 
+def micro_batches_of_rank(engine: Engine, step: Sequence[Any]) -> list[Any]:
+    """Return the micro-batches of a step that a rank trains on. See `Steps`."""
+    count = engine.gradient_accumulation_steps()
+    return list(step[engine.dp_rank * count : (engine.dp_rank + 1) * count])
+
+
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return the full tensor on the CPU. Collective for a DTensor."""
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full.detach().cpu().clone()
 
 
-def from_all_ranks(mine: Mapping[str, T]) -> dict[str, T]:
-    """Merge the entries of all ranks, because a pipeline stage has only its own. Collective.
+def from_all_ranks(local: Mapping[str, T]) -> dict[str, T]:
+    """Merge the entries of all ranks, of which each has those of its pipeline stage. Collective.
 
     If several ranks have an entry, that of the lowest rank is used.
     """
-    names = all_gather_objects(list(mine))
-    if all(found == names[0] for found in names):
-        return dict(mine)
+    names = all_gather_objects(list(local))
+    if all(other == names[0] for other in names):
+        return dict(local)
     merged: dict[str, T] = {}
-    for entries in all_gather_objects(dict(mine)):
+    for entries in all_gather_objects(dict(local)):
         merged = {**entries, **merged}
     return merged
 
 
-def spread_over_ranks(kind: Kind, mine: Mapping[str, torch.Tensor]) -> list[Difference]:
+def spread_over_ranks(kind: Kind, local: Mapping[str, torch.Tensor]) -> list[Difference]:
     """Return differences between copies of unsharded tensors on several ranks. Collective.
 
     Copies are compared bitwise with that of the lowest rank.
     """
-    digests = all_gather_objects(
-        {
-            name: hashlib.blake2b(t.reshape(-1).view(torch.uint8).numpy().tobytes()).digest()
-            for name, t in mine.items()
-        }
-    )
-    found: dict[str, set[bytes]] = {}
-    for entries in digests:
+    digests = {}
+    for name, tensor in local.items():
+        content = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+        digests[name] = hashlib.blake2b(content).digest()
+    by_name: dict[str, set[bytes]] = {}
+    for entries in all_gather_objects(digests):
         for name, digest in entries.items():
-            found.setdefault(name, set()).add(digest)
-    differing = [name for name, seen in found.items() if len(seen) > 1]
+            by_name.setdefault(name, set()).add(digest)
+    differing = [name for name, distinct in by_name.items() if len(distinct) > 1]
     if not differing:
         return []
-    everyone = all_gather_objects({name: mine[name] for name in differing if name in mine})
+    copies = all_gather_objects({name: local[name] for name in differing if name in local})
     spread = []
     for name in differing:
-        first, *others = [entries[name] for entries in everyone if name in entries]
+        first, *others = [entries[name] for entries in copies if name in entries]
         error = max(_largest_error(first, other, floor=0.0) for other in others)
-        spread.append(
-            Difference(f"copies of {kind} {name} on different ranks", error, kind, None, name)
-        )
+        label = f"copies of {kind} {name} on different ranks"
+        spread.append(Difference(label, error, kind, None, name))
     return spread
 
 
@@ -293,25 +288,24 @@ def compare(reference: Trace, trace: Trace) -> list[Difference]:
     parameters, and copies on different ranks. In steps that `trace` skipped only losses are
     compared.
     """
-    differences = (
-        _tensors("initial weight", None, reference.initial, trace.initial)
-        if reference.initial and trace.initial
-        else []
-    )
+    differences = []
+    if reference.initial and trace.initial:
+        differences += _tensors("initial weight", None, reference.initial, trace.initial)
     differences += [d for d in trace.spread if d.kind == "initial weight"]
     if len(reference.losses) != len(trace.losses):
-        differences.append(
-            Difference(
-                f"number of steps {len(reference.losses)} and {len(trace.losses)}", float("inf")
-            )
-        )
-    for step, (ours, theirs) in enumerate(zip(reference.gradients, trace.gradients, strict=False)):
-        differences.append(_scalar("loss", step, reference.losses[step], trace.losses[step]))
-        if step not in trace.skipped:
-            differences.append(
-                _scalar("gradient norm", step, reference.grad_norms[step], trace.grad_norms[step])
-            )
-            differences += _tensors("gradient", step, ours, theirs)
+        label = f"number of steps {len(reference.losses)} and {len(trace.losses)}"
+        differences.append(Difference(label, math.inf))
+
+    gradients = zip(reference.gradients, trace.gradients, strict=False)
+    for step, (expected, actual) in enumerate(gradients):
+        error = relative_error(reference.losses[step], trace.losses[step])
+        differences.append(Difference(f"loss[{step}]", error, "loss", step))
+        if step in trace.skipped:
+            continue
+        error = relative_error(reference.grad_norms[step], trace.grad_norms[step])
+        differences.append(Difference(f"gradient norm[{step}]", error, "gradient norm", step))
+        differences += _tensors("gradient", step, expected, actual)
+
     silent = _without_gradient(reference) & _without_gradient(trace)
     differences += _tensors(
         "parameter", None, reference.parameters, trace.parameters, silent=silent
@@ -330,58 +324,57 @@ def _without_gradient(trace: Trace) -> frozenset[str]:
     """
     loud: set[str] = set()
     for step in trace.gradients:
-        sizes = {
-            name: float(t.abs().max()) for name, t in step.items() if t is not None and t.numel()
-        }
+        sizes = _largest_values(step)
         bar = NOISE * max(sizes.values(), default=0.0)
         loud |= {name for name, size in sizes.items() if not size <= bar}
     return frozenset(trace.parameters) - loud
 
 
+def _largest_values(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, float]:
+    """Return the largest absolute value of every tensor that has elements."""
+    return {n: float(t.abs().max()) for n, t in tensors.items() if t is not None and t.numel()}
+
+
 def worst(differences: Sequence[Difference]) -> Difference:
     """Return the difference with the largest error. NaN counts as largest."""
-    return max(differences, key=lambda d: float("inf") if d.error != d.error else d.error)
+    return max(differences, key=lambda d: math.inf if math.isnan(d.error) else d.error)
 
 
-def _scalar(kind: Kind, step: int, reference: float, found: float) -> Difference:
-    same_nan = reference != reference and found != found
-    return Difference(
-        f"{kind}[{step}]",
-        0.0 if same_nan else abs(reference - found) / max(abs(reference), 1e-12),
-        kind,
-        step,
-    )
+def relative_error(reference: float, value: float) -> float:
+    """Return the error of a number, relative to the reference. Two NaN have none."""
+    if math.isnan(reference) and math.isnan(value):
+        return 0.0
+    return abs(reference - value) / max(abs(reference), 1e-12)
 
 
 def _tensors(
     kind: Kind,
     step: int | None,
     reference: Mapping[str, torch.Tensor | None],
-    found: Mapping[str, torch.Tensor | None],
+    values: Mapping[str, torch.Tensor | None],
     *,
     silent: Collection[str] = (),
 ) -> list[Difference]:
     # The exact value of some tensors is 0 (the gradient of a key bias). They contain rounding noise
     # of the size of other tensors.
-    largest = max(
-        (float(t.abs().max()) for t in reference.values() if t is not None and t.numel()),
-        default=1.0,
-    )
+    largest = max(_largest_values(reference).values(), default=1.0)
     differences = []
-    for name in [*reference, *(name for name in found if name not in reference)]:
-        ours = reference.get(name)
-        theirs = found.get(name)
-        if ours is None and theirs is None:
+    # The order of the reference, then that of `values`.
+    for name in dict.fromkeys([*reference, *values]):
+        expected = reference.get(name)
+        actual = values.get(name)
+        if expected is None and actual is None:
             continue
-        floor = largest if name in silent else 1e-3 * largest
-        same_shape = ours is not None and theirs is not None and ours.shape == theirs.shape
-        error = _largest_error(ours, theirs, floor=floor) if same_shape else float("inf")  # type: ignore[arg-type]
+        error = math.inf
+        if expected is not None and actual is not None and expected.shape == actual.shape:
+            floor = largest if name in silent else 1e-3 * largest
+            error = _largest_error(expected, actual, floor=floor)
         label = f"{kind} {name}" if step is None else f"{kind}[{step}] {name}"
         differences.append(Difference(label, error, kind, step, name))
     return differences
 
 
-def _largest_error(reference: torch.Tensor, found: torch.Tensor, *, floor: float) -> float:
+def _largest_error(reference: torch.Tensor, value: torch.Tensor, *, floor: float) -> float:
     """Return the largest absolute difference over the largest absolute value plus `floor`.
 
     The result is 0 for empty tensors.
@@ -389,4 +382,4 @@ def _largest_error(reference: torch.Tensor, found: torch.Tensor, *, floor: float
     if not reference.numel():
         return 0.0
     top = float(reference.abs().max()) + floor
-    return float((reference.double() - found.double()).abs().max()) / max(top, 1e-300)
+    return float((reference.double() - value.double()).abs().max()) / max(top, 1e-300)

@@ -90,7 +90,9 @@ class VerificationPlan:
     @staticmethod
     def lifting(name: Pass, model: nn.Module) -> AbstractContextManager[None]:
         """Return the context in which a pass runs. The float64 pass skips casts to other dtypes."""
-        return keeping_float64(model, torch.optim.Muon) if name == "float64" else nullcontext()
+        if name == "float64":
+            return keeping_float64(model, torch.optim.Muon)
+        return nullcontext()
 
     def settings(self, name: Pass) -> tuple[Resolved, torch.dtype]:
         """Return the configuration and the dtype of the parameters of a pass.
@@ -107,10 +109,8 @@ class VerificationPlan:
             "reduce": "float64" if precision.reduction else None,
         }
         # Files cannot set this dtype, so validation would refuse it.
-        return (
-            self.resolved.model_copy(update={"precision": Precision.model_construct(**wide)}),
-            torch.float64,
-        )
+        update = {"precision": Precision.model_construct(**wide)}
+        return self.resolved.model_copy(update=update), torch.float64
 
     @property
     def computes_in(self) -> str:
@@ -156,15 +156,15 @@ def prepare(
             f"--steps {steps}: every step's data and gradients are kept; use at most"
             f" {_MOST_STEPS:,}"
         )
-    parallel, world, degrees = small_degrees(config, processes, most=most_processes)
-    small, rest = small_batch(config.model_copy(update={"parallel": parallel}))
+    parallel, world, degree_notes = small_degrees(config, processes, most=most_processes)
+    small, batch_notes = small_batch(config.model_copy(update={"parallel": parallel}))
     resolved = resolve(small, world_size=world)
     if device == accelerator.NAME and gpus < world:
         raise InputError(
             f"--device {accelerator.NAME}: {world} processes need a GPU each, and there are {gpus};"
             " use --device cpu, or a smaller --nproc-per-node"
         )
-    where: DeviceType = accelerator.NAME if device != "cpu" and gpus >= world else "cpu"
+    on_gpus = device != "cpu" and gpus >= world
     rule = (
         "the reference has the losses of Transformers, which are of one micro-batch and have no z"
         " loss"
@@ -174,53 +174,50 @@ def prepare(
         for setting, value, off in resolved.routing.loss_settings
     )
     choice = choose(config, model, layout=resolved.layout)
-    buckets = resolved.data_parallel
     # With candidates the compression would change between steps.
-    resolved = resolved.model_copy(
-        update={"compression": resolved.compression.model_copy(update={"candidates": ()})}
-    )
-    changed: dict[str, Any] = {}
+    compression = resolved.compression.model_copy(update={"candidates": ()})
+    buckets = resolved.data_parallel
     if choice.share < 1:
         # The small model gets as many buckets as the large one has.
         size = max(LEAST_BUCKET_BYTES, round(buckets.bucket_bytes * choice.share))
-        changed |= {"bucket_bytes": size, "bucket_by_links": False}
-    resolved = resolved.model_copy(update={"data_parallel": buckets.model_copy(update=changed)})
+        buckets = buckets.model_copy(update={"bucket_bytes": size, "bucket_by_links": False})
+    resolved = resolved.model_copy(update={"compression": compression, "data_parallel": buckets})
+    tested = choice.tested
     layout = resolved.layout
+    if layout.cp > 1:
+        tested = tested.model_copy(update={"left_padding": False})
+        batch_notes.append(
+            "parallel.cp takes no rows that are padded on the left, so none are compared"
+        )
     batch = resolved.batch
     micro_batches = layout.dp * batch.accumulation
     data = (
         f"{_counted(steps, 'step')} of {_counted(micro_batches, 'micro-batch')} of"
         f" {_counted(batch.micro_batch_size, 'sample')}, ragged"
     )
-    place = f"{_counted(world, 'process')} on {'GPUs' if where != 'cpu' else 'the CPU'}"
+    place = f"{_counted(world, 'process')} on {'GPUs' if on_gpus else 'the CPU'}"
     lines = [("model", line) for line in choice.lines]
-    lines += [("layout", f"{layout}, ZeRO stage {resolved.data_parallel.stage}, {place}")]
-    rest += (
-        ["parallel.cp takes no rows that are padded on the left, so none are compared"]
-        if layout.cp > 1
-        else []
-    )
-    lines += [("", line) for line in degrees] + [("data", data)] + [("", line) for line in rest]
+    lines.append(("layout", f"{layout}, ZeRO stage {resolved.data_parallel.stage}, {place}"))
+    lines += [("", note) for note in degree_notes]
+    lines.append(("data", data))
+    lines += [("", note) for note in batch_notes]
     return VerificationPlan(
-        tested=(
-            choice.tested.model_copy(update={"left_padding": False})
-            if layout.cp > 1
-            else choice.tested
-        ),
+        tested=tested,
         resolved=resolved,
         passes=tuple(passes),
         steps=steps,
         dtype=choice.dtype,
         blocks=choice.names,
         lines=tuple(lines),
-        device=where,
+        device=accelerator.NAME if on_gpus else "cpu",
     )
 
 
-def _counted(count: int, what: str) -> str:
+def _counted(count: int, noun: str) -> str:
     if count == 1:
-        return f"1 {what}"
-    return f"{count} {what}{'es' if what.endswith(('s', 'h')) else 's'}"
+        return f"1 {noun}"
+    ending = "es" if noun.endswith(("s", "h")) else "s"
+    return f"{count} {noun}{ending}"
 
 
 def small_degrees(
@@ -238,96 +235,75 @@ def small_degrees(
         ConfigError: The lowered degrees need more than `most` processes.
     """
     parallel = config.parallel
-    sharded = config.zero_optimization.stage > 0
     requested = config.run.processes if config.run is not None else "auto"
     if processes is not None:
         return parallel, processes, []
     if isinstance(requested, int) and requested <= most:
         return parallel, requested, []
+
     fixed = {"pp": parallel.pp, "cp": parallel.cp, "tp": parallel.tp}
-    configured = {
-        name: value
-        for name in ("dp_replicate", "dp_shard")
-        if isinstance(value := getattr(parallel, name), int)
-    }
-    degrees = {
-        "dp_replicate": configured.get("dp_replicate", 1 if sharded else 2),
-        "dp_shard": configured.get("dp_shard", 2 if sharded else 1),
-    }
-    lines = []
+    degrees = {"dp_replicate": 2, "dp_shard": 1}
+    if config.zero_optimization.stage > 0:
+        degrees = {"dp_replicate": 1, "dp_shard": 2}
+    for name in degrees:
+        configured = getattr(parallel, name)
+        if isinstance(configured, int):
+            degrees[name] = configured
+
+    notes = []
     if prod((fixed | degrees).values()) > most:
-        lowered = {name: min(degree, 2) for name, degree in degrees.items()}
-        lines = [
-            f"{name} {degree} -> {lowered[name]}" for name, degree in degrees.items() if degree > 2
-        ]
-        degrees = lowered
+        for name, degree in degrees.items():
+            if degree > 2:
+                notes.append(f"{name} {degree} -> 2")
+                degrees[name] = 2
     world = prod((fixed | degrees).values())
     if world > most:
-        named = " x ".join(
-            f"{axis} {degree}" for axis, degree in (fixed | degrees).items() if degree > 1
-        )
-        rule = f"{named} = {world} processes, and this machine starts {most} by itself"
-        raise ConfigError(
-            Problem(
-                "parallel",
-                None,
-                rule,
-                f"lower a degree with --set, or start them with --nproc-per-node {world}",
-            )
-        )
-    return parallel.model_copy(update=degrees), world, lines
+        named = [f"{axis} {degree}" for axis, degree in (fixed | degrees).items() if degree > 1]
+        rule = f"{' x '.join(named)} = {world} processes, and this machine starts {most} by itself"
+        remedy = f"lower a degree with --set, or start them with --nproc-per-node {world}"
+        raise ConfigError(Problem("parallel", None, rule, remedy))
+    return parallel.model_copy(update=degrees), world, notes
 
 
 def small_batch(config: Config) -> tuple[Config, list[str]]:
     """Return the configuration with a small batch and a constant learning rate, and notes."""
-    micro = config.train_micro_batch_size_per_gpu
+    micro_batch = config.train_micro_batch_size_per_gpu
     accumulation = config.gradient_accumulation_steps
     pp = config.parallel.pp
-    # DualPipeV needs at least 2 pp micro-batches.
-    most = max(ACCUMULATION, 2 * pp if config.parallel.pipeline.schedule == "dualpipev" else pp + 1)
+    most_accumulation = max(ACCUMULATION, pp + 1)
+    if config.parallel.pipeline.schedule == "dualpipev":
+        # It needs at least 2 pp micro-batches.
+        most_accumulation = max(ACCUMULATION, 2 * pp)
     changed: dict[str, Any] = {
         "train_batch_size": None,
-        "train_micro_batch_size_per_gpu": (
-            min(micro, MICRO_BATCH) if isinstance(micro, int) else MICRO_BATCH
-        ),
-        "gradient_accumulation_steps": (
-            min(accumulation, most) if isinstance(accumulation, int) else _accumulation(config)
-        ),
+        "train_micro_batch_size_per_gpu": MICRO_BATCH,
+        "gradient_accumulation_steps": 1,
         "data_parallel_size": None,
         "scheduler": None,
     }
-    lines = [
-        f"{name} {before} -> {changed[name]}"
-        for name, before in (
-            ("train_micro_batch_size_per_gpu", micro),
-            ("gradient_accumulation_steps", accumulation),
-        )
-        if isinstance(before, int) and before != changed[name]
-    ]
+    if isinstance(config.train_batch_size, int) and isinstance(micro_batch, int):
+        # The batch sizes of the file may imply several micro-batches.
+        changed["gradient_accumulation_steps"] = 2
+    lines = []
+    for name, size, limit in (
+        ("train_micro_batch_size_per_gpu", micro_batch, MICRO_BATCH),
+        ("gradient_accumulation_steps", accumulation, most_accumulation),
+    ):
+        if isinstance(size, int):
+            changed[name] = min(size, limit)
+            if size > limit:
+                lines.append(f"{name} {size} -> {limit}")
     if config.scheduler is not None:
         lines.append(
             f"scheduler {config.scheduler.type} left out: a constant learning rate, because a"
             " warm-up begins at 0"
         )
     fp16 = config.fp16
-    power = config.fp16.initial_scale_power
-    if (
-        fp16.enabled is True
-        and fp16.loss_scale == 0
-        and isinstance(power, int)
-        and power > SCALE_POWER
-    ):
+    power = fp16.initial_scale_power
+    is_dynamic = fp16.enabled is True and fp16.loss_scale == 0
+    if is_dynamic and isinstance(power, int) and power > SCALE_POWER:
         changed["fp16"] = fp16.model_copy(update={"initial_scale_power": SCALE_POWER})
         lines.append(
             f"fp16.initial_scale_power {power} -> {SCALE_POWER}, so that no step is skipped"
         )
     return config.model_copy(update=changed), lines
-
-
-def _accumulation(config: Config) -> int:
-    """Return the accumulation if the file does not set it.
-
-    It is 2 if the batch sizes of the file may imply several micro-batches, and 1 otherwise.
-    """
-    sizes = (config.train_batch_size, config.train_micro_batch_size_per_gpu)
-    return 2 if all(isinstance(size, int) for size in sizes) else 1

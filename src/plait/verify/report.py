@@ -20,7 +20,7 @@ import torch
 
 from plait.errors import ParityError
 from plait.sizes import dtype_of
-from plait.verify.parity import Difference, Kind, Trace, compare
+from plait.verify.parity import Difference, Kind, Trace, compare, relative_error
 from plait.verify.plan import Pass, VerificationPlan
 
 INDEPENDENT = (
@@ -102,59 +102,61 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report for JSON, with non-finite numbers as text."""
-        sections = [
+        sections = []
+        different: list[str] = []
+        for section in self.sections:
+            different += [row.name for row in section.different if row.name]
+            sections.append(
+                {
+                    "name": section.name,
+                    "title": section.title,
+                    "equal": not section.different,
+                    "notes": list(section.notes),
+                    "rows": [{**asdict(row), "equal": row.equal} for row in section.rows],
+                }
+            )
+        return _with_finite_numbers(
             {
-                "name": section.name,
-                "title": section.title,
-                "equal": not section.different,
-                "notes": list(section.notes),
-                "rows": [{**asdict(row), "equal": row.equal} for row in section.rows],
+                **self.facts,
+                "equal": self.equal,
+                "first_different": next(iter(different), None),
+                "passes": sections,
             }
-            for section in self.sections
-        ]
-        first = next(
-            (row for section in self.sections for row in section.different if row.name), None
         )
-        whole = {
-            **self.facts,
-            "equal": self.equal,
-            "first_different": first and first.name,
-            "passes": sections,
-        }
-        cleaned: dict[str, Any] = _finite(whole)
-        return cleaned
 
 
-def _finite(value: Any) -> Any:
+def _with_finite_numbers(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _finite(entry) for key, entry in value.items()}
+        return {key: _with_finite_numbers(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(entry) for entry in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        return [_with_finite_numbers(entry) for entry in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
 
 
 def compare_float64(
-    plan: VerificationPlan, exact: Trace, found: Trace, *, tolerance: float | None = None
+    plan: VerificationPlan, exact: Trace, trace: Trace, *, tolerance: float | None = None
 ) -> Section:
     """Compare the float64 pass with one process.
 
     Args:
         plan: The plan.
         exact: Trace of one process.
-        found: Trace of the layout.
+        trace: Trace of the layout.
         tolerance: Largest relative error. The default is 1e-10, or 1e-7 if the model itself rounds
             to float32.
     """
     bar = _bar(plan, tolerance)
-    rows = [*_rows(compare(exact, found), bar), *_wrong_skips(exact, found)]
+    rows = [*_rows(compare(exact, trace), bar), *_wrong_skips(exact, trace)]
     title = f"float64 in place of every dtype of the configuration, within {bar:.0e} of one process"
-    return Section("float64", title, tuple(rows), _skips(found))
+    return Section("float64", title, tuple(rows), _skips(trace))
 
 
 def compare_independent(
     plan: VerificationPlan,
     second: Trace | None,
-    found: Trace,
+    trace: Trace,
     *,
     unchecked: str = "",
     tolerance: float | None = None,
@@ -165,7 +167,7 @@ def compare_independent(
         plan: The plan.
         second: Trace of the reference, which may have fewer steps and no parameters. None if
             nothing is compared.
-        found: Trace of the layout.
+        trace: Trace of the layout.
         unchecked: Description of what the reference does not check.
         tolerance: As in `compare_float64`.
     """
@@ -175,11 +177,11 @@ def compare_independent(
     bar = _bar(plan, tolerance)
     count = len(second.losses)
     same = replace(
-        found,
-        losses=found.losses[:count],
-        grad_norms=found.grad_norms[:count],
-        gradients=found.gradients[:count],
-        parameters=found.parameters if second.parameters else {},
+        trace,
+        losses=trace.losses[:count],
+        grad_norms=trace.grad_norms[:count],
+        gradients=trace.gradients[:count],
+        parameters=trace.parameters if second.parameters else {},
         spread=(),  # the other comparison reports copies
     )
     return Section("independent", INDEPENDENT, tuple(_rows(compare(second, same), bar)), notes)
@@ -198,56 +200,46 @@ def _rows(differences: Iterable[Difference], allowed: float) -> list[ComparedRow
     ]
 
 
-def _difference_text(found: Difference) -> str:
-    if found.kind == "other":
-        return found.name
-    if found.name.startswith("copies"):
-        return f"ranks hold different copies, {found.error:.1e} apart"
-    return "one of the two has none, or another shape" if found.error == math.inf else ""
+def _difference_text(difference: Difference) -> str:
+    if difference.kind == "other":
+        return difference.name
+    if difference.name.startswith("copies"):
+        return f"ranks hold different copies, {difference.error:.1e} apart"
+    if difference.error == math.inf:
+        return "one of the two has none, or another shape"
+    return ""
 
 
 def compare_configured(
-    plan: VerificationPlan, exact: Trace, single: Trace, found: Trace
+    plan: VerificationPlan, exact: Trace, single: Trace, trace: Trace
 ) -> Section:
     """Compare the errors of the configured precision with those of one process.
 
     Steps that float16 skipped have no gradient to compare. One process at the same loss scale
     shows whether they had to be skipped.
     """
-    ours = _errors(exact, found)
-    theirs = _errors(exact, single)
-    allowed = _allowances(theirs, *_units(plan))
-    rows = [
-        ComparedRow(*key, error, allowed.get(key, 0.0), theirs.get(key))
-        for key, error in ours.items()
-    ]
-    rows += _rows(
-        [d for d in compare(exact, found) if d.kind == "initial weight" or d in found.spread], 0.0
-    )
-    rows += _wrong_skips(single, found)
+    errors_of_one = _errors(exact, single)
+    allowed = _allowances(errors_of_one, *_units(plan))
+    rows = []
+    for key, error in _errors(exact, trace).items():
+        rows.append(ComparedRow(*key, error, allowed.get(key, 0.0), errors_of_one.get(key)))
+    differences = compare(exact, trace)
+    rows += _rows([d for d in differences if d.kind == "initial weight" or d in trace.spread], 0.0)
+    rows += _wrong_skips(single, trace)
     title = f"{plan.computes_in}, error against float64 at most {FACTOR} x that of one process"
-    return Section("configured", title, tuple(sorted(rows, key=_order)), _skips(found))
+    return Section("configured", title, tuple(sorted(rows, key=_order)), _skips(trace))
 
 
-def _wrong_skips(one: Trace, found: Trace) -> list[ComparedRow]:
+def _wrong_skips(one: Trace, trace: Trace) -> list[ComparedRow]:
     """Return rows for steps that need not be skipped, and for a run that skipped all steps."""
-    needless = "the step was skipped, and one process does not overflow"
-    rows = [
-        ComparedRow("gradient norm", step, "", math.inf, 0.0, what=needless)
-        for step in found.skipped
-        if math.isfinite(one.grad_norms[step])
-    ]
-    if len(found.skipped) == len(found.losses):
-        rows.append(
-            ComparedRow(
-                "other",
-                None,
-                "",
-                math.inf,
-                0.0,
-                what="every step was skipped, so nothing was compared; raise --steps",
-            )
-        )
+    rows = []
+    for step in trace.skipped:
+        if math.isfinite(one.grad_norms[step]):
+            needless = "the step was skipped, and one process does not overflow"
+            rows.append(ComparedRow("gradient norm", step, "", math.inf, 0.0, what=needless))
+    if len(trace.skipped) == len(trace.losses):
+        nothing = "every step was skipped, so nothing was compared; raise --steps"
+        rows.append(ComparedRow("other", None, "", math.inf, 0.0, what=nothing))
     return rows
 
 
@@ -260,50 +252,51 @@ def _order(row: ComparedRow) -> tuple[int, int]:
     return (1, row.step or 0)
 
 
-def _skips(found: Trace) -> tuple[str, ...]:
-    if not found.skipped:
+def _skips(trace: Trace) -> tuple[str, ...]:
+    if not trace.skipped:
         return ()
     return (
-        f"skipped, with nothing to compare but the loss: step {', '.join(map(str, found.skipped))}",
+        f"skipped, with nothing to compare but the loss: step {', '.join(map(str, trace.skipped))}",
     )
 
 
 Key = tuple[Kind, int | None, str]
 
 
-def _allowances(theirs: Mapping[Key, float], unit: float, single_number: float) -> dict[Key, float]:
+def _allowances(
+    errors_of_one: Mapping[Key, float], unit: float, single_number: float
+) -> dict[Key, float]:
     """Return the allowed errors.
 
     Parameters may exceed the error of one process by the same factor as gradients, because
     optimizers such as Adam magnify errors of small gradients.
 
     Args:
-        theirs: Errors of one process.
+        errors_of_one: Errors of one process.
         unit: Allowed rounding of a tensor.
         single_number: Allowed rounding of a loss or norm.
     """
     allowed: dict[Key, float] = {}
     slack = FACTOR
-    for (kind, step, name), error in theirs.items():
-        if kind in ("loss", "gradient norm"):
-            all_tensors = theirs.get(("gradient", step, ""), 0.0)
-            allowed[kind, step, name] = FACTOR * error + max(
-                single_number, SCALAR_SHARE * all_tensors
-            )
-        elif not name and kind == "gradient":
+    tensors: dict[tuple[Kind, int | None], list[float]] = {}
+    for (kind, step, name), error in errors_of_one.items():
+        if name:
+            tensors.setdefault((kind, step), []).append(error)
+        elif kind in ("loss", "gradient norm"):
+            all_tensors = errors_of_one.get(("gradient", step, ""), 0.0)
+            rounding = max(single_number, SCALAR_SHARE * all_tensors)
+            allowed[kind, step, name] = FACTOR * error + rounding
+        elif kind == "gradient":
             allowed[kind, step, name] = FACTOR * error + unit
             # The factor is at most doubled.
             slack = max(slack, FACTOR + min(unit / error if error else FACTOR, FACTOR))
-    for (kind, step, name), error in theirs.items():
-        if (kind, step, name) not in allowed:
-            largest = (
-                max(other for (k, s, n), other in theirs.items() if (k, s) == (kind, step) and n)
-                if name
-                else 0.0
-            )
-            allowed[kind, step, name] = (slack if kind == "parameter" else FACTOR) * (
-                error + largest
-            ) + unit
+    for (kind, step, name), error in errors_of_one.items():
+        factor = slack if kind == "parameter" else FACTOR
+        if name:
+            # A single tensor is a small sample.
+            allowed[kind, step, name] = factor * (error + max(tensors[kind, step])) + unit
+        elif kind == "parameter":
+            allowed[kind, step, name] = factor * error + unit
     return allowed
 
 
@@ -314,15 +307,13 @@ def _units(plan: VerificationPlan) -> tuple[float, float]:
     norm is a single number, whose error in one process may be 0 by chance.
     """
     precision = plan.resolved.precision
-    reduced, computed = (
-        torch.finfo(dtype_of(name or plan.dtype)).eps
-        for name in (precision.reduction, precision.compute)
-    )
+    reduced = torch.finfo(dtype_of(precision.reduction or plan.dtype)).eps
+    computed = torch.finfo(dtype_of(precision.compute or plan.dtype)).eps
     unit = max(ROUNDINGS * torch.finfo(torch.float32).eps, reduced)
     return unit, max(unit, computed / 4)
 
 
-def _errors(exact: Trace, found: Trace) -> dict[Key, float]:
+def _errors(exact: Trace, trace: Trace) -> dict[Key, float]:
     """Return relative errors of losses, norms and tensors, in the order of the computation.
 
     The name "" stands for all tensors of a step. Errors of parameters are relative to the
@@ -330,57 +321,50 @@ def _errors(exact: Trace, found: Trace) -> dict[Key, float]:
     """
     errors: dict[Key, float] = {}
     for step in range(len(exact.losses)):
-        errors["loss", step, ""] = _relative(exact.losses[step], found.losses[step])
-        if step in found.skipped:
+        errors["loss", step, ""] = relative_error(exact.losses[step], trace.losses[step])
+        if step in trace.skipped:
             continue
-        errors["gradient norm", step, ""] = _relative(
-            exact.grad_norms[step], found.grad_norms[step]
-        )
-        errors |= _tensor_errors("gradient", step, exact.gradients[step], found.gradients[step], {})
+        norm_error = relative_error(exact.grad_norms[step], trace.grad_norms[step])
+        errors["gradient norm", step, ""] = norm_error
+        errors |= _tensor_errors("gradient", step, exact.gradients[step], trace.gradients[step], {})
     return errors | _tensor_errors(
-        "parameter", None, exact.parameters, found.parameters, exact.initial
+        "parameter", None, exact.parameters, trace.parameters, exact.initial
     )
-
-
-def _relative(exact: float, found: float) -> float:
-    return 0.0 if exact != exact and found != found else abs(exact - found) / max(abs(exact), 1e-12)
 
 
 def _tensor_errors(
     kind: Kind,
     step: int | None,
     exact: Mapping[str, torch.Tensor | None],
-    found: Mapping[str, torch.Tensor | None],
+    trace: Mapping[str, torch.Tensor | None],
     initial: Mapping[str, torch.Tensor],
 ) -> dict[Key, float]:
     sizes: dict[str, float] = {}
     squares: dict[str, float] = {}
-    errors: dict[Key, float] = {}
-    for name in [*exact, *(name for name in found if name not in exact)]:
+    counts: dict[str, int] = {}
+    mismatches: dict[Key, float] = {}
+    for name in dict.fromkeys([*exact, *trace]):
         truth = exact.get(name)
-        value = found.get(name)
+        value = trace.get(name)
         if truth is None and value is None:
             continue
         if truth is None or value is None or truth.shape != value.shape:
-            errors[kind, step, name] = math.inf
+            mismatches[kind, step, name] = math.inf
             continue
-        change = truth.double() - initial[name].double() if name in initial else truth.double()
+        change = truth.double()
+        if name in initial:
+            change = change - initial[name].double()
         sizes[name] = float(change.square().sum())
         squares[name] = float((truth.double() - value.double()).square().sum())
-    count = {
-        name: tensor.numel()
-        for name, tensor in exact.items()
-        if tensor is not None and name in sizes
-    }
-    usual_square = sum(sizes.values()) / max(sum(count.values()), 1)
-    all_tensors = math.sqrt(sum(squares.values()) / max(sum(sizes.values()), 1e-300))
-    each = {
-        (kind, step, name): math.sqrt(
-            squares[name] / max(sizes[name] + FLOOR**2 * usual_square * count[name], 1e-300)
-        )
-        for name in sizes
-    }
-    return {(kind, step, ""): all_tensors, **each, **errors}
+        counts[name] = truth.numel()
+
+    usual_square = sum(sizes.values()) / max(sum(counts.values()), 1)
+    errors: dict[Key, float] = {}
+    errors[kind, step, ""] = math.sqrt(sum(squares.values()) / max(sum(sizes.values()), 1e-300))
+    for name, size in sizes.items():
+        floor = FLOOR**2 * usual_square * counts[name]
+        errors[kind, step, name] = math.sqrt(squares[name] / max(size + floor, 1e-300))
+    return errors | mismatches
 
 
 def raise_unless_equal(report: Report) -> None:
@@ -427,17 +411,22 @@ def lines(report: Report, *, everything: bool = False) -> list[str]:
         table_lines += [f"  {note}" for note in section.notes]
         if not section.rows:
             continue
-        table = [
-            _cells(group)
-            for group in sorted(
-                _groups(section.rows, report.blocks, everything), key=lambda g: -_badness(g[1])
-            )
-        ]
-        rows = [("", "worst", "error", "one process", "allowed", ""), *table]
-        table_lines += _aligned(
-            [row if section.name == "configured" else row[:3] + row[4:] for row in rows]
-        )
+        groups = _groups(section.rows, report.blocks, everything)
+        groups.sort(key=lambda group: -_badness(group[1]))
+        table = [("", "worst", "error", "one process", "allowed", ""), *map(_cells, groups)]
+        if section.name != "configured":
+            table = [row[:3] + row[4:] for row in table]
+        table_lines += _aligned(table)
     return table_lines
+
+
+_TITLES = {
+    "loss": "losses",
+    "gradient norm": "gradient norms",
+    "gradient": "all gradients together",
+    "parameter": "all parameters together",
+}
+"""Titles of rows without the name of a tensor."""
 
 
 def _groups(
@@ -446,36 +435,33 @@ def _groups(
     """Return (title, worst row, number of rows) of every printed line."""
     groups: dict[str, list[ComparedRow]] = {}
     for row in rows:
-        block = next((block for block in blocks if row.name.startswith(f"{block}.")), None)
-        plural = {"loss": "losses", "gradient norm": "gradient norms"}.get(row.kind, row.kind)
-        title = (
-            plural
-            if not row.name
-            else f"{row.kind} {row.name if everything or block is None else block + '.*'}"
-        )
-        if not row.name and row.kind in ("gradient", "parameter"):
-            title = f"all {row.kind}s together"
-        if row.kind == "initial weight" and row.error == 0 and not everything:
-            title = "initial weights"
+        title = f"{row.kind} {row.name}"
+        if not row.name:
+            title = _TITLES.get(row.kind, row.kind)
+        elif not everything:
+            block = next((block for block in blocks if row.name.startswith(f"{block}.")), None)
+            if row.kind == "initial weight" and row.error == 0:
+                title = "initial weights"
+            elif block is not None:
+                title = f"{row.kind} {block}.*"
         groups.setdefault(title, []).append(row)
     return [(title, max(members, key=_badness), len(members)) for title, members in groups.items()]
 
 
 def _cells(group: tuple[str, ComparedRow, int]) -> tuple[str, ...]:
-    title, row, count = group
-    at = row.name if not title.endswith(row.name) or not row.name else ""
-    at = at.rpartition(title.split(" ")[-1].removesuffix("*"))[2] if at else ""
-    step = f"step {row.step}" if row.step is not None else ""
-    where = ", ".join(part for part in (at, step) if part)
-    one = "" if row.one_process is None else f"{row.one_process:.1e}"
-    result = "equal" if row.equal else "DIFFERENT"
+    title, row, _ = group
+    tensor = ""
+    if not title.endswith(row.name):
+        # The name inside of its block, because the title has the block.
+        tensor = row.name.rpartition(title.split(" ")[-1].removesuffix("*"))[2]
+    step = "" if row.step is None else f"step {row.step}"
     return (
         title,
-        where if count > 1 or at else step,
+        ", ".join(filter(None, (tensor, step))),
         row.what or f"{row.error:.1e}",
-        one,
+        "" if row.one_process is None else f"{row.one_process:.1e}",
         f"{row.allowed:.1e}",
-        result,
+        "equal" if row.equal else "DIFFERENT",
     )
 
 

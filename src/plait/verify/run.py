@@ -1,12 +1,9 @@
 """Execution of a plan: the layout in all processes, the references in one, and the comparison.
 
 The layout is started by `plait.initialize` as in any training, so no technique is named here. The
-references are plain torch and use the same weights, data and optimizer.
-
-Call of the independent reference with a plan and the layout's initial weights.
-
-The reference gets the weights as arrays, and a model that Transformers or the user's function
-built. The first reference checks the initialisation.
+first reference is plain torch and uses the same weights, data and optimizer. The independent
+reference (`verify.independent`) gets the initial weights of the layout as arrays; the first
+reference has checked them.
 """
 
 from __future__ import annotations
@@ -28,6 +25,7 @@ from torch import nn
 
 from plait.cluster.process_groups import end_process
 from plait.cluster.topology import place
+from plait.config.resolving.resolve import Resolved
 from plait.config.schema.optimization import OptimizerSpec
 from plait.engine.build import initialize
 from plait.engine.engine import Engine
@@ -53,128 +51,6 @@ from plait.verify.shrink import without_dropout
 
 _KERNELS = {"fused", "foreach", "capturable"}
 """Options of torch's optimizers that do not change the update."""
-
-
-def adamw_of(spec: OptimizerSpec) -> independent.AdamW | str:
-    """Return the settings of an AdamW, or the reason why the optimizer is not compared.
-
-    Defaults are those of DeepSpeed: weight decay 0, or torch's 0.01 with `torch_adam`.
-    """
-    spec = spec.resolved()
-    params = {name: value for name, value in spec.params.items() if name not in _KERNELS}
-    decoupled = spec.type == "AdamW" or (spec.type == "Adam" and params.get("adam_w_mode", True))
-    if not decoupled:
-        return f"it has AdamW only, and the optimizer is {spec.type}"
-    if spec.states is not None:
-        return f"it keeps exact moments, and optimizer.states is {spec.states}"
-    other = [name for name, value in params.items() if name in ("amsgrad", "maximize") and value]
-    if other:
-        return f"it has no {other[0]}"
-    beta1, beta2 = params.get("betas", (0.9, 0.999))
-    return independent.AdamW(
-        lr=params.get("lr", 1e-3),
-        beta1=beta1,
-        beta2=beta2,
-        eps=params.get("eps", 1e-8),
-        weight_decay=params.get("weight_decay", 0.01 if params.get("torch_adam", False) else 0.0),
-    )
-
-
-def second_trace(plan: VerificationPlan, found: Trace) -> tuple[Trace | None, str]:
-    """Train with the independent reference in float64.
-
-    With another optimizer than AdamW the reference checks the first step up to its gradients.
-
-    Returns:
-        The trace, or None if nothing can be checked, and a description of what is not checked.
-    """
-    built = plan.build(torch.float64)
-    if built.loss is not causal_lm_loss:
-        return (
-            None,
-            (
-                "not compared: it has cross entropy over tokens only, and the model brings its own"
-                " loss"
-            ),
-        )
-    if enables_balance_loss(built.model):
-        return (
-            None,
-            (
-                "not compared: it has no balance loss, which model.config.output_router_logits"
-                " asks for"
-            ),
-        )
-    adamw = adamw_of(plan.resolved.optimizer)
-    is_adamw = isinstance(adamw, independent.AdamW)
-    data = plan.data(built) if is_adamw else plan.data(built)[:1]
-    model = _model(plan)
-    lost = sorted({name for name, _ in model.named_parameters()} ^ set(found.initial))
-    if lost:
-        # The first reference reports these weights as a difference.
-        return (
-            None,
-            (
-                f"not compared: {len(lost)} weights are in the model or in the layout alone:"
-                f" {', '.join(lost[:3])}"
-            ),
-        )
-    with plan.lifting("float64", model):
-        result = independent.train(
-            model,
-            {name: tensor.double().numpy() for name, tensor in found.initial.items()},
-            [[to_device(piece, torch.device(plan.device)) for piece in step] for step in data],
-            optimizer=(
-                adamw
-                if isinstance(adamw, independent.AdamW)
-                else independent.AdamW(0.0, 0.0, 0.0, 1.0, 0.0)
-            ),
-            clipping=plan.resolved.gradient_clipping,
-            skipped=found.skipped,
-        )
-    trace = Trace(
-        tuple(result.losses),
-        tuple(result.norms),
-        tuple(
-            {name: None if g is None else torch.from_numpy(g) for name, g in step.items()}
-            for step in result.gradients
-        ),
-        (
-            {name: torch.from_numpy(np.asarray(value)) for name, value in result.parameters.items()}
-            if is_adamw
-            else {}
-        ),
-    )
-    return trace, (
-        ""
-        if is_adamw
-        else (
-            "compared: the first step's loss, norm and gradients; not compared: what follows,"
-            f" because {adamw}"
-        )
-    )
-
-
-def _model(plan: VerificationPlan) -> torch.nn.Module:
-    """Return the model in float64, with the buffers that its own code creates."""
-    if plan.tested.fields is not None:
-        model = transformers_model(plan.tested.fields, dtype=torch.float64, device="cpu")
-        without_dropout(model)
-        _fill_buffers_again(model)
-        return model.train().to(plan.device)
-    return plan.build(torch.float64).model.to(plan.device)
-
-
-def _fill_buffers_again(model: torch.nn.Module) -> None:
-    """Compute buffers again by Transformers' `_init_weights`, as `from_pretrained` does.
-
-    Constructors compute tables (GPT-J's sines) in the current default dtype, so a model that is
-    built for float64 has other tables than one that is built on meta.
-    """
-    with torch.no_grad():
-        for module in model.modules():
-            if next(module.buffers(recurse=False), None) is not None:
-                model._init_weights(module)  # type: ignore[operator]
 
 
 PLAN = "plan.pickle"
@@ -226,7 +102,12 @@ def run_layout(plan: VerificationPlan) -> Traces:
     traces: Traces = {}
     try:
         for name in plan.passes:
-            traces[name] = _engine_trace(plan, name, engines)
+            resolved, dtype = plan.settings(name)
+            built = plan.build(dtype, rank=place().rank)
+            with plan.lifting(name, built.model):
+                engine = start_engine(plan, built, resolved)
+                engines.append(engine)
+                traces[name] = engine_trace(engine, plan.data(built))
     finally:
         # The first engine created the process group that the others use.
         for engine in reversed(engines):
@@ -234,15 +115,11 @@ def run_layout(plan: VerificationPlan) -> Traces:
     return traces
 
 
-def _engine_trace(plan: VerificationPlan, name: Pass, engines: list[Engine]) -> Trace:
-    resolved, dtype = plan.settings(name)
-    built = plan.build(dtype, rank=place().rank)
-    with plan.lifting(name, built.model):
-        engine = initialize(
-            built.model, resolved, loss_fn=built.loss, forward=built.forward, total_steps=plan.steps
-        )
-        engines.append(engine)
-        return engine_trace(engine, plan.data(built))
+def start_engine(plan: VerificationPlan, built: Built, resolved: Resolved) -> Engine:
+    """Return the engine of a pass, which the caller closes. Collective."""
+    return initialize(
+        built.model, resolved, loss_fn=built.loss, forward=built.forward, total_steps=plan.steps
+    )
 
 
 @dataclass(frozen=True)
@@ -266,13 +143,12 @@ def references(plan: VerificationPlan, name: Pass, trace: Trace) -> References:
     """
     _, dtype = plan.settings(name)
     built = plan.build(dtype)
-    model = give_weights(built.model, blocks=plan.tested.blocks, seed=plan.resolved.seed).to(
-        plan.device
-    )
-    data = [
-        [to_device(piece, torch.device(plan.device)) for piece in step] for step in plan.data(built)
-    ]
-    exact_model = model if name == "float64" else _in_float64(plan, model)
+    give_weights(built.model, blocks=plan.tested.blocks, seed=plan.resolved.seed)
+    model = built.model.to(plan.device)
+    data = _data_on_device(plan, built)
+    exact_model = model
+    if name != "float64":
+        exact_model = _in_float64(plan, model)
     with plan.lifting("float64", exact_model):
         exact = _trace(plan, built, exact_model, data, trace)
     if name == "float64":
@@ -284,11 +160,16 @@ def references(plan: VerificationPlan, name: Pass, trace: Trace) -> References:
         model,
         data,
         trace,
-        compute=dtype_of(precision.compute) if precision.compute else None,
-        reduce=dtype_of(precision.reduction) if precision.reduction else None,
+        compute=precision.compute and dtype_of(precision.compute),
+        reduce=precision.reduction and dtype_of(precision.reduction),
         scales=trace.scales,
     )
     return References(exact, single)
+
+
+def _data_on_device(plan: VerificationPlan, built: Built) -> list[list[Any]]:
+    device = torch.device(plan.device)
+    return [[to_device(batch, device) for batch in step] for step in plan.data(built)]
 
 
 def _in_float64(plan: VerificationPlan, model: nn.Module) -> nn.Module:
@@ -298,9 +179,9 @@ def _in_float64(plan: VerificationPlan, model: nn.Module) -> nn.Module:
     """
     if plan.tested.fields is None:
         return copy.deepcopy(model).double()
-    wide = give_weights(plan.build(torch.float64).model, blocks=plan.tested.blocks, seed=0).to(
-        plan.device
-    )
+    wide = plan.build(torch.float64).model
+    give_weights(wide, blocks=plan.tested.blocks, seed=0)
+    wide = wide.to(plan.device)
     with torch.no_grad():
         for name, parameter in wide.named_parameters():
             parameter.copy_(model.get_parameter(name))
@@ -342,14 +223,14 @@ def compare(plan: VerificationPlan, traces: Traces, *, tolerance: float | None =
     sections = []
     for name, trace in traces.items():
         truth = references(plan, name, trace)
-        if truth.single is None:
-            sections.append(compare_float64(plan, truth.exact, trace, tolerance=tolerance))
-            second, unchecked = second_trace(plan, trace)
-            sections.append(
-                compare_independent(plan, second, trace, unchecked=unchecked, tolerance=tolerance)
-            )
-        else:
+        if truth.single is not None:
             sections.append(compare_configured(plan, truth.exact, truth.single, trace))
+            continue
+        sections.append(compare_float64(plan, truth.exact, trace, tolerance=tolerance))
+        second, unchecked = second_trace(plan, trace)
+        sections.append(
+            compare_independent(plan, second, trace, unchecked=unchecked, tolerance=tolerance)
+        )
     if "float64" not in traces:
         why = "not compared: it computes in float64, and that comparison was not asked for"
         sections.append(Section("independent", INDEPENDENT, (), (why,)))
@@ -362,6 +243,103 @@ def compare(plan: VerificationPlan, traces: Traces, *, tolerance: float | None =
         "notes": [f"{topic}: {line}" if topic else line for topic, line in plan.lines],
     }
     return Report(tuple(sections), plan.blocks, facts)
+
+
+def second_trace(plan: VerificationPlan, trace: Trace) -> tuple[Trace | None, str]:
+    """Train with the independent reference in float64.
+
+    With another optimizer than AdamW the reference checks the first step up to its gradients.
+
+    Returns:
+        The trace, or None if nothing can be checked, and a description of what is not checked.
+    """
+    built = plan.build(torch.float64)
+    model = _model_with_buffers(plan)
+    unmatched = sorted({name for name, _ in model.named_parameters()} ^ set(trace.initial))
+    unchecked = ""
+    if built.loss is not causal_lm_loss:
+        unchecked = "it has cross entropy over tokens only, and the model brings its own loss"
+    elif enables_balance_loss(built.model):
+        unchecked = "it has no balance loss, which model.config.output_router_logits asks for"
+    elif unmatched:
+        # The first reference reports these weights as a difference.
+        unchecked = (
+            f"{len(unmatched)} weights are in the model or in the layout alone:"
+            f" {', '.join(unmatched[:3])}"
+        )
+    if unchecked:
+        return None, f"not compared: {unchecked}"
+
+    data = _data_on_device(plan, built)
+    adamw = adamw_of(plan.resolved.optimizer)
+    if isinstance(adamw, str):
+        unchecked = (
+            "compared: the first step's loss, norm and gradients; not compared: what follows,"
+            f" because {adamw}"
+        )
+        data = data[:1]
+        adamw = independent.AdamW(0.0, 0.0, 0.0, 1.0, 0.0)
+    with plan.lifting("float64", model):
+        result = independent.train(
+            model,
+            {name: tensor.double().numpy() for name, tensor in trace.initial.items()},
+            data,
+            optimizer=adamw,
+            clipping=plan.resolved.gradient_clipping,
+            skipped=trace.skipped,
+        )
+    gradients = tuple(
+        {name: None if g is None else torch.from_numpy(g) for name, g in step.items()}
+        for step in result.gradients
+    )
+    parameters = {}
+    if not unchecked:
+        for name, value in result.parameters.items():
+            # The update of a scalar returns a number instead of an array.
+            parameters[name] = torch.from_numpy(np.asarray(value))
+    return Trace(tuple(result.losses), tuple(result.norms), gradients, parameters), unchecked
+
+
+def adamw_of(spec: OptimizerSpec) -> independent.AdamW | str:
+    """Return the settings of an AdamW, or the reason why the optimizer is not compared.
+
+    Defaults are those of DeepSpeed: weight decay 0, or torch's 0.01 with `torch_adam`.
+    """
+    spec = spec.resolved()
+    params = {name: value for name, value in spec.params.items() if name not in _KERNELS}
+    decoupled = spec.type == "AdamW" or (spec.type == "Adam" and params.get("adam_w_mode", True))
+    if not decoupled:
+        return f"it has AdamW only, and the optimizer is {spec.type}"
+    if spec.states is not None:
+        return f"it keeps exact moments, and optimizer.states is {spec.states}"
+    for name in ("amsgrad", "maximize"):
+        if params.get(name):
+            return f"it has no {name}"
+    beta1, beta2 = params.get("betas", (0.9, 0.999))
+    default_decay = 0.01 if params.get("torch_adam", False) else 0.0
+    return independent.AdamW(
+        lr=params.get("lr", 1e-3),
+        beta1=beta1,
+        beta2=beta2,
+        eps=params.get("eps", 1e-8),
+        weight_decay=params.get("weight_decay", default_decay),
+    )
+
+
+def _model_with_buffers(plan: VerificationPlan) -> nn.Module:
+    """Return the model in float64, with the buffers that its own code creates."""
+    if plan.tested.fields is None:
+        return plan.build(torch.float64).model.to(plan.device)
+    model = transformers_model(plan.tested.fields, dtype=torch.float64, device="cpu")
+    without_dropout(model)
+    # Constructors compute tables (GPT-J's sines) in the current default dtype, so a model that is
+    # built for float64 has other tables than one that is built on meta. Transformers'
+    # `_init_weights` computes them again, as `from_pretrained` does.
+    with torch.no_grad():
+        for module in model.modules():
+            if next(module.buffers(recurse=False), None) is not None:
+                model._init_weights(module)  # type: ignore[operator]
+    return model.train().to(plan.device)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from typing import Any
@@ -114,11 +115,13 @@ class FieldChange:
     after: Any
 
     def __str__(self) -> str:
-        return f"{self.name} {_short(self.before)} -> {_short(self.after)}"
+        return f"{self.name} {_abbreviate(self.before)} -> {_abbreviate(self.after)}"
 
 
-def _short(value: Any) -> str:
-    return f"[{len(value)} entries]" if isinstance(value, list | tuple) else str(value)
+def _abbreviate(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{len(value)} entries]"
+    return str(value)
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[FieldChange, ...]:
@@ -130,30 +133,22 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[FieldC
     for name, value in after.items():
         old = before.get(name)
         if isinstance(value, dict) and isinstance(old, dict):
-            result += [
-                FieldChange(f"{name}.{change.name}", change.before, change.after)
-                for change in changes(old, value)
-            ]
+            result += [replace(c, name=f"{name}.{c.name}") for c in changes(old, value)]
         elif old != value:
             result.append(FieldChange(name, old, value))
     return tuple(result)
 
 
-def _parts(fields: Mapping[str, Any]) -> list[str]:
-    """Return fields with the configuration of a part: `text_config`, `vision_config`, `decoder`."""
-    return [
-        name for name, value in fields.items() if isinstance(value, dict) and "model_type" in value
-    ]
-
-
 def _in_parts(fields: Mapping[str, Any], change: Callable[[Fields], Fields]) -> Fields:
-    """Return a copy in which `change` was applied to each part that allows it."""
+    """Return a copy in which `change` was applied to each part that allows it.
+
+    Parts are `text_config`, `vision_config`, `decoder` and other fields with a model type.
+    """
     result = copy.deepcopy(dict(fields))
-    for name in _parts(fields):
-        try:
-            result[name] = change(result[name])
-        except ValueError:
-            continue  # The part has no layers.
+    for name, value in fields.items():
+        if isinstance(value, dict) and "model_type" in value:
+            with suppress(ValueError):  # the part has no layers
+                result[name] = change(result[name])
     return result
 
 
@@ -171,33 +166,24 @@ def depth_of(fields: Mapping[str, Any]) -> int | None:
 def kinds_of_layers(fields: Mapping[str, Any]) -> list[tuple[Any, ...]]:
     """Return the entries of each layer in fields with one entry per layer (`layer_types`)."""
     depth = depth_of(fields) or 0
-    lists = [
-        value
-        for value in fields.values()
-        if isinstance(value, list | tuple) and len(value) == depth > 1
-    ]
-    others = [
-        {int(key): str(entry) for key, entry in fields[name].items()} for name in _by_layer(fields)
-    ]
-    return [
-        (*(_hashable(entry[index]) for entry in lists), *(found.get(index) for found in others))
-        for index in range(depth)
-    ]
+    kinds: list[tuple[Any, ...]] = [() for _ in range(depth)]
+    for value in fields.values():
+        if isinstance(value, list | tuple) and len(value) == depth > 1:
+            entries = [tuple(entry) if isinstance(entry, list) else entry for entry in value]
+        elif _is_by_layer(value):
+            by_index = {int(key): str(entry) for key, entry in value.items()}
+            entries = [by_index.get(index) for index in range(depth)]
+        else:
+            continue
+        kinds = [(*kind, entry) for kind, entry in zip(kinds, entries, strict=True)]
+    return kinds
 
 
-def _by_layer(fields: Mapping[str, Any]) -> list[str]:
-    """Return fields that map indices of layers to their settings (`per_layer_config`)."""
-    return [
-        name
-        for name, value in fields.items()
-        if isinstance(value, dict)
-        and value
-        and all(str(key).isdigit() and isinstance(entry, dict) for key, entry in value.items())
-    ]
-
-
-def _hashable(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+def _is_by_layer(value: Any) -> bool:
+    """Return True if a field maps indices of layers to their settings (`per_layer_config`)."""
+    if not isinstance(value, dict) or not value:
+        return False
+    return all(str(key).isdigit() and isinstance(entry, dict) for key, entry in value.items())
 
 
 def with_depth(fields: Mapping[str, Any], depth: int) -> Fields:
@@ -211,24 +197,25 @@ def with_depth(fields: Mapping[str, Any], depth: int) -> Fields:
     if name is None or before is None:
         return result
     kinds = kinds_of_layers(fields)
-    chosen = {kinds.index(kind) for kind in kinds}
-    rest = [index for index in range(before) if index not in chosen]
-    kept_layers = sorted(chosen | set(rest[: max(0, depth - len(chosen))]))
-    result[name] = len(kept_layers)
+    first_of_kinds = {kinds.index(kind) for kind in kinds}
+    others = [index for index in range(before) if index not in first_of_kinds]
+    more = max(0, depth - len(first_of_kinds))
+    layers = sorted(first_of_kinds.union(others[:more]))
+    result[name] = len(layers)
     for field, value in fields.items():
         if isinstance(value, list | tuple) and len(value) == before > 1:
-            result[field] = [value[index] for index in kept_layers]
-        elif field in _by_layer(fields):
+            result[field] = [value[index] for index in layers]
+        elif _is_by_layer(value):
             by_index = {int(key): entry for key, entry in value.items()}
             result[field] = {
-                str(new): by_index[old] for new, old in enumerate(kept_layers) if old in by_index
+                str(new): by_index[old] for new, old in enumerate(layers) if old in by_index
             }
         elif field in _OTHER_DEPTHS and isinstance(value, int) and field != name:
             result[field] = min(value, result[name])
         elif field in _FIRST_LAYERS and isinstance(value, int):
             result[field] = min(value, 1)
         elif field == "mlp_only_layers" and value:
-            result[field] = [index for index in value if index < len(kept_layers)]
+            result[field] = [index for index in value if index < len(layers)]
     return result
 
 
@@ -252,48 +239,48 @@ def with_width(fields: Mapping[str, Any], layout: Layout, *, head_size: int) -> 
         return result
     if heads is None:
         return _without_heads(fields, result, hidden, layout, head_size * _HEADS_WITHOUT_A_FIELD)
-    cuts = _degrees(layout.tp, layout.cp)
-    all_cuts = _degrees(layout.tp, layout.cp, layout.dp_shard, layout.dp)
+
+    degrees = _degrees(layout.tp, layout.cp)
+    all_degrees = _degrees(layout.tp, layout.cp, layout.dp_shard, layout.dp)
     for name in _OTHER_HEADS:
         if fields.get(name) == fields[heads]:
-            result[name] = shrink_heads(fields[heads], fields[heads], cuts)[0]
-    kv = _present(fields, _KV_HEADS)
-    result[heads], kv_heads = shrink_heads(fields[heads], fields[kv] if kv else fields[heads], cuts)
-    if kv:
+            result[name] = shrink_heads(fields[heads], fields[heads], degrees)[0]
+    kv = _present(fields, _KV_HEADS) or heads
+    result[heads], kv_heads = shrink_heads(fields[heads], fields[kv], degrees)
+    if kv != heads:
         result[kv] = kv_heads
-    before = _present(fields, _HEAD_SIZE)
-    old_head_size = fields[before] if before == "head_dim" else fields[hidden] // fields[heads]
+
+    old_head_size = fields[hidden] // fields[heads]
+    if _present(fields, _HEAD_SIZE) == "head_dim":
+        old_head_size = fields["head_dim"]
     _change(
         fields, result, _HEAD_SIZE, lambda size: max(2, size * head_size // old_head_size // 2 * 2)
     )
-    square = fields[hidden] == fields[heads] * old_head_size
-    result[hidden] = (
-        result[heads] * head_size
-        if square
-        else like(fields[hidden], result[heads] * head_size + 8, (*all_cuts, 8))
-    )
-    _change(
-        fields, result, _INNER, lambda size: min(size, like(size, 2 * result[hidden], all_cuts))
-    )
-    _change(
-        fields,
-        result,
-        _EXPERT_INNER,
-        lambda size: min(size, like(size, result[hidden] // 2, all_cuts)),
-    )
-    _change(fields, result, _RANKS, lambda size: min(size, like(size, 16, all_cuts)))
-    for name in _by_layer(fields):
-        result[name] = {
-            layer: {
-                key: _as_before(value, fields.get(key), result.get(key))
-                for key, value in entry.items()
-            }
-            for layer, entry in fields[name].items()
-        }
+    result[hidden] = result[heads] * head_size
+    if fields[hidden] != fields[heads] * old_head_size:
+        result[hidden] = like(fields[hidden], result[hidden] + 8, (*all_degrees, 8))
+    _lower(fields, result, _INNER, 2 * result[hidden], all_degrees)
+    _lower(fields, result, _EXPERT_INNER, result[hidden] // 2, all_degrees)
+    _lower(fields, result, _RANKS, 16, all_degrees)
+    for layers in filter(_is_by_layer, result.values()):
+        for entry in layers.values():
+            for key, value in entry.items():
+                entry[key] = _as_before(value, fields.get(key), result.get(key))
     _follow_hidden(fields, result, hidden)
     _shrink_state_space(fields, result, hidden, head_size)
-    _shrink_experts(fields, result, cuts)
+    _shrink_experts(fields, result, degrees)
     return result
+
+
+def _lower(
+    fields: Mapping[str, Any],
+    result: Fields,
+    names: Iterable[str],
+    target: int,
+    degrees: Sequence[int],
+) -> None:
+    """Lower fields to the least number from `target` on that is divided as before."""
+    _change(fields, result, names, lambda size: min(size, like(size, target, degrees)))
 
 
 def _without_heads(
@@ -323,9 +310,9 @@ def _shrink_state_space(
 
 
 def _follow_hidden(fields: Mapping[str, Any], result: Fields, hidden: str) -> None:
-    result.update(
-        {name: result[hidden] for name in _SAME_AS_HIDDEN if fields.get(name) == fields[hidden]}
-    )
+    for name in _SAME_AS_HIDDEN:
+        if fields.get(name) == fields[hidden]:
+            result[name] = result[hidden]
 
 
 def _as_before(value: Any, before: Any, after: Any) -> Any:
@@ -335,29 +322,24 @@ def _as_before(value: Any, before: Any, after: Any) -> Any:
     return max(1, value * after // before)
 
 
-def _shrink_experts(fields: Mapping[str, Any], result: Fields, cuts: Sequence[int]) -> None:
+def _shrink_experts(fields: Mapping[str, Any], result: Fields, degrees: Sequence[int]) -> None:
     name = _present(fields, _EXPERTS)
     per_token = _present(fields, _PER_TOKEN)
-    if (
-        name is None
-        or per_token is None
-        or any(fields.get(group, 1) not in (None, 1) for group in _GROUPS)
-    ):
-        return
-    result[name] = min(fields[name], like(fields[name], max(4, 2 * fields[per_token]), cuts))
+    is_grouped = any(fields.get(group, 1) not in (None, 1) for group in _GROUPS)
+    if name is not None and per_token is not None and not is_grouped:
+        target = max(4, 2 * fields[per_token])
+        result[name] = min(fields[name], like(fields[name], target, degrees))
 
 
-def with_small_rest(fields: Mapping[str, Any], layout: Layout) -> Fields:
+def with_small_vocabulary(fields: Mapping[str, Any], layout: Layout) -> Fields:
     """Return the configuration with a small vocabulary, short windows and no dropout.
 
     Attention windows are shorter than the data.
     """
-    result = _in_parts(fields, lambda part: with_small_rest(part, layout))
+    result = _in_parts(fields, lambda part: with_small_vocabulary(part, layout))
     if isinstance(fields.get("vocab_size"), int):
-        size = min(
-            fields["vocab_size"],
-            like(fields["vocab_size"], VOCABULARY, _degrees(layout.tp, layout.dp_shard, layout.dp)),
-        )
+        degrees = _degrees(layout.tp, layout.dp_shard, layout.dp)
+        size = min(fields["vocab_size"], like(fields["vocab_size"], VOCABULARY, degrees))
         result["vocab_size"] = size
         if isinstance(fields.get("vocab_size_per_layer_input"), int):
             result["vocab_size_per_layer_input"] = size
@@ -366,43 +348,39 @@ def with_small_rest(fields: Mapping[str, Any], layout: Layout) -> Fields:
                 result[name] = _small_token(value, size)
     _change(fields, result, _WINDOWS, lambda size: min(size, 4))
     _change(fields, result, _CHUNKS, lambda size: min(size, 8))
-    result |= {
-        name: max(fields[name], SPREAD) for name in _SPREADS if isinstance(fields.get(name), float)
-    }
-    return result | {name: 0.0 for name, value in fields.items() if is_dropout(name, value)}
+    for name, value in fields.items():
+        if name in _SPREADS and isinstance(value, float):
+            result[name] = max(value, SPREAD)
+        elif "drop" in name and isinstance(value, float | int) and value > 0 and value is not True:
+            # A field such as `use_dropout` is no probability.
+            result[name] = 0.0
+    return result
 
 
 def _change(
     fields: Mapping[str, Any], result: Fields, names: Iterable[str], change: Callable[[int], int]
 ) -> None:
     """Apply `change` to those integer fields of `names` that the configuration has."""
-    result.update(
-        {name: change(fields[name]) for name in names if isinstance(fields.get(name), int)}
-    )
+    for name in names:
+        if isinstance(fields.get(name), int):
+            result[name] = change(fields[name])
 
 
 def _small_token(value: Any, size: int) -> Any:
     if isinstance(value, list):
         return [_small_token(entry, size) for entry in value]
-    return value % size if isinstance(value, int) and value >= size else value
-
-
-def is_dropout(name: str, value: Any) -> bool:
-    """Return True if a field is a dropout probability above 0."""
-    return (
-        "drop" in name
-        and isinstance(value, float | int)
-        and not isinstance(value, bool)
-        and value > 0
-    )
+    if isinstance(value, int) and value >= size:
+        return value % size
+    return value
 
 
 def like(value: int, target: int, degrees: Iterable[int]) -> int:
     """Return the least number >= `target` that is divisible by the same `degrees` as `value`."""
     degrees = tuple(degrees)
-    for found in range(max(target, 1), max(target, 1) + prod(set(degrees)) + 1):
-        if all((found % degree == 0) == (value % degree == 0) for degree in degrees):
-            return found
+    least = max(target, 1)
+    for candidate in range(least, least + prod(set(degrees)) + 1):
+        if all((candidate % degree == 0) == (value % degree == 0) for degree in degrees):
+            return candidate
     return value
 
 
@@ -413,16 +391,16 @@ def shrink_heads(heads: int, kv_heads: int, degrees: Sequence[int]) -> tuple[int
     heads stay as they are.
     """
 
-    def cut(h: int, k: int) -> tuple[Any, ...]:
-        per_degree = tuple(
+    def split(h: int, k: int) -> tuple[Any, ...]:
+        per_degree = [
             (h % d == 0, k % d == 0, d % k == 0, min(h // d, 2), min(k // d, 2)) for d in degrees
-        )
-        return (h == k, k == 1, h % k == 0, *per_degree)
+        ]
+        return (h == k, k == 1, h % k == 0, per_degree)
 
-    expected = cut(heads, kv_heads)
+    expected = split(heads, kv_heads)
     for h in range(min(heads, 4), heads + 1):
         for k in range(min(kv_heads, 2), min(kv_heads, h) + 1):
-            if cut(h, k) == expected:
+            if split(h, k) == expected:
                 return h, k
     return heads, kv_heads
 
@@ -432,10 +410,8 @@ def _degrees(*degrees: int) -> tuple[int, ...]:
 
 
 def _present(fields: Mapping[str, Any], names: Iterable[str]) -> str | None:
-    return next(
-        (name for name in names if is_integer(fields.get(name))),
-        None,
-    )
+    """Return the first of some names whose field is an integer, or None."""
+    return next((name for name in names if is_integer(fields.get(name))), None)
 
 
 def cut_blocks(model: nn.Module, blocks: Sequence[str], depth: int) -> int | None:

@@ -13,7 +13,7 @@ import torch
 
 import plait
 from plait.errors import CheckpointError, InputError
-from plait.inference.model_placement import load_model
+from plait.inference.deployment import load_model
 from plait.inference.source import Source, open_source
 from plait.inference.streamed_model import load_streamed
 from plait.sharded.model import ShardedModel

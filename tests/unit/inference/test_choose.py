@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from plait.errors import InputError
+from plait.inference.decode import LENGTH, STOP, UNFINISHED, TokenSampler
 from plait.inference.generation_settings import GenerationSettings, tokens_of_tokenizer
 from plait.inference.requests import GenerationRequest, TextStream, text_of
-from plait.inference.sampling import LENGTH, STOP, UNFINISHED, TokenSampler
 
 
 def requests(
@@ -192,7 +192,7 @@ def test_a_vocabulary_with_gaps() -> None:
         assert chooser(scores, [0])[:, 0].tolist()[::2] == [token, ends]
     assert text_of(Sparse(), [0, 3, 9]) == "ac"
     stream = TextStream(Sparse())
-    assert [stream.add(token) for token in (5, 3, 0)] == ["b", "", "a"] and stream.rest() == ""
+    assert [stream.add(token) for token in (5, 3, 0)] == ["b", "", "a"] and stream.remainder() == ""
     assert (
         tokens_of_tokenizer(Sparse()) == 10
         and tokens_of_tokenizer(Words()) == 26

@@ -11,8 +11,8 @@ import torch
 
 import plait
 from plait.errors import CheckpointError
+from plait.inference.deployment import load_model
 from plait.inference.generate import generate
-from plait.inference.model_placement import load_model
 from plait.inference.source import open_source
 
 SIZES: dict[str, Any] = {

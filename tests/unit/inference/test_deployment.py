@@ -14,12 +14,12 @@ from plait.inference import deployment
 from plait.inference.capacity import CacheLayout, cache_layout_of
 from plait.inference.deployment import (
     Devices,
+    DoesNotFit,
     InferenceWork,
     deploy,
     deploy_in_budget,
     deploy_streamed,
 )
-from plait.inference.model_placement import DoesNotFit
 from plait.inference.source import open_source
 from plait.inference.streamed_model import plan_streaming
 from plait.inference.weight_files import StoredTensor
@@ -137,10 +137,10 @@ def test_keys_and_values_on_the_host(work: InferenceWork) -> None:
     kept = replace(many, offload_cache=True)
     with pytest.raises(InputError, match="does not fit"):
         deploy(many, tp=1, pp=1, devices=None, on=on)
-    found = deploy(kept, tp=1, pp=1, devices=None, on=replace(on, memory_bytes=10 * MIB)).account
+    found = deploy(kept, tp=1, pp=1, devices=None, on=replace(on, memory_bytes=10 * MIB)).estimate
     assert (found.cache, found.cache_copied, found.cache_on_host) == (3 * MIB, 6 * MIB, 7 * MIB)
     streamed = deploy_streamed(kept, gpu_budget=24 * MIB, cpu_budget=20 * MIB, on=on)
-    assert streamed.account.cache == 3 * MIB and streamed.host_bytes == 13 * MIB
+    assert streamed.estimate.cache == 3 * MIB and streamed.host_bytes == 13 * MIB
     assert streamed.why.endswith(
         "for keys, values and activations; 7.0 MiB of keys and values in host memory"
     )
@@ -194,9 +194,9 @@ def test_memory_in_stretches() -> None:
         [torch.arange(4, dtype=torch.uint8), torch.arange(4, 12, dtype=torch.uint8)]
     )
     assert memory.size == 12
-    assert [(start, piece.tolist()) for start, piece in memory.pieces(2, 5)] == [
+    assert [(start, piece.tolist()) for start, piece in memory.overlaps(2, 5)] == [
         (2, [2, 3]),
         (4, [4, 5, 6]),
     ]
-    assert [(start, piece.tolist()) for start, piece in memory.pieces(5, 2)] == [(5, [5, 6])]
-    assert list(memory.pieces(4, 0)) == []
+    assert [(start, piece.tolist()) for start, piece in memory.overlaps(5, 2)] == [(5, [5, 6])]
+    assert list(memory.overlaps(4, 0)) == []

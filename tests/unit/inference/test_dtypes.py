@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from plait.errors import CheckpointError
-from plait.inference.model_placement import load_model
+from plait.inference.deployment import load_model
 from plait.inference.source import open_source
 from tests.unit.inference.models import built, saved
 

@@ -16,8 +16,8 @@ from plait.inference.capacity import (
     cache_layout_of,
     offloaded_cache,
 )
+from plait.inference.deployment import load_model, needs_of
 from plait.inference.generate import generate
-from plait.inference.model_placement import load_model, needs_of
 from plait.inference.source import open_source
 from plait.model.facts import attention_facts
 

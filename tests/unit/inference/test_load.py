@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from plait.cluster.host_memory import HUGE_PAGE
-from plait.inference.model_placement import load_model
+from plait.inference.deployment import load_model
 from plait.inference.source import open_source
 
 

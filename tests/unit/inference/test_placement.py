@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from plait.errors import InputError
-from plait.inference.model_placement import Needs, place_model
+from plait.inference.deployment import Needs, place_model
 
 GIB = 2**30
 
@@ -29,28 +29,23 @@ LLAMA_70B = Needs(
 
 
 @pytest.mark.parametrize(
-    ("machines", "per_machine", "memory", "fast", "key_value_heads", "expected"),
+    ("devices", "memory", "key_value_heads", "expected"),
     [
-        (1, 1, 192, True, 8, (1, 1)),
-        (1, 8, 141, True, 8, (2, 1)),
-        (1, 8, 80, True, 8, (2, 1)),
-        (1, 8, 40, True, 8, (4, 1)),
-        (1, 8, 24, True, 8, (8, 1)),
-        (1, 16, 12, True, 8, (16, 1)),  # two ranks have one key and value head
-        (1, 8, 80, False, 8, (1, 2)),  # PCIe alone
-        (1, 8, 24, False, 8, (1, 7)),
-        (2, 8, 12, True, 8, (8, 2)),
-        (4, 4, 16, True, 8, (4, 3)),
-        (1, 4, 40, True, 1, (4, 1)),
-        (1, 6, 40, True, 3, (6, 1)),
-        (1, 6, 60, True, 3, (3, 1)),
+        (1, 192, 8, (1, 1)),
+        (8, 141, 8, (2, 1)),
+        (8, 80, 8, (2, 1)),
+        (8, 40, 8, (4, 1)),
+        (8, 24, 8, (8, 1)),
+        (16, 12, 8, (16, 1)),  # two ranks have one key and value head
+        (6, 32, 8, (1, 5)),  # six ranks cannot split 64 heads
+        (4, 40, 1, (4, 1)),
+        (6, 40, 3, (6, 1)),
+        (6, 60, 3, (3, 1)),
     ],
 )
 def test_a_layout(
-    machines: int,
-    per_machine: int,
+    devices: int,
     memory: int,
-    fast: bool,
     key_value_heads: int,
     expected: tuple[int, int],
 ) -> None:
@@ -61,13 +56,7 @@ def test_a_layout(
         heads=48 if key_value_heads == 3 else 64,
         cache=cache,
     )
-    found = place_model(
-        needs,
-        machines=machines,
-        per_machine=per_machine,
-        device_bytes=memory * GIB,
-        fast_links=fast,
-    )
+    found = place_model(needs, devices=devices, device_bytes=memory * GIB)
     assert (found.tp, found.pp) == expected
     assert found.weight_bytes + found.cache_bytes <= memory * GIB
 
@@ -77,7 +66,7 @@ def test_what_does_not_fit_is_refused_with_its_numbers() -> None:
         InputError,
         match=r"at tp = 8, pp = 1 a device would hold 16.4 GiB of weights and 1.2 GiB .*1 x 8 devices",
     ):
-        place_model(LLAMA_70B, machines=1, per_machine=8, device_bytes=16 * GIB)
+        place_model(LLAMA_70B, devices=8, device_bytes=16 * GIB)
 
 
 @pytest.mark.parametrize(
@@ -91,9 +80,9 @@ def test_what_does_not_fit_is_refused_with_its_numbers() -> None:
 )
 def test_a_choice_that_cannot_be(tp: int | None, pp: int | None, words: str) -> None:
     with pytest.raises(InputError, match=words):
-        place_model(LLAMA_70B, machines=1, per_machine=8, device_bytes=80 * GIB, tp=tp, pp=pp)
+        place_model(LLAMA_70B, devices=8, device_bytes=80 * GIB, tp=tp, pp=pp)
 
 
 def test_a_users_choice() -> None:
-    found = place_model(LLAMA_70B, machines=1, per_machine=8, device_bytes=80 * GIB, tp=2, pp=2)
+    found = place_model(LLAMA_70B, devices=8, device_bytes=80 * GIB, tp=2, pp=2)
     assert (found.tp, found.pp, found.why) == (2, 2, "as asked for")

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from plait.errors import InputError
+from plait.inference.deployment import load_model
 from plait.inference.generate import generate
-from plait.inference.model_placement import load_model
 from plait.inference.score import score
 from plait.inference.source import open_source
 from plait.inference.streamed_model import load_streamed

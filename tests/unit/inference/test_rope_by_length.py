@@ -15,8 +15,8 @@ from torch import nn
 import plait
 from plait.errors import InputError
 from plait.inference import generate as generate_module
+from plait.inference.deployment import load_model
 from plait.inference.generate import generate
-from plait.inference.model_placement import load_model
 from plait.inference.rope_by_length import RopeByLength, group_requests, rope_of_config
 from plait.inference.score import score
 from plait.inference.source import open_source

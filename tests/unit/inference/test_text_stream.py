@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from plait.inference.decode import STOP, TokenSampler
 from plait.inference.generation_settings import GenerationSettings
 from plait.inference.requests import GenerationRequest, TextStream, text_after
-from plait.inference.sampling import STOP, TokenSampler
 
 WORDS = [
     "[UNK]",
@@ -53,7 +53,7 @@ def word_pieces() -> Any:
 
 def streamed(tokenizer: Any, tokens: list[int]) -> list[str]:
     stream = TextStream(tokenizer)
-    return [*(stream.add(token) for token in tokens), stream.rest()]
+    return [*(stream.add(token) for token in tokens), stream.remainder()]
 
 
 def test_spaces_that_a_clean_up_removes() -> None:
@@ -141,7 +141,7 @@ def test_the_space_between_prompt_and_answer_stays() -> None:
     assert tokenizer.decode(new, skip_special_tokens=True) == "lazy dogs."
     assert text_after(tokenizer, prompt, new, skip_special_tokens=True) == " lazy dogs."
     stream = TextStream(tokenizer, prompt)
-    assert [*(stream.add(token) for token in new), stream.rest()] == [
+    assert [*(stream.add(token) for token in new), stream.remainder()] == [
         " lazy",
         " dog",
         "s",

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from plait.errors import InputError
+from plait.inference.deployment import load_model
 from plait.inference.generate import generate
-from plait.inference.model_placement import load_model
 from plait.inference.source import Source, open_source
 from plait.inference.streamed_model import WeightStreamHook, _save_aligned, load_streamed
 from plait.inference.weight_stream import WEIGHT_ALIGNMENT

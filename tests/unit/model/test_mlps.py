@@ -11,7 +11,7 @@ from torch import nn
 
 from plait.errors import ModelError
 from plait.model.blocks import find_blocks
-from plait.model.mlps import TokenModules, find_mlps
+from plait.parallel.mlps import TokenModules, find_mlps
 from tests.parity import cases
 from tests.parity.experts import SIZES, Case, build
 

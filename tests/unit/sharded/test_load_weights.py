@@ -13,8 +13,8 @@ from torch import nn
 
 import plait
 from plait.errors import CheckpointError
+from plait.inference.deployment import load_model
 from plait.inference.generate import generate
-from plait.inference.model_placement import load_model
 from plait.inference.source import open_source
 from plait.inference.streamed_model import tensors_to_stream
 from plait.sharded import load_weights as module

@@ -66,7 +66,7 @@ def test_heads(heads: int, kv: int, degrees: tuple[int, ...], expected: tuple[in
 
 def test_llama() -> None:
     layout = Layout(tp=2, dp_shard=2)
-    small = shrink.with_small_rest(
+    small = shrink.with_small_vocabulary(
         shrink.with_width(shrink.with_depth(LLAMA, 2), layout, head_size=8), layout
     )
     assert small["num_hidden_layers"] == 2
@@ -202,7 +202,7 @@ PARTS = {
 def test_parts_are_made_small() -> None:
     """A model of text and images keeps every kind of text layer."""
     assert shrink.depth_of(PARTS) == 12
-    small = shrink.with_small_rest(
+    small = shrink.with_small_vocabulary(
         shrink.with_width(shrink.with_depth(PARTS, 3), Layout(), head_size=8), Layout()
     )
     text = small["text_config"]
@@ -261,7 +261,7 @@ def test_state_space_layers() -> None:
         "n_groups": 8,
         "chunk_size": 256,
     }
-    small = shrink.with_small_rest(
+    small = shrink.with_small_vocabulary(
         shrink.with_width(fields, Layout(tp=2), head_size=8), Layout(tp=2)
     )
     assert small["num_heads"] * small["head_dim"] == 2 * small["hidden_size"] < 200

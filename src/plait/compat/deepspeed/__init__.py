@@ -1,7 +1,7 @@
 """DeepSpeed's API on Plait's engine: `import plait.compat.deepspeed as deepspeed`.
 
 Names, arguments and return values are those of DeepSpeed 0.19.8. A name that is not supported
-raises an error that says what to use instead. docs/how-to/deepspeed-scripts.md lists both kinds.
+raises an error with a replacement. docs/how-to/deepspeed-scripts.md lists both kinds.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """DeepSpeed's engine as an adapter of Plait's, with DeepSpeed's names, arguments and return values.
 
 Names that the adapter does not have are looked up in the model. A name that is not supported raises
-an error that says what to use instead.
+an error with a replacement.
 
-DeepSpeed's functions for parameters receive only a parameter, and the registry finds its engine.
+DeepSpeed's functions for parameters (`deepspeed.utils`, `zero.GatheredParameters`) receive only a
+parameter. `find_parameter` looks up its engine in a registry.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class DeepSpeedOptimizer(OptimizerProxy):
         )
 
     def load_state_dict(self, state_dict: Any) -> NoReturn:
-        """Raise InputError: states are sharded as the layout says."""
+        """Raise InputError: states are sharded by the layout."""
         raise InputError(
             "optimizer.load_state_dict(): call engine.load_checkpoint(folder), which loads every"
             " layout's states"
@@ -113,6 +114,7 @@ class DeepSpeedEngine(CheckpointMethods):
         self._is_updating = False
         """True while the engine itself may call the optimizer."""
         engine.optimizer.register_step_pre_hook(self._refuse_optimizer_step)
+        _ENGINES.add(self)
 
     def __getattr__(self, name: str) -> Any:
         # While the object is created or unpickled, it has no engine yet.
@@ -451,11 +453,7 @@ class DeepSpeedEngine(CheckpointMethods):
 
 
 _ENGINES: weakref.WeakSet[DeepSpeedEngine] = weakref.WeakSet()
-
-
-def register_engine(engine: DeepSpeedEngine) -> None:
-    """Add an engine to the registry."""
-    _ENGINES.add(engine)
+"""Engines of this process, for functions that receive only a parameter."""
 
 
 def find_parameter(parameter: nn.Parameter) -> tuple[DeepSpeedEngine, nn.Parameter] | None:

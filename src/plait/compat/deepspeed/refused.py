@@ -1,4 +1,4 @@
-"""Names of DeepSpeed that are not supported, and what to use instead."""
+"""Names of DeepSpeed that are not supported, and their replacements."""
 
 from __future__ import annotations
 

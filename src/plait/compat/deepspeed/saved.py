@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from plait import exact
 from plait._torch.tensors import local_tensor, local_window
 from plait.checkpoint.load import Reader
-from plait.cluster.small_messages import all_gather_objects
+from plait.cluster.small_messages import all_gather_objects, broadcast_object
 from plait.compat.deepspeed.refused import refuse_arguments
 from plait.engine.engine import Engine
 from plait.engine.weights import full_weights, load_weights_of
@@ -94,8 +93,10 @@ class CheckpointMethods:
                 " parameters; leave it out"
             )
         local_name = str(tag) if tag is not None else f"global_step{self.plait.global_steps}"
-        # Tags may differ between ranks, for example if they contain the time.
-        name = self._broadcast_text(local_name)
+        name = local_name
+        if self.plait.world_size > 1:
+            # Tags may differ between ranks, for example if they contain the time.
+            name = broadcast_object(local_name)
         if name != local_name:
             warn(
                 f"engine.save_checkpoint(tag={local_name!r}): processes give different tags; the"
@@ -175,14 +176,6 @@ class CheckpointMethods:
         if self.plait.rank == 0:
             warn(f"engine.load_checkpoint: {load_dir} holds no checkpoint, so nothing was loaded")
         return None, None
-
-    def _broadcast_text(self, value: str) -> str:
-        """Return the first process's value. Collective."""
-        if self.plait.world_size == 1:
-            return value
-        values = [value]
-        dist.broadcast_object_list(values, src=0, device=self.plait.device)
-        return values[0]
 
     def module_state_dict(
         self,

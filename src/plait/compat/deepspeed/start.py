@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from plait.cluster.topology import place
 from plait.compat.deepspeed.comm import PORT, refuse_no_group, refuse_port
-from plait.compat.deepspeed.engine import DeepSpeedEngine, DeepSpeedOptimizer, register_engine
+from plait.compat.deepspeed.engine import DeepSpeedEngine, DeepSpeedOptimizer
 from plait.compat.deepspeed.loaders import StreamLoader
 from plait.compat.deepspeed.pipe import PipelineEngine, PipelineModule
 from plait.compat.deepspeed.refused import refuse_arguments
@@ -111,7 +112,8 @@ def initialize(
         parameters = list(model_parameters) if model_parameters is not None else None
         plait_optimizer = _select_optimizer(resolved, model, optimizer, parameters)
     else:
-        plait_optimizer = _stateless_optimizer
+        # Without states, for an engine that only runs forward.
+        plait_optimizer = partial(torch.optim.SGD, lr=0.0)
     if plait_optimizer is not None and optimizer is None:
         # It was built from the configuration, or replaces none. Without this, Plait would warn that
         # the configuration's optimizer is not used.
@@ -122,7 +124,7 @@ def initialize(
     losses: dict[str, Any] = {}
     if isinstance(model, PipelineModule):
         engine_class = PipelineEngine
-        losses = {"loss_fn": _micro_batch_loss(model), "weight_fn": _equal_weight}
+        losses = {"loss_fn": _micro_batch_loss(model), "weight_fn": lambda batch: 1}
     plait_engine = plait_initialize(
         model, resolved, optimizer=plait_optimizer, lr_scheduler=lr_scheduler, **losses
     )
@@ -133,7 +135,6 @@ def initialize(
         collate_fn=collate_fn,
         drop_last=_drop_last(source),
     )
-    register_engine(engine)
     refuse_shards_as_weights(model, remedy=_FULL_WEIGHTS)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)
@@ -267,11 +268,6 @@ def _parameter_list(parameters: Any) -> list[Any]:
     return [entry[1] if isinstance(entry, tuple) else entry for entry in parameters]
 
 
-def _stateless_optimizer(parameters: Any) -> torch.optim.Optimizer:
-    """Return an optimizer without states, for an engine that only runs forward."""
-    return torch.optim.SGD(parameters, lr=0.0)
-
-
 def _build_with_groups(
     resolved: Resolved, model: nn.Module, groups: list[dict[str, Any]], parameter_ids: set[int]
 ) -> torch.optim.Optimizer:
@@ -309,8 +305,3 @@ def _micro_batch_loss(model: PipelineModule) -> Callable[[Any, Any], tuple[torch
             " labels)"
         )
     return lambda output, batch: (loss_fn(output, batch[-1]), 1)
-
-
-def _equal_weight(batch: Any) -> int:
-    """Return the weight of a micro-batch in the loss of a step."""
-    return 1

@@ -1,9 +1,9 @@
 """`deepspeed.zero`: construction of a model without memory, and temporarily gathered parameters.
 
-A model is built on `meta`. A tensor on `meta` has no memory, so such a write has no effect. Weights
-of the model are drawn later by the classes of its modules (`parallel.materialise`). A value that
-only the constructor sets would be lost silently, for example the scaled output layers of a GPT.
-Writes are recorded while the model is built, and `initialize` refuses the model.
+A model is built on `meta`, where tensors have no memory. Its weights are drawn later by the classes
+of its modules (`parallel.materialise`). A write of the constructor, such as that of the scaled
+output layers of a GPT, has no effect on `meta`, and the value would be lost silently. Writes are
+therefore recorded while the model is built, and `initialize` refuses the model.
 """
 
 from __future__ import annotations
@@ -104,9 +104,8 @@ def refuse_lost_writes(model: nn.Module) -> None:
             continue
         write = _WRITES.pop(storage_key(parameter), None)
         if write is not None:
-            _, description = write
             raise InputError(
-                f"{name} is set by {description}, and a model built under zero.Init() has no memory"
+                f"{name} is set by {write[1]}, and a model built under zero.Init() has no memory"
                 " to write to: its weights are drawn in initialize by its classes'"
                 " reset_parameters, or by the model's _init_weights(self, module); set it in one"
                 " of those, or build the model without zero.Init() (enabled=False)"
@@ -265,7 +264,7 @@ class GatheredParameters:
         changed = []
         if self._rank is None:
             changed = [parameter for parameter in gathered if parameter.is_changed()]
-        # All ranks must raise together. A rank may have changed a parameter alone.
+        # All ranks must raise together. Only one of them may have changed a parameter.
         counts = torch.tensor([len(replaced), len(changed)], device=gathered[0].engine.device)
         if dist.is_initialized():
             dist.all_reduce(counts)

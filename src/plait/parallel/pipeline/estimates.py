@@ -21,7 +21,8 @@ from math import lcm
 import numpy as np
 
 from plait.errors import InputError, ModelError
-from plait.model.facts import ModelFacts, block_index
+from plait.model.blocks import block_index
+from plait.model.facts import ModelFacts
 from plait.model.outer_layers import OuterUnits
 from plait.model.plans import TensorPlan
 from plait.model.stages import StageCut
@@ -283,7 +284,7 @@ def _plan_of_rank(
         plan,
         modules=modules,
         norms=tuple(filter(runs, plan.norms)),
-        whole=tuple(filter(runs, plan.whole)),
+        all_token_modules=tuple(filter(runs, plan.all_token_modules)),
         adapters=tuple(filter(runs, plan.adapters)),
     )
 

@@ -126,7 +126,7 @@ class ExpertParallel(Technique):
         # Modules whose output is a shard of the sequence.
         sequence_sharded: Sequence[str] = ()
         if plan is not None and region is not None and region.sequence_parallel:
-            sequence_sharded = plan.whole
+            sequence_sharded = plan.all_token_modules
         for experts in layers:
             module = parts.model.get_submodule(experts.name)
             for name in experts.parameters:

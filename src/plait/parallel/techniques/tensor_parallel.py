@@ -110,7 +110,7 @@ class TensorParallel(Technique):
                 if entry.style in ("colwise_gather_output", "rowwise_split_input")
             )
             # Such a block also computes on all tokens, where ranks must draw the same numbers.
-            if plan.whole or gathers:
+            if plan.all_token_modules or gathers:
                 region.random_scope = "nothing"
             _shard_sequence(parts.model, plan, region, parts.blocks)
         _leave_random_streams(parts.model, region, parts.blocks)
@@ -204,7 +204,7 @@ def _set_forwards(
     unsharded: Sequence[str] = ()
     if region.sequence_parallel:
         containers = plan.regions
-        unsharded = plan.whole
+        unsharded = plan.all_token_modules
     for name in containers:
         styles.gather_at(model.get_submodule(name), region)
     for name in unsharded:
@@ -485,7 +485,7 @@ def _traffic(
         ends = 2 * np.ones_like(n)
         if ledger.stage is not None:
             ends = ledger.stage.ends
-        gathered_features = gathered_features + hidden * (ends + 2 * len(plan.whole))
+        gathered_features = gathered_features + hidden * (ends + 2 * len(plan.all_token_modules))
 
     token_bytes = tokens * itemsize
     all_reduced = (
@@ -578,7 +578,7 @@ def _parameters_by_name(facts: ModelFacts) -> dict[str, ParameterFacts]:
 
 
 def _is_sequence_sharded(entry: StyledModule, facts: ModelFacts, plan: TensorPlan) -> bool:
-    return is_inside(entry.name, facts.blocks) and not is_inside(entry.name, plan.whole)
+    return is_inside(entry.name, facts.blocks) and not is_inside(entry.name, plan.all_token_modules)
 
 
 def _region_input_name(entry: StyledModule, plan: TensorPlan, *, sequence: bool) -> str:

@@ -1,8 +1,8 @@
 """Tiled MLP: the widest activations of a block exist for one tile of tokens at a time.
 
 An MLP computes each token from itself, so its tokens may be computed in tiles, and a tile again in
-the backward. This bounds the memory for any length of the sequence. `model.mlps` finds the modules
-that can be tiled.
+the backward. This bounds the memory for any length of the sequence. `parallel.mlps` finds the
+modules that can be tiled.
 
 Only the input of such a module is saved. The tiles of a call are nodes of one autograd graph. A
 parameter's gradient is therefore accumulated once, as the sum over the tiles, and hooks around the
@@ -30,11 +30,11 @@ from plait.cluster.mesh import Mesh
 from plait.comm.collectives import shard_range
 from plait.errors import ConfigError, ModelError, Problem
 from plait.model.facts import ModelFacts
-from plait.model.mlps import TokenModules, find_mlps
 from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.activations.selective import recompute_everything
 from plait.parallel.experts.dispatch import Dispatch
 from plait.parallel.hooks import StepHook
+from plait.parallel.mlps import TokenModules, find_mlps
 from plait.parallel.parts import Parts, Plans
 from plait.parallel.technique import Technique, TechniqueContext
 from plait.parallel.techniques.compile import Compile

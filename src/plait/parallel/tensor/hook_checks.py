@@ -147,7 +147,7 @@ def _hooked_modules(
         if (
             sequence_parallel
             and (name in plan.norms or in_blocks)
-            and not is_inside(name, plan.whole)
+            and not is_inside(name, plan.all_token_modules)
         ):
             kinds = _ALL
             # The output of the last module with sequence shards is gathered before its hooks.

@@ -10,7 +10,7 @@ from torch import nn
 from plait.config.resolving.resolve import load, resolve
 from plait.errors import PlaitError
 from plait.model.blocks import find_blocks
-from plait.model.mlps import TokenModules
+from plait.parallel.mlps import TokenModules
 from plait.parallel.order import check_all
 from plait.parallel.parts import Plans
 from plait.parallel.techniques.tiled_mlp import TiledModules, Tiles
