@@ -103,7 +103,7 @@ def job_of_variants(variants: Sequence[Variant]) -> Job:
         layouts=Layouts.of([v.layout for v in variants]),
         sequence=np.array([v.sequence for v in variants]),
         precision=np.array([v.precision for v in variants]),
-        own=all(v.own for v in variants),
+        has_exact_blocks=all(v.own for v in variants),
     )
 
 

@@ -250,7 +250,7 @@ def memory_of(job: Job, kinds: Sequence[str]) -> Callable[[Rates], Array]:
         kinds: Kind of memory that each run measured: "allocated", "reserved" or "total".
     """
     chosen = np.array([("allocated", "reserved", "total").index(kind) for kind in kinds])
-    memory_at = memory_by_rates(job, account_rows(job) if job.own else None)
+    memory_at = memory_by_rates(job, account_rows(job) if job.has_exact_blocks else None)
 
     def predict(rates: Rates) -> Array:
         memory = memory_at(rates)
@@ -270,11 +270,9 @@ def relevant(names: Sequence[str], job: Job) -> tuple[str, ...]:
     kinds = set(np.unique(np.asarray(job.framework.name)))
     precisions = {PRECISIONS[index] for index in np.unique(job.precision)}
 
-    cpu = {"cpu"}
-
     def concerns(name: str) -> bool:
         head, _, suffix = name.partition(".")
-        if families == cpu and (f"{name}.cpu" in CONSTANTS or name in _OF_GPUS):
+        if families == {"cpu"} and (f"{name}.cpu" in CONSTANTS or name in _OF_GPUS):
             return False
         if head == "stack":
             return suffix in kinds
@@ -358,10 +356,8 @@ def _remaining(
 
 def merged_rates(calibration: Calibration) -> Rates:
     """Return the constants of time from one fit and those of memory from the other."""
-    time = calibration.time.rates.values
-    memory = calibration.memory.rates.values
-    of_memory = {name: value for name, value in memory.items() if name.startswith("memory:")}
-    return Rates({**time, **of_memory})
+    memory = {name: calibration.memory.rates[name] for name in MEMORY_NAMES}
+    return Rates({**calibration.time.rates.values, **memory})
 
 
 def errors_with(runs: MeasuredRuns, calibration: Calibration) -> tuple[int, float, float]:
@@ -378,9 +374,7 @@ def errors_left_out(runs: MeasuredRuns, known: Knowledge | None = None) -> tuple
     """
     errors = []
     for index in np.flatnonzero(np.isfinite(runs.seconds)):
-        others = np.array(
-            [other for other in range(len(runs.seconds)) if other != index], dtype=np.int64
-        )
+        others = np.delete(np.arange(len(runs.seconds)), index)
         fitted = uncalibrated(known)
         if len(others):
             fitted = calibrate(runs.take(others), known=known)

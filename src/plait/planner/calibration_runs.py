@@ -21,11 +21,9 @@ from plait.planner.hardware import DEVICE_FAMILIES, PRECISIONS, DeviceSpec, stac
 from plait.planner.job import (
     RECOMPUTE,
     SCHEDULES,
-    Framework,
     Job,
     Layouts,
     plait,
-    with_compiled_blocks,
 )
 from plait.planner.step_time import BASE, INSIDE_STEP
 
@@ -241,25 +239,19 @@ def runs_of(measured: Iterable[Measured]) -> MeasuredRuns:
         hardware.cluster(run.gpu, run.devices, devices_per_node=run.devices_per_node).device
         for run in runs
     ]
-
     job = Job(
         model=stack(models),
         device=stack(devices),
-        framework=stack([_framework(run) for run in runs]),
+        framework=stack([plait(precision=run.precision, compiled=run.compiled) for run in runs]),
         layouts=Layouts.of([_layout_of_run(run) for run in runs]),
         sequence=np.array([run.sequence for run in runs]),
         precision=np.array([PRECISIONS.index(run.precision) for run in runs]),
-        own=all(
+        has_exact_blocks=all(
             not run.compiled and model.is_counted for run, model in zip(runs, models, strict=True)
         ),
     )
     peaks = [None if run.bytes is None else (run.bytes, "allocated") for run in runs]
     return MeasuredRuns(job, np.array([run.seconds for run in runs], dtype=float), peaks)
-
-
-def _framework(run: Measured) -> Framework:
-    framework = plait(precision=run.precision)
-    return with_compiled_blocks(framework) if run.compiled else framework
 
 
 def _layout_of_run(run: Measured) -> dict[str, Any]:

@@ -83,10 +83,8 @@ class DeviceSpec:
 
 @cache
 def _catalogue() -> dict[str, Any]:
-    content: dict[str, Any] = yaml.safe_load(
-        (files("plait.planner") / "data" / "hardware.yaml").read_text(encoding="utf-8")
-    )
-    return content
+    file = files("plait.planner") / "data" / "hardware.yaml"
+    return dict(yaml.safe_load(file.read_text(encoding="utf-8")))
 
 
 def device_names() -> tuple[str, ...]:
@@ -201,7 +199,7 @@ class Cluster:
 
     def __str__(self) -> str:
         per_node = min(self.devices, int(self.device.devices_per_node))
-        return f"{self.devices} x {self.device.title}, {per_node} a node"
+        return f"{self.devices} x {self.device.title}, {per_node} per node"
 
 
 def cluster(
@@ -241,11 +239,10 @@ def cluster(
     per_node = int(chosen.devices_per_node)
     if devices > per_node and devices % per_node:
         below = devices // per_node * per_node
-        rule = (
+        raise InputError(
             f"--world-size {devices}: nodes have {per_node} devices and {devices} % {per_node} ="
-            f" {devices % per_node}"
+            f" {devices % per_node}; use {below} or {below + per_node}, or give --nproc-per-node"
         )
-        raise InputError(f"{rule}; use {below} or {below + per_node}, or give --nproc-per-node")
 
     return Cluster(chosen, devices)
 

@@ -89,40 +89,33 @@ class Offers:
             return error.problems[0].rule
         return None
 
-    def runs(
-        self,
-        schedule: str,
-        *,
-        pp: int,
-        micro_batches: int,
-        chunks: int,
-        zero: int,
-        recompute: bool = False,
-    ) -> bool:
-        """Return True if a schedule exists for these numbers and works with the ZeRO stage.
-
-        A split backward recomputes a block for each half. The engine supports this, but it is not
-        priced yet, so such schedules are refused with recomputation.
-        """
-        name = SCHEDULE_NAMES[schedule]
-        if (zero == 3 or recompute) and schedule in SPLIT_BACKWARD:
+    def runs(self, schedule: str, *, pp: int, micro_batches: int, chunks: int, zero: int) -> bool:
+        """Return True if a schedule exists for these numbers and works with the ZeRO stage."""
+        if zero == 3 and schedule in SPLIT_BACKWARD:
             return False
-
         return micro_batches >= pp and not tables.problems_of(
-            name, pp=pp, microbatches=micro_batches, stages_per_rank=chunks
+            SCHEDULE_NAMES[schedule], pp=pp, microbatches=micro_batches, stages_per_rank=chunks
         )
 
 
 def offered(*, compiled: bool = False) -> Offers:
     """Return the techniques that a configuration can enable and the engine runs."""
-    kinds: tuple[str, ...] = ("none", "full", "operators", "budget")
-    if compiled:
-        kinds = ("none", "full")
+    kinds = ("none", "full") if compiled else ("none", "full", "operators", "budget")
     offers = Offers(True, tuple(SCHEDULE_NAMES), kinds, True, compiled)
     return replace(offers, pipeline=offers.refusal(tp=1, pp=2) is None)
 
 
-WHOLE_ATTENTION = ("gpt2", "gpt_bigcode", "codegen", "bloom", "mpt", "phi3", "olmo2", "glm", "glm4")
+WHOLE_ATTENTION = (
+    "gpt2",
+    "gpt_bigcode",
+    "codegen",
+    "bloom",
+    "mpt",
+    "phi3",
+    "olmo2",
+    "glm",
+    "glm4",
+)
 """Families with fused or jointly normalized queries, keys and values.
 
 Their projections are split and the outputs gathered, so that every rank computes all heads.
@@ -162,7 +155,7 @@ class Split:
 
     tensor: str | None = None
     sequence: str | None = None
-    whole_attention: bool = False
+    replicates_attention: bool = False
     context: str | None = None
     """Reason against context parallelism."""
     pipeline: str | None = None
@@ -182,7 +175,9 @@ def _split_of(model: Architecture) -> Split:
     kind = str(model.model_type)
     context = None
     if kind not in FAMILIES:
-        context = f"{kind} is not among the families whose sequences are cut: {', '.join(FAMILIES)}"
+        context = (
+            f"{kind} is not among the families whose sequences can be split: {', '.join(FAMILIES)}"
+        )
     if model.experts and (kind not in SPLIT_FAMILIES or model.latent_rank):
         rule = f"{kind} has experts, beside which the planner splits no attention of its kind"
         return Split(tensor=rule, sequence="no tensor parallelism", context=context)
@@ -204,7 +199,7 @@ def _split_of(model: Architecture) -> Split:
 
     if context is None and dropout:
         context = "dropout is on, which parts of a sequence do not draw as one process does"
-    return Split(sequence=sequence, whole_attention=kind in WHOLE_ATTENTION, context=context)
+    return Split(sequence=sequence, replicates_attention=kind in WHOLE_ATTENTION, context=context)
 
 
 LOSS_CHUNK = 1024
@@ -308,14 +303,13 @@ def relieves(layouts: Layouts) -> NDArray[np.bool_]:
     Split backwards do not recompute, a budget counts all experts, and the host supports sharded
     states without expert parallelism only.
     """
-    recomputes = np.asarray(layouts.recompute) > 0
-    halves = splits_backward(layouts.schedule)
-    budget = np.asarray(layouts.recompute) == RECOMPUTE.index("budget")
+    recompute = np.asarray(layouts.recompute)
+    budget = recompute == RECOMPUTE.index("budget")
     split = np.asarray(layouts.ep) > 1
     on_host = np.asarray(layouts.offload) > 0
 
     return (
-        ~(recomputes & halves)
+        ~((recompute > 0) & splits_backward(layouts.schedule))
         & ~(budget & split)
         & ~(on_host & (split | (np.asarray(layouts.stage) == 0)))
     )
@@ -324,9 +318,8 @@ def relieves(layouts: Layouts) -> NDArray[np.bool_]:
 def relieved(layouts: Layouts, reliefs: tuple[Relief, ...]) -> Layouts:
     """Return every layout with every measure that it can have."""
     count = np.size(layouts.tp)
-    base = layouts.take(np.repeat(np.arange(count), len(reliefs)))
     relieved_layouts = replace(
-        base,
+        layouts.take(np.repeat(np.arange(count), len(reliefs))),
         **{
             f.name: np.tile([getattr(relief, f.name) for relief in reliefs], count)
             for f in fields(Relief)

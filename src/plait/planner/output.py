@@ -105,7 +105,6 @@ def chosen(
         is_missing = current is None and value != _IMPLIED_VALUES.get(path)
         if is_missing or _is_open(path, current):
             values[examined.written.get(path, path)] = value
-
     return values
 
 
@@ -239,7 +238,7 @@ def write(plan: Plan, path: str | Path, base: Mapping[str, Any] | None = None) -
     return path, sidecar_path
 
 
-def is_own(path: Path) -> bool:
+def is_unchanged(path: Path) -> bool:
     """Return True if a configuration is unchanged since `write` created it."""
     try:
         sidecar = json.loads(path.with_suffix(".plan.json").read_text(encoding="utf-8"))

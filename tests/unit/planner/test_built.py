@@ -66,8 +66,7 @@ def test_parameters_of_families_that_no_formula_knows_are_counted(kind: str) -> 
         replace(found, end_parameters=10**7),
     ):
         states = account_states(
-            job_of(Request(Model(fewer_or_more, {}), hardware.cluster("cpu", 1), 1, 8), Layouts()),
-            compute=None,
+            job_of(Request(Model(fewer_or_more, {}), hardware.cluster("cpu", 1), 1, 8), Layouts())
         )
         assert hardware.only(states.first["weights"]) == pytest.approx(
             4 * float(fewer_or_more.parameters), rel=1e-6
