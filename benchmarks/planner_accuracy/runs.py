@@ -27,8 +27,7 @@ from benchmarks.planner_accuracy.row import (
 )
 from plait.errors import InputError
 from plait.planner import calibrate as calibration_of
-from plait.planner.calibrate import Calibration, merged_rates, uncalibrated
-from plait.planner.calibration_runs import MeasuredRuns
+from plait.planner.calibrate import Calibration, MeasuredRuns, merged_rates, uncalibrated
 from plait.planner.constants import Knowledge
 from plait.planner.hardware import stack
 from plait.planner.job import Job, Layouts

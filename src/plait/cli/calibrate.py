@@ -74,8 +74,13 @@ def _run_process(out: str, rounds: str, steps: str, quiet: str = "") -> None:
         progress,
     )
     from plait.engine.calibration import Pace, calibration_request, measure, measurements
-    from plait.planner.calibrate import CalibrationOrigin, calibrate, save_calibration
-    from plait.planner.calibration_runs import priors_from_rates, runs_of
+    from plait.planner.calibrate import (
+        CalibrationOrigin,
+        calibrate,
+        priors_from_rates,
+        runs_of,
+        save_calibration,
+    )
     from plait.planner.constants import knowledge
 
     process = place()

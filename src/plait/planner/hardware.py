@@ -128,23 +128,18 @@ def device(name: str) -> DeviceSpec:
     )
 
 
-def _first_mentioned(table: Mapping[str, Any], query: str) -> str | None:
+def _first_mentioned(table: Mapping[str, Any], name: str) -> str | None:
+    """Return the device that a name mentions first, or None.
+
+    A digit after the match means another device: H1000 is not H100.
+    """
     positions = {}
     for key, entry in table.items():
-        position = _place(entry["match"], query)
-        if position is not None:
-            positions[key] = position
-    return min(positions, key=lambda key: positions[key], default=None)
-
-
-def _place(patterns: list[str], name: str) -> int | None:
-    """Return the position of the first match of any pattern in a name.
-
-    If a name contains several devices, the first one is meant. A digit after the match is another
-    device: H1000 is not H100.
-    """
-    matches = (re.search(f"(?:{pattern})(?![0-9])", name) for pattern in patterns)
-    return min((match.start() for match in matches if match is not None), default=None)
+        matches = (re.search(f"(?:{pattern})(?![0-9])", name) for pattern in entry["match"])
+        starts = [match.start() for match in matches if match is not None]
+        if starts:
+            positions[key] = min(starts)
+    return min(positions, key=positions.__getitem__, default=None)
 
 
 def mapped(numbers: T, change: Callable[[Any], Any]) -> T:

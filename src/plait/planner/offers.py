@@ -168,30 +168,29 @@ class Split:
 
 def split_of(model: Architecture) -> Split:
     """Return the restrictions for a model."""
-    return replace(_split_of(model), pipeline=str(model.uncut) or None)
-
-
-def _split_of(model: Architecture) -> Split:
     kind = str(model.model_type)
     context = None
     if kind not in FAMILIES:
         context = (
             f"{kind} is not among the families whose sequences can be split: {', '.join(FAMILIES)}"
         )
+    split = Split(context=context, pipeline=str(model.uncut) or None)
+    without_tensor = replace(split, sequence="no tensor parallelism")
     if model.experts and (kind not in SPLIT_FAMILIES or model.latent_rank):
-        rule = f"{kind} has experts, beside which the planner splits no attention of its kind"
-        return Split(tensor=rule, sequence="no tensor parallelism", context=context)
+        rule = f"the planner does not split attention of {kind}, which has experts"
+        return replace(without_tensor, tensor=rule)
     if model.experts:
-        return Split(context=context, with_experts=True)
+        return replace(split, with_experts=True)
     if kind not in SPLIT:
         rule = (
             f"how {kind} splits is not known to the planner; `plait layout` asks the model itself"
         )
-        return Split(tensor=rule, sequence="no tensor parallelism", context=context)
+        return replace(without_tensor, tensor=rule)
 
     dropout = bool(model.dropout or model.attention_dropout or model.embedding_dropout)
+    whole_attention = kind in WHOLE_ATTENTION
     sequence = _NO_SEQUENCE.get(kind)
-    if sequence is None and dropout and kind in WHOLE_ATTENTION:
+    if sequence is None and dropout and whole_attention:
         sequence = (
             "dropout is on, and every rank computes all of attention, of which each would drop"
             " other places"
@@ -199,7 +198,7 @@ def _split_of(model: Architecture) -> Split:
 
     if context is None and dropout:
         context = "dropout is on, which parts of a sequence do not draw as one process does"
-    return Split(sequence=sequence, replicates_attention=kind in WHOLE_ATTENTION, context=context)
+    return replace(split, sequence=sequence, replicates_attention=whole_attention, context=context)
 
 
 LOSS_CHUNK = 1024

@@ -19,7 +19,7 @@ from plait.config.source import Document
 from plait.errors import InputError, raise_problems
 from plait.files import write_atomically_in_folder
 from plait.hashing import sha256_of
-from plait.planner.calibration_runs import facts_of, layout_facts
+from plait.planner.calibrate import facts_of, layout_facts
 from plait.planner.job import CONTEXT, RECOMPUTE, SCHEDULES
 from plait.planner.memory import MEMORY_TERMS as MEMORY_TERMS
 from plait.planner.offers import RECOMPUTE_NAMES, SCHEDULE_NAMES

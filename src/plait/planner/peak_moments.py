@@ -165,13 +165,11 @@ def _rank(job: Job, states: Terms, units: Units) -> _Rank:
     spent = np.choose(kind, np.broadcast_arrays(0.0, 0.0, by_all, by_operators, by_operators))
     hidden = job.element_bytes * job.tokens * hidden_width(job)
     width = np.where(units.sharded, units.width, _GRADIENT_BYTES)
-    moments_of_block = [
-        (width * moment.weights, moment.token_bytes * job.tokens) for moment in block_backward(job)
-    ]
-    shape = np.broadcast_shapes(*(np.shape(a + b) for a, b in moments_of_block))
-    largest = np.argmax(
-        np.stack([np.broadcast_to(a + b, shape) for a, b in moments_of_block]), axis=0
-    )
+    points = block_backward(job)
+    sizes = [width * point.weights for point in points]
+    sizes += [point.token_bytes * job.tokens for point in points]
+    weights, working = np.split(np.stack(np.broadcast_arrays(*sizes)), 2)
+    largest = np.argmax(weights + working, axis=0)
     head_gradient = head_gradient_bytes(job, width=units.width) * units.head
 
     return _Rank(
@@ -189,8 +187,8 @@ def _rank(job: Job, states: Terms, units: Units) -> _Rank:
         deferred=(deferred_bytes(job), deferred_bytes_of_ends(job) * job.tokens + head_gradient),
         shards=shards,
         stage=np.asarray(layouts.stage),
-        block_weights=np.choose(largest, [np.broadcast_to(a, shape) for a, _ in moments_of_block]),
-        block_working=np.choose(largest, [np.broadcast_to(b, shape) for _, b in moments_of_block]),
+        block_weights=np.choose(largest, weights),
+        block_working=np.choose(largest, working),
         wide=reduces_on_host(job) | (shards == 1),
     )
 

@@ -1,11 +1,10 @@
-"""Request of a plan (model, devices, batch), and its candidates as jobs to price.
+"""Request of a plan (model, devices, batch), and candidate layouts of it as jobs to price.
 
 `estimate` computes time and memory of candidates in one call, by the closed forms.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +18,6 @@ from plait.planner.job import Job, Layouts, plait
 from plait.planner.memory import Memory, States, memory_bytes
 from plait.planner.models import Model
 from plait.planner.offers import Offers, Split, offered, split_of
-from plait.planner.space import Space, build_space
 from plait.planner.states import account_states
 from plait.planner.step_time import Step, step_seconds
 from plait.sizes import SHORT_NAMES
@@ -125,19 +123,6 @@ def check(request: Request) -> None:
             f"--precision {request.precision}: {device.title} does not support it; use one of"
             f" {supported}"
         )
-
-
-def space_of(request: Request, fixed: Mapping[str, int] | None = None) -> Space:
-    """Return all candidates of a request. Raises ConfigError if the rules leave none."""
-    return build_space(
-        request.model.architecture,
-        request.cluster,
-        global_batch=request.global_batch,
-        sequence=request.sequence,
-        offers=request.offers,
-        split=request.split,
-        fixed=fixed,
-    )
 
 
 def job_of(request: Request, layouts: Layouts) -> Job:

@@ -42,8 +42,8 @@ from plait.planner.constants import Rates
 from plait.planner.job import RECOMPUTE, SCHEDULES, Job, Layouts
 from plait.planner.memory import MEMORY_TERMS as MEMORY_TERMS
 from plait.planner.memory import MOMENTS, memory_bytes
-from plait.planner.request import Request, check, estimate, job_of, space_of, states_of
-from plait.planner.space import Excluded, Space, joined
+from plait.planner.request import Request, check, estimate, job_of, states_of
+from plait.planner.space import Excluded, Space, joined, space_of
 from plait.planner.step_time import STEP_TERMS, simulated_terms
 from plait.sizes import GIB
 
@@ -271,7 +271,7 @@ def plan(
 
     Args:
         request: Model, cluster and batch.
-        fixed: Fields of the layout with fixed values (`fixed.parse_fixed`).
+        fixed: Fields of the layout with fixed values (`offers.parse_fixed`).
         calibration: Constants of this machine. None uses those that ship.
         best: Number of layouts to return.
 

@@ -30,6 +30,7 @@ from plait.planner.offers import (
     relieves,
     splits_backward,
 )
+from plait.planner.request import Request
 
 _MAX_MICRO_BATCH = 64
 _MAX_CHUNKS = 8
@@ -128,30 +129,28 @@ def divisors(count: int) -> list[int]:
     return sorted({*small, *(count // d for d in small)})
 
 
-def build_space(
-    model: Architecture,
-    cluster: Cluster,
-    *,
-    global_batch: int,
-    sequence: int,
-    offers: Offers,
-    split: Split,
-    fixed: Mapping[str, int] | None = None,
-) -> Space:
-    """Return all candidates that the rules allow.
+def space_of(request: Request, fixed: Mapping[str, int] | None = None) -> Space:
+    """Return all candidates of a request that the rules allow.
+
+    Args:
+        request: Model, cluster and batch.
+        fixed: Fields of the layout with fixed values (`offers.parse_fixed`).
 
     Raises:
         ConfigError: No candidate is left. The error has every rule that excluded some.
     """
+    fixed = fixed or {}
+    cluster = request.cluster
+    offers = request.offers
     builder = _SpaceBuilder(
-        model,
+        request.model.architecture,
         cluster,
-        global_batch,
-        sequence,
+        request.global_batch,
+        request.sequence,
         offers,
-        split,
-        fixed or {},
-        reliefs_of(offers, cluster.device, fixed or {}),
+        request.split,
+        fixed,
+        reliefs_of(offers, cluster.device, fixed),
     )
     for tp in _tensor_degrees(builder):
         for pp in _stages(builder, cluster.devices // tp):

@@ -13,7 +13,8 @@ from plait.model.blocks import find_blocks
 from plait.planner import built, hardware, models
 from plait.planner.job import Layouts
 from plait.planner.models import Model, from_config, named
-from plait.planner.request import Request, job_of, space_of
+from plait.planner.request import Request, job_of
+from plait.planner.space import space_of
 from plait.planner.states import account_states
 
 transformers = pytest.importorskip("transformers")

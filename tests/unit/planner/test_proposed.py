@@ -4,7 +4,8 @@ from plait.planner.hardware import cluster
 from plait.planner.job import SCHEDULES
 from plait.planner.models import find_model
 from plait.planner.offers import SPLIT_BACKWARD, offered
-from plait.planner.request import Request, space_of
+from plait.planner.request import Request
+from plait.planner.space import space_of
 
 
 def test_no_recomputation_where_gradients_of_weights_are_put_off() -> None:

@@ -12,9 +12,9 @@ from plait.planner.calibrate import uncalibrated
 from plait.planner.hardware import cluster
 from plait.planner.models import find_model
 from plait.planner.offers import format_fixed, parse_fixed, relieved
-from plait.planner.request import Request, space_of
+from plait.planner.request import Request
 from plait.planner.search import FAMILY, plan, price, price_space, ties
-from plait.planner.space import divisors
+from plait.planner.space import divisors, space_of
 from plait.sizes import GIB
 
 

@@ -17,8 +17,14 @@ from plait.cli.tables import print_table
 from plait.cluster import accelerator
 from plait.cluster.machines import Topology
 from plait.cluster.topology import discover
-from plait.planner.calibrate import Calibration, errors_left_out, errors_with, uncalibrated
-from plait.planner.calibration_runs import DeviceRates, MeasuredRuns
+from plait.planner.calibrate import (
+    Calibration,
+    DeviceRates,
+    MeasuredRuns,
+    errors_left_out,
+    errors_with,
+    uncalibrated,
+)
 from plait.planner.constants import Knowledge, knowledge
 from plait.planner.hardware import Cluster, cluster_of
 
