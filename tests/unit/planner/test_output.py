@@ -264,7 +264,7 @@ def test_what_a_plan_cannot_keep_is_refused() -> None:
         ),
         (
             {"parallel": {"tp": "auto", "recompute": {"mode": "full", "budget_gib": 4}}},
-            "a mode that is fixed has none; leave it out",
+            "a fixed mode has none; leave it out",
         ),
         ({"bf16": {"enabled": "auto"}}, "bf16.enabled = 'auto': is a command line's choice"),
     ):
