@@ -41,7 +41,6 @@ from plait.planner.constants import (
 from plait.planner.hardware import DEVICE_FAMILIES, PRECISIONS, DeviceSpec, stack
 from plait.planner.job import RECOMPUTE, SCHEDULES, Job, Layouts, plait
 from plait.planner.memory import memory_by_rates
-from plait.planner.states import account_rows
 from plait.planner.step_time import BASE, INSIDE_STEP, step_seconds
 
 Array = NDArray[np.float64]
@@ -255,7 +254,7 @@ def memory_of(job: Job, kinds: Sequence[str]) -> Callable[[Rates], Array]:
         kinds: Kind of memory that each run measured: "allocated", "reserved" or "total".
     """
     chosen = np.array([("allocated", "reserved", "total").index(kind) for kind in kinds])
-    memory_at = memory_by_rates(job, account_rows(job) if job.has_exact_blocks else None)
+    memory_at = memory_by_rates(job)
 
     def predict(rates: Rates) -> Array:
         memory = memory_at(rates)

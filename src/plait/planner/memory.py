@@ -21,7 +21,7 @@ from plait.planner.job import RECOMPUTE, Job, Layouts, stage_layers
 from plait.planner.peak_moments import MOMENTS as OWN_MOMENTS
 from plait.planner.peak_moments import RANKS, States, moments
 from plait.planner.pipeline import in_flight, in_flight_last
-from plait.planner.states import account_states
+from plait.planner.states import account_rows, account_states
 from plait.sizes import GIB, MIB
 
 MEMORY_TERMS = {
@@ -87,7 +87,11 @@ def memory_by_rates(
     if not job.has_exact_blocks:
         return lambda rates: _memory_by_formula(job, rates, states)
     # The fullest point of Plait's own step does not depend on the constants.
-    terms, moment = _fullest(_points_of_step(job, states or account_states(job), ranks))
+    if states is None:
+        # Rows of several models have arrays of sizes.
+        several = np.ndim(job.model.layers) > 0
+        states = account_rows(job) if several else account_states(job)
+    terms, moment = _fullest(_points_of_step(job, states, ranks))
     return lambda rates: _with_slack(job, rates, terms, moment)
 
 
