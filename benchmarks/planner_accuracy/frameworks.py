@@ -72,9 +72,9 @@ def framework(
         else gathered,  # weights are used in the dtype that they are kept in
         wire_gather=wire[0],
         wire_reduce=wire[1],
-        norms_apart=apart[0],
-        rotary_apart=apart[1],
-        activation_apart=apart[2],
+        separate_norms=apart[0],
+        separate_rotary=apart[1],
+        separate_activation=apart[2],
         attention=ATTENTION.index(entry["attention"]),
         flash=entry.get("flash", 1.0),
         hidden_tp=entry["hidden_tp"],

@@ -27,8 +27,7 @@ from benchmarks.planner_accuracy.row import (
 )
 from plait.errors import InputError
 from plait.planner import calibrate as calibration_of
-from plait.planner.calibrate import Calibration, merged_rates, uncalibrated
-from plait.planner.calibration_runs import MeasuredRuns
+from plait.planner.calibrate import Calibration, MeasuredRuns, merged_rates, uncalibrated
 from plait.planner.constants import Knowledge
 from plait.planner.hardware import stack
 from plait.planner.job import Job, Layouts
@@ -103,7 +102,7 @@ def job_of_variants(variants: Sequence[Variant]) -> Job:
         layouts=Layouts.of([v.layout for v in variants]),
         sequence=np.array([v.sequence for v in variants]),
         precision=np.array([v.precision for v in variants]),
-        own=all(v.own for v in variants),
+        has_exact_blocks=all(v.own for v in variants),
     )
 
 

@@ -9,8 +9,15 @@ import numpy as np
 
 from benchmarks.common.table import markdown as table
 from benchmarks.planner_cpu.layouts import Case, request
-from plait.planner.calibrate import Calibration, calibrate, uncalibrated
-from plait.planner.calibration_runs import Measured, facts_of, layout_facts, runs_of
+from plait.planner.calibrate import (
+    Calibration,
+    Measured,
+    calibrate,
+    facts_of,
+    layout_facts,
+    runs_of,
+    uncalibrated,
+)
 from plait.planner.search import price, simulate_pipelines
 
 AIM = 0.10

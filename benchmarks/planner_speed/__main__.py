@@ -28,8 +28,9 @@ def main() -> None:
     from plait.planner.calibrate import uncalibrated
     from plait.planner.hardware import cluster
     from plait.planner.models import find_model
-    from plait.planner.request import Request, space_of
+    from plait.planner.request import Request
     from plait.planner.search import plan, price_space
+    from plait.planner.space import space_of
 
     imports = time.process_time() - began
     calibration = uncalibrated()

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from plait.engine import calibration as live
-from plait.planner.calibrate import calibrate, errors_with, uncalibrated
-from plait.planner.calibration_runs import priors_from_rates, runs_of
+from plait.planner.calibrate import calibrate, errors_with, priors_from_rates, runs_of, uncalibrated
 from plait.planner.constants import knowledge
 from plait.planner.hardware import cluster
 from tests.pool import Pool

@@ -69,8 +69,13 @@ def _run_process(out: str, rounds: str, steps: str, quiet: str = "") -> None:
     from plait.cli.planning.query import live_cluster
     from plait.cli.planning.show import print_calibration, print_rates, progress
     from plait.engine.calibration import Pace, calibration_request, measure, measurements
-    from plait.planner.calibrate import CalibrationOrigin, calibrate, save_calibration
-    from plait.planner.calibration_runs import priors_from_rates, runs_of
+    from plait.planner.calibrate import (
+        CalibrationOrigin,
+        calibrate,
+        priors_from_rates,
+        runs_of,
+        save_calibration,
+    )
     from plait.planner.constants import knowledge
 
     process = place()

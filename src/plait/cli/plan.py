@@ -213,13 +213,13 @@ def _check_out(file: Path | None, out: Path | None) -> None:
         raise InputError(
             f"--out {out}: the configuration is written as JSON; give a name that ends in .json"
         )
-    from plait.planner.output import is_own
+    from plait.planner.output import is_unchanged
 
     try:
         exists = out.exists()
     except OSError as error:
         raise InputError(f"--out {out}: cannot be written ({error.strerror})") from None
-    if exists and not is_own(out):
+    if exists and not is_unchanged(out):
         is_input = ""
         if file is not None and file.exists() and out.samefile(file):
             is_input = ", is the file to plan for"

@@ -22,8 +22,10 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from plait._torch.groups import FakeStore
 from plait._torch.modules import own_buffers
 from plait._torch.operators import (
     FakeTensorMode,
@@ -33,10 +35,13 @@ from plait._torch.operators import (
 )
 from plait.cluster.layout import shard_size
 from plait.cluster.mesh import Mesh
+from plait.cluster.process_groups import FAKE
 from plait.cluster.small_messages import max_over_ranks
 from plait.config.resolving.resolve import Resolved
 from plait.dryrun.recorder import BACKWARD, DryRecorder, watch, when_gradient_comes
-from plait.errors import ModelError
+from plait.errors import InputError, ModelError
+from plait.losses import chunked_loss
+from plait.losses.chunked_loss import ChunkedCausalLMLoss
 from plait.losses.loss import Loss, causal_lm_loss
 from plait.model.outer_layers import outer_units
 from plait.model.positions import skip_packed_row_search
@@ -61,6 +66,52 @@ from plait.parallel.techniques.recompute import Recompute
 from plait.parallel.techniques.tensor_parallel import TensorParallel
 from plait.parallel.techniques.tiled_mlp import TiledMLP
 from plait.sizes import dtype_of
+
+
+@contextmanager
+def process_group_of_rank(resolved: Resolved, rank: int, *, purpose: str) -> Iterator[None]:
+    """Create a process group whose other ranks do not exist, and destroy it at the end.
+
+    Args:
+        resolved: Configuration, whose layout determines the number of ranks.
+        rank: Rank of this process.
+        purpose: Subject of the error message.
+
+    Raises:
+        InputError: The process has a process group already.
+    """
+    if dist.is_initialized():
+        raise InputError(
+            f"{purpose} makes a process group of ranks that do not exist, and this process has one"
+            " already"
+        )
+    dist.init_process_group(
+        FAKE, store=FakeStore(), rank=rank, world_size=resolved.layout.world_size
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def loss_of(resolved: Resolved) -> Loss:
+    """Return the loss of a dry run: that of a causal language model, in chunks if configured."""
+    if resolved.loss_chunk_tokens:
+        return ChunkedCausalLMLoss(chunk_tokens=resolved.loss_chunk_tokens)
+    return causal_lm_loss
+
+
+def forward_of(resolved: Resolved, model: nn.Module) -> Forward:
+    """Return the forward that belongs to `loss_of`."""
+    if resolved.loss_chunk_tokens:
+        return chunked_loss.deferred(default_forward, model)
+    return default_forward
+
+
+def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return all tensors of the states of an optimizer."""
+    values = (value for state in optimizer.state.values() for value in state.values())
+    return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 def token_batch(samples: int, length: int) -> dict[str, torch.Tensor]:
@@ -282,10 +333,10 @@ def handed_on(model: nn.Module, parts: Parts, batch: dict[str, torch.Tensor]) ->
         if not isinstance(leaf, torch.Tensor):
             return leaf
         if leaf.dim() != 3 or leaf.shape[-1] != width or not leaf.is_floating_point():
-            description = f"a tensor of shape {tuple(leaf.shape)} beside hidden states {width} wide"
             raise ModelError(
-                f"{name}: its blocks return {description}, so the shapes of the activations between"
-                " its stages are not known before a run"
+                f"{name}: its blocks return a tensor of shape {tuple(leaf.shape)} beside hidden"
+                f" states {width} wide, so the shapes of the activations between its stages are not"
+                " known before a run"
             )
 
         return torch.empty(
@@ -293,8 +344,10 @@ def handed_on(model: nn.Module, parts: Parts, batch: dict[str, torch.Tensor]) ->
         )
 
     pipeline = parts.plans.pipeline
-    seen = pipeline.cut.returned if pipeline is not None else None
-    return tree_map(hidden, torch.empty(1, 1, width, device="meta") if seen is None else seen)
+    output = pipeline.cut.returned if pipeline is not None else None
+    if output is None:
+        output = torch.empty(1, 1, width, device="meta")
+    return tree_map(hidden, output)
 
 
 class CountingStore:
@@ -554,10 +607,9 @@ def rank_activations(  # noqa: PLR0913 - all are keywords
             by_mode[mode] = measure(mode, stored)
 
     facts = [
-        _facts(plain[stage][0], {mode: found[stage] for mode, found in by_mode.items()})
+        max_over_tp(_facts(plain[stage][0], {m: runs[stage] for m, runs in by_mode.items()}), mesh)
         for stage in range(schedule.stages)
     ]
-    facts = [max_over_tp(stage, mesh) for stage in facts]
     return tuple(
         RankActivations(schedule, rank, tuple(facts[stage] for stage in schedule.stages_of(rank)))
         for rank in range(schedule.pp)

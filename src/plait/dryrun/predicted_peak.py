@@ -1,7 +1,7 @@
 """Predict the peak memory of a rank in a training step, and where it occurs, without a device.
 
 One micro-batch runs through each of the rank's stages on fake tensors, and the optimizer takes one
-step on fake shards. The account of the layout (`parallel.accounting.ledger`,
+step on fake shards. The ledger of the layout (`parallel.accounting.ledger`,
 `parallel.accounting.peak`) combines these with the movement of parameters and with the schedule.
 Settings that are not modelled yet are refused by name, never guessed.
 """
@@ -15,21 +15,25 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from plait._torch.groups import FakeStore
 from plait._torch.operators import FakeTensorMode
 from plait._torch.tensors import storage_bytes
 from plait.cluster.mesh import Mesh, build_mesh
-from plait.cluster.process_groups import FAKE
 from plait.config.resolving.resolve import Resolved
-from plait.dryrun.dry_model import DryModel, handed_on, solved_recompute, token_batch
+from plait.dryrun.dry_model import (
+    DryModel,
+    forward_of,
+    handed_on,
+    loss_of,
+    process_group_of_rank,
+    solved_recompute,
+    state_tensors,
+    token_batch,
+)
 from plait.dryrun.recorder import LiveStorages
 from plait.errors import InputError
-from plait.losses.chunked_loss import ChunkedCausalLMLoss, deferred
-from plait.losses.loss import causal_lm_loss
 from plait.model.blocks import find_blocks
 from plait.model.facts import ModelFacts, model_facts
 from plait.optim.optimizer import build_optimizer, make_fake_states
@@ -104,21 +108,10 @@ def predict_peak(
         InputError: The process has a process group, or a setting is not modelled.
         ModelError: The model's code reads values of tensors.
     """
-    if dist.is_initialized():
-        raise InputError(
-            "a prediction makes a process group of ranks that do not exist, and this process has"
-            " one already"
-        )
-
-    dist.init_process_group(
-        FAKE, store=FakeStore(), rank=rank, world_size=resolved.layout.world_size
-    )
-    try:
+    with process_group_of_rank(resolved, rank, purpose="a prediction"):
         return predict_peak_on(
             build_mesh(resolved.layout), model, resolved, samples=samples, length=length
         )
-    finally:
-        dist.destroy_process_group()
 
 
 def predict_peak_on(
@@ -136,27 +129,25 @@ def predict_peak_on(
     parts = Parts(model, blocks, plans)
     pipeline = parts.plans.pipeline
     full_facts = model_facts(model, blocks, tensor_plan=parts.plans.tensor)
-    coordinates = mesh.coordinates
-    layout = resolved.layout
     ledger = Ledger.of_rank(
-        layout,
-        coordinates,
+        resolved.layout,
+        mesh.coordinates,
         accumulation=resolved.batch.accumulation,
         tokens=samples * length,
         optimizer_states=resolved.optimizer.states,
     )
     rank_facts = full_facts
     schedule = None
-    pp_rank = coordinates["pp"]
+    pp_rank = mesh.coordinates["pp"]
     dry = _dry_model(parts, resolved, mesh, samples=samples, length=length)
     boundary = None
     boundary_bytes = 0
     row = tuple[Action, ...]()
     if pipeline is not None:
-        boundary = handed_on(dry.parts.model, dry.parts, dry.batch)
-        row = pipeline.schedule.ranks[pp_rank]
-        boundary_bytes = storage_bytes(tensors_in(boundary))
         schedule = pipeline.schedule
+        row = schedule.ranks[pp_rank]
+        boundary = handed_on(dry.parts.model, dry.parts, dry.batch)
+        boundary_bytes = storage_bytes(tensors_in(boundary))
         counts = stage_counts(
             schedule,
             pp_rank,
@@ -219,7 +210,6 @@ def _dry_model(
             return applied_parts, None
         return applied_parts, pipeline.staged
 
-    chunk = resolved.loss_chunk_tokens
     return DryModel(
         parts.model,
         apply,
@@ -231,8 +221,8 @@ def _dry_model(
             mesh.coordinates["cp"],
         ),
         compute_dtype=dtype,
-        loss_fn=ChunkedCausalLMLoss(chunk_tokens=chunk) if chunk else causal_lm_loss,
-        forward=lambda fake: deferred(default_forward, fake) if chunk else default_forward,
+        loss_fn=loss_of(resolved),
+        forward=lambda fake: forward_of(resolved, fake),
     )
 
 
@@ -302,18 +292,10 @@ def _optimizer_bytes(
         make_fake_states(optimizer)
         for _, parameter in named:
             parameter.grad = torch.empty_like(parameter)
-        states = [
-            value
-            for state in optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, torch.Tensor)
-        ]
-        known = list(states)
-        for _, parameter in named:
-            known.append(parameter)
-            if parameter.grad is not None:
-                known.append(parameter.grad)
-        live = LiveStorages(known=known)
+        states = state_tensors(optimizer)
+        parameters = [parameter for _, parameter in named]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        live = LiveStorages(known=[*states, *parameters, *gradients])
         with live:
             optimizer.step()
 

@@ -355,7 +355,7 @@ def watch(
             continue
         outside = HEAD if head is not None and name.startswith(f"{head}.") else BESIDE
         unit = next((u for block, u in units.items() if name.startswith(f"{block}.")), outside)
-        hook = partial(_record_gradient, recorder, unit)
+        hook = partial(recorder.accumulated, unit=unit)
         handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def remove() -> None:
@@ -363,10 +363,6 @@ def watch(
             handle.remove()
 
     return remove
-
-
-def _record_gradient(recorder: Recorder, unit: int, parameter: nn.Parameter) -> None:
-    recorder.accumulated(parameter, unit)
 
 
 def when_gradient_comes(output: Any, call: Callable[[], None]) -> None:

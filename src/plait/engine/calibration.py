@@ -38,7 +38,7 @@ from plait.comm.measure import measure_group
 from plait.engine.build import initialize
 from plait.engine.engine import Engine
 from plait.losses.loss import causal_lm_loss
-from plait.planner.calibration_runs import (
+from plait.planner.calibrate import (
     DeviceRates,
     Measured,
     calibration_layouts,

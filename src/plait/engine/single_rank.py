@@ -17,29 +17,31 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.flop_counter import flop_registry
 
-from plait._torch.groups import FakeStore, delivered_at_once, process_group_of
+from plait._torch.groups import delivered_at_once, process_group_of
 from plait._torch.operators import FakeTensorMode, refusing_triton_kernels
 from plait._torch.tensors import storage_bytes
 from plait.cluster import accelerator
 from plait.cluster.layout import AXES, EXPERT_AXES
 from plait.cluster.mesh import Mesh
-from plait.cluster.process_groups import FAKE
 from plait.comm.record import Call, call_of
 from plait.config.resolving.resolve import Resolved
-from plait.dryrun.dry_model import handed_on
+from plait.dryrun.dry_model import (
+    forward_of,
+    handed_on,
+    loss_of,
+    process_group_of_rank,
+    state_tensors,
+)
 from plait.dryrun.recorder import LiveStorages
 from plait.errors import InputError, ModelError
-from plait.losses.chunked_loss import ChunkedCausalLMLoss, deferred
-from plait.losses.loss import causal_lm_loss
 from plait.model.experts import find_experts
 from plait.model.positions import skip_packed_row_search
 from plait.optim.optimizer import build_optimizer, make_fake_states
 from plait.parallel import materialise
-from plait.parallel.micro_batches import Forward, default_forward, micro_batches
+from plait.parallel.micro_batches import micro_batches
 from plait.parallel.order import attach_all
 from plait.parallel.parts import Parts
 from plait.parallel.techniques.pipeline_parallel import PipelineRank
@@ -152,11 +154,6 @@ def run_single_rank(
             and there is none.
         ModelError: The experts of the model cannot run on fake tensors in their dtype.
     """
-    if dist.is_initialized():
-        raise InputError(
-            "a single-rank dry run makes a process group of ranks that do not exist, and this"
-            " process has one already"
-        )
     if not materialise.is_meta(model):
         raise InputError(
             "a single-rank dry run takes a model that was built under torch.device('meta')"
@@ -169,10 +166,7 @@ def run_single_rank(
     resolved = resolved.model_copy(update={"data_parallel": data_parallel})
     start = time.perf_counter()
     tell(f"building rank {rank} of {resolved.layout.world_size:,}")
-    dist.init_process_group(
-        FAKE, store=FakeStore(), rank=rank, world_size=resolved.layout.world_size
-    )
-    try:
+    with process_group_of_rank(resolved, rank, purpose="a single-rank dry run"):
         mesh, parts, _ = split(checked_model(model, resolved))
         watch: _FakeTensorWatch | _DeviceProfile
         tensor_mode: AbstractContextManager[Any]
@@ -190,10 +184,7 @@ def run_single_rank(
             stack.enter_context(skip_packed_row_search())
             materialise.allocate(model, mesh.device)
             parts = attach_all(resolved.techniques, parts, mesh)
-            forward: Forward = default_forward
-            if resolved.loss_chunk_tokens:
-                forward = deferred(default_forward, model)
-            sharded = ShardedModel(parts, mesh, resolved, forward=forward)
+            sharded = ShardedModel(parts, mesh, resolved, forward=forward_of(resolved, model))
             rank_step = _RankStep(sharded, samples, length, watch)
             built = time.perf_counter()
             tell(
@@ -207,8 +198,6 @@ def run_single_rank(
             build_seconds=built - start,
             step_seconds=watch.seconds or time.perf_counter() - built,
         )
-    finally:
-        dist.destroy_process_group()
 
 
 def _refuse_grouped_products(model: nn.Module, resolved: Resolved) -> None:
@@ -240,8 +229,7 @@ class _RankStep:
         """Run the step. The times of the result are not set yet."""
         sharded = self.sharded
         model = self.sharded.model
-        chunk = sharded.config.loss_chunk_tokens
-        loss = ChunkedCausalLMLoss(chunk_tokens=chunk) if chunk else causal_lm_loss
+        loss = loss_of(sharded.config)
         batches = self._micro_batches()
         if sharded.pipeline is not None:
             predict_messages(model, sharded.parts, sharded.pipeline, batches[0])
@@ -261,7 +249,7 @@ class _RankStep:
         return SingleRankRun(
             parameters=storage_bytes(model.parameters()),
             gradients=gradients,
-            optimizer=storage_bytes(self._states()),
+            optimizer=storage_bytes(state_tensors(self.optimizer)),
             blocks=sharded.parts.blocks,
             peak=self.watch.peak,
             peak_during=self.watch.peak_during,
@@ -279,12 +267,6 @@ class _RankStep:
         batch = {"input_ids": ids, "labels": ids.clone()}
         cut = micro_batches(batch, count=count, size=self.samples)
         return [self.sharded.hooks.prepare(micro_batch) for micro_batch in cut]
-
-    def _states(self) -> Iterator[torch.Tensor]:
-        for state in self.optimizer.state.values():
-            for value in state.values():
-                if isinstance(value, torch.Tensor):
-                    yield value
 
 
 class _FakeTensorWatch(LiveStorages):

@@ -309,7 +309,7 @@ def check_cache(
     """
     if free is not None and needed > free:
         raise InputError(
-            f"keys and values of {requests} requests of up to {tokens:,} tokens take"
+            f"the KV cache of {requests} requests of up to {tokens:,} tokens takes"
             f" {format_bytes(needed)} {where}, and {format_bytes(free)} are free; ask for fewer new"
             " tokens (max_new_tokens), or fewer requests at once (batch_size)"
         )

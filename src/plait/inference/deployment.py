@@ -135,7 +135,7 @@ class Deployment:
     budget_bytes: int | None = None
     """Budget of the device's memory; None if no weights are streamed."""
     other_bytes: int = 0
-    """Part of the budget for keys, values and activations."""
+    """Part of the budget for the KV cache and activations."""
     host_bytes: int = 0
     """Host memory that may be pinned for weights."""
     written: bool = False
@@ -251,7 +251,7 @@ def deploy_streamed(
     why = (
         f"{format_bytes(planned.resident_bytes)} of weights stay {location},"
         f" {_streaming_text(planned, written, on_gpu=on.on_gpu)};"
-        f" {format_bytes(cache + activations)} for keys, values and activations"
+        f" {format_bytes(cache + activations)} for the KV cache and activations"
         f"{_host_text(cache_on_host)}{_guess_text(layout)}"
     )
     estimate = DeploymentBytes(
@@ -355,7 +355,7 @@ def _deploy_placed(
 def _check_offloaded_cache(work: InferenceWork, on: Devices) -> None:
     if work.offload_cache and not on.on_gpu:
         raise InputError(
-            "--offload-cache: on the CPU keys and values are in host memory already; leave it out"
+            "--offload-cache: on the CPU the KV cache is in host memory already; leave it out"
         )
 
 
@@ -367,7 +367,7 @@ def _remaining_host_bytes(host_bytes: int, cache: int) -> int:
     """
     if cache > host_bytes:
         raise InputError(
-            f"--offload-cache: keys and values take {format_bytes(cache)} of pinned host memory,"
+            f"--offload-cache: the KV cache takes {format_bytes(cache)} of pinned host memory,"
             f" and {format_bytes(host_bytes)} may be used; ask for fewer tokens or requests at"
             " once, or give a larger --cpu-budget"
         )
@@ -389,7 +389,7 @@ def _streaming_text(planned: StreamingPlan, written: str, *, on_gpu: bool) -> st
 
 
 def _host_text(cache: int) -> str:
-    return f"; {format_bytes(cache)} of keys and values in host memory" if cache else ""
+    return f"; {format_bytes(cache)} of KV cache in host memory" if cache else ""
 
 
 def _guess_text(layout: CacheLayout) -> str:
@@ -399,7 +399,7 @@ def _guess_text(layout: CacheLayout) -> str:
     if not layout.layers:
         counted = "not at all, as the configuration says no heads"
     return (
-        f"; keys and values are counted {counted}: the model could not be run without weights"
+        f"; the KV cache is counted {counted}: the model could not be run without weights"
         f" ({layout.guessed})"
     )
 

@@ -264,7 +264,7 @@ def plan_streaming(
         model: The model, on the meta device.
         stored: Locations of its weights.
         budget_bytes: Budget of the memory in which it computes.
-        other_bytes: Part of the budget that is not for weights: keys, values and activations.
+        other_bytes: Part of the budget that is not for weights: the KV cache and activations.
         host_bytes: Host memory that may be pinned. 0 for a model that computes on the CPU.
 
     Raises:
@@ -283,7 +283,7 @@ def plan_streaming(
         raise BudgetTooSmall(
             f"a budget of {format_bytes(budget_bytes)} is too small: weights outside of the"
             f" repeated layers and adapters take {format_bytes(outside)}, {SLOTS} layers"
-            f" {format_bytes(slots)}, keys, values and activations {format_bytes(other_bytes)};"
+            f" {format_bytes(slots)}, the KV cache and activations {format_bytes(other_bytes)};"
             f" give at least {format_bytes_rounded_up(outside + slots + other_bytes)}, or ask for"
             " fewer tokens or prompts at once"
         )

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from plait.planner.architecture import products_of, saved_columns, turns_fused
-from plait.planner.built import SavedBytes
+from plait.planner.built import Counted, SavedBytes
 from plait.planner.hardware import DEVICE_FAMILIES, Numbers
 from plait.planner.job import Job, Layouts
 
@@ -94,28 +94,31 @@ def hidden_width(job: Job) -> Numbers:
 def saved_bytes(job: Job) -> tuple[Numbers, Numbers, Numbers]:
     """Return the bytes per token that a block saves in the modes none, operators and full."""
     none, operators, full = _by_formula(job)
-    if job.counted is not None:
-        full = full * job.counted.full / (job.element_bytes * job.model.hidden)
-    more_none, more_operators = _saved_besides_formula(job)
-    return none + more_none, operators + more_operators, full
-
-
-def _saved_besides_formula(job: Job) -> tuple[Numbers, Numbers]:
-    """Return the counted bytes beyond the formula in the modes none and operators."""
-    if job.counted is None:
-        return 0.0, 0.0
+    counted = job.counted
+    if counted is None:
+        return none, operators, full
+    more_none = _difference(job, counted.none, lambda variant: _by_formula(variant)[0])
+    more_operators = _difference(job, counted.operators, lambda variant: _by_formula(variant)[1])
     return (
-        _difference(job, job.counted.none, lambda variant: _by_formula(variant)[0])
-        + _dropout_of_scores(job),
-        _difference(job, job.counted.operators, lambda variant: _by_formula(variant)[1]),
+        none + (more_none + _dropout_of_scores(job, counted)),
+        operators + more_operators,
+        full * counted.full / (job.element_bytes * job.model.hidden),
     )
 
 
-def _dropout_of_scores(job: Job) -> Numbers:
+def saved_by_recomputation(job: Job) -> tuple[Numbers, Numbers]:
+    """Return the bytes that a block saves of a micro-batch, without and with recomputation."""
+    none, operators, full = (np.asarray(value) * job.tokens for value in saved_bytes(job))
+    mixed = full + job.layouts.kept_operators * (operators - full)
+    # In the order of RECOMPUTE. Recomputing only the core of attention, which is one kernel, frees
+    # nothing to speak of.
+    kind = np.asarray(job.layouts.recompute).astype(int)
+    return none, np.choose(kind, np.broadcast_arrays(none, none, full, operators, mixed))
+
+
+def _dropout_of_scores(job: Job, counted: Counted) -> Numbers:
     """Return the bytes per token of the masks and outputs of dropout on attention scores."""
-    if job.counted is None:
-        return 0.0
-    return job.counted.dropped_scores / np.asarray(job.attention_tp)
+    return counted.dropped_scores / np.asarray(job.attention_tp)
 
 
 def _difference(job: Job, counted: SavedBytes, formula: Callable[[Job], Numbers]) -> Numbers:
@@ -131,29 +134,19 @@ def _difference(job: Job, counted: SavedBytes, formula: Callable[[Job], Numbers]
         without_dropout = {"dropout": 0, "attention_dropout": 0, "embedding_dropout": 0}
         comparable = replace(job, model=replace(job.model, **without_dropout))
     local = formula(comparable)
-    single_rank = formula(replace(comparable, layouts=Layouts(), whole_attention=False))
+    single_rank = formula(replace(comparable, layouts=Layouts(), replicates_attention=False))
     more = counted.linear - single_rank
     scores = counted.scores / np.asarray(job.attention_tp)
 
-    return (
-        np.where(
-            more > 0, more * _widths(job).hidden / job.model.hidden, more * local / single_rank
-        )
-        + scores
-    )
+    by_width = more * _widths(job).hidden / job.model.hidden
+    return np.where(more > 0, by_width, more * local / single_rank) + scores
 
 
 def _by_formula(job: Job) -> tuple[Numbers, Numbers, Numbers]:
     """Compute `saved_bytes` from the sizes of the model, without counted bytes."""
-    layouts = job.layouts
     widths = _widths(job)
-    hidden = job.model.hidden
-    tp = layouts.tp
     element = job.element_bytes
-    sharded = np.asarray(layouts.sp) > 0
-    several = np.asarray(tp) > 1
     residual = element * widths.hidden
-    none = _attention_saved(job) + _mlp_saved(job)
     block_products = products_of(job.model)
 
     # Products inside of attention are never saved, so they do not count as every second one.
@@ -163,17 +156,22 @@ def _by_formula(job: Job) -> tuple[Numbers, Numbers, Numbers]:
         + element * (saved_columns(block_products.attention) + saved_columns(block_products.dense))
         + core
     )
-    if job.whole_attention:
+    if job.replicates_attention:
         operators = residual + element * widths.inner + core
     else:
+        sharded = np.asarray(job.layouts.sp) > 0
         operators = (
             residual
             + element * (widths.query + widths.key + widths.inner)
             + core
-            + np.where(sharded, element * hidden * block_products.dense[-1].is_saved, 0)
+            + np.where(sharded, element * job.model.hidden * block_products.dense[-1].is_saved, 0)
         )
 
-    return none, np.where(several, operators, single_rank), residual
+    return (
+        _attention_saved(job) + _mlp_saved(job),
+        np.where(np.asarray(job.layouts.tp) > 1, operators, single_rank),
+        residual,
+    )
 
 
 def logits_bytes(job: Job) -> Numbers:
@@ -184,14 +182,13 @@ def logits_bytes(job: Job) -> Numbers:
     loss has those of one chunk, and the gradient of the head's input.
     """
     tp = np.asarray(job.layouts.tp)
-    tokens = job.tokens
-    in_chunks = np.asarray(job.layouts.loss_chunk) > 0
     logits = np.where(tp > 1, 14 / tp, 12) * job.model.vocab * job.loss_tokens
+    gradient = np.where(_in_chunks(job), job.element_bytes * job.model.hidden, 0)
+    return logits + (_norm_saved(job) + gradient) * job.tokens
 
-    return (
-        logits
-        + (_norm_saved(job) + np.where(in_chunks, job.element_bytes * job.model.hidden, 0)) * tokens
-    )
+
+def _in_chunks(job: Job) -> Numbers:
+    return np.asarray(job.layouts.loss_chunk) > 0
 
 
 def head_sums_bytes(job: Job, *, width: Numbers) -> Numbers:
@@ -208,9 +205,8 @@ def head_gradient_bytes(job: Job, *, width: Numbers) -> Numbers:
     Only a chunked loss computes this gradient in the forward. A sum over several chunks is in
     float32.
     """
-    is_chunked = np.asarray(job.layouts.loss_chunk) > 0
     has_several_chunks = job.loss_tokens < job.tokens
-    return np.where(is_chunked, np.where(has_several_chunks, 4, width), 0)
+    return np.where(_in_chunks(job), np.where(has_several_chunks, 4, width), 0)
 
 
 def _has_layer_norms(job: Job) -> Numbers:
@@ -227,25 +223,19 @@ def _norm_saved(job: Job) -> Numbers:
 
 
 def _mask(job: Job) -> Numbers:
-    """Return the bytes per token of a dropout mask.
-
-    torch's kernel for GPUs has one byte per element. On CPU cores the mask has the dtype of
-    computation.
-    """
-    return (
-        np.where(reduces_on_host(job), job.element_bytes, 1)
-        * job.model.dropout
-        * _widths(job).hidden
-    )
+    """Return the bytes per token of a dropout mask in a block."""
+    return _mask_element(job) * job.model.dropout * _widths(job).hidden
 
 
 def embedding_mask(job: Job) -> Numbers:
     """Return the bytes per token of the dropout mask after the embedding."""
-    return (
-        np.where(reduces_on_host(job), job.element_bytes, 1)
-        * job.model.embedding_dropout
-        * _widths(job).hidden
-    )
+    return _mask_element(job) * job.model.embedding_dropout * _widths(job).hidden
+
+
+def _mask_element(job: Job) -> Numbers:
+    # torch's kernel for GPUs has one byte per element. On CPU cores the mask has the dtype of
+    # computation.
+    return np.where(reduces_on_host(job), job.element_bytes, 1)
 
 
 def _scores(job: Job) -> Numbers:
@@ -269,7 +259,7 @@ def _attention_saved(job: Job) -> Numbers:
     )
 
     # Queries, keys and values are gathered, and the output of attention is split.
-    if job.whole_attention:
+    if job.replicates_attention:
         saved = (
             _norm_saved(job)
             + 2 * element * (widths.query + widths.key)
@@ -308,39 +298,35 @@ def block_backward(job: Job) -> tuple[Working, ...]:
     points = _points(job)
     if job.counted is None:
         return points
-    more = _difference(job, job.counted.working, _most) + _dropout_of_scores(job)
+    more = _difference(job, job.counted.working, _most) + _dropout_of_scores(job, job.counted)
     return tuple(replace(point, token_bytes=point.token_bytes + more) for point in points)
 
 
 def _most(job: Job) -> Numbers:
-    most: Numbers = np.max(
-        np.broadcast_arrays(*(point.token_bytes for point in _points(job))), axis=0
-    )
-    return most
+    points = np.broadcast_arrays(*(point.token_bytes for point in _points(job)))
+    return np.max(points, axis=0)
 
 
 def _points(job: Job) -> tuple[Working, ...]:
     """Compute `block_backward` from the sizes of the model, without counted bytes."""
     model = job.model
     widths = _widths(job)
-    hidden = model.hidden
     wide = job.element_bytes / 2
     saved = _attention_saved(job)
-    matrices = np.where(np.asarray(model.gated) > 0, 3, 2) * hidden * widths.inner
+    matrices = np.where(np.asarray(model.gated) > 0, 3, 2) * model.hidden * widths.inner
     norm = np.where(_has_layer_norms(job), 8, 26) * wide * widths.hidden
-    every = model.block_parameters / model.layers / job.layouts.tp
 
     return (
         Working(
             saved + _mlp_saved(job) - _mask(job) + wide * (4 * widths.inner + 2 * widths.hidden),
-            hidden * widths.inner,
+            model.hidden * widths.inner,
         ),
         Working(saved + norm, matrices),
         Working(
             saved + 2 * wide * widths.hidden + _attention_backward(job),
-            matrices + hidden * model.heads * model.head_dim / job.layouts.tp,
+            matrices + model.hidden * model.heads * model.head_dim / job.layouts.tp,
         ),
-        Working(norm, every),
+        Working(norm, model.block_parameters / model.layers / job.layouts.tp),
     )
 
 
@@ -374,7 +360,6 @@ def spent_while_recomputed(job: Job) -> tuple[Numbers, Numbers]:
     These are its input, and outputs of products that other tensors were computed from. For the
     modes operators and full.
     """
-    model = job.model
     widths = _widths(job)
     block_products = products_of(job.model)
     element = job.element_bytes
@@ -390,8 +375,8 @@ def spent_while_recomputed(job: Job) -> tuple[Numbers, Numbers]:
     )
 
     # The backward of ReLU uses its output and not its input.
-    rectified = np.where(np.asarray(model.activation) == "relu", element * widths.inner, 0)
-    down = element * model.hidden * block_products.dense[-1].is_saved
+    rectified = np.where(np.asarray(job.model.activation) == "relu", element * widths.inner, 0)
+    down = element * job.model.hidden * block_products.dense[-1].is_saved
     return input_ + queries + in_parts + rectified + down, input_
 
 
@@ -414,18 +399,13 @@ def deferred_bytes_of_ends(job: Job) -> Numbers:
     These are the gradient of the logits, the norm's saved tensors, and as much for its gradients.
     """
     # A chunked loss computes the gradients of the head's weights in the forward.
-    in_chunks = np.asarray(job.layouts.loss_chunk) > 0
-    return np.where(
-        in_chunks, 0, job.element_bytes * job.model.vocab / job.layouts.tp
-    ) + 2 * _norm_saved(job)
+    logits = job.element_bytes * job.model.vocab / job.layouts.tp
+    return np.where(_in_chunks(job), 0, logits) + 2 * _norm_saved(job)
 
 
 def saved_by_ends(job: Job) -> Numbers:
     """Return the bytes per token that loss and last norm save for their backward."""
-    logits = np.where(
-        np.asarray(job.layouts.loss_chunk) > 0, 0, 4 * job.model.vocab / job.layouts.tp
-    )
-    return logits + _norm_saved(job)
+    return np.where(_in_chunks(job), 0, 4 * job.model.vocab / job.layouts.tp) + _norm_saved(job)
 
 
 def last_norm_backward(job: Job) -> Numbers:

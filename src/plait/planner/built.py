@@ -115,13 +115,6 @@ def _parts(config: Any) -> Iterator[Any]:
             yield from _parts(value)
 
 
-def sizes_of(config: Mapping[str, Any]) -> Sizes | None:
-    """Return the sizes of a model, or None if Transformers is missing or cannot build it."""
-    if find_spec("transformers") is None:
-        return None
-    return _sizes(json.dumps(config, sort_keys=True, default=str))
-
-
 _MOST_BLOCKS = 2000
 """Largest number of blocks to build. Each takes Transformers a millisecond or more."""
 
@@ -155,9 +148,10 @@ def as_built(model: Architecture, config: Mapping[str, Any]) -> Architecture:
     Families that formulas cover, and configurations that Transformers cannot build, are returned
     unchanged.
     """
-    if config.get("model_type") in COUNTED_BY_FORMULA:
+    is_exact = config.get("model_type") in COUNTED_BY_FORMULA
+    if is_exact or model.layers > _MOST_BLOCKS or find_spec("transformers") is None:
         return model
-    sizes = sizes_of(config) if model.layers <= _MOST_BLOCKS else None
+    sizes = _sizes(json.dumps(config, sort_keys=True, default=str))
     if sizes is None:
         return model
 
@@ -166,9 +160,14 @@ def as_built(model: Architecture, config: Mapping[str, Any]) -> Architecture:
     if not sizes.blocks:
         ends = max(sizes.outside - int(model.block_parameters), 1)
         return replace(model, end_parameters=ends, uncut=sizes.uncut)
-    layers = {"layers": sizes.blocks, "dense_layers": min(int(model.dense_layers), sizes.blocks)}
-    fields = {"layer_parameters": sizes.in_blocks / sizes.blocks, "end_parameters": sizes.outside}
-    return replace(model, **layers, **fields, uncut=sizes.uncut)
+    return replace(
+        model,
+        layers=sizes.blocks,
+        dense_layers=min(int(model.dense_layers), sizes.blocks),
+        layer_parameters=sizes.in_blocks / sizes.blocks,
+        end_parameters=sizes.outside,
+        uncut=sizes.uncut,
+    )
 
 
 def why_refused(config: Mapping[str, Any]) -> str | None:
@@ -276,8 +275,7 @@ def counted(
         return None
 
     # As text, because the cached function needs hashable arguments.
-    text = json.dumps(config, sort_keys=True, default=str)
-    return _counted(text, sequence, precision, on_cores)
+    return _counted(json.dumps(config, sort_keys=True, default=str), sequence, precision, on_cores)
 
 
 def not_counted(
@@ -304,10 +302,9 @@ def not_counted(
     else:
         reason = "its blocks do not run without data"
 
-    much = TOO_LOW.get(kind)
     direction = "may be too low"
-    if much:
-        direction = f"leaves out {much} of what they keep"
+    if kind in TOO_LOW:
+        direction = f"leaves out {TOO_LOW[kind]} of what they keep"
     return (
         f"{kind}: what its blocks keep for the backward is by formula and not counted ({reason}),"
         f" which {direction}"

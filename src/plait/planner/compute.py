@@ -66,8 +66,6 @@ def layer_cost(job: Job, rates: Rates) -> LayerCost:
     block_products = products_of(model)
     scale = model.products_counted
     projections, projections_again = _projections(job, rates, block_products)
-    projections = scale * projections
-    projections_again = scale * projections_again
     share = model.expert_layers / model.layers
     last = scale * (1 - share) * _product(job, rates, tokens, model.ffn / tp, model.hidden)
     dense = (
@@ -77,7 +75,7 @@ def layer_cost(job: Job, rates: Rates) -> LayerCost:
         + last
     )
     experts, experts_again = _experts(job, rates, block_products, share)
-    products = projections + dense + experts
+    products = scale * projections + dense + experts
     attention, attention_backward = _attention(job, rates)
     elementwise = _elementwise(job, rates)
     full = products + attention + elementwise - job.stops_early * last
@@ -86,7 +84,7 @@ def layer_cost(job: Job, rates: Rates) -> LayerCost:
     # needs.
     dense_again = again_share(block_products.dense, without_last=~job.needs_last) * dense
     operators = (
-        projections_again
+        scale * projections_again
         + dense_again
         + experts_again
         + elementwise
@@ -138,7 +136,6 @@ def _projections(job: Job, rates: Rates, block_products: Products) -> tuple[Numb
     if not np.any(model.is_latent):
         return plain, plain_again
     part = tokens / np.where(np.asarray(job.layouts.sp) > 0, tp, 1)
-
     parts = []
     for product, (rows, split) in zip(
         block_products.attention[:-1], ((part, 1), (tokens, tp)) * 2, strict=True
@@ -231,7 +228,6 @@ def _speed(job: Job, rates: Rates) -> Numbers:
 
 def _product(job: Job, rates: Rates, rows: Numbers, inner: Numbers, columns: Numbers) -> Numbers:
     """Return the seconds of a product [rows, inner] x [inner, columns]."""
-    peak = job.linear_flops
     tiles = np.ceil(rows / _TILE[0]) * np.ceil(columns / _TILE[1])
     waves = tiles / job.device.units
 
@@ -239,7 +235,8 @@ def _product(job: Job, rates: Rates, rows: Numbers, inner: Numbers, columns: Num
     # of the loss remains.
     filled = np.sqrt(waves / np.ceil(waves))
     flops = 2 * rows * inner * columns
-    seconds = flops / filled / (peak * _gemm_share(job, rates)) + kernel_seconds(job, rates)
+    reached = job.linear_flops * _gemm_share(job, rates)
+    seconds = flops / filled / reached + kernel_seconds(job, rates)
     moved = (
         job.element_bytes
         * (rows * inner + inner * columns + rows * columns)
@@ -294,7 +291,6 @@ def _attention(job: Job, rates: Rates) -> tuple[Numbers, Numbers]:
     With scores in memory the full square is computed, and written and read several times.
     """
     model = job.model
-    layouts = job.layouts
     tp = job.attention_tp
     widths = model.head_dim + model.value_width
     flops = 2 * job.tokens * job.sequence * model.heads * widths / tp
@@ -325,7 +321,7 @@ def _attention(job: Job, rates: Rates) -> tuple[Numbers, Numbers]:
     in_parts, parts_backward = _attention_in_parts(job, rates, flops)
     forward = np.where(job.attention_in_parts, in_parts, np.where(is_fused, flash, unfused))
     backward = np.where(job.attention_in_parts, parts_backward, backward)
-    uses_cp = job.is_plait & (np.asarray(layouts.cp) > 1) & ~np.asarray(job.device.on_cpu)
+    uses_cp = job.is_plait & (np.asarray(job.layouts.cp) > 1) & ~np.asarray(job.device.on_cpu)
     if not np.any(uses_cp):
         return forward, backward
     cp_forward, cp_backward = _attention_with_cp(job, rates, forward)
@@ -434,7 +430,7 @@ def _elementwise(job: Job, rates: Rates) -> Numbers:
     # To float32 (2 read, 4 written), square (4, 4), mean (4), scale (4, 4), back (4, 2), times the
     # weight (2, 2); in float32 all but casts.
     norm = 4 * width_factor + np.where(
-        gated, framework.norms_apart * np.where(width_factor > 1, 20, 32), 0
+        gated, framework.separate_norms * np.where(width_factor > 1, 20, 32), 0
     )
 
     # Latents are normalised too, by every rank of tp.
@@ -450,7 +446,7 @@ def _elementwise(job: Job, rates: Rates) -> Numbers:
         (model.heads + 1) * model.rope_dim,
         (model.heads + model.kv_heads) * model.head_dim,
     )
-    rotary = (4 + np.where(gated, 16 * framework.rotary_apart, 0)) * width_factor * places
+    rotary = (4 + np.where(gated, 16 * framework.separate_rotary, 0)) * width_factor * places
 
     # With latents, queries and keys are concatenated from two parts, which are read and written.
     rotary = rotary + np.where(model.is_latent, 8 * width_factor * model.heads * model.head_dim, 0)
@@ -461,17 +457,19 @@ def _elementwise(job: Job, rates: Rates) -> Numbers:
 
     # GPT-2's GELU is either fused or written as eight operations. Frameworks that write attention
     # as separate operations write the GELU so as well.
-    written_out = framework.activation_apart * (
+    written_out = framework.separate_activation * (
         np.asarray(framework.attention) == ATTENTION.index("plain")
     )
     activation = (
-        (4 + 2 * model.gated + np.where(gated, 4 * framework.activation_apart, 28 * written_out))
+        (4 + 2 * model.gated + np.where(gated, 4 * framework.separate_activation, 28 * written_out))
         * width_factor
         * ffn
     )
     kernels = 6 + np.where(
         gated,
-        10 * framework.norms_apart + 8 * framework.rotary_apart + framework.activation_apart,
+        10 * framework.separate_norms
+        + 8 * framework.separate_rotary
+        + framework.separate_activation,
         7 * written_out,
     )
     seconds = (

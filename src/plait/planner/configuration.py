@@ -159,20 +159,21 @@ def request_of(file: File, cluster: Cluster) -> Request:
     config = file.config
     problems = []
     batch = config.train_batch_size
-    section = config.model
     if not isinstance(batch, int):
         problems.append(
             Problem(
                 "train_batch_size",
                 batch,
-                'what "auto" is planned for',
+                '"auto" is planned for a batch size',
                 "give the samples of an optimizer step",
             )
         )
 
-    if section is None:
+    if config.model is None:
         problems.append(
-            Problem("model", None, 'what "auto" is planned for', "give model.config or model.path")
+            Problem(
+                "model", None, '"auto" is planned for a model', "give model.config or model.path"
+            )
         )
     for name in ("bf16", "fp16"):
         if getattr(config, name).enabled == "auto" and True not in (
@@ -245,7 +246,7 @@ def fixed_by(file: File) -> dict[str, int]:
                     Problem(
                         path,
                         value,
-                        "not a mode that a plan can keep",
+                        "not a mode that can be fixed for a plan",
                         f'use "auto" or {", ".join(RECOMPUTE_FIXED)}',
                     )
                 )
@@ -257,12 +258,11 @@ def fixed_by(file: File) -> dict[str, int]:
         config.parallel.recompute.budget_gib is not None
         and config.parallel.recompute.mode != "budget"
     ):
-        rule = "a plan prices no budget, and a mode that is fixed has none"
         problems.append(
             Problem(
                 "parallel.recompute.budget_gib",
                 config.parallel.recompute.budget_gib,
-                rule,
+                "the planner chooses budgets itself, and a fixed mode has none",
                 "leave it out",
             )
         )
@@ -281,12 +281,11 @@ def _fix_details(config: Config, fixed: dict[str, int]) -> list[Problem]:
         if pipeline.schedule in SCHEDULE_INDEX:
             fixed["schedule"] = SCHEDULE_INDEX[pipeline.schedule]
         else:
-            rule = "not a schedule that a plan prices"
             problems.append(
                 Problem(
                     "parallel.pipeline.schedule",
                     pipeline.schedule,
-                    rule,
+                    "not a schedule that the planner supports",
                     f"use {', '.join(SCHEDULE_INDEX)}",
                 )
             )
@@ -294,12 +293,11 @@ def _fix_details(config: Config, fixed: dict[str, int]) -> list[Problem]:
     if pipeline.stages_per_rank is not None and several:
         fixed["vpp"] = pipeline.stages_per_rank
     if pipeline.blocks_per_stage is not None and "pp" not in fixed:
-        rule = "it fixes the stages, which parallel.pp leaves open"
         problems.append(
             Problem(
                 "parallel.pipeline.blocks_per_stage",
                 None,
-                rule,
+                "it fixes the stages, which parallel.pp leaves open",
                 "give parallel.pp, or leave it out",
             )
         )
@@ -313,9 +311,7 @@ def _fix_details(config: Config, fixed: dict[str, int]) -> list[Problem]:
     ) != RECOMPUTE.index("none"):
         fixed["every"] = config.parallel.recompute.every
     if "device" in offload.model_fields_set:
-        fixed["offload"] = 0
-        if offload.device != "none":
-            fixed["offload"] = round(100 * offload.ratio)
+        fixed["offload"] = 0 if offload.device == "none" else round(100 * offload.ratio)
     return problems
 
 
@@ -326,9 +322,8 @@ def _defaults(file: File) -> dict[str, int]:
         for path, (name, default) in FIELDS.items()
         if value_at(file.tree, path) is None and default != "auto"
     }
-    if defaults.get("recompute") is not None:
+    if "recompute" in defaults:
         defaults["recompute"] = RECOMPUTE.index("none")
-    open_paths = auto_paths(file.tree)
     plain = {
         "schedule": SCHEDULES.index("1f1b"),
         "vpp": 1,
@@ -339,7 +334,7 @@ def _defaults(file: File) -> dict[str, int]:
     }
     fixed = fixed_by(file)
     for name, owner in DETAILS.values():
-        if name not in fixed and owner not in open_paths:
+        if name not in fixed and owner not in auto_paths(file.tree):
             defaults[name] = plain[name]
     if fixed.get("vpp", 1) > 1 and "schedule" not in fixed:
         defaults["schedule"] = SCHEDULES.index("interleaved")
@@ -383,14 +378,12 @@ def layout_of(resolved: Resolved) -> dict[str, Any]:
     """
     layout = resolved.layout
     pipeline = resolved.pipeline
-    schedules = {name: priced for priced, name in SCHEDULE_NAMES.items()}
     modes = {name: priced for priced, name in RECOMPUTE_NAMES.items()}
     schedule = SCHEDULES[0]
     if layout.pp > 1:
+        schedules = {name: priced for priced, name in SCHEDULE_NAMES.items()}
         schedule = schedules.get(pipeline.schedule, pipeline.schedule)
-    offload_share = 0.0
-    if resolved.optimizer_offload.device != "none":
-        offload_share = resolved.optimizer_offload.ratio
+    offload = resolved.optimizer_offload
     fields = {
         "pp": layout.pp,
         "schedule": schedule,
@@ -407,7 +400,7 @@ def layout_of(resolved: Resolved) -> dict[str, Any]:
         "loss_chunk": resolved.loss_chunk_tokens,
         "micro_batch": resolved.batch.micro_batch_size,
         "accumulation": resolved.batch.accumulation,
-        "offload": offload_share,
+        "offload": offload.ratio if offload.device != "none" else 0.0,
     }
     if layout.pp > 1 and pipeline.stages_per_rank is not None:
         fields["vpp"] = pipeline.stages_per_rank

@@ -29,26 +29,29 @@ class Comparison:
 
 def describe(layout: Mapping[str, Any]) -> str:
     """Return a layout as text, such as `tp 4 + sp, dp 16, ZeRO 2, micro-batch 2 x 8`."""
-    at = {name: int(value) for name, value in layout.items() if isinstance(value, int | float)}
+    fields = {name: int(value) for name, value in layout.items() if isinstance(value, int | float)}
     parts = []
-    if at["pp"] > 1:
-        chunks = f" x {at['vpp']}" if at["vpp"] > 1 else ""
-        parts.append(f"pp {at['pp']} ({SCHEDULES[at['schedule']]}{chunks})")
-    if at["tp"] > 1:
-        parts.append(f"tp {at['tp']}" + (" + sp" if at["sp"] else ""))
-    if at["cp"] > 1:
-        parts.append(f"cp {at['cp']} ({CONTEXT[at['context']]})")
-    if at["ep"] > 1:
-        parts.append(f"ep {at['ep']}")
-    if at["dp_replicate"] > 1 and at["dp_shard"] > 1:
-        parts.append(f"dp {at['dp_replicate']} x {at['dp_shard']}")
+    if fields["pp"] > 1:
+        chunks = f" x {fields['vpp']}" if fields["vpp"] > 1 else ""
+        parts.append(f"pp {fields['pp']} ({SCHEDULES[fields['schedule']]}{chunks})")
+    if fields["tp"] > 1:
+        parts.append(f"tp {fields['tp']}" + (" + sp" if fields["sp"] else ""))
+    if fields["cp"] > 1:
+        parts.append(f"cp {fields['cp']} ({CONTEXT[fields['context']]})")
+    if fields["ep"] > 1:
+        parts.append(f"ep {fields['ep']}")
+    if fields["dp_replicate"] > 1 and fields["dp_shard"] > 1:
+        parts.append(f"dp {fields['dp_replicate']} x {fields['dp_shard']}")
     else:
-        parts.append(f"dp {at['dp_replicate'] * at['dp_shard']}")
-    parts += [f"ZeRO {at['stage']}", f"micro-batch {at['micro_batch']} x {at['accumulation']}"]
-    if at["recompute"]:
+        parts.append(f"dp {fields['dp_replicate'] * fields['dp_shard']}")
+    parts += [
+        f"ZeRO {fields['stage']}",
+        f"micro-batch {fields['micro_batch']} x {fields['accumulation']}",
+    ]
+    if fields["recompute"]:
         parts.append(_describe_recomputation(layout))
-    if at["loss_chunk"]:
-        parts.append(f"loss in chunks of {at['loss_chunk']}")
+    if fields["loss_chunk"]:
+        parts.append(f"loss in chunks of {fields['loss_chunk']}")
     share = layout["offload"]
     if share == 1:
         parts.append("optimizer on the host")
@@ -70,7 +73,6 @@ def ties_of(result: Plan) -> str:
 
 def _describe_recomputation(layout: Mapping[str, Any]) -> str:
     kind = RECOMPUTE[int(layout["recompute"])]
-    every = int(layout["every"])
     if kind == "budget":
         return (
             f"recompute by a budget ({layout['kept_operators']:.0%} of the blocks selective, the"
@@ -78,6 +80,7 @@ def _describe_recomputation(layout: Mapping[str, Any]) -> str:
         )
 
     interval = ""
+    every = int(layout["every"])
     if every > 1:
         interval = f" of every {every}{ {2: 'nd', 3: 'rd'}.get(every, 'th') } block"
     return f"recompute {RECOMPUTE_NAMES[kind]}{interval}"
@@ -138,8 +141,8 @@ def why(
 
     reason = (
         f"{text} is {slower:.1%} slower ({alternative.seconds:.3g} s, not {winner.seconds:.3g} s): "
+        f"{STEP_TERMS[name]} takes {theirs:.3g} s, not {ours:.3g} s"
     )
-    reason += f"{STEP_TERMS[name]} takes {theirs:.3g} s, not {ours:.3g} s"
     if winner.seconds_high > alternative.seconds and slower < 0.1:
         reason += "; the difference is within the uncertainty"
     return Comparison(text, winner, alternative, reason, tuple(differences))
@@ -147,22 +150,21 @@ def why(
 
 def neighbours(result: Plan) -> list[str]:
     """Return queries such as `tp=4`, each of which changes one field of the best layout."""
-    at = result.best[0].layout
+    layout = result.best[0].layout
     queries = []
     for name in ("tp", "pp", "micro_batch"):
-        value = int(at[name])
+        if name == "pp" and not result.request.offers.pipeline:
+            continue
+        value = int(layout[name])
         queries.append(f"{name}={value * 2}")
         if value > 1 and value % 2 == 0:
             queries.append(f"{name}={value // 2}")
 
-    queries += [f"stage={stage}" for stage in range(4) if stage != int(at["stage"])]
+    queries += [f"stage={stage}" for stage in range(4) if stage != int(layout["stage"])]
     if len(result.request.offers.recompute) > 1:
         queries += [
             f"recompute={RECOMPUTE_NAMES[kind]}"
             for kind in result.request.offers.recompute
-            if kind != RECOMPUTE[int(at["recompute"])]
+            if kind != RECOMPUTE[int(layout["recompute"])]
         ]
-
-    if not result.request.offers.pipeline:
-        queries = [query for query in queries if not query.startswith("pp=")]
     return queries

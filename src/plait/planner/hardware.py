@@ -83,10 +83,8 @@ class DeviceSpec:
 
 @cache
 def _catalogue() -> dict[str, Any]:
-    content: dict[str, Any] = yaml.safe_load(
-        (files("plait.planner") / "data" / "hardware.yaml").read_text(encoding="utf-8")
-    )
-    return content
+    file = files("plait.planner") / "data" / "hardware.yaml"
+    return dict(yaml.safe_load(file.read_text(encoding="utf-8")))
 
 
 def device_names() -> tuple[str, ...]:
@@ -130,23 +128,18 @@ def device(name: str) -> DeviceSpec:
     )
 
 
-def _first_mentioned(table: Mapping[str, Any], query: str) -> str | None:
+def _first_mentioned(table: Mapping[str, Any], name: str) -> str | None:
+    """Return the device that a name mentions first, or None.
+
+    A digit after the match means another device: H1000 is not H100.
+    """
     positions = {}
     for key, entry in table.items():
-        position = _place(entry["match"], query)
-        if position is not None:
-            positions[key] = position
-    return min(positions, key=lambda key: positions[key], default=None)
-
-
-def _place(patterns: list[str], name: str) -> int | None:
-    """Return the position of the first match of any pattern in a name.
-
-    If a name contains several devices, the first one is meant. A digit after the match is another
-    device: H1000 is not H100.
-    """
-    matches = (re.search(f"(?:{pattern})(?![0-9])", name) for pattern in patterns)
-    return min((match.start() for match in matches if match is not None), default=None)
+        matches = (re.search(f"(?:{pattern})(?![0-9])", name) for pattern in entry["match"])
+        starts = [match.start() for match in matches if match is not None]
+        if starts:
+            positions[key] = min(starts)
+    return min(positions, key=positions.__getitem__, default=None)
 
 
 def mapped(numbers: T, change: Callable[[Any], Any]) -> T:
@@ -201,7 +194,7 @@ class Cluster:
 
     def __str__(self) -> str:
         per_node = min(self.devices, int(self.device.devices_per_node))
-        return f"{self.devices} x {self.device.title}, {per_node} a node"
+        return f"{self.devices} x {self.device.title}, {per_node} per node"
 
 
 def cluster(
@@ -241,11 +234,10 @@ def cluster(
     per_node = int(chosen.devices_per_node)
     if devices > per_node and devices % per_node:
         below = devices // per_node * per_node
-        rule = (
+        raise InputError(
             f"--world-size {devices}: nodes have {per_node} devices and {devices} % {per_node} ="
-            f" {devices % per_node}"
+            f" {devices % per_node}; use {below} or {below + per_node}, or give --nproc-per-node"
         )
-        raise InputError(f"{rule}; use {below} or {below + per_node}, or give --nproc-per-node")
 
     return Cluster(chosen, devices)
 

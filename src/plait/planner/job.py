@@ -48,13 +48,13 @@ class Framework:
     wire_gather: Numbers
     wire_reduce: Numbers
     """Bytes per parameter in the reduction of gradients; `wire_gather` in the gather of weights."""
-    norms_apart: Numbers
-    rotary_apart: Numbers
-    activation_apart: Numbers
+    separate_norms: Numbers
+    separate_rotary: Numbers
+    separate_activation: Numbers
     """Share of activation functions that run as single operations of torch through memory.
 
-    The rest run as one kernel each. `norms_apart` and `rotary_apart` are the shares of RMS norms
-    and rotary positions.
+    The other functions run as one kernel each. `separate_norms` and `separate_rotary` are the
+    shares of RMS norms and rotary positions.
     """
     attention: Numbers
     """Index into ATTENTION."""
@@ -100,12 +100,14 @@ class Framework:
 
 
 @cache
-def plait(*, precision: str = "bf16", pure: bool = False) -> Framework:
+def plait(*, precision: str = "bf16", pure: bool = False, compiled: bool = False) -> Framework:
     """Return the properties of Plait: modules of Transformers, FSDP2, no fused kernels.
 
     Args:
         precision: Name in `hardware.PRECISIONS`.
         pure: Whether weights and states have 16 bits.
+        compiled: Whether blocks are compiled. Kernels are fused then, with fewer launches, like
+            torchtitan's.
     """
     wide = precision == "fp32"
     weights, gradients, optimizer, gathered = 4, 4, 8, 2
@@ -123,28 +125,21 @@ def plait(*, precision: str = "bf16", pure: bool = False) -> Framework:
         gathered=gathered,
         wire_gather=4 if wide else 2,
         wire_reduce=4,
-        norms_apart=1,
-        rotary_apart=1,
-        activation_apart=1,
+        separate_norms=int(not compiled),
+        separate_rotary=int(not compiled),
+        separate_activation=int(not compiled),
         attention=ATTENTION.index("flash"),
         hidden_tp=0.0,
         hidden_dp=0.8,
-        host_seconds=500e-6,
+        host_seconds=150e-6 if compiled else 500e-6,
         logits=14,
-        norms=20,
+        norms=8 if compiled else 20,
         slack=0.08,
         step_bytes=36,
         accumulate_bytes=12 if wide else 10,
         whole_inputs=1,
         stops_early=1,
         late_gradients=1,
-    )
-
-
-def with_compiled_blocks(framework: Framework) -> Framework:
-    """Return Plait with compiled blocks: fused kernels and fewer launches, like torchtitan's."""
-    return replace(
-        framework, norms_apart=0, rotary_apart=0, activation_apart=0, host_seconds=150e-6, norms=8
     )
 
 
@@ -221,7 +216,7 @@ class Layouts:
             }
         )
 
-    def at(self, index: int) -> dict[str, Any]:
+    def as_dict(self, index: int) -> dict[str, Any]:
         """Return one candidate as plain numbers."""
         values = {}
         for field_ in fields(self):
@@ -251,9 +246,9 @@ class Job:
     sequence: Numbers
     precision: Numbers
     """Index into PRECISIONS of the layers' matrix products."""
-    own: bool = False
+    has_exact_blocks: bool = False
     """True for Plait's own blocks, whose saved bytes are known exactly (`block_bytes`)."""
-    whole_attention: bool = False
+    replicates_attention: bool = False
     """True if tensor parallelism computes attention on all ranks and splits only the projections.
 
     This is so for fused queries, keys and values.
@@ -265,7 +260,7 @@ class Job:
     def is_plait(self) -> NDArray[np.bool_]:
         """True if Plait runs the job, with its rules for groups and messages.
 
-        Unlike `own`, this includes compiled blocks and models with experts.
+        Unlike `has_exact_blocks`, this includes compiled blocks and models with experts.
         """
         return np.asarray(self.framework.name) == "plait"
 
@@ -298,7 +293,7 @@ class Job:
     @property
     def attention_tp(self) -> Numbers:
         """Degree of tensor parallelism of attention itself."""
-        return 1 if self.whole_attention else self.layouts.tp
+        return 1 if self.replicates_attention else self.layouts.tp
 
     @property
     def tokens(self) -> Numbers:
@@ -327,12 +322,11 @@ class Job:
     @property
     def other_flops(self) -> Numbers:
         """Peak FLOP/s of attention and the head, which use at least 16 bits."""
-        index = {name: position for position, name in enumerate(PRECISIONS)}
         sixteen = self.device.flops.get("bf16", np.nan)
         half = np.where(np.isnan(sixteen), self.device.flops.get("fp16", np.nan), sixteen)
         return (
             np.where(
-                np.asarray(self.precision) == index["fp32"],
+                np.asarray(self.precision) == PRECISIONS.index("fp32"),
                 self.device.flops.get("fp32", np.nan),
                 half,
             )
@@ -359,7 +353,7 @@ class Job:
 def recompute_share(job: Job) -> Numbers:
     """Return the share of recomputed blocks on the stage with most blocks."""
     every = job.layouts.every
-    if not job.own:
+    if not job.has_exact_blocks:
         return 1 / every
     layers = stage_layers(job)[0]
     return np.ceil(layers / every) / layers

@@ -8,19 +8,20 @@ for gated models without dropout the saved tensors are counted one by one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from plait.planner.architecture import products_of, saved_columns
-from plait.planner.block_bytes import logits_bytes, saved_bytes
+from plait.planner.block_bytes import saved_by_recomputation
 from plait.planner.constants import Rates
 from plait.planner.hardware import DEVICE_FAMILIES, PRECISIONS, Numbers
-from plait.planner.job import RECOMPUTE, Job, Layouts, recompute_share, stage_layers
+from plait.planner.job import RECOMPUTE, Job, Layouts, stage_layers
 from plait.planner.peak_moments import MOMENTS as OWN_MOMENTS
 from plait.planner.peak_moments import RANKS, States, moments
 from plait.planner.pipeline import in_flight, in_flight_last
+from plait.planner.states import account_rows, account_states
 from plait.sizes import GIB, MIB
 
 MEMORY_TERMS = {
@@ -72,8 +73,9 @@ def memory_bytes(
     Args:
         job: The candidates.
         rates: Constants.
-        states: Bytes of model states. None computes them from the framework's bytes per parameter.
-        ranks: Ranks to consider, of `RANKS`, if `states` distinguishes them.
+        states: Bytes of model states. None takes those of the ledger for Plait's own blocks, and
+            the framework's bytes per parameter otherwise.
+        ranks: Ranks to consider, of `RANKS`, for Plait's own blocks.
     """
     return memory_by_rates(job, states, ranks=ranks)(rates)
 
@@ -82,16 +84,56 @@ def memory_by_rates(
     job: Job, states: States | None = None, *, ranks: tuple[str, ...] = RANKS
 ) -> Callable[[Rates], Memory]:
     """Return `memory_bytes` as a function of the constants, for callers that try several."""
-    if job.own and states is not None and states.units is not None:
-        # The fullest point of Plait's own step does not depend on the constants.
-        terms, moment = _largest_moment(job, states, ranks)
-        return lambda rates: _with_slack(job, rates, terms, moment)
-    return lambda rates: _memory_by_formula(job, rates, states)
+    if not job.has_exact_blocks:
+        return lambda rates: _memory_by_formula(job, rates, states)
+    # The fullest point of Plait's own step does not depend on the constants.
+    if states is None:
+        # Rows of several models have arrays of sizes.
+        several = np.ndim(job.model.layers) > 0
+        states = account_rows(job) if several else account_states(job)
+    terms, moment = _fullest(_points_of_step(job, states, ranks))
+    return lambda rates: _with_slack(job, rates, terms, moment)
+
+
+def _points_of_step(
+    job: Job, states: States, ranks: tuple[str, ...]
+) -> Iterator[tuple[int, dict[str, Numbers], Numbers]]:
+    """Yield the points of Plait's own step, rank by rank, for `_fullest`."""
+    assert states.units is not None
+    pp = np.asarray(job.layouts.pp)
+    exists = {"first": np.ones_like(pp, dtype=bool), "last": pp > 1, "inner": pp > 2}
+    offset = MOMENTS.index(OWN_MOMENTS[0])
+    for rank in ranks:
+        if exists[rank].any():
+            for index, terms in moments(job, states.of(rank), states.units[rank]):
+                yield offset + index, terms, exists[rank]
+
+
+def _fullest(
+    points: Iterable[tuple[int, dict[str, Numbers], Numbers]],
+) -> tuple[dict[str, Numbers], Numbers]:
+    """Return the terms at the fullest point of every candidate, and its index into MOMENTS.
+
+    Args:
+        points: Index into MOMENTS, bytes by term, and the candidates that have the point.
+    """
+    most = chosen = np.zeros(1)
+    terms: dict[str, Numbers] = dict.fromkeys(MEMORY_TERMS, 0.0)
+    for index, point, exists in points:
+        total = np.where(exists, np.asarray(sum(point.values()), dtype=float), 0.0)
+        larger = total > most
+        if larger.any():
+            most = np.where(larger, total, most)
+            chosen = np.where(larger, index, chosen)
+            terms = {
+                name: np.where(larger, point.get(name, 0.0), terms[name]) for name in MEMORY_TERMS
+            }
+    return terms, chosen.astype(int)
 
 
 def _memory_by_formula(job: Job, rates: Rates, states: States | None) -> Memory:
     layouts = job.layouts
-    # States from the accounts of the techniques are exact.
+    # States from the ledger are exact.
     counted = 1.0
     if states is None:
         counted = rates["memory:states"]
@@ -99,9 +141,9 @@ def _memory_by_formula(job: Job, rates: Rates, states: States | None) -> Memory:
     first_layers, last_layers = stage_layers(job)[1:]
     per_layer, per_checkpoint = layer_activations(job)
     single = np.asarray(layouts.pp) == 1
-    factor = (1.0 if job.own else rates["memory:activations"]) * (1 - layouts.offload_activations)
+    factor = rates["memory:activations"] * (1 - layouts.offload_activations)
     keeps_all = np.asarray(layouts.recompute) == RECOMPUTE.index("none")
-    share = recompute_share(job)
+    share = 1 / layouts.every
     working = (
         np.where(keeps_all, 0.0, per_layer) * np.minimum(1, share)
         + 4 * job.tokens * job.model.hidden
@@ -109,7 +151,6 @@ def _memory_by_formula(job: Job, rates: Rates, states: States | None) -> Memory:
     saved = share * per_checkpoint + (1 - share) * per_layer
     first_saved = first_layers * saved * np.where(single, 1.0, in_flight(layouts)) * factor
     last_saved = last_layers * saved * np.where(single, 1.0, in_flight_last(layouts)) * factor
-    logits = _logits(job, rates)
     zero = np.zeros_like(np.asarray(first_saved, dtype=float))
 
     first = _with_states(states.first, counted) | {
@@ -120,7 +161,7 @@ def _memory_by_formula(job: Job, rates: Rates, states: States | None) -> Memory:
     last = _with_states(states.last, counted) | {
         "activations": last_saved,
         "working": zero,
-        "logits": logits,
+        "logits": _logits(job, rates),
     }
     last["gathered"] = last["gathered"] - states.last.get("reducing", 0.0) * counted
 
@@ -136,59 +177,19 @@ def _memory_by_formula(job: Job, rates: Rates, states: States | None) -> Memory:
         "logits": zero,
     }
     step["gathered"] = np.where(np.asarray(layouts.stage) >= 3, 0.0, step["gathered"])
-    moments_of_step = [first, last, step]
-    sums = np.stack(
-        np.broadcast_arrays(
-            *[np.asarray(sum(terms.values()), dtype=float) for terms in moments_of_step]
-        )
+    terms, moment = _fullest(
+        (index, point, True) for index, point in enumerate((first, last, step))
     )
-    moment = np.argmax(sums, axis=0)
-    shape = moment.shape
-    terms = {
-        name: np.choose(
-            moment,
-            [
-                np.broadcast_to(np.asarray(each[name], dtype=float), shape)
-                for each in moments_of_step
-            ],
-        )
-        for name in MEMORY_TERMS
-    }
     return _with_slack(job, rates, terms, moment)
 
 
-def _largest_moment(
-    job: Job, states: States, ranks: tuple[str, ...]
-) -> tuple[dict[str, Numbers], Numbers]:
-    """Return the terms at the peak of Plait's own step, and its index into MOMENTS."""
-    assert states.units is not None
-    pp = np.asarray(job.layouts.pp)
-    there = {"first": np.ones_like(pp, dtype=bool), "last": pp > 1, "inner": pp > 2}
-    offset = MOMENTS.index(OWN_MOMENTS[0])
-    most = chosen = np.zeros(1)
-    terms: dict[str, Numbers] = dict.fromkeys(MEMORY_TERMS, 0.0)
-
-    for rank in ranks:
-        if not there[rank].any():
-            continue
-        for index, part in moments(job, states.of(rank), states.units[rank]):
-            total = np.where(there[rank], np.asarray(sum(part.values()), dtype=float), 0.0)
-            larger = total > most
-            if not larger.any():
-                continue
-            most = np.where(larger, total, most)
-            chosen = np.where(larger, offset + index, chosen)
-            terms = {
-                name: np.where(larger, part.get(name, 0.0), terms[name]) for name in MEMORY_TERMS
-            }
-
-    return terms, chosen.astype(int)
-
-
 def _with_slack(job: Job, rates: Rates, terms: dict[str, Numbers], moment: Numbers) -> Memory:
-    at = job.layouts
+    layouts = job.layouts
     allocated = sum(terms.values())
-    groups = sum(np.asarray(degree) > 1 for degree in (at.tp, at.pp, at.cp, at.dp, at.ep))
+    groups = sum(
+        np.asarray(degree) > 1
+        for degree in (layouts.tp, layouts.pp, layouts.cp, layouts.dp, layouts.ep)
+    )
     on_gpu = np.asarray(job.device.family) != DEVICE_FAMILIES.index("cpu")
     context = np.where(on_gpu, 0.8 * GIB + 0.25 * GIB * groups, 0.3 * GIB) * rates["memory:context"]
     moving = terms["activations"] + terms["working"] + terms["logits"] + terms["gathered"]
@@ -206,8 +207,7 @@ def recipe_states(job: Job) -> States:
     """Return the model states by the framework's bytes per parameter."""
     first_layers, last_layers = stage_layers(job)[1:]
     model = job.model
-    at = job.layouts
-    single = np.asarray(at.pp) == 1
+    single = np.asarray(job.layouts.pp) == 1
     head = np.where(
         (np.asarray(model.tied) > 0) & ~single, model.vocab * model.hidden, model.head_parameters
     )
@@ -225,16 +225,16 @@ def recipe_states(job: Job) -> States:
 
 def _states_of_stage(job: Job, layers: Numbers, ends: Numbers) -> dict[str, Numbers]:
     model = job.model
-    at = job.layouts
+    layouts = job.layouts
     framework = job.framework
     expert_share = model.expert_layers / model.layers
     routed = np.where(np.asarray(model.experts) > 0, expert_share * model.routed_parameters, 0)
     block = model.block_parameters / model.layers
-    dense = (layers * (block - routed) + ends) / at.tp
-    experts = layers * routed / at.tp / at.ep
-    shard = at.dp_shard * at.cp
-    expert_shard = np.maximum(shard / at.ep, 1)
-    stage = np.asarray(at.stage)
+    dense = (layers * (block - routed) + ends) / layouts.tp
+    experts = layers * routed / layouts.tp / layouts.ep
+    shard = layouts.dp_shard * layouts.cp
+    expert_shard = np.maximum(shard / layouts.ep, 1)
+    stage = np.asarray(layouts.stage)
 
     def sharded_bytes(width: Numbers, sharded: Numbers) -> Numbers:
         return width * (
@@ -248,16 +248,16 @@ def _states_of_stage(job: Job, layers: Numbers, ends: Numbers) -> dict[str, Numb
     )
     weights = sharded_bytes(framework.weights, sharded)
     gradients = sharded_bytes(framework.gradients, stage >= 2)
-    optimizer = sharded_bytes(framework.optimizer, stage >= 1) * (1 - at.offload)
+    optimizer = sharded_bytes(framework.optimizer, stage >= 1) * (1 - layouts.offload)
 
     # Weights in another dtype are kept as a copy while they are used: all of them, or with stage 3
     # the ends (gathered from the forward to the end of the backward) and two blocks, with the
     # gradient of one and its reduction.
     width = np.where(sharded, 2, framework.gathered)
-    unit = (block - routed + routed / at.ep) / at.tp
+    unit = (block - routed + routed / layouts.ep) / layouts.tp
     unsharded = width * (dense + experts)
     reducing = (2 + framework.wire_reduce) * unit
-    few = width * (ends / at.tp + 2 * unit)
+    few = width * (ends / layouts.tp + 2 * unit)
     return {
         "weights": weights,
         "gradients": gradients,
@@ -271,8 +271,6 @@ def _states_of_stage(job: Job, layers: Numbers, ends: Numbers) -> dict[str, Numb
 
 def _logits(job: Job, rates: Rates) -> Numbers:
     """Return the bytes of head and loss at their peak for one micro-batch."""
-    if job.own:
-        return logits_bytes(job)
     columns = job.model.vocab / np.where(
         np.asarray(job.framework.whole_logits) > 0, 1, job.layouts.tp
     )
@@ -289,7 +287,7 @@ def _attention_saved(job: Job) -> Numbers:
     width = model.heads * model.head_dim
     value = model.heads * model.value_width
     split_keys = (
-        model.heads * (model.head_dim - model.rope_dim) * np.asarray(job.framework.norms_apart)
+        model.heads * (model.head_dim - model.rope_dim) * np.asarray(job.framework.separate_norms)
     )
     plain = 4 * width + 4 * model.kv_heads * model.head_dim
     scores = np.where(job.attention_in_parts, 4 * model.heads * job.sequence, 0)
@@ -307,7 +305,7 @@ def _operators_saved(job: Job, share: Numbers) -> Numbers:
     block_products = products_of(job.model)
     *inner, down = block_products.dense
     dense = saved_columns(tuple(inner)) + down.columns * down.is_saved * np.asarray(
-        job.framework.activation_apart
+        job.framework.separate_activation
     )
     elements = (
         model.hidden
@@ -326,7 +324,9 @@ def layer_activations(job: Job) -> tuple[Numbers, Numbers]:
 
     For one micro-batch.
     """
-    if job.own or job.counted is None:
+    if job.has_exact_blocks:
+        return saved_by_recomputation(job)
+    if job.counted is None:
         return _by_formula(job)
 
     # By as much as the count of a block on one rank differs from the formula.
@@ -351,23 +351,13 @@ def layer_activations(job: Job) -> tuple[Numbers, Numbers]:
 
 def _by_formula(job: Job) -> tuple[Numbers, Numbers]:
     """Compute `layer_activations` from the sizes of the model, without counted bytes."""
-    if job.own:
-        none, operators, full = saved_bytes(job)
-        # The core of attention saves little with one kernel, so recomputing it frees nothing.
-        attention_alone = np.asarray(none)
-        mixed = full + job.layouts.kept_operators * (operators - full)
-        of_kind = (none, attention_alone, full, operators, mixed)
-        return job.tokens * none, job.tokens * np.choose(
-            np.asarray(job.layouts.recompute).astype(int), np.broadcast_arrays(*of_kind)
-        )
-
     model = job.model
-    at = job.layouts
+    layouts = job.layouts
     framework = job.framework
     hidden = model.hidden
     width = model.heads * model.head_dim
     kv = model.kv_heads * model.head_dim
-    sequence = np.where(np.asarray(at.sp) > 0, at.tp, 1)
+    sequence = np.where(np.asarray(layouts.sp) > 0, layouts.tp, 1)
 
     # GPT of the old frameworks trains with dropout: a mask a place
     old = (1 - model.gated) * (framework.attention > 0)
@@ -377,12 +367,12 @@ def _by_formula(job: Job) -> tuple[Numbers, Numbers]:
     replicated = (framework.norms - 4 + 2 * old) * hidden / sequence + 4 * hidden * (
         gathered + (1 - gathered) / sequence
     )
-    inner = np.where(np.asarray(model.gated) > 0, 6 + 2 * framework.activation_apart, 4) * ffn
+    inner = np.where(np.asarray(model.gated) > 0, 6 + 2 * framework.separate_activation, 4) * ffn
     attention_tp = job.attention_tp
-    split = inner / at.tp + (_attention_saved(job) + 4 * model.heads) / attention_tp
-    latents = (4 + 4 * framework.norms_apart) * (model.query_rank + model.latent_rank) / sequence
-    split = split + share * 4 * model.active * hidden / at.tp
-    split = split + (2 + 6 * framework.norms_apart) * model.qk_norm * (width + kv) / attention_tp
+    split = inner / layouts.tp + (_attention_saved(job) + 4 * model.heads) / attention_tp
+    latents = (4 + 4 * framework.separate_norms) * (model.query_rank + model.latent_rank) / sequence
+    split = split + share * 4 * model.active * hidden / layouts.tp
+    split = split + (2 + 6 * framework.separate_norms) * model.qk_norm * (width + kv) / attention_tp
     scores = (
         np.choose(np.asarray(framework.attention), [0.0, 4 + 1 * old, 8 + 1 * old])
         * model.heads
@@ -400,15 +390,15 @@ def _by_formula(job: Job) -> tuple[Numbers, Numbers]:
     split = split * low
     every = job.tokens * (replicated + split + scores)
     checkpoint = job.tokens * 2 * hidden / sequence
-    operators = np.minimum(every, job.tokens * _operators_saved(job, share) / at.tp)
+    operators = np.minimum(every, job.tokens * _operators_saved(job, share) / layouts.tp)
     saved = np.choose(
-        np.asarray(at.recompute),
+        np.asarray(layouts.recompute),
         np.broadcast_arrays(
             every,
             job.tokens * (replicated + split),
             checkpoint,
             operators,
-            checkpoint + at.kept_operators * (operators - checkpoint),
+            checkpoint + layouts.kept_operators * (operators - checkpoint),
         ),
     )
     return every, saved

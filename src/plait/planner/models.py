@@ -111,17 +111,25 @@ def text_part(config: Mapping[str, Any], kind: str) -> dict[str, Any] | None:
 
 def size_of_transformers(kind: str, name: str) -> int | None:
     """Return Transformers' default for a size of a family, or None."""
+    config_class = _config_class(kind)
+    if config_class is None:
+        return None
+    try:
+        size = getattr(config_class().get_text_config(decoder=True), name, None)
+    except Exception:  # a configuration that has no defaults
+        return None
+    return size if isinstance(size, int) else None
+
+
+def _config_class(kind: str) -> Any:
+    """Return Transformers' configuration class of a family, or None if there is none."""
     if find_spec("transformers") is None:
         return None
     from transformers import CONFIG_MAPPING
 
     if kind not in CONFIG_MAPPING:
         return None
-    try:
-        size = getattr(CONFIG_MAPPING[kind]().get_text_config(decoder=True), name, None)
-    except Exception:  # a configuration that has no defaults
-        return None
-    return size if isinstance(size, int) else None
+    return CONFIG_MAPPING[kind]
 
 
 def _inner_config(config: Mapping[str, Any], kind: str) -> tuple[str, Any] | None:
@@ -129,14 +137,11 @@ def _inner_config(config: Mapping[str, Any], kind: str) -> tuple[str, Any] | Non
 
     As Transformers builds it from `config`. None for language models, and without Transformers.
     """
-    if find_spec("transformers") is None:
-        return None
-    from transformers import CONFIG_MAPPING
-
-    if kind not in CONFIG_MAPPING:
+    config_class = _config_class(kind)
+    if config_class is None:
         return None
     try:
-        outer = CONFIG_MAPPING[kind].from_dict(dict(config))
+        outer = config_class.from_dict(dict(config))
     except Exception:  # `plait train` reports the error when it builds the model
         return None
 
@@ -176,10 +181,8 @@ def check_places(config: Mapping[str, Any], kind: str, source: str) -> None:
 
 @cache
 def _table() -> dict[str, Any]:
-    content: dict[str, Any] = yaml.safe_load(
-        (files("plait.planner") / "data" / "architectures.yaml").read_text(encoding="utf-8")
-    )
-    return content
+    file = files("plait.planner") / "data" / "architectures.yaml"
+    return dict(yaml.safe_load(file.read_text(encoding="utf-8")))
 
 
 def names() -> tuple[str, ...]:
@@ -409,9 +412,13 @@ def _check_optional(config: Mapping[str, Any], source: str) -> None:
 def _check_counts(model: Architecture, source: str) -> None:
     """Raise ConfigError for more active experts than experts, and for absurdly large models."""
     if model.active > model.experts:
-        rule = f"a token goes to {model.active} experts, and a layer has {model.experts}"
         raise ConfigError(
-            Problem(f"{source}: num_experts_per_tok", model.active, rule, "give at most that many")
+            Problem(
+                f"{source}: num_experts_per_tok",
+                model.active,
+                f"a token goes to {model.active} experts, and a layer has {model.experts}",
+                "give at most that many",
+            )
         )
 
     widths = (
@@ -422,7 +429,7 @@ def _check_counts(model: Architecture, source: str) -> None:
     count = model.hidden * (model.layers * widths + 2 * model.vocab)
     if count > _MAX_PARAMETERS:
         rule = (
-            f"these sizes are {count:.1e} parameters, and no plan counts more than"
+            f"these sizes give {count:.1e} parameters, and the largest supported number is"
             f" {_MAX_PARAMETERS:.0e}"
         )
         raise ConfigError(Problem(source, None, rule, "correct them"))
@@ -455,18 +462,15 @@ def _with_defaults(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
     not compress its queries.
     """
     written = {name: value for name, value in config.items() if value is not None}
-    if find_spec("transformers") is None:
-        return written
-    from transformers import CONFIG_MAPPING
-
-    if kind not in CONFIG_MAPPING:
+    config_class = _config_class(kind)
+    if config_class is None:
         return written
     # The vocabulary determines none of these sizes, and Transformers would print a warning about
     # special tokens outside of it.
     explicit = {name: value for name, value in config.items() if name != "vocab_size"}
 
     try:
-        complete = CONFIG_MAPPING[kind].from_dict(explicit).to_dict()
+        complete = config_class.from_dict(explicit).to_dict()
     except Exception:  # `plait train` reports the error when it builds the model
         return written
     read = {
@@ -540,18 +544,17 @@ def _describe(config: Mapping[str, Any], *, source: str, vocab: int | None) -> A
     hidden = sizes["hidden"]
     heads = sizes["heads"]
     if optional["head_dim"] is None and hidden % heads:
-        rule = f"num_attention_heads is {heads} and {hidden} % {heads} = {hidden % heads}"
         raise ConfigError(
-            Problem(f"{source}: hidden_size", hidden, rule, "give head_dim, or sizes that divide")
+            Problem(
+                f"{source}: hidden_size",
+                hidden,
+                f"num_attention_heads is {heads} and {hidden} % {heads} = {hidden % heads}",
+                "give head_dim, or sizes that divide",
+            )
         )
 
-    gated = int(model_type not in _TWO_MATRICES)
-    bias = int(model_type in _LAYER_NORM)
     mla = _latent_attention(config)
     kv_heads = optional["kv_heads"] or heads
-    activation = next(
-        (config[name] for name in _ACTIVATIONS if isinstance(config.get(name), str)), ""
-    )
     if model_type == "gpt_bigcode" and config.get("multi_query", True):
         kv_heads = 1
     if model_type == "falcon":
@@ -581,10 +584,10 @@ def _describe(config: Mapping[str, Any], *, source: str, vocab: int | None) -> A
         kv_heads=kv_heads,
         head_dim=head_dim,
         ffn=ffn,
-        gated=gated,
+        gated=int(model_type not in _TWO_MATRICES),
         tied=int(config.get("tie_word_embeddings", model_type in _TIED)),
         positions=positions,
-        bias=bias,
+        bias=int(model_type in _LAYER_NORM),
         qkv_bias=int(model_type in ("qwen2", "qwen2_moe")),
         qk_norm=int(model_type in ("qwen3", "qwen3_moe")),
         experts=experts,
@@ -594,7 +597,9 @@ def _describe(config: Mapping[str, Any], *, source: str, vocab: int | None) -> A
         or (optional["shared"] or 0) * (optional["expert_ffn"] or ffn) * bool(experts),
         dense_layers=min(optional["dense_layers"] or 0, sizes["layers"]) if experts else 0,
         **dropouts_of(config, model_type),
-        activation=activation,
+        activation=next(
+            (config[name] for name in _ACTIVATIONS if isinstance(config.get(name), str)), ""
+        ),
         **_latent_fields(mla),
         name=str(config.get("_name_or_path") or model_type),
         model_type=model_type,
@@ -621,7 +626,8 @@ def _required_sizes(
             value = vocab or None
         if value is None:
             # Training builds it with the default of Transformers.
-            value = _first_default(model_type, keys)
+            defaults_of_family = (size_of_transformers(model_type, key) for key in keys)
+            value = next(filter(None, defaults_of_family), None)
         if is_count(value):
             sizes[field] = value
             continue
@@ -648,14 +654,6 @@ def _latent_attention(config: Mapping[str, Any]) -> dict[str, Any] | None:
         "value": config["v_head_dim"],
         "q_rank": config.get("q_lora_rank"),
     }
-
-
-def _first_default(model_type: str, keys: tuple[str, ...]) -> int | None:
-    for key in keys:
-        size = size_of_transformers(model_type, key)
-        if size:
-            return size
-    return None
 
 
 @dataclass(frozen=True)

@@ -89,40 +89,33 @@ class Offers:
             return error.problems[0].rule
         return None
 
-    def runs(
-        self,
-        schedule: str,
-        *,
-        pp: int,
-        micro_batches: int,
-        chunks: int,
-        zero: int,
-        recompute: bool = False,
-    ) -> bool:
-        """Return True if a schedule exists for these numbers and works with the ZeRO stage.
-
-        A split backward recomputes a block for each half. The engine supports this, but it is not
-        priced yet, so such schedules are refused with recomputation.
-        """
-        name = SCHEDULE_NAMES[schedule]
-        if (zero == 3 or recompute) and schedule in SPLIT_BACKWARD:
+    def runs(self, schedule: str, *, pp: int, micro_batches: int, chunks: int, zero: int) -> bool:
+        """Return True if a schedule exists for these numbers and works with the ZeRO stage."""
+        if zero == 3 and schedule in SPLIT_BACKWARD:
             return False
-
         return micro_batches >= pp and not tables.problems_of(
-            name, pp=pp, microbatches=micro_batches, stages_per_rank=chunks
+            SCHEDULE_NAMES[schedule], pp=pp, microbatches=micro_batches, stages_per_rank=chunks
         )
 
 
 def offered(*, compiled: bool = False) -> Offers:
     """Return the techniques that a configuration can enable and the engine runs."""
-    kinds: tuple[str, ...] = ("none", "full", "operators", "budget")
-    if compiled:
-        kinds = ("none", "full")
+    kinds = ("none", "full") if compiled else ("none", "full", "operators", "budget")
     offers = Offers(True, tuple(SCHEDULE_NAMES), kinds, True, compiled)
     return replace(offers, pipeline=offers.refusal(tp=1, pp=2) is None)
 
 
-WHOLE_ATTENTION = ("gpt2", "gpt_bigcode", "codegen", "bloom", "mpt", "phi3", "olmo2", "glm", "glm4")
+WHOLE_ATTENTION = (
+    "gpt2",
+    "gpt_bigcode",
+    "codegen",
+    "bloom",
+    "mpt",
+    "phi3",
+    "olmo2",
+    "glm",
+    "glm4",
+)
 """Families with fused or jointly normalized queries, keys and values.
 
 Their projections are split and the outputs gathered, so that every rank computes all heads.
@@ -162,7 +155,7 @@ class Split:
 
     tensor: str | None = None
     sequence: str | None = None
-    whole_attention: bool = False
+    replicates_attention: bool = False
     context: str | None = None
     """Reason against context parallelism."""
     pipeline: str | None = None
@@ -175,28 +168,29 @@ class Split:
 
 def split_of(model: Architecture) -> Split:
     """Return the restrictions for a model."""
-    return replace(_split_of(model), pipeline=str(model.uncut) or None)
-
-
-def _split_of(model: Architecture) -> Split:
     kind = str(model.model_type)
     context = None
     if kind not in FAMILIES:
-        context = f"{kind} is not among the families whose sequences are cut: {', '.join(FAMILIES)}"
+        context = (
+            f"{kind} is not among the families whose sequences can be split: {', '.join(FAMILIES)}"
+        )
+    split = Split(context=context, pipeline=str(model.uncut) or None)
+    without_tensor = replace(split, sequence="no tensor parallelism")
     if model.experts and (kind not in SPLIT_FAMILIES or model.latent_rank):
-        rule = f"{kind} has experts, beside which the planner splits no attention of its kind"
-        return Split(tensor=rule, sequence="no tensor parallelism", context=context)
+        rule = f"the planner does not split attention of {kind}, which has experts"
+        return replace(without_tensor, tensor=rule)
     if model.experts:
-        return Split(context=context, with_experts=True)
+        return replace(split, with_experts=True)
     if kind not in SPLIT:
         rule = (
             f"how {kind} splits is not known to the planner; `plait layout` asks the model itself"
         )
-        return Split(tensor=rule, sequence="no tensor parallelism", context=context)
+        return replace(without_tensor, tensor=rule)
 
     dropout = bool(model.dropout or model.attention_dropout or model.embedding_dropout)
+    whole_attention = kind in WHOLE_ATTENTION
     sequence = _NO_SEQUENCE.get(kind)
-    if sequence is None and dropout and kind in WHOLE_ATTENTION:
+    if sequence is None and dropout and whole_attention:
         sequence = (
             "dropout is on, and every rank computes all of attention, of which each would drop"
             " other places"
@@ -204,7 +198,7 @@ def _split_of(model: Architecture) -> Split:
 
     if context is None and dropout:
         context = "dropout is on, which parts of a sequence do not draw as one process does"
-    return Split(sequence=sequence, whole_attention=kind in WHOLE_ATTENTION, context=context)
+    return replace(split, sequence=sequence, replicates_attention=whole_attention, context=context)
 
 
 LOSS_CHUNK = 1024
@@ -308,14 +302,13 @@ def relieves(layouts: Layouts) -> NDArray[np.bool_]:
     Split backwards do not recompute, a budget counts all experts, and the host supports sharded
     states without expert parallelism only.
     """
-    recomputes = np.asarray(layouts.recompute) > 0
-    halves = splits_backward(layouts.schedule)
-    budget = np.asarray(layouts.recompute) == RECOMPUTE.index("budget")
+    recompute = np.asarray(layouts.recompute)
+    budget = recompute == RECOMPUTE.index("budget")
     split = np.asarray(layouts.ep) > 1
     on_host = np.asarray(layouts.offload) > 0
 
     return (
-        ~(recomputes & halves)
+        ~((recompute > 0) & splits_backward(layouts.schedule))
         & ~(budget & split)
         & ~(on_host & (split | (np.asarray(layouts.stage) == 0)))
     )
@@ -324,9 +317,8 @@ def relieves(layouts: Layouts) -> NDArray[np.bool_]:
 def relieved(layouts: Layouts, reliefs: tuple[Relief, ...]) -> Layouts:
     """Return every layout with every measure that it can have."""
     count = np.size(layouts.tp)
-    base = layouts.take(np.repeat(np.arange(count), len(reliefs)))
     relieved_layouts = replace(
-        base,
+        layouts.take(np.repeat(np.arange(count), len(reliefs))),
         **{
             f.name: np.tile([getattr(relief, f.name) for relief in reliefs], count)
             for f in fields(Relief)

@@ -19,7 +19,7 @@ from plait.config.source import Document
 from plait.errors import InputError, raise_problems
 from plait.files import write_atomically_in_folder
 from plait.hashing import sha256_of
-from plait.planner.calibration_runs import facts_of, layout_facts
+from plait.planner.calibrate import facts_of, layout_facts
 from plait.planner.job import CONTEXT, RECOMPUTE, SCHEDULES
 from plait.planner.memory import MEMORY_TERMS as MEMORY_TERMS
 from plait.planner.offers import RECOMPUTE_NAMES, SCHEDULE_NAMES
@@ -105,7 +105,6 @@ def chosen(
         is_missing = current is None and value != _IMPLIED_VALUES.get(path)
         if is_missing or _is_open(path, current):
             values[examined.written.get(path, path)] = value
-
     return values
 
 
@@ -239,7 +238,7 @@ def write(plan: Plan, path: str | Path, base: Mapping[str, Any] | None = None) -
     return path, sidecar_path
 
 
-def is_own(path: Path) -> bool:
+def is_unchanged(path: Path) -> bool:
     """Return True if a configuration is unchanged since `write` created it."""
     try:
         sidecar = json.loads(path.with_suffix(".plan.json").read_text(encoding="utf-8"))

@@ -1,11 +1,23 @@
 """Peak of a training step of Plait on one rank: all moments that may be the peak, as named terms.
 
 Besides model states these are the tensors that `fully_shard` gathers, accumulates and reduces per
-unit, and the saved tensors of blocks (`own`). The backward runs from the last block to the first.
-It frees gathered weights and activations and allocates gradient shards, so the sum is largest at
-its start or its end. Only these moments are computed: the first block of a backward, the second
-(with the reduction of the first), and the last two. The single-rank dry run (`engine.single_rank`)
-executes the same step on fake tensors; tests compare the two.
+unit, and the saved tensors of blocks (`block_bytes`). The backward runs from the last block to the
+first. It frees gathered weights and activations and allocates gradient shards, so the sum is
+largest at its start or its end. Only these moments are computed: the first block of a backward, the
+second (with the reduction of the first), and the last two.
+
+Note [Memory of a step]
+    Three parts of Plait determine the peak of a rank, at different cost:
+
+    1. The planner, here: closed formulas over arrays, microseconds per candidate. The bytes of
+       blocks are formulas of a model's sizes, and only moments that may be the peak exist.
+    2. `parallel.accounting.peak`: a simulation of every action of one rank, milliseconds. The bytes
+       of blocks are measured on fake tensors first (`dryrun.predicted_peak`), which takes seconds.
+    3. `engine.single_rank`: the step itself on fake tensors, seconds to minutes. It models nothing,
+       so tests compare the other two with it.
+
+    They share what is the same for all: model states are those of the ledger, its rules decide what
+    a ZeRO stage reduces and frees, and `dryrun.recorder` measures in 2 and 3.
 """
 
 from __future__ import annotations
@@ -15,6 +27,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
+from plait.parallel.accounting.ledger import frees_parameters, reduces_gradients
 from plait.planner.block_bytes import (
     block_backward,
     deferred_bytes,
@@ -27,7 +40,7 @@ from plait.planner.block_bytes import (
     logits_bytes,
     reduces_on_host,
     saved_by_ends,
-    saved_bytes,
+    saved_by_recomputation,
     spent_while_recomputed,
 )
 from plait.planner.hardware import Numbers
@@ -64,7 +77,7 @@ class Units:
     """Bytes of a weight in forward and backward."""
     sharded: Numbers
     """True if `fully_shard` is used. Otherwise weights and gradients stay unsharded."""
-    held: Holdings
+    holdings: Holdings
     """Micro-batches in flight of the stages of the rank."""
 
 
@@ -145,30 +158,25 @@ class _Moment:
 
 def _rank(job: Job, states: Terms, units: Units) -> _Rank:
     layouts = job.layouts
-    none, operators, full = (np.asarray(value) * job.tokens for value in saved_bytes(job))
-    # In the order of RECOMPUTE. Recomputing only the core of attention frees nothing to speak of.
-    mixed = full + layouts.kept_operators * (operators - full)
+    saved_without, saved_with = saved_by_recomputation(job)
     kind = np.asarray(layouts.recompute).astype(int)
-    saved = np.choose(kind, np.broadcast_arrays(none, none, full, operators, mixed))
     shards = np.asarray(layouts.dp_shard)
     by_operators, by_all = spent_while_recomputed(job)
     spent = np.choose(kind, np.broadcast_arrays(0.0, 0.0, by_all, by_operators, by_operators))
     hidden = job.element_bytes * job.tokens * hidden_width(job)
     width = np.where(units.sharded, units.width, _GRADIENT_BYTES)
-    moments_of_block = [
-        (width * moment.weights, moment.token_bytes * job.tokens) for moment in block_backward(job)
-    ]
-    shape = np.broadcast_shapes(*(np.shape(a + b) for a, b in moments_of_block))
-    largest = np.argmax(
-        np.stack([np.broadcast_to(a + b, shape) for a, b in moments_of_block]), axis=0
-    )
+    points = block_backward(job)
+    sizes = [width * point.weights for point in points]
+    sizes += [point.token_bytes * job.tokens for point in points]
+    weights, working = np.split(np.stack(np.broadcast_arrays(*sizes)), 2)
+    largest = np.argmax(weights + working, axis=0)
     head_gradient = head_gradient_bytes(job, width=units.width) * units.head
 
     return _Rank(
         job=job,
         states=states,
         units=units,
-        saved=(saved, none),
+        saved=(saved_with, saved_without),
         spent=spent * job.tokens,
         logits=logits_bytes(job),
         head_sums=head_sums_bytes(job, width=units.width) * units.head,
@@ -179,8 +187,8 @@ def _rank(job: Job, states: Terms, units: Units) -> _Rank:
         deferred=(deferred_bytes(job), deferred_bytes_of_ends(job) * job.tokens + head_gradient),
         shards=shards,
         stage=np.asarray(layouts.stage),
-        block_weights=np.choose(largest, [np.broadcast_to(a, shape) for a, _ in moments_of_block]),
-        block_working=np.choose(largest, [np.broadcast_to(b, shape) for _, b in moments_of_block]),
+        block_weights=np.choose(largest, weights),
+        block_working=np.choose(largest, working),
         wide=reduces_on_host(job) | (shards == 1),
     )
 
@@ -206,16 +214,15 @@ def moments(job: Job, states: Terms, units: Units) -> Iterator[tuple[int, Terms]
 
 
 def _moments_of_step(rank: _Rank) -> Iterator[tuple[str, Terms]]:
-    holdings = rank.units.held
+    holdings = rank.units.holdings
     running = []
     for candidates in (holdings.headed, holdings.others):
         if not np.any(candidates.running):
             continue
         moment = _moment(rank, _largest_holding(rank, candidates))
         running.append(moment)
-        if candidates is holdings.headed:
-            yield from _if_running(moment, _loss(rank, moment))
-        yield from _if_running(moment, _backward(rank, moment))
+        for name, terms in _backward(rank, moment):
+            yield name, _where(moment.holding.running > 0, terms)
 
     staged = np.asarray(rank.job.layouts.pp) > 1
     if np.any(staged & (rank.stage == 3)):
@@ -245,8 +252,7 @@ def _moments_of_step(rank: _Rank) -> Iterator[tuple[str, Terms]]:
             yield from _block(rank, ending, done=done, last=True)
         yield from _ends(rank, ending, last=True)
 
-    units = rank.units
-    elements = units.layers * units.block + units.root
+    elements = rank.units.layers * rank.units.block + rank.units.root
     yield "optimizer step", {"gradients": _shard_bytes(rank, elements)}
 
 
@@ -255,7 +261,7 @@ def _largest_holding(rank: _Rank, candidates: Holding) -> Holding:
     sums = (
         _activations(rank, candidates)
         + _gradients(rank, candidates)
-        + _gathered_at(rank, candidates)
+        + _gathered(rank, left=rank.units.layers - candidates.ended, ahead=1)
     )
     largest = np.argmax(sums, axis=0)[None]
 
@@ -267,29 +273,19 @@ def _largest_holding(rank: _Rank, candidates: Holding) -> Holding:
     )
 
 
-def _gathered_at(rank: _Rank, holding: Holding) -> Numbers:
-    """Return the bytes of gathered weights of stages that have not finished."""
-    return _gathered(rank, left=rank.units.layers - holding.ended, ahead=1)
-
-
 def _moment(rank: _Rank, holding: Holding) -> _Moment:
     return _Moment(holding, _activations(rank, holding), _gradients(rank, holding))
-
-
-def _if_running(moment: _Moment, parts: Iterator[tuple[str, Terms]]) -> Iterator[tuple[str, Terms]]:
-    for name, terms in parts:
-        yield name, _where(moment.holding.running > 0, terms)
 
 
 def _activations(rank: _Rank, holding: Holding) -> Numbers:
     """Return the bytes of saved tensors and boundary activations."""
     job = rank.job
-    units = rank.units
     # With full recomputation the input of a stage is also the saved input of its first block, so
     # it must not count twice.
     whole_blocks = np.asarray(job.layouts.recompute) == RECOMPUTE.index("full")
     messages: Numbers = np.where(whole_blocks, holding.inputs, holding.messages)
-    blocks = holding.blocks / np.maximum(units.layers, 1) * _saved_bytes(rank, units.layers)
+    layers = rank.units.layers
+    blocks = holding.blocks / np.maximum(layers, 1) * _saved_bytes(rank, layers)
     saved = (
         blocks
         + messages * rank.message
@@ -317,30 +313,22 @@ def _gradients(rank: _Rank, holding: Holding) -> Numbers:
     )
 
 
-def _loss(rank: _Rank, moment: _Moment) -> Iterator[tuple[str, Terms]]:
-    """Yield the memory at the loss of the model's last stage."""
-    yield (
-        "loss",
-        {
+def _backward(rank: _Rank, moment: _Moment) -> Iterator[tuple[str, Terms]]:
+    """Yield the memory of the loss and the backward of a micro-batch that is not the last one."""
+    if np.any(moment.holding.head):
+        left = rank.units.layers - moment.holding.ended
+        loss = {
             "gradients": moment.added + rank.head_sums,
-            "gathered": _gathered(rank, left=rank.units.layers - moment.holding.ended, ahead=0),
+            "gathered": _gathered(rank, left=left, ahead=0),
             "activations": moment.activations,
             "logits": rank.logits,
-        },
-    )
-
-
-def _backward(rank: _Rank, moment: _Moment) -> Iterator[tuple[str, Terms]]:
-    """Yield the memory of the backward of a micro-batch that is not the last one."""
-    units = rank.units
-    added = moment.added
-    if np.any(moment.holding.head):
-        left = units.layers - moment.holding.ended
+        }
+        yield "loss", loss
         gathered = _gathered(rank, left=left, ahead=1, after_head=rank.stage == 3)
         # Flat buffer of the head's reduction.
-        buffer = np.where(_reduces(rank, last=False), _GRADIENT_BYTES * units.head_unit, 0.0)
+        buffer = np.where(_reduces(rank, last=False), _GRADIENT_BYTES * rank.units.head_unit, 0.0)
         norm = {
-            "gradients": added + _head_gradients(rank, moment, last=False),
+            "gradients": moment.added + _head_gradients(rank, moment, last=False),
             "gathered": gathered + buffer,
             "activations": moment.activations,
             "working": last_norm_backward(rank.job) * rank.job.tokens,
@@ -438,7 +426,7 @@ def _head(rank: _Rank, moment: _Moment, *, last: bool) -> Iterator[tuple[str, Te
         rank,
         left=units.layers - moment.holding.ended,
         ahead=1,
-        after_head=last | (rank.stage == 3),
+        after_head=frees_parameters(rank.stage, last=last),
     )
     terms = {
         "gradients": (
@@ -455,7 +443,7 @@ def _head(rank: _Rank, moment: _Moment, *, last: bool) -> Iterator[tuple[str, Te
 
 def _reduces(rank: _Rank, last: bool) -> Numbers:
     """Return True if units reduce their gradients at the end of this backward."""
-    return np.asarray(rank.units.sharded, dtype=bool) & (last | (rank.stage >= 2))
+    return np.asarray(rank.units.sharded, dtype=bool) & reduces_gradients(rank.stage, last=last)
 
 
 def _buffers(rank: _Rank, elements: Numbers, *, added: Numbers) -> Numbers:
@@ -489,7 +477,7 @@ def _block(
     sums = _has_unsharded_sums(rank, moment)
     change = _gradient_change(rank, moment, units.block)
     of_head = _head_gradients(rank, moment, last=last)
-    freed = last | (rank.stage == 3)
+    freed = frees_parameters(rank.stage, last=last)
     left = running - 1 - done
     gathered_blocks = units.layers - moment.holding.ended
     activations = moment.activations - (_saved_bytes(rank, running) - _saved_bytes(rank, left))
@@ -539,7 +527,7 @@ def _ends(rank: _Rank, moment: _Moment, *, last: bool) -> Iterator[tuple[str, Te
         np.minimum(others, np.maximum(moment.holding.growing - moment.holding.running, 0)),
         0.0,
     )
-    freed = last | (rank.stage == 3)
+    freed = frees_parameters(rank.stage, last=last)
     left = np.where(freed, others, units.layers - moment.holding.ended)
     gathered = np.where(
         freed & (np.asarray(left) == 0), 0.0, _gathered(rank, left=left, ahead=0, after_head=freed)

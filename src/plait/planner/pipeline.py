@@ -49,6 +49,9 @@ _IDLE = {
 of sail-sg/zero-bubble-pipeline-parallelism and deepseek-ai/DualPipe.
 """
 
+V_SHAPED = ("zbv", "dualpipev")
+"""Schedules whose stages form a V: the last stage is on the first rank."""
+
 
 def idle_share(layouts: Layouts) -> Numbers:
     """Return the idle time of a stage per step.
@@ -69,8 +72,8 @@ def micro_batches_between_chunks(layouts: Layouts) -> Numbers:
     Interleaved chunks process `pp` micro-batches in turn, so that the gradients of all chunks
     except the last are reduced while others compute.
     """
-    apart = layouts.pp * (np.asarray(layouts.vpp) - 1) / layouts.vpp
-    return np.clip(apart, 1.0, np.maximum(layouts.accumulation, 1))
+    between = layouts.pp * (np.asarray(layouts.vpp) - 1) / layouts.vpp
+    return np.clip(between, 1.0, np.maximum(layouts.accumulation, 1))
 
 
 def in_flight(layouts: Layouts, rank: int | Numbers = 0) -> Numbers:
@@ -79,42 +82,37 @@ def in_flight(layouts: Layouts, rank: int | Numbers = 0) -> Numbers:
     In units of all stages of the rank. For the last rank see `in_flight_last`.
     """
     pp = layouts.pp
-    vpp = layouts.vpp
-    micro_batches = layouts.accumulation
-    deepest = [
-        np.ones_like(np.asarray(pp, dtype=float)),  # none
-        np.asarray(micro_batches, dtype=float),  # gpipe
-        np.asarray(pp - rank, dtype=float),  # 1f1b
-        pp + (pp - 1 - 2 * rank) / vpp,  # interleaved
-        np.asarray(pp - rank, dtype=float),  # zb-h1
-        np.asarray(pp, dtype=float),  # interleaved-zb
-        np.asarray(pp, dtype=float),  # zbv
-        pp + 0.5,  # dualpipev
-    ]
-    largest = np.choose(np.asarray(layouts.schedule), np.broadcast_arrays(*deepest))
-    return np.minimum(largest, micro_batches)
+    plain = np.asarray(pp - rank, dtype=float)
+    interleaved = pp + (pp - 1 - 2 * rank) / layouts.vpp
+    return _in_flight(layouts, plain, interleaved, np.asarray(pp, dtype=float))
 
 
 def in_flight_last(layouts: Layouts) -> Numbers:
     """Return the largest number of micro-batches whose activations the last rank holds."""
     pp = layouts.pp
-    vpp = layouts.vpp
-    micro_batches = layouts.accumulation
-    single = np.ones_like(np.asarray(pp, dtype=float))
-    deepest = [
-        single,
-        np.asarray(micro_batches, dtype=float),
-        single,
-        (pp * (vpp - 1) + 1) / vpp,
-        single,
-        (pp * (vpp - 1) + 1) / vpp,
-        np.asarray(pp, dtype=float),
-        pp + 0.5,
-    ]
+    interleaved = (pp * (layouts.vpp - 1) + 1) / layouts.vpp
+    return _in_flight(layouts, np.ones_like(np.asarray(pp, dtype=float)), interleaved, interleaved)
 
-    return np.minimum(
-        np.choose(np.asarray(layouts.schedule), np.broadcast_arrays(*deepest)), micro_batches
+
+def _in_flight(
+    layouts: Layouts, plain: Numbers, interleaved: Numbers, interleaved_zb: Numbers
+) -> Numbers:
+    """Return the micro-batches in flight from those of 1F1B and of interleaved stages."""
+    pp = np.asarray(layouts.pp, dtype=float)
+    micro_batches = np.asarray(layouts.accumulation, dtype=float)
+    # In the order of SCHEDULES.
+    deepest = (
+        np.ones_like(pp),
+        micro_batches,
+        plain,
+        interleaved,
+        plain,
+        interleaved_zb,
+        pp,
+        pp + 0.5,
     )
+    largest = np.choose(np.asarray(layouts.schedule), np.broadcast_arrays(*deepest))
+    return np.minimum(largest, micro_batches)
 
 
 _ROUNDS = 3
@@ -242,12 +240,7 @@ def rank_holdings(
         blocks: Blocks per stage of the rank, in the order of the model.
     """
     name = SCHEDULES[kind]
-    if name in ("zbv", "dualpipev") and pp > 1:
-        # Stages form a V: the last stage is on the first rank.
-        stages: tuple[int, ...] = (rank, 2 * pp - 1 - rank)
-    else:
-        stages = tuple(range(rank, pp * len(blocks), pp))
-
+    stages = stages_of_rank(kind, pp, rank, len(blocks))
     table = SCHEDULE_NAMES.get(name, "1f1b")
     if len(stages) > 1 and not problems_of(
         table, pp=pp, microbatches=microbatches, stages_per_rank=len(stages)
@@ -266,6 +259,13 @@ def rank_holdings(
 
     closing = np.repeat(endings[-1:], COUNT, axis=0)
     return np.stack([*kinds, closing])
+
+
+def stages_of_rank(kind: int, pp: int, rank: int, chunks: int) -> tuple[int, ...]:
+    """Return the stages of a rank in a schedule, an index into SCHEDULES, in the model's order."""
+    if SCHEDULES[kind] in V_SHAPED and pp > 1:
+        return rank, 2 * pp - 1 - rank
+    return tuple(range(rank, pp * chunks, pp))
 
 
 def _select_moments(moments: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -1,11 +1,10 @@
-"""Request of a plan (model, devices, batch), and its candidates as jobs to price.
+"""Request of a plan (model, devices, batch), and candidate layouts of it as jobs to price.
 
 `estimate` computes time and memory of candidates in one call, by the closed forms.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,11 +14,10 @@ from plait.errors import InputError, Problem, raise_problems
 from plait.planner.built import Counted, counted, not_counted
 from plait.planner.constants import Rates, knowledge
 from plait.planner.hardware import PRECISIONS, Cluster, Numbers
-from plait.planner.job import Job, Layouts, plait, with_compiled_blocks
+from plait.planner.job import Job, Layouts, plait
 from plait.planner.memory import Memory, States, memory_bytes
 from plait.planner.models import Model
 from plait.planner.offers import Offers, Split, offered, split_of
-from plait.planner.space import Space, build_space
 from plait.planner.states import account_states
 from plait.planner.step_time import Step, step_seconds
 from plait.sizes import SHORT_NAMES
@@ -120,32 +118,18 @@ def check(request: Request) -> None:
 
     raise_problems(problems)
     if np.isnan(device.flops.get(request.precision, np.nan)):
-        has = ", ".join(p for p in ("bf16", "fp16", "fp32") if p in device.flops)
+        supported = ", ".join(p for p in ("bf16", "fp16", "fp32") if p in device.flops)
         raise InputError(
-            f"--precision {request.precision}: {device.title} does not compute so; it has {has}"
+            f"--precision {request.precision}: {device.title} does not support it; use one of"
+            f" {supported}"
         )
-
-
-def space_of(request: Request, fixed: Mapping[str, int] | None = None) -> Space:
-    """Return all candidates of a request. Raises ConfigError if the rules leave none."""
-    return build_space(
-        request.model.architecture,
-        request.cluster,
-        global_batch=request.global_batch,
-        sequence=request.sequence,
-        offers=request.offers,
-        split=request.split,
-        fixed=fixed,
-    )
 
 
 def job_of(request: Request, layouts: Layouts) -> Job:
     """Return candidates of a request as a job to price."""
-    model = request.model.architecture
-    framework = plait(precision=request.precision)
-    if request.compile:
-        framework = with_compiled_blocks(framework)
+    framework = plait(precision=request.precision, compiled=request.compile)
     framework = replace(framework, wire_reduce=4 if request.reduce == "fp32" else 2)
+    model = request.model.architecture
     return Job(
         model=model,
         device=request.cluster.device,
@@ -153,8 +137,8 @@ def job_of(request: Request, layouts: Layouts) -> Job:
         layouts=layouts,
         sequence=request.sequence,
         precision=PRECISIONS.index(request.precision),
-        own=not request.compile and model.is_counted,
-        whole_attention=request.split.whole_attention,
+        has_exact_blocks=not request.compile and model.is_counted,
+        replicates_attention=request.split.replicates_attention,
         counted=_count(request),
     )
 
@@ -199,12 +183,6 @@ def _counting(request: Request) -> dict[str, Any]:
     return {"sequence": request.sequence, "precision": request.precision, "on_cores": on_cores}
 
 
-def estimate_of(request: Request, layouts: Layouts, rates: Rates) -> Estimate:
-    """Predict time and memory of candidates of a request."""
-    job = job_of(request, layouts)
-    return estimate(job, rates, states_of(request, job))
-
-
 def states_of(request: Request, job: Job, *, every_moment: bool = True) -> States:
     """Return the bytes of model states of candidates, from the accounts of the techniques.
 
@@ -214,10 +192,9 @@ def states_of(request: Request, job: Job, *, every_moment: bool = True) -> State
         every_moment: False considers few moments of a step. The peak may then be too low, but is
             never too high, and takes a fraction of the time.
     """
-    compute = None
-    if request.precision != "fp32":
-        compute = SHORT_NAMES[request.precision]
-    reduce = SHORT_NAMES[request.reduce]
-    form = request.optimizer_states
-
-    return account_states(job, compute=compute, reduce=reduce, form=form, every_moment=every_moment)
+    return account_states(
+        job,
+        reduce=SHORT_NAMES[request.reduce],
+        form=request.optimizer_states,
+        every_moment=every_moment,
+    )

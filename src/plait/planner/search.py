@@ -41,9 +41,9 @@ from plait.planner.calibrate import (
 from plait.planner.constants import Rates
 from plait.planner.job import RECOMPUTE, SCHEDULES, Job, Layouts
 from plait.planner.memory import MEMORY_TERMS as MEMORY_TERMS
-from plait.planner.memory import MOMENTS
-from plait.planner.request import Request, check, estimate, estimate_of, job_of, space_of, states_of
-from plait.planner.space import Excluded, Space, joined
+from plait.planner.memory import MOMENTS, memory_bytes
+from plait.planner.request import Request, check, estimate, job_of, states_of
+from plait.planner.space import Excluded, Space, joined, space_of
 from plait.planner.step_time import STEP_TERMS, simulated_terms
 from plait.sizes import GIB
 
@@ -92,11 +92,6 @@ class LayoutChoice:
         return SCHEDULES[int(self.layout["schedule"])]
 
 
-def layouts_of(choice: LayoutChoice) -> Layouts:
-    """Return a choice as arrays with one candidate."""
-    return Layouts.of([choice.layout])
-
-
 def price(
     request: Request,
     layouts: Sequence[Mapping[str, Any]],
@@ -121,7 +116,7 @@ def simulate_pipelines(
     rates = merged_rates(calibration)
     refined = []
     for choice in choices:
-        terms = simulated_terms(job_of(request, layouts_of(choice)), rates, choice.terms)
+        terms = simulated_terms(job_of(request, Layouts.of([choice.layout])), rates, choice.terms)
         refined.append(choice if terms is None else _with_terms(choice, terms))
     return sorted(refined, key=lambda choice: choice.seconds)
 
@@ -143,17 +138,15 @@ def choices_of(request: Request, layouts: Layouts, calibration: Calibration) -> 
     """Predict the cost of candidates in arrays. See `price`."""
     rates = merged_rates(calibration)
     job = job_of(request, layouts)
-    states = states_of(request, job)
-    estimated = estimate(job, rates, states)
+    estimated = estimate(job, rates, states_of(request, job))
     count = np.size(layouts.tp)
     everywhere = _broadcast_job(job, count)
     time_spread = deviation(time_of(everywhere), calibration.time, everywhere)
     memory_spread = deviation(
         memory_of(everywhere, ["total"] * count), calibration.memory, everywhere
     )
-    model = request.model.architecture
     tokens = request.global_batch * request.sequence
-    flops = float(model.model_flops(request.sequence)) * tokens
+    flops = float(request.model.architecture.model_flops(request.sequence)) * tokens
     peak = float(request.cluster.device.flops[request.precision]) * request.cluster.devices
     room = float(request.cluster.device.memory_bytes)
 
@@ -161,7 +154,7 @@ def choices_of(request: Request, layouts: Layouts, calibration: Calibration) -> 
         return np.broadcast_to(np.asarray(value, float), (count,))
 
     memory = estimated.memory
-    moment = np.broadcast_to(estimated.memory.moment, (count,))
+    moment = np.broadcast_to(memory.moment, (count,))
     terms = {name: each(value) for name, value in estimated.step.terms.items()}
     memory_terms = {name: each(value) for name, value in memory.terms.items()}
     seconds, total, allocated, reserved = map(
@@ -170,7 +163,7 @@ def choices_of(request: Request, layouts: Layouts, calibration: Calibration) -> 
 
     return [
         LayoutChoice(
-            layout=layouts.at(i),
+            layout=layouts.as_dict(i),
             seconds=float(seconds[i]),
             seconds_low=float(seconds[i] * np.exp(-NINETY * time_spread[i])),
             seconds_high=float(seconds[i] * np.exp(NINETY * time_spread[i])),
@@ -278,7 +271,7 @@ def plan(
 
     Args:
         request: Model, cluster and batch.
-        fixed: Fields of the layout with fixed values (`fixed.parse_fixed`).
+        fixed: Fields of the layout with fixed values (`offers.parse_fixed`).
         calibration: Constants of this machine. None uses those that ship.
         best: Number of layouts to return.
 
@@ -327,10 +320,8 @@ def price_space(request: Request, space: Space, calibration: Calibration) -> Pri
     ]
 
     # A margin for the uncertainty of the memory, which differs little between layouts.
-    margin = np.median(spreads)
-    quantile = NormalDist().inv_cdf(_FIT_PROBABILITY)
-    threshold = float(request.cluster.device.memory_bytes) * exp(-quantile * float(margin))
-    fits = ends.needed <= threshold
+    margin = NormalDist().inv_cdf(_FIT_PROBABILITY) * float(np.median(spreads))
+    fits = ends.needed <= float(request.cluster.device.memory_bytes) * exp(-margin)
     more = space.between(ends.seconds, fits)
     proposed = space.proposed(fits)
     parts = [
@@ -429,7 +420,8 @@ def _shortages(
     if not len(smallest):
         return ()
     counts = dict(zip(*np.unique(key, return_counts=True), strict=True))
-    memory = estimate_of(request, layouts.take(smallest), rates).memory
+    job = job_of(request, layouts.take(smallest))
+    memory = memory_bytes(job, rates, states_of(request, job))
 
     shortages = []
     for position, index in enumerate(smallest):
@@ -438,7 +430,7 @@ def _shortages(
             for name, value in memory.terms.items()
         ]
         terms.sort(key=lambda term: -term[1])
-        layout = layouts.at(int(index))
+        layout = layouts.as_dict(int(index))
         pipeline = f" pp={layout['pp']}" if request.offers.pipeline else ""
         shortages.append(
             Shortage(

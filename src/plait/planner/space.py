@@ -7,7 +7,7 @@ do not fit into memory are not excluded here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from math import lcm
 from typing import Any
@@ -30,6 +30,7 @@ from plait.planner.offers import (
     relieves,
     splits_backward,
 )
+from plait.planner.request import Request
 
 _MAX_MICRO_BATCH = 64
 _MAX_CHUNKS = 8
@@ -76,9 +77,7 @@ class Space:
 
     def _of_layouts(self, which: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Return for every candidate whether one of the same layout is among `which`."""
-        layouts = int(self.number.max()) + 1
-        counts = np.bincount(self.number, weights=which, minlength=layouts)
-        return counts[self.number] > 0
+        return np.bincount(self.number, weights=which)[self.number] > 0
 
     def between(
         self, seconds: NDArray[np.float64], fits: NDArray[np.bool_], *, within: float = 1.3
@@ -116,10 +115,12 @@ class Space:
 
 def joined(parts: Sequence[Layouts]) -> Layouts:
     """Concatenate candidates."""
-    columns = {}
-    for f in fields(Layouts):
-        columns[f.name] = np.concatenate([getattr(part, f.name) for part in parts])
-    return Layouts(**columns)
+    return Layouts(
+        **{
+            f.name: np.concatenate([getattr(part, f.name) for part in parts])
+            for f in fields(Layouts)
+        }
+    )
 
 
 def divisors(count: int) -> list[int]:
@@ -128,63 +129,58 @@ def divisors(count: int) -> list[int]:
     return sorted({*small, *(count // d for d in small)})
 
 
-def build_space(
-    model: Architecture,
-    cluster: Cluster,
-    *,
-    global_batch: int,
-    sequence: int,
-    offers: Offers,
-    split: Split,
-    fixed: Mapping[str, int] | None = None,
-) -> Space:
-    """Return all candidates that the rules allow.
+def space_of(request: Request, fixed: Mapping[str, int] | None = None) -> Space:
+    """Return all candidates of a request that the rules allow.
+
+    Args:
+        request: Model, cluster and batch.
+        fixed: Fields of the layout with fixed values (`offers.parse_fixed`).
 
     Raises:
         ConfigError: No candidate is left. The error has every rule that excluded some.
     """
+    fixed = fixed or {}
+    cluster = request.cluster
+    offers = request.offers
     builder = _SpaceBuilder(
-        model,
+        request.model.architecture,
         cluster,
-        global_batch,
-        sequence,
+        request.global_batch,
+        request.sequence,
         offers,
-        split,
-        fixed or {},
-        reliefs_of(offers, cluster.device, fixed or {}),
+        request.split,
+        fixed,
+        reliefs_of(offers, cluster.device, fixed),
     )
-    world = cluster.devices
-    excluded = builder.excluded
-    columns = builder.columns
-
     for tp in _tensor_degrees(builder):
-        for pp in _stages(builder, world // tp):
+        for pp in _stages(builder, cluster.devices // tp):
             refusal = offers.refusal(tp=tp, pp=pp)
             if refusal is not None:
                 region = f"tp = {tp}" if pp == 1 else f"tp = {tp} with pp = {pp}"
-                _note(excluded, region, refusal)
+                builder.exclude(region, refusal)
                 continue
-            for cp in _context_degrees(builder, tp, world // (tp * pp)):
+            for cp in _context_degrees(builder, tp, cluster.devices // (tp * pp)):
                 _add(builder, tp, pp, cp)
 
-    if not any(len(part) for part in columns["tp"]):
+    if not any(len(part) for part in builder.columns["tp"]):
         problems = [
-            Problem(region.region, None, region.rule, "change it, or let the search choose")
-            for region in excluded.values()
+            Problem(region, None, rule, "change it, or let the search choose")
+            for region, rule in builder.excluded.items()
         ]
-        if not problems:
-            problems = [Problem("layout", None, "no candidate is left", "fix fewer values")]
-        raise ConfigError(*problems)
+        none_left = Problem("layout", None, "no candidate is left", "fix fewer values")
+        raise ConfigError(*(problems or [none_left]))
 
-    layouts = Layouts(**{name: np.concatenate(parts) for name, parts in columns.items()})
     return Space(
-        layouts, np.concatenate(builder.numbers), builder.reliefs, tuple(excluded.values())
+        Layouts(**{name: np.concatenate(parts) for name, parts in builder.columns.items()}),
+        np.concatenate(builder.numbers),
+        builder.reliefs,
+        tuple(Excluded(region, rule) for region, rule in builder.excluded.items()),
     )
 
 
 @dataclass(frozen=True)
 class _SpaceBuilder:
-    """Inputs of a space, and the candidates and exclusions found so far."""
+    """Inputs of a space, with the candidates and exclusions so far."""
 
     model: Architecture
     cluster: Cluster
@@ -194,7 +190,8 @@ class _SpaceBuilder:
     split: Split
     fixed: Mapping[str, int]
     reliefs: Reliefs
-    excluded: dict[str, Excluded] = field(default_factory=dict)
+    excluded: dict[str, str] = field(default_factory=dict)
+    """First rule per excluded region."""
     columns: dict[str, list[Any]] = field(
         default_factory=lambda: {f.name: [] for f in fields(Layouts)}
     )
@@ -204,16 +201,28 @@ class _SpaceBuilder:
         """Return the values of a field that agree with the fixed one."""
         return [value for value in values if self.fixed.get(name, value) == value]
 
+    def exclude(self, region: str, rule: str) -> None:
+        """Note a region that is impossible, unless a rule for it is known."""
+        self.excluded.setdefault(region, rule)
 
-def _note(excluded: dict[str, Excluded], region: str, rule: str) -> None:
-    excluded.setdefault(region, Excluded(region, rule))
+    def exclude_fixed(self, names: Iterable[str], rule: str) -> None:
+        """Note that no candidate has the fixed values of these fields."""
+        fixed = {name: self.fixed[name] for name in names if name in self.fixed}
+        if fixed:
+            self.exclude(format_fixed(fixed), rule)
 
-
-def _note_fixed(builder: _SpaceBuilder, names: Iterable[str], rule: str) -> None:
-    """Note that no candidate has the fixed values of these fields."""
-    fixed = {name: builder.fixed[name] for name in names if name in builder.fixed}
-    if fixed:
-        _note(builder.excluded, format_fixed(fixed), rule)
+    def without_refused(
+        self, degrees: Iterable[int], refuse: Callable[[int], Excluded | None]
+    ) -> list[int]:
+        """Return the degrees that no rule excludes, and note the rules for the others."""
+        allowed = []
+        for degree in degrees:
+            refusal = refuse(degree)
+            if refusal is None:
+                allowed.append(degree)
+            else:
+                self.exclude(refusal.region, refusal.rule)
+        return allowed
 
 
 def _rule_of(model: Architecture, names: Sequence[str]) -> str:
@@ -240,15 +249,7 @@ def _tensor_degrees(builder: _SpaceBuilder) -> list[int]:
     proposed = [tp for tp in divisors(builder.cluster.devices) if tp <= min(domain, _MAX_TP)]
     if "tp" in builder.fixed:
         proposed = [builder.fixed["tp"]]
-
-    degrees = []
-    for tp in proposed:
-        refusal = _refuse_tensor_degree(builder, tp, domain)
-        if refusal is None:
-            degrees.append(tp)
-        else:
-            _note(builder.excluded, refusal.region, refusal.rule)
-    return degrees
+    return builder.without_refused(proposed, lambda tp: _refuse_tensor_degree(builder, tp, domain))
 
 
 def _refuse_tensor_degree(builder: _SpaceBuilder, tp: int, domain: int) -> Excluded | None:
@@ -262,54 +263,47 @@ def _refuse_tensor_degree(builder: _SpaceBuilder, tp: int, domain: int) -> Exclu
     if tp > 1 and split.tensor:
         return Excluded(region if "tp" in builder.fixed else "tp > 1", split.tensor)
     if domain % tp and tp % domain and devices > domain:
-        rule = (
+        return Excluded(
+            region,
             f"{domain} devices have fast links to each other, and a group of {tp} would lie in two"
-            " such domains"
+            " such domains",
         )
-        return Excluded(region, rule)
-    if split.whole_attention:
+    if split.replicates_attention:
         # Every rank computes all heads.
         return None
 
     if tp > 1 and model.heads % tp:
         heads = int(model.heads)
         works = [d for d in divisors(heads) if d <= domain and devices % d == 0]
-        rule = (
+        return Excluded(
+            region,
             f"num_attention_heads is {model.heads} and {model.heads} % {tp} = {model.heads % tp};"
-            f" use {', '.join(map(str, works))}"
+            f" use {', '.join(map(str, works))}",
         )
-        return Excluded(region, rule)
     if model.kv_heads % tp and tp % model.kv_heads:
-        rule = (
+        return Excluded(
+            region,
             f"num_key_value_heads is {model.kv_heads}, which neither divides {tp} nor is divided by"
-            " it"
+            " it",
         )
-        return Excluded(region, rule)
     return None
 
 
 def _stages(builder: _SpaceBuilder, ranks: int) -> list[int]:
     fixed = builder.fixed
-    excluded = builder.excluded
     rule = builder.offers.refusal(tp=1, pp=2)
     if rule is not None:
         if fixed.get("pp", 1) > 1:
-            _note(excluded, f"pp = {fixed['pp']}", rule)
+            builder.exclude(f"pp = {fixed['pp']}", rule)
             return []
-        _note(excluded, "pp > 1", rule)
+        builder.exclude("pp > 1", rule)
         return [1]
 
-    degrees = []
-    for pp in [fixed["pp"]] if "pp" in fixed else divisors(ranks):
-        if pp > builder.model.layers and "pp" not in fixed and not builder.split.pipeline:
-            # Obvious, and not worth a note.
-            continue
-        refusal = _refuse_stages(builder, pp, ranks)
-        if refusal is None:
-            degrees.append(pp)
-        else:
-            _note(excluded, refusal.region, refusal.rule)
-    return degrees
+    proposed = [fixed["pp"]] if "pp" in fixed else divisors(ranks)
+    if "pp" not in fixed and not builder.split.pipeline:
+        # More stages than layers are obviously impossible, and not worth a note.
+        proposed = [pp for pp in proposed if pp <= builder.model.layers]
+    return builder.without_refused(proposed, lambda pp: _refuse_stages(builder, pp, ranks))
 
 
 def _refuse_stages(builder: _SpaceBuilder, pp: int, ranks: int) -> Excluded | None:
@@ -339,25 +333,25 @@ def _refuse_stages(builder: _SpaceBuilder, pp: int, ranks: int) -> Excluded | No
     return None
 
 
-def _schedules(
-    model: Architecture, pp: int, offers: Offers, fixed: Mapping[str, int]
-) -> list[tuple[int, int]]:
+def _schedules(builder: _SpaceBuilder, pp: int) -> list[tuple[int, int]]:
     """Return (schedule, chunks per rank) pairs."""
+    layers = builder.model.layers
+    fixed = builder.fixed
     if pp == 1:
         return [(SCHEDULES.index("none"), 1)]
     schedules = []
-    for name in offers.schedules:
+    for name in builder.offers.schedules:
         if name in ("interleaved", "interleaved-zb"):
             # With embedding and head for a layer each, Megatron-LM has stages without a layer; here
             # every stage has one.
             chunks = [
                 count
                 for count in range(2, _MAX_CHUNKS + 1)
-                if pp * count <= model.layers
-                and (model.layers % (pp * count) == 0 or (model.layers + 2) % (pp * count) == 0)
+                if pp * count <= layers
+                and (layers % (pp * count) == 0 or (layers + 2) % (pp * count) == 0)
             ]
         elif name in ("zbv", "dualpipev"):
-            chunks = [2] if pp * 2 <= model.layers else []
+            chunks = [2] if pp * 2 <= layers else []
         else:
             chunks = [1]
         schedules += [(SCHEDULES.index(name), count) for count in chunks]
@@ -369,10 +363,11 @@ def _schedules(
     ]
 
 
-def _shards(dp: int, fixed: Mapping[str, int], *, alone: bool) -> list[tuple[int, int, int]]:
-    """Return (ZeRO stage, dp_replicate, dp_shard) triples. `alone` is True for a single device."""
+def _shards(builder: _SpaceBuilder, dp: int) -> list[tuple[int, int, int]]:
+    """Return (ZeRO stage, dp_replicate, dp_shard) triples."""
+    fixed = builder.fixed
     entries = [(0, dp, 1)]
-    if alone or (dp == 1 and fixed.get("stage")):
+    if builder.cluster.devices == 1 or (dp == 1 and fixed.get("stage")):
         # One rank has all of the shards: the only device, because stage 0 has no optimizer on the
         # host; and with a stage that is fixed.
         entries.append((fixed.get("stage") or 1, 1, 1))
@@ -394,23 +389,21 @@ def _context_degrees(builder: _SpaceBuilder, tp: int, ranks: int) -> list[int]:
     if "context" not in builder.fixed or builder.fixed.get("cp", 1) > 1:
         return degrees
     kind = format_fixed({"context": builder.fixed["context"]})
-    rule = (
-        f"{kind} is of sequences in 2 parts or more, of at least {LONG_SEQUENCE // 8:,} tokens each"
-        " unless cp is given"
+    builder.exclude(
+        "cp = 1",
+        f"{kind} needs sequences in 2 parts or more, of at least {LONG_SEQUENCE // 8:,} tokens each"
+        " unless cp is given",
     )
-    _note(builder.excluded, "cp = 1", rule)
     return [cp for cp in degrees if cp > 1]
 
 
 def _degrees_of_context(builder: _SpaceBuilder, tp: int, ranks: int) -> list[int]:
     fixed = builder.fixed
-    split = builder.split
-    excluded = builder.excluded
-    if fixed.get("cp", 2) > 1 and split.context:
-        _note(excluded, "cp > 1", split.context)
+    if fixed.get("cp", 2) > 1 and builder.split.context:
+        builder.exclude("cp > 1", builder.split.context)
         return builder.allowed("cp", [1])
     if builder.offers.compiled:
-        _note(excluded, "cp > 1", "parts of sequences are not proven under torch.compile")
+        builder.exclude("cp > 1", "parts of sequences are not proven under torch.compile")
         return builder.allowed("cp", [1])
     if "cp" not in fixed:
         if builder.sequence < LONG_SEQUENCE and "context" not in fixed:
@@ -423,8 +416,7 @@ def _degrees_of_context(builder: _SpaceBuilder, tp: int, ranks: int) -> list[int
 
     cp = fixed["cp"]
     if ranks % cp:
-        _note(
-            excluded,
+        builder.exclude(
             f"cp = {cp} with tp = {tp}",
             f"{ranks} devices are left for it and {ranks} % {cp} = {ranks % cp}",
         )
@@ -437,13 +429,15 @@ def _contexts(builder: _SpaceBuilder, tp: int, cp: int) -> list[int]:
     """Return algorithms of context parallelism as indices into CONTEXT."""
     if cp == 1:
         return [0]
-    attention_tp = 1 if builder.split.whole_attention else tp
+    attention_tp = 1 if builder.split.replicates_attention else tp
     heads = max(int(builder.model.heads) // attention_tp, 1)
     kv = max(int(builder.model.kv_heads) // attention_tp, 1)
     if "context" in builder.fixed:
         if CONTEXT[builder.fixed["context"]] == "ulysses" and heads % cp:
-            rule = f"a rank of tp has {heads} heads and {heads} % {cp} = {heads % cp}"
-            _note(builder.excluded, f"ulysses with tp = {tp} and cp = {cp}", rule)
+            builder.exclude(
+                f"ulysses with tp = {tp} and cp = {cp}",
+                f"a rank of tp has {heads} heads and {heads} % {cp} = {heads % cp}",
+            )
             return []
         return [builder.fixed["context"]]
 
@@ -460,8 +454,7 @@ def _expert_degrees(builder: _SpaceBuilder, tp: int, ranks: int) -> list[int]:
     if experts and not builder.offers.compiled:
         degrees = [d for d in divisors(experts) if ranks % d == 0]
     if tp > 1 and builder.split.with_experts:
-        _note(
-            builder.excluded,
+        builder.exclude(
             "tp > 1 with ep < tp",
             "every rank of tp would compute all tokens of the experts that it has",
         )
@@ -476,7 +469,6 @@ def _micro_batches(builder: _SpaceBuilder, tp: int, pp: int, cp: int) -> list[in
     The list is empty if there are none. The reason is then among the exclusions.
     """
     fixed = builder.fixed
-    excluded = builder.excluded
     dp = builder.cluster.devices // (tp * pp * cp)
     batch = builder.global_batch
     if batch % dp:
@@ -486,8 +478,7 @@ def _micro_batches(builder: _SpaceBuilder, tp: int, pp: int, cp: int) -> list[in
         region = f"tp x pp = {tp * pp}"
         if cp > 1:
             region = f"tp x pp x cp = {tp * pp * cp}"
-        _note(
-            excluded,
+        builder.exclude(
             region,
             f"a batch of {batch} over {dp} data-parallel ranks: {batch} % {dp} = {batch % dp}; use"
             f" {working}",
@@ -507,8 +498,7 @@ def _micro_batches(builder: _SpaceBuilder, tp: int, pp: int, cp: int) -> list[in
         fixed_sizes = " x ".join(
             f"{name} = {fixed[name]}" for name in ("micro_batch", "accumulation") if name in fixed
         )
-        _note(
-            excluded,
+        builder.exclude(
             f"{fixed_sizes} with dp = {dp}",
             f"a rank's {per_rank} samples do not divide so",
         )
@@ -516,8 +506,7 @@ def _micro_batches(builder: _SpaceBuilder, tp: int, pp: int, cp: int) -> list[in
 
     enough = [b for b in micro_batches if per_rank // b >= pp]
     if not enough:
-        _note(
-            excluded,
+        builder.exclude(
             f"pp = {pp} with dp = {dp}",
             f"a rank has {per_rank} samples, fewer micro-batches than the {pp} stages",
         )
@@ -527,24 +516,19 @@ def _micro_batches(builder: _SpaceBuilder, tp: int, pp: int, cp: int) -> list[in
 
 def _add(builder: _SpaceBuilder, tp: int, pp: int, cp: int) -> None:
     """Add all candidates with these degrees."""
-    model = builder.model
-    cluster = builder.cluster
-    fixed = builder.fixed
-    excluded = builder.excluded
-    offers = builder.offers
-    dp = cluster.devices // (tp * pp * cp)
+    dp = builder.cluster.devices // (tp * pp * cp)
     micro_batches = _micro_batches(builder, tp, pp, cp)
     if not micro_batches:
         return
 
     if tp > 1 and builder.split.sequence:
-        _note(excluded, "sp", builder.split.sequence)
+        builder.exclude("sp", builder.split.sequence)
     can_shard_sequence = tp > 1 and not builder.split.sequence
     sequence = builder.allowed("sp", (0, 1) if can_shard_sequence else (0,))
     ends = builder.reliefs.ends
     lists: dict[tuple[str, ...], list[tuple[Any, ...]]] = {
-        ("schedule", "vpp"): _schedules(model, pp, offers, fixed),
-        ("stage", "dp_replicate", "dp_shard"): _shards(dp, fixed, alone=cluster.devices == 1),
+        ("schedule", "vpp"): _schedules(builder, pp),
+        ("stage", "dp_replicate", "dp_shard"): _shards(builder, dp),
         ("sp",): [(value,) for value in sequence],
         ("context",): [(kind,) for kind in _contexts(builder, tp, cp)],
         ("ep",): [(degree,) for degree in _expert_degrees(builder, tp, dp * cp * tp)],
@@ -552,7 +536,7 @@ def _add(builder: _SpaceBuilder, tp: int, pp: int, cp: int) -> None:
         tuple(f.name for f in fields(Relief)): [tuple(vars(relief).values()) for relief in ends],
     }
     for names in (names for names, entries in lists.items() if not entries):
-        _note_fixed(builder, names, _rule_of(model, names))
+        builder.exclude_fixed(names, _rule_of(builder.model, names))
     if not all(lists.values()):
         return
     grid = np.meshgrid(*(np.arange(len(entries)) for entries in lists.values()), indexing="ij")
@@ -561,18 +545,15 @@ def _add(builder: _SpaceBuilder, tp: int, pp: int, cp: int) -> None:
         "pp": np.full(count, pp),
         "tp": np.full(count, tp),
         "cp": np.full(count, cp),
+        "offload_activations": np.zeros(count),
     }
     for (names, entries), index in zip(lists.items(), grid, strict=True):
         for name, column in zip(names, zip(*entries, strict=True), strict=True):
             values[name] = np.array(column)[index.ravel()]
-    values |= {
-        "offload_activations": np.zeros(count),
-        "accumulation": builder.global_batch // dp // values["micro_batch"],
-    }
+    values["accumulation"] = builder.global_batch // dp // values["micro_batch"]
     keep = _runnable(builder, values, pp)
     if not keep.any():
-        _note_fixed(
-            builder,
+        builder.exclude_fixed(
             _RUN_TOGETHER,
             "not every tp, pp and cp has a schedule that runs with these values",
         )
@@ -589,7 +570,6 @@ def _runnable(builder: _SpaceBuilder, values: Mapping[str, Any], pp: int) -> Any
     Their schedule must exist for the micro-batches and work with the ZeRO stage, their experts must
     be sharded as `experts.expert_parallel` supports, and their relief must be compatible.
     """
-    offers = builder.offers
     stage = values["stage"]
 
     # Tokens of experts can only be exchanged in unsplit backwards.
@@ -608,7 +588,7 @@ def _runnable(builder: _SpaceBuilder, values: Mapping[str, Any], pp: int) -> Any
     ]
 
     for kind, index in zip(*np.unique(key, return_index=True), strict=True):
-        kinds[kind] = offers.runs(
+        kinds[kind] = builder.offers.runs(
             SCHEDULES[int(values["schedule"][index])],
             pp=pp,
             micro_batches=int(values["accumulation"][index]),

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -22,10 +22,17 @@ from plait.parallel.pipeline.estimates import balance_stages
 from plait.parallel.techniques.data_parallel import DataParallel
 from plait.parallel.techniques.mixed_precision import Precision
 from plait.planner.architecture import Architecture
-from plait.planner.hardware import PRECISIONS
+from plait.planner.hardware import PRECISIONS, only
 from plait.planner.job import SCHEDULES, Job, Layouts
 from plait.planner.peak_moments import States, Units
-from plait.planner.pipeline import Holdings, holdings, in_flight, rank_holdings
+from plait.planner.pipeline import (
+    V_SHAPED,
+    Holdings,
+    holdings,
+    in_flight,
+    rank_holdings,
+    stages_of_rank,
+)
 
 _MASTER_BYTES = 4
 """Bytes of a parameter. Plait's optimizer updates float32 parameters unless `model.dtype` differs.
@@ -40,20 +47,20 @@ Entry = tuple[str, tuple[int, ...], int | None]
 
 
 def block_parameters(
-    model: Architecture, *, experts: bool = False, whole_keys: bool = False
+    model: Architecture, *, experts: bool = False, replicates_keys: bool = False
 ) -> list[Entry]:
     """Return (name, shape, dimension split over tp) of the parameters of a block.
 
     Args:
         model: Sizes of the model. Shapes are those of the Transformers model.
         experts: Whether the block has experts.
-        whole_keys: Whether keys and values are replicated, because there are fewer heads than
+        replicates_keys: Whether keys and values are replicated, because there are fewer heads than
             ranks.
     """
     if model.model_type == "gpt2":
         return _gpt2_block(model)
 
-    entries = _attention_entries(model, whole_keys)
+    entries = _attention_entries(model, replicates_keys)
     if model.qk_norm:
         entries += [("q_norm", (model.head_dim,), None), ("k_norm", (model.head_dim,), None)]
     entries += _expert_entries(model) if experts else _mlp_entries(model)
@@ -61,48 +68,50 @@ def block_parameters(
     return entries + [(f"norm{i}.{leaf}", (model.hidden,), None) for i in (1, 2) for leaf in leaves]
 
 
-def _attention_entries(model: Architecture, whole_keys: bool) -> list[Entry]:
+def _attention_entries(model: Architecture, replicates_keys: bool) -> list[Entry]:
     """Return the parameters of the products of attention."""
-    entries: list[Entry] = []
     if model.latent_rank:
-        names = ("q_a", "q_b" if model.query_rank else "q", "kv_a", "kv_b", "o")
-        # Latents are shared by all heads, so their products are not split.
-        dims = (None, 0, None, 0, 1)
-        for name, dim, (inner, columns) in zip(
-            names, dims, model.products_of_attention, strict=True
-        ):
-            if columns:
-                entries.append((f"{name}.weight", (int(columns), int(inner)), dim))
-        entries += [
-            (f"{name}_norm", (rank,), None)
-            for name, rank in (("q_a", model.query_rank), ("kv_a", model.latent_rank))
-            if rank
-        ]
-        return entries
+        return _latent_entries(model)
 
+    entries: list[Entry] = []
     hidden = model.hidden
-    width = model.heads * model.head_dim
     kv = model.kv_heads * model.head_dim
-    for name, rows in (("q", width), ("k", kv), ("v", kv)):
-        dim = None if whole_keys and name != "q" else 0
+    for name, rows in (("q", model.heads * model.head_dim), ("k", kv), ("v", kv)):
+        dim = None if replicates_keys and name != "q" else 0
         entries.append((f"{name}.weight", (rows, hidden), dim))
         if model.qkv_bias or model.bias:
             entries.append((f"{name}.bias", (rows,), dim))
-    entries.append(("o.weight", (hidden, width), 1))
+    entries.append(("o.weight", (hidden, model.heads * model.head_dim), 1))
     if model.bias:
         entries.append(("o.bias", (hidden,), None))
     return entries
 
 
+def _latent_entries(model: Architecture) -> list[Entry]:
+    """Return the parameters of latent attention."""
+    names = ("q_a", "q_b" if model.query_rank else "q", "kv_a", "kv_b", "o")
+    # Latents are shared by all heads, so their products are not split.
+    dims = (None, 0, None, 0, 1)
+    products = zip(names, dims, model.products_of_attention, strict=True)
+    norms = (("q_a", model.query_rank), ("kv_a", model.latent_rank))
+    return [
+        *(
+            (f"{name}.weight", (int(columns), int(inner)), dim)
+            for name, dim, (inner, columns) in products
+            if columns
+        ),
+        *((f"{name}_norm", (rank,), None) for name, rank in norms if rank),
+    ]
+
+
 def _expert_entries(model: Architecture) -> list[Entry]:
     """Return the parameters of experts, their router and the shared expert."""
     hidden = model.hidden
-    entries: list[Entry] = []
-    entries += [
+    entries: list[Entry] = [
         (f"{_EXPERTS}gate_up", (model.experts, 2 * model.expert_ffn, hidden), None),
         (f"{_EXPERTS}down", (model.experts, hidden, model.expert_ffn), None),
+        ("router", (model.experts, hidden), None),
     ]
-    entries.append(("router", (model.experts, hidden), None))
     if model.shared_ffn:
         entries += [
             ("shared.up", (2 * model.shared_ffn, hidden), None),
@@ -128,7 +137,7 @@ def _mlp_entries(model: Architecture) -> list[Entry]:
 def _gpt2_block(model: Architecture) -> list[Entry]:
     """Return the parameters of a block of GPT-2, whose `Conv1D` weights are [in, out]."""
     hidden = model.hidden
-    entries: list[Entry] = [
+    return [
         ("attn.c_attn.weight", (hidden, 3 * hidden), 1),
         ("attn.c_attn.bias", (3 * hidden,), 0),
         ("attn.c_proj.weight", (hidden, hidden), 0),
@@ -137,11 +146,11 @@ def _gpt2_block(model: Architecture) -> list[Entry]:
         ("mlp.c_fc.bias", (model.ffn,), 0),
         ("mlp.c_proj.weight", (model.ffn, hidden), 0),
         ("mlp.c_proj.bias", (hidden,), None),
+        ("ln_1.weight", (hidden,), None),
+        ("ln_1.bias", (hidden,), None),
+        ("ln_2.weight", (hidden,), None),
+        ("ln_2.bias", (hidden,), None),
     ]
-    for index in (1, 2):
-        entries.append((f"ln_{index}.weight", (hidden,), None))
-        entries.append((f"ln_{index}.bias", (hidden,), None))
-    return entries
 
 
 def _adjust_to_count(
@@ -262,11 +271,9 @@ def account_rows(job: Job) -> States:
     for key in dict.fromkeys(keys):
         index = np.array([i for i, other in enumerate(keys) if other == key])
         part = replace(job.take(index), model=Architecture(*key[:-1]))
-        compute = {"bf16": "bfloat16", "fp16": "float16"}.get(PRECISIONS[key[-1]])
-        parts.append((index, account_states(part, compute=compute)))
+        parts.append((index, account_states(part)))
 
-    states: States = _combine(parts, size)
-    return states
+    return cast("States", _combine(parts, size))
 
 
 def _combine(parts: Sequence[tuple[np.ndarray, Any]], size: int) -> Any:
@@ -299,16 +306,14 @@ def _combine(parts: Sequence[tuple[np.ndarray, Any]], size: int) -> Any:
 def account_states(
     job: Job,
     *,
-    compute: str | None = "bfloat16",
     reduce: str = "float32",
     form: str | None = None,
     every_moment: bool = True,
 ) -> States:
-    """Return the bytes of model states of every candidate of one model.
+    """Return the bytes of model states of every candidate of one model and precision.
 
     Args:
         job: The candidates.
-        compute: Dtype of forward and backward. None computes in float32.
         reduce: Dtype of the gradient reduction.
         form: Form of AdamW's moments.
         every_moment: See `holdings.holdings`.
@@ -327,6 +332,8 @@ def account_states(
             layouts.ep,
         )
     )
+    # float32 is not cast, so it is None.
+    compute = {"bf16": "bfloat16", "fp16": "float16"}.get(PRECISIONS[int(only(job.precision))])
     parts = _parts_of_model(job, size, compute=compute, reduce=reduce, form=form)
     ranks = _ranks(job, size, every_moment=every_moment)
     presence = _presence_of_ends(job, size)
@@ -340,10 +347,9 @@ def account_states(
 
 def _presence_of_ends(job: Job, size: int) -> dict[str, dict[str, np.ndarray]]:
     """Return 1 for every end of the model that a rank has, by rank of `RANKS`."""
-    single = np.broadcast_to(np.asarray(job.layouts.pp) == 1, (size,))
-    schedules_in_a_v = [SCHEDULES.index("zbv"), SCHEDULES.index("dualpipev")]
-    in_a_v = np.isin(np.asarray(job.layouts.schedule), schedules_in_a_v)
-    v_shaped = np.broadcast_to(in_a_v, (size,)) & ~single
+    single = _column(job.layouts.pp, size) == 1
+    v_schedules = [SCHEDULES.index(name) for name in V_SHAPED]
+    v_shaped = np.isin(_column(job.layouts.schedule, size), v_schedules) & ~single
     one = np.ones(size)
     zero = np.zeros(size)
 
@@ -381,33 +387,28 @@ class _DistinctLayouts:
     There are far fewer of them than candidates. `inverse` is the combination of every candidate.
     """
 
-    tp: np.ndarray
-    dp_replicate: np.ndarray
-    dp_shard: np.ndarray
+    degrees: dict[str, np.ndarray]
+    """Arguments of `Ledger.start`."""
     stage: np.ndarray
-    cp: np.ndarray
-    ep: np.ndarray
-    accumulation: np.ndarray
     inverse: np.ndarray
 
     @classmethod
     def of(cls, job: Job, size: int) -> _DistinctLayouts:
         layouts = job.layouts
-        fields = [layouts.tp, layouts.dp_replicate, layouts.dp_shard, layouts.stage]
+        names = ["tp", "dp_replicate", "dp_shard", "stage"]
         if job.model.experts:
-            fields += [layouts.cp, layouts.ep]
-        columns = [_column(field, size) for field in fields]
+            names += ["cp", "ep"]
+        columns = {name: _column(getattr(layouts, name), size) for name in names}
 
         # States only depend on whether there are several micro-batches.
         accumulates = (_column(layouts.accumulation, size) > 1).astype(np.int64)
         key = accumulates
-        for column in columns:
+        for column in columns.values():
             key = key * (int(column.max()) + 1) + column
         _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
-        tp, dp_replicate, dp_shard, stage, *expert_axes = (column[first] for column in columns)
-        cp, ep = expert_axes or (np.ones_like(tp), np.ones_like(tp))
-        accumulation = accumulates[first] + 1
-        return cls(tp, dp_replicate, dp_shard, stage, cp, ep, accumulation, inverse)
+        degrees = {name: column[first] for name, column in columns.items()}
+        stage = degrees.pop("stage")
+        return cls(degrees | {"accumulation": accumulates[first] + 1}, stage, inverse)
 
     def account(
         self, entries: list[Entry], unit: int, *, compute: str | None, reduce: str, form: str | None
@@ -417,44 +418,34 @@ class _DistinctLayouts:
         Args:
             entries: The parameters.
             unit: 0 if they are a block, -1 if they are outside of the blocks.
-            compute: See `account_states`.
+            compute: Dtype of forward and backward. None computes in float32.
             reduce: See `account_states`.
             form: See `account_states`.
         """
+        none = np.zeros(len(self.stage))
         if not entries:
             kinds = ("weights", "gradients", "optimizer", "on_device", "gathered", "unsharded")
-            return {kind: np.zeros(len(self.tp)) for kind in kinds}
+            return dict.fromkeys(kinds, none)
 
         facts, dims = _model_facts(entries, unit)
-        ledger = Ledger.start(
-            tp=self.tp,
-            dp_replicate=self.dp_replicate,
-            dp_shard=self.dp_shard,
-            accumulation=self.accumulation,
-            cp=self.cp,
-            ep=self.ep,
-            optimizer_states=form,
-        ).with_(tensor_dims=dims)
+        ledger = Ledger.start(**self.degrees, optimizer_states=form, tensor_dims=dims)
         if compute:
             ledger = Precision.sweep(compute=compute, reduce=reduce).account(ledger, facts)
         data_parallel = DataParallel.sweep(stage=self.stage)
         memory = data_parallel.account(ledger, facts).memory
         experts = frozenset(name for name, _, _ in entries if name.startswith(_EXPERTS))
-        if experts and (self.ep > 1).any():
+        if experts and (ledger.ep > 1).any():
             split = data_parallel.account(ledger.with_(experts=experts), facts).memory
             memory = {
-                name: np.where(self.ep > 1, split[name], value) for name, value in memory.items()
+                name: np.where(ledger.ep > 1, split[name], value) for name, value in memory.items()
             }
 
         width = 2 if compute else 4
-        unsharded = np.zeros(len(self.tp))
+        unsharded = none
         for name, shape, dim in entries:
+            ranks: Any = ledger.ep if name in experts else 1
             if dim is not None:
-                ranks: Any = self.tp
-            elif name in experts:
-                ranks = self.ep
-            else:
-                ranks = 1
+                ranks = ledger.tp
             unsharded = unsharded + width * np.ceil(np.prod(shape, dtype=float) / ranks)
 
         return {
@@ -563,7 +554,7 @@ class _PartsOfModel:
             head=head * present["norm"],
             width=2 if self.computes_in_16_bits else 4,
             sharded=self.sharded,
-            held=holdings_of_rank,
+            holdings=holdings_of_rank,
         )
 
     def _elements(self, part: Bytes) -> np.ndarray:
@@ -587,9 +578,9 @@ def _parts_of_model(
     )
     dense = account(dense_entries, 0)
     routed = account(routed_entries, 0) if expert_share else {}
-    replicates_keys = distinct.tp > model.kv_heads
-    if replicates_keys.any() and not job.whole_attention and not model.latent_rank:
-        entries, _ = _adjust_to_count(model, block_parameters(model, whole_keys=True), [], 0.0)
+    replicates_keys = distinct.degrees["tp"] > model.kv_heads
+    if replicates_keys.any() and not job.replicates_attention and not model.latent_rank:
+        entries, _ = _adjust_to_count(model, block_parameters(model, replicates_keys=True), [], 0.0)
         with_replicated_keys = account(entries, 0)
         dense = {
             kind: np.where(replicates_keys, with_replicated_keys[kind], value)
@@ -627,7 +618,6 @@ def _ranks(job: Job, size: int, *, every_moment: bool) -> list[tuple[np.ndarray,
     The model is cut like the engine cuts it: equal blocks, and the head's product on the last stage
     (`stages.forward_costs`, in elements).
     """
-    model = job.model
     layouts = job.layouts
     rows = [
         _column(field, size)
@@ -642,8 +632,11 @@ def _ranks(job: Job, size: int, *, every_moment: bool) -> list[tuple[np.ndarray,
     for pp, chunks, kind, micro_batches in kinds.tolist():
         stages = pp * chunks
         if stages not in cuts:
-            cuts[stages] = _cut(model, stages)
-        blocks = _blocks_of_ranks(cuts[stages], pp, SCHEDULES[kind])
+            cuts[stages] = _cut(job.model, stages)
+        blocks = [
+            tuple(cuts[stages][stage] for stage in stages_of_rank(kind, pp, rank, chunks))
+            for rank in range(pp)
+        ]
         flights = in_flight(
             Layouts(pp=pp, vpp=chunks, schedule=kind, accumulation=micro_batches), np.arange(pp)
         )
@@ -670,10 +663,3 @@ def _cut(model: Architecture, stages: int) -> Sequence[int]:
         return [-(-layers // stages)] * stages
     block = float(model.block_parameters / model.layers) - float(model.small_parameters)
     return balance_stages([block] * layers, stages, last=float(model.vocab * model.hidden))
-
-
-def _blocks_of_ranks(counts: Sequence[int], pp: int, schedule: str) -> list[tuple[int, ...]]:
-    """Return the blocks per stage of every rank."""
-    if schedule in ("zbv", "dualpipev") and pp > 1:
-        return [(counts[rank], counts[-1 - rank]) for rank in range(pp)]
-    return [tuple(counts[rank::pp]) for rank in range(pp)]

@@ -189,9 +189,11 @@ def expert_seconds(job: Job, rates: Rates, again: Numbers) -> Numbers:
         again: Share of forwards that are repeated.
     """
     model = job.model
-    at = job.layouts
+    layouts = job.layouts
     hidden = job.element_bytes * job.tokens * model.hidden
-    sent = hidden * model.active / np.where(job.is_plait | (np.asarray(at.sp) > 0), at.tp, 1)
+    sent = (
+        hidden * model.active / np.where(job.is_plait | (np.asarray(layouts.sp) > 0), layouts.tp, 1)
+    )
     ranks = group(job, "ep")
 
     # A token goes once to every domain that has one of its experts, and is passed on there (DeepEP;
@@ -206,7 +208,7 @@ def expert_seconds(job: Job, rates: Rates, again: Numbers) -> Numbers:
     gathered = collective_seconds(job, rates, group(job, "tp"), hidden, "one_way") * (2 + again)
 
     return exchange + np.where(
-        job.is_plait & (np.asarray(at.ep) > 1) & (np.asarray(at.sp) == 0), gathered, 0.0
+        job.is_plait & (np.asarray(layouts.ep) > 1) & (np.asarray(layouts.sp) == 0), gathered, 0.0
     )
 
 
@@ -215,20 +217,20 @@ def send_seconds(job: Job, rates: Rates) -> Numbers:
 
     The stages are in different domains unless two fit into one.
     """
-    at = job.layouts
+    layouts = job.layouts
 
     # Megatron-LM scatters over tp what it sends; Plait's ranks each send what they have, all of it
     # without sequence parallelism.
-    parts = np.where((np.asarray(at.sp) > 0) | ~job.is_plait, at.tp, 1)
+    parts = np.where((np.asarray(layouts.sp) > 0) | ~job.is_plait, layouts.tp, 1)
     size = job.element_bytes * job.tokens * job.model.hidden / parts
-    per_stage = at.tp * at.cp * at.dp
+    per_stage = layouts.tp * layouts.cp * layouts.dp
     near = per_stage * 2 <= job.device.domain
     bandwidth = np.where(
         near,
         job.device.link_bandwidth * rates.on("link", job.device),
         job.device.nic_bandwidth * rates["nic"],
     )
-    return np.where(np.asarray(at.pp) > 1, size / bandwidth + job.framework.send_seconds, 0.0)
+    return np.where(np.asarray(layouts.pp) > 1, size / bandwidth + job.framework.send_seconds, 0.0)
 
 
 STEP_TERMS = {
@@ -268,25 +270,24 @@ class Step:
 
 def step_seconds(job: Job, rates: Rates) -> Step:
     """Predict the seconds of every candidate."""
-    at = job.layouts
-    model = job.model
+    layouts = job.layouts
     layers, last_layers = _pace_layers(job)
     layer = layer_cost(job, rates)
     head = head_cost(job, rates)
     per_layer = layer_traffic(job, rates, layer)
-    m = at.accumulation
+    m = layouts.accumulation
 
     device_layer = (
         layer.forward + layer.backward + per_layer["tp"] + per_layer["cp"] + per_layer["ep"]
     )
     wait = host_wait(job, layer, device_layer)
-    sends = 2 * at.vpp * send_seconds(job, rates) * rates["p2p"]
+    sends = 2 * layouts.vpp * send_seconds(job, rates) * rates["p2p"]
     inner = layers * (device_layer + wait) + sends
     last = last_layers * (device_layer + wait) + head + sends
     last_is_slowest = last > inner
     slowest = np.where(last_is_slowest, last, inner)
-    all_stages = model.layers * (device_layer + wait) + head + at.pp * sends
-    idle = np.maximum(all_stages - slowest, 0) * idle_share(at) * rates["bubble"]
+    all_stages = job.model.layers * (device_layer + wait) + head + layouts.pp * sends
+    idle = np.maximum(all_stages - slowest, 0) * idle_share(layouts) * rates["bubble"]
 
     count = m * np.where(last_is_slowest, last_layers, layers)
     terms = {
@@ -316,15 +317,15 @@ def step_seconds(job: Job, rates: Rates) -> Step:
         layers * (layer.forward + wait * 0.5),
     )
     terms |= {"dp": exposed, "contention": slowed, "offload": _activation_offload(job, compute)}
-    sharded = np.where(np.asarray(at.stage) >= 1, parameters / at.dp_shard, parameters)
+    sharded = np.where(np.asarray(layouts.stage) >= 1, parameters / layouts.dp_shard, parameters)
     terms["accumulate"] = accumulation_seconds(job, rates, parameters)
     terms["optimizer"] = optimizer_seconds(job, rates, sharded)
-    nodes = np.maximum(at.world / job.device.devices_per_node, 1)
+    nodes = np.maximum(layouts.world / job.device.devices_per_node, 1)
     terms["stragglers"] = sum(terms.values()) * rates["straggler"] * np.log2(nodes)
 
     # Less of it on few devices, which have less to agree on; that a quarter is left on one, and all
     # of it from eight on, is a guess.
-    terms["fixed"] = rates["fixed"] * np.minimum(1 + np.log2(at.world), 4) / 4 + np.zeros_like(
+    terms["fixed"] = rates["fixed"] * np.minimum(1 + np.log2(layouts.world), 4) / 4 + np.zeros_like(
         np.asarray(slowest, dtype=float)
     )
     return Step(terms)
@@ -338,16 +339,16 @@ def _pace_layers(job: Job) -> tuple[Numbers, Numbers]:
     cost of the head.
     """
     most, _, last = stage_layers(job)
-    at = job.layouts
+    layouts = job.layouts
     model = job.model
-    if not job.own:
+    if not job.has_exact_blocks:
         return most, last
     head = (
         model.vocab
         * model.hidden
         / (model.block_parameters / model.layers - model.small_parameters)
     )
-    stages = np.maximum(at.pp, 2)
+    stages = np.maximum(layouts.pp, 2)
     others = stages - 1
     fewest = np.clip(
         np.floor((model.layers + head) / stages - head), 1, np.maximum(model.layers - others, 1)
@@ -357,7 +358,7 @@ def _pace_layers(job: Job) -> tuple[Numbers, Numbers]:
         for ends in (fewest, fewest + 1)
     ]
     ends = np.where(pace_of[1] < pace_of[0], fewest + 1, fewest)
-    balanced = (np.asarray(at.pp) > 1) & (np.asarray(at.vpp) == 1)
+    balanced = (np.asarray(layouts.pp) > 1) & (np.asarray(layouts.vpp) == 1)
 
     return np.where(balanced, np.ceil((model.layers - ends) / others), most), np.where(
         balanced, ends, last
@@ -370,15 +371,14 @@ def host_wait(job: Job, layer: LayerCost, device_seconds: Numbers) -> Numbers:
     A GPU queues kernels and waits only for launches that take longer than `device_seconds`. On a
     CPU the process that launches a kernel also computes it.
     """
-    at = job.layouts
-    host = layer.host * (2.0 + recompute_share(job) * (np.asarray(at.recompute) > 0))
+    host = layer.host * (2.0 + recompute_share(job) * (np.asarray(job.layouts.recompute) > 0))
     return np.where(job.device.on_cpu, host, np.maximum(host - device_seconds, 0))
 
 
 def rank_parameters(job: Job) -> Numbers:
     """Return the parameters of the fullest stage on a rank, before data parallelism shards them."""
     model = job.model
-    at = job.layouts
+    layouts = job.layouts
     layers, first, last = stage_layers(job)
     per_layer = model.block_parameters / model.layers
     routed = np.where(
@@ -388,17 +388,21 @@ def rank_parameters(job: Job) -> Numbers:
     )
 
     # Plait distributes experts over the ranks of tp too, so that a rank has complete experts.
-    local = (per_layer - routed) / at.tp + routed / at.ep / np.where(job.is_plait, 1, at.tp)
-    one_stage = model.layers * local + (model.embedding_parameters + model.head_parameters) / at.tp
+    local = (per_layer - routed) / layouts.tp + routed / layouts.ep / np.where(
+        job.is_plait, 1, layouts.tp
+    )
+    one_stage = (
+        model.layers * local + (model.embedding_parameters + model.head_parameters) / layouts.tp
+    )
     head = (
         np.where(np.asarray(model.tied) > 0, model.vocab * model.hidden, model.head_parameters)
-        / at.tp
+        / layouts.tp
     )
     several = np.maximum(
-        first * local + model.embedding_parameters / at.tp,
+        first * local + model.embedding_parameters / layouts.tp,
         np.maximum(layers * local, last * local + head),
     )
-    return np.where(np.asarray(at.pp) > 1, several, one_stage)
+    return np.where(np.asarray(layouts.pp) > 1, several, one_stage)
 
 
 def layer_traffic(job: Job, rates: Rates, layer: LayerCost) -> dict[str, Numbers]:
@@ -431,7 +435,7 @@ def layer_traffic(job: Job, rates: Rates, layer: LayerCost) -> dict[str, Numbers
         sequence, (9 + (4 - left_out) * again) * one_way, (4 + (2 - left_out) * again) * reduce
     )
     # Queries, keys and values are gathered in the forward, the output's gradient in the backward.
-    if job.whole_attention:
+    if job.replicates_attention:
         tensor = tensor + 4 * one_way
     kv_bytes = (
         job.element_bytes
@@ -527,23 +531,23 @@ def _data_traffic(
 
 def _activation_offload(job: Job, compute: Numbers) -> Numbers:
     """Return the exposed seconds of moving activations to the host and back."""
-    at = job.layouts
+    layouts = job.layouts
     model = job.model
-    if not np.any(at.offload_activations):
+    if not np.any(layouts.offload_activations):
         return np.zeros_like(np.asarray(compute, dtype=float))
     layers = stage_layers(job)[0]
     per_token = (
         12 * model.hidden
         + 2 * model.kv_heads * (model.head_dim + model.value_width)
         + 6 * model.ffn
-    ) / at.tp
+    ) / layouts.tp
     moved = (
         2
-        * at.accumulation
+        * layouts.accumulation
         * layers
         * job.tokens
         * per_token
-        * at.offload_activations
+        * layouts.offload_activations
         / job.device.host_bandwidth
     )
     return np.maximum(moved - compute, 0.05 * moved)
@@ -587,11 +591,11 @@ def timeline_of(job: Job, rates: Rates) -> Timeline:
     Raises:
         InputError: There is no table, or one longer than MOST_ACTIONS.
     """
-    at = job.layouts
-    pp = int(only(at.pp))
-    chunks = int(only(at.vpp))
-    micro_batches = int(only(at.accumulation))
-    kind = SCHEDULES[int(only(at.schedule))]
+    layouts = job.layouts
+    pp = int(only(layouts.pp))
+    chunks = int(only(layouts.vpp))
+    micro_batches = int(only(layouts.accumulation))
+    kind = SCHEDULES[int(only(layouts.schedule))]
     name = "1f1b" if pp == 1 else SCHEDULE_NAMES.get(kind)
     stages = pp * chunks
     if name is None:

@@ -23,8 +23,15 @@ import torch.nn.functional as F
 
 from plait.config.resolving.resolve import load, resolve
 from plait.engine.single_rank import run_single_rank
-from plait.planner.calibrate import Calibration, CalibrationOrigin, save_calibration, uncalibrated
-from plait.planner.calibration_runs import RATE_WIDTH, DeviceRates, priors_from_rates
+from plait.planner.calibrate import (
+    RATE_WIDTH,
+    Calibration,
+    CalibrationOrigin,
+    DeviceRates,
+    priors_from_rates,
+    save_calibration,
+    uncalibrated,
+)
 from plait.planner.constants import Knowledge, knowledge
 from plait.planner.hardware import DEVICE_FAMILIES, DeviceSpec
 from plait.planner.hardware import cluster as cluster_of

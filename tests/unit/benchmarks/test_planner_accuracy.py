@@ -103,9 +103,9 @@ def test_names_tell_compilation_and_authors() -> None:
         and stack("torchtitan, torch.compile").name == "torchtitan"
     )
     assert (
-        stack("torchtitan eager (December 2024)").norms_apart
+        stack("torchtitan eager (December 2024)").separate_norms
         == 1
-        > stack("torchtitan eager (2026)").norms_apart
+        > stack("torchtitan eager (2026)").separate_norms
     )
     own, compiled = (
         stack("a trainer (PyTorch FSDP2), not compiled"),
@@ -114,7 +114,7 @@ def test_names_tell_compilation_and_authors() -> None:
     assert (
         own.name == compiled.name == "torch-fsdp" and own.whole_logits == compiled.whole_logits == 1
     )
-    assert (own.norms_apart, compiled.norms_apart) == (1, 0)
+    assert (own.separate_norms, compiled.separate_norms) == (1, 0)
     inside = stack("Megatron-Core (NeMo 26.04 container), TP overlap, bf16 gradients")
     assert (
         inside.name == "megatron-modern"

@@ -87,7 +87,7 @@ def test_a_framework_without_its_name_keeps_its_kernels():
     text = without_name("AA-Scaling (Aleph Alpha), attention kernel: flash_attention2 + RMS kernel")
     found = framework(text)
     assert found.name == "other" and "aleph" not in text.lower()
-    assert (found.norms_apart, found.rotary_apart) == (0, 1)
+    assert (found.separate_norms, found.separate_rotary) == (0, 1)
     assert framework(without_name("x, attention kernel: flash_attentionv1.0.8")).flash == 0.65
     assert framework(without_name("InternEvo")) == framework("unknown")
     assert framework("unknown", newer=True).name == "other-modern"

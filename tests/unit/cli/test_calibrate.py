@@ -12,8 +12,13 @@ from plait.cli.main import main
 from plait.cluster.topology import machine_name
 from plait.engine import calibration as live
 from plait.engine.calibration import TimedSteps
-from plait.planner.calibrate import CalibrationOrigin, calibrate, load_calibration, save_calibration
-from plait.planner.calibration_runs import runs_of
+from plait.planner.calibrate import (
+    CalibrationOrigin,
+    calibrate,
+    load_calibration,
+    runs_of,
+    save_calibration,
+)
 from tests.unit.cli.planning import ASKED, runs_file
 from tests.unit.planner.rows import measured
 

@@ -128,7 +128,7 @@ def test_nothing_fits_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None
         ),
         (
             ("--model", "llama-3-8b", "--world-size", "8", "--gpu", "v100", "--precision", "bf16"),
-            "does not compute so",
+            "does not support it",
         ),
         (
             ("--model", "llama-3-8b", "--world-size", "8", "--gpu", "h100", "--precision", "int8"),

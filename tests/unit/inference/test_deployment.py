@@ -85,7 +85,7 @@ def test_a_cache_that_is_guessed_is_told(
             deploy(work, tp=None, pp=None, devices=None),
             deploy_streamed(work, cpu_budget=1 << 30),
         ):
-            told = f"; keys and values are counted {words}: the model could not be run without weights (ValueError: no)"
+            told = f"; the KV cache is counted {words}: the model could not be run without weights (ValueError: no)"
             assert found.why.endswith(told)
 
 
@@ -142,16 +142,16 @@ def test_keys_and_values_on_the_host(work: InferenceWork) -> None:
     streamed = deploy_streamed(kept, gpu_budget=24 * MIB, cpu_budget=20 * MIB, on=on)
     assert streamed.estimate.cache == 3 * MIB and streamed.host_bytes == 13 * MIB
     assert streamed.why.endswith(
-        "for keys, values and activations; 7.0 MiB of keys and values in host memory"
+        "for the KV cache and activations; 7.0 MiB of KV cache in host memory"
     )
     for wrong, words in (
         (
             {"gpu_budget": 24 * MIB, "cpu_budget": 6 * MIB, "on": on},
-            "keys and values take 7.0 MiB of pinned host memory, and 6.0 MiB may be",
+            "the KV cache takes 7.0 MiB of pinned host memory, and 6.0 MiB may be",
         ),
         (
             {"cpu_budget": 1 << 30},
-            "--offload-cache: on the CPU keys and values are in host memory already",
+            "--offload-cache: on the CPU the KV cache is in host memory already",
         ),
     ):
         with pytest.raises(InputError, match=words):

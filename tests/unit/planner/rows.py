@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from plait.planner.calibration_runs import Measured, facts_of, layout_facts
+from plait.planner.calibrate import Measured, facts_of, layout_facts
 from plait.planner.hardware import cluster
 from plait.planner.models import find_model
 from plait.planner.request import Request

@@ -73,7 +73,7 @@ def test_what_cannot_be_planned_says_why():
         complete({**TREE, "train_batch_size": "auto"}, cluster=cluster("h100", 8))
     with pytest.raises(ConfigError, match=r"model\.config or model\.path"):
         complete({"train_batch_size": 8}, cluster=cluster("h100", 8))
-    with pytest.raises(ConfigError, match="not a mode that a plan can keep"):
+    with pytest.raises(ConfigError, match="not a mode that can be fixed for a plan"):
         complete(
             {**TREE, "parallel": {"recompute": {"mode": "budget"}}}, cluster=cluster("h100", 8)
         )

@@ -13,7 +13,8 @@ from plait.model.blocks import find_blocks
 from plait.planner import built, hardware, models
 from plait.planner.job import Layouts
 from plait.planner.models import Model, from_config, named
-from plait.planner.request import Request, job_of, space_of
+from plait.planner.request import Request, job_of
+from plait.planner.space import space_of
 from plait.planner.states import account_states
 
 transformers = pytest.importorskip("transformers")
@@ -66,8 +67,7 @@ def test_parameters_of_families_without_a_formula_are_counted(kind: str) -> None
         replace(found, end_parameters=10**7),
     ):
         states = account_states(
-            job_of(Request(Model(fewer_or_more, {}), hardware.cluster("cpu", 1), 1, 8), Layouts()),
-            compute=None,
+            job_of(Request(Model(fewer_or_more, {}), hardware.cluster("cpu", 1), 1, 8), Layouts())
         )
         assert hardware.only(states.first["weights"]) == pytest.approx(
             4 * float(fewer_or_more.parameters), rel=1e-6

@@ -12,19 +12,17 @@ import pytest
 from plait.errors import InputError
 from plait.planner.calibrate import (
     CalibrationOrigin,
+    DeviceRates,
     calibrate,
+    calibration_layouts,
     errors_left_out,
     errors_with,
     load_calibration,
+    priors_from_rates,
     refuse_other,
+    runs_of,
     save_calibration,
     uncalibrated,
-)
-from plait.planner.calibration_runs import (
-    DeviceRates,
-    calibration_layouts,
-    priors_from_rates,
-    runs_of,
 )
 from plait.planner.constants import knowledge
 from plait.planner.hardware import cluster

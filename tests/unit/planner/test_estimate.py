@@ -471,8 +471,8 @@ def test_stages_are_cut_evenly_or_with_the_ends_counted():
 
 
 def test_attention_that_stays_whole_is_dearer():
-    split = replace(job("gpt3-13b", tp=8), whole_attention=False)
-    whole = replace(split, whole_attention=True)
+    split = replace(job("gpt3-13b", tp=8), replicates_attention=False)
+    whole = replace(split, replicates_attention=True)
     one_split, one_whole = estimate(split), estimate(whole)
     assert one(one_whole.step.terms["attention"]) == pytest.approx(
         8 * one(one_split.step.terms["attention"])

@@ -56,7 +56,7 @@ def test_an_unknown_device_names_the_nearest(written):
 
 
 def test_a_cluster_has_whole_nodes():
-    assert str(cluster("h100", 64)) == "64 x NVIDIA H100 SXM 80 GB, 8 a node"
+    assert str(cluster("h100", 64)) == "64 x NVIDIA H100 SXM 80 GB, 8 per node"
     assert cluster("h100", 64).nodes == 8
     with pytest.raises(InputError, match=r"12 % 8 = 4; use 8 or 16"):
         cluster("h100", 12)

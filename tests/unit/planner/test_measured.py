@@ -7,8 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from plait.planner.calibrate import calibrate, memory_of, merged_rates, uncalibrated
-from plait.planner.calibration_runs import Measured, runs_of
+from plait.planner.calibrate import (
+    Measured,
+    calibrate,
+    memory_of,
+    merged_rates,
+    runs_of,
+    uncalibrated,
+)
 from plait.planner.constants import knowledge
 from plait.planner.hardware import cluster
 from plait.planner.models import find_model

@@ -313,7 +313,7 @@ def test_wrong_configurations_say_what_is_wrong(tmp_path):
         ),
         (
             {"hidden_size": 2**31 - 1, "num_attention_heads": 1, "num_hidden_layers": 2**31 - 1},
-            "no plan counts more",
+            "the largest supported number",
         ),
     ):
         with pytest.raises(ConfigError, match=words):

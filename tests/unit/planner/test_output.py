@@ -256,12 +256,15 @@ def test_what_a_plan_cannot_keep_is_refused() -> None:
         ),
         (
             {"parallel": {"pp": "auto", "pipeline": {"schedule": "looped-bfs"}}},
-            "not a schedule that a plan prices",
+            "not a schedule that the planner supports",
         ),
-        ({"parallel": {"tp": "auto", "recompute": {"budget_gib": 4}}}, "a plan prices no budget"),
+        (
+            {"parallel": {"tp": "auto", "recompute": {"budget_gib": 4}}},
+            "the planner chooses budgets itself",
+        ),
         (
             {"parallel": {"tp": "auto", "recompute": {"mode": "full", "budget_gib": 4}}},
-            "a mode that is fixed has none; leave it out",
+            "a fixed mode has none; leave it out",
         ),
         ({"bf16": {"enabled": "auto"}}, "bf16.enabled = 'auto': is a command line's choice"),
     ):

@@ -1,19 +1,21 @@
 """What a plan does not propose because it cannot be, or is not priced."""
 
 from plait.planner.hardware import cluster
-from plait.planner.job import SCHEDULES
+from plait.planner.job import RECOMPUTE, SCHEDULES, Layouts
 from plait.planner.models import find_model
-from plait.planner.offers import SPLIT_BACKWARD, offered
-from plait.planner.request import Request, space_of
+from plait.planner.offers import SPLIT_BACKWARD, offered, relieves
+from plait.planner.request import Request
+from plait.planner.space import space_of
 
 
 def test_no_recomputation_where_gradients_of_weights_are_put_off() -> None:
-    offers = offered()
-    for name in SPLIT_BACKWARD:
-        chunks = 2
-        assert offers.runs(name, pp=2, micro_batches=8, chunks=chunks, zero=1)
-        assert not offers.runs(name, pp=2, micro_batches=8, chunks=chunks, zero=1, recompute=True)
-    assert offers.runs("1f1b", pp=2, micro_batches=8, chunks=1, zero=1, recompute=True)
+    recomputed = RECOMPUTE.index("full")
+    for name in (*SPLIT_BACKWARD, "1f1b"):
+        schedule = SCHEDULES.index(name)
+        splits = name in SPLIT_BACKWARD
+        assert offered().runs(name, pp=2, micro_batches=8, chunks=1 + splits, zero=1)
+        assert relieves(Layouts(schedule=schedule))
+        assert relieves(Layouts(schedule=schedule, recompute=recomputed)) == (not splits)
 
 
 def test_every_proposed_stage_has_a_layer() -> None:

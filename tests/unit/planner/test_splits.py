@@ -56,7 +56,7 @@ def test_as_the_engine_splits_it(kind):
     assert believed.tensor is None
     assert (believed.sequence is None) == (plan.sequence_parallel is True)
     gathered = any(entry.style == "colwise_gather_output" for entry in plan.modules)
-    assert believed.whole_attention == gathered == (kind in WHOLE_ATTENTION)
+    assert believed.replicates_attention == gathered == (kind in WHOLE_ATTENTION)
 
 
 def test_without_dropout_gpt2_shards_its_sequence():
@@ -68,9 +68,9 @@ def test_without_dropout_gpt2_shards_its_sequence():
 
 def test_unknown_models_are_not_split():
     assert split_of(named("mixtral-8x7b")).with_experts
-    assert "splits no attention of its kind" in split_of(named("deepseek-v3")).tensor
+    assert "does not split attention of deepseek_v3" in split_of(named("deepseek-v3")).tensor
     assert (
-        "not among the families whose sequences are cut"
+        "not among the families whose sequences can be split"
         in split_of(from_config({"model_type": "stranger", **SMALL})).context
     )
     assert "not known" in split_of(from_config({"model_type": "stranger", **SMALL})).tensor

@@ -194,7 +194,7 @@ def _check_sizes(batch: int | None, seq: int | None) -> None:
     for name, value in (("batch", batch), ("seq", seq)):
         if value is None or 1 <= value <= _MAX_SIZE:
             continue
-        rule = f"no plan counts more than {_MAX_SIZE:,}"
+        rule = f"the planner accepts at most {_MAX_SIZE:,}"
         remedy = "give fewer"
         if value < 1:
             rule = _MIN_RULES[name]

@@ -14,8 +14,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from plait.cli.terminal import print_table
 from plait.planner import hardware
 from plait.planner import models as catalogue
-from plait.planner.calibrate import Calibration, errors_left_out, errors_with, uncalibrated
-from plait.planner.calibration_runs import DeviceRates, MeasuredRuns
+from plait.planner.calibrate import (
+    Calibration,
+    DeviceRates,
+    MeasuredRuns,
+    errors_left_out,
+    errors_with,
+    uncalibrated,
+)
 from plait.planner.constants import Knowledge, coverage_of_intervals, knowledge
 from plait.planner.explain import Comparison, describe, ties_of
 from plait.planner.memory import MEMORY_TERMS as MEMORY_TERMS

@@ -429,6 +429,24 @@ class AfterBackward(NamedTuple):
     """True if its gathered parameters are freed."""
 
 
+def reduces_gradients(zero: Any, *, last: Any) -> Any:
+    """Return True if a unit reduces its gradients after a backward; arrays if arguments are.
+
+    Args:
+        zero: The ZeRO stage.
+        last: Whether it is the last backward of the unit in this step.
+    """
+    return (zero >= 2) | last
+
+
+def frees_parameters(zero: Any, *, last: Any) -> Any:
+    """Return True if a unit frees its gathered parameters after a backward.
+
+    See `reduces_gradients`.
+    """
+    return (zero == 3) | last
+
+
 def after_block_backward(
     zero: int, left: Mapping[int, int], *, ran: int, own: int
 ) -> AfterBackward:
@@ -445,7 +463,9 @@ def after_block_backward(
     if own != ran:
         return AfterBackward(False, False, False)
     last = left[own] == 1
-    return AfterBackward(zero >= 2 or last, last, zero == 3 or last)
+    return AfterBackward(
+        reduces_gradients(zero, last=last), last, frees_parameters(zero, last=last)
+    )
 
 
 def after_root_backward(
@@ -464,5 +484,7 @@ def after_root_backward(
     # after the last backward of any stage, because all of them gather it.
     last = ran in users and sum(left[stage] for stage in users) == 1
     return AfterBackward(
-        ran in users and (zero >= 2 or last), last, zero == 3 or sum(left.values()) == 1
+        ran in users and reduces_gradients(zero, last=last),
+        last,
+        frees_parameters(zero, last=sum(left.values()) == 1),
     )
