@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import sha1
@@ -30,6 +30,8 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
+
+from plait._torch.operators import replaced
 
 GroupClass = TypeVar("GroupClass", bound=type)
 
@@ -54,18 +56,14 @@ def consistent_split_names(number: int) -> Iterator[None]:
     Args:
         number: The same on all ranks. It must not have been used before.
     """
-    hash_ranks = distributed_c10d._hash_ranks_to_str
     positions = count()
 
     def hash_ranks_and_position(ranks: list[int]) -> str:
         identity = f"{ranks} {number} {next(positions)}"
         return sha1(identity.encode(), usedforsecurity=False).hexdigest()
 
-    distributed_c10d._hash_ranks_to_str = hash_ranks_and_position
-    try:
+    with replaced(distributed_c10d, "_hash_ranks_to_str", hash_ranks_and_position):
         yield
-    finally:
-        distributed_c10d._hash_ranks_to_str = hash_ranks
 
 
 def process_group_of(args: tuple[Any, ...]) -> dist.ProcessGroup:
@@ -162,22 +160,12 @@ def finished_work() -> Any:
     return FakeWork().boxed()
 
 
-def _is_completed(_work: Any) -> bool:
-    return True
-
-
-@contextmanager
-def delivered_at_once() -> Iterator[None]:
+def delivered_at_once() -> AbstractContextManager[None]:
     """Report messages of a fake group as delivered inside the block.
 
     `is_completed` of a fake group's work never returns True, and `plait.comm.messages` polls it.
     """
-    is_completed = FakeWork.is_completed
-    FakeWork.is_completed = _is_completed  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        FakeWork.is_completed = is_completed  # type: ignore[method-assign]
+    return replaced(FakeWork, "is_completed", lambda _work: True)
 
 
 _RENAMED = hasattr(dist, "all_gather_single")

@@ -19,6 +19,8 @@ from torch.distributed.tensor._ops import _tensor_ops
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from plait._torch.operators import replaced
+
 _READ = torch.ops.aten._local_scalar_dense.default
 _propagator: Any = ShardingPropagator
 _tensor_strategies: Any = _tensor_ops
@@ -150,11 +152,8 @@ def around_shape_inference(make: Callable[[], AbstractContextManager[Any]]) -> I
         with make():
             return propagate(propagator, schema)
 
-    _propagator._propagate_tensor_meta_non_cached = propagate_in_context
-    try:
+    with replaced(_propagator, "_propagate_tensor_meta_non_cached", propagate_in_context):
         yield
-    finally:
-        _propagator._propagate_tensor_meta_non_cached = propagate
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
@@ -212,11 +211,8 @@ def on_resize(notify: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
         notify(storage)
         return resized
 
-    torch.UntypedStorage.resize_ = resize_and_notify  # type: ignore[method-assign, assignment]
-    try:
+    with replaced(torch.UntypedStorage, "resize_", resize_and_notify):
         yield
-    finally:
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
 
 rebuilt_tensor = _rebuild_tensor_v2

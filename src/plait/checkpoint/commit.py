@@ -21,15 +21,14 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
+from plait.checkpoint import places
 from plait.checkpoint.format import LATEST, MANIFEST, MANIFEST_HASH, Pointer, read_manifest
 from plait.checkpoint.places import (
     Place,
     StorePath,
-    make_folder,
     publish,
     remove,
     remove_if_possible,
-    rename,
     replace_text,
     sync_folder,
     write_text,
@@ -107,7 +106,7 @@ class FileSystemCommit(Commit):
         remove(self.files / BEGUN)
         if self.target.exists():
             remove(self._replaced)
-            rename(self.target, self._replaced)
+            places.FILES.rename(self.target, self._replaced)
         try:
             publish(self.files, self.target)
         except OSError:
@@ -115,7 +114,7 @@ class FileSystemCommit(Commit):
                 # The older checkpoint can be loaded under that name too, and the first error is
                 # the one that the user needs.
                 with suppress(OSError):
-                    rename(self._replaced, self.target)
+                    places.FILES.rename(self._replaced, self.target)
             raise
 
     def _delete_replaced(self) -> None:
@@ -182,12 +181,12 @@ def begin(folder: Place, tag: str, token: str) -> Commit:
         return StoreCommit(folder, tag, files)
 
     _refuse_foreign_files(folder / tag)
-    make_folder(folder, parents=True)
+    places.FILES.make_folder(folder, parents=True)
     commit = FileSystemCommit(folder, tag, folder / f".{tag}.tmp")
     try:
         # A killed save of the same tag may have left it.
         remove(commit.files)
-        make_folder(commit.files)
+        places.FILES.make_folder(commit.files)
         write_text(commit.files / BEGUN, token)
     except OSError:
         commit.abandon()
@@ -247,7 +246,7 @@ def delete_checkpoint(path: Place) -> None:
     # Renamed first: readers ignore the new name, and the next save finishes the deletion.
     deleted = path.with_name(f".{path.name.lstrip('.')}.deleted")
     remove(deleted)
-    rename(path, deleted)
+    places.FILES.rename(path, deleted)
     sync_folder(path.parent)
     remove(deleted)
 

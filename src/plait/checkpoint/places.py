@@ -30,7 +30,7 @@ from typing import IO, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import fsspec
 
-from plait.errors import InputError
+from plait.errors import CheckpointError, InputError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -152,7 +152,7 @@ class StorePath:
         self._store.pipe_file(self._key, data)
 
     @_as_os_error
-    def write(self, content: Callable[[IO[bytes]], None]) -> None:
+    def write(self, content: Callable[[IO[bytes]], object]) -> None:
         """Write an object of any size. If `content` fails, an incomplete object may remain."""
         with self._store.open(self._key, "wb") as stream:
             content(stream)
@@ -305,7 +305,7 @@ def is_temporary(path: Place) -> bool:
     return path.name.startswith(".") and path.name.endswith(_TEMPORARY_SUFFIXES)
 
 
-def write_file(path: Place, content: Callable[[ByteSink], None]) -> None:
+def write_file(path: Place, content: Callable[[ByteSink], object]) -> None:
     """Write a new file and wait until it is on the disk.
 
     Args:
@@ -327,12 +327,8 @@ def write_text(path: Place, text: str) -> None:
     """Write a new file of text and wait until it is on the disk. Raises OSError."""
     if isinstance(path, StorePath):
         path.put(text.encode())
-        return
-
-    def content(stream: ByteSink) -> None:
-        stream.write(text.encode())
-
-    write_file(path, content)
+    else:
+        write_file(path, lambda stream: stream.write(text.encode()))
 
 
 def read_bytes(path: Place, *, most: int) -> bytes:
@@ -355,6 +351,17 @@ def read_bytes(path: Place, *, most: int) -> bytes:
     if isinstance(path, StorePath):
         return path.read_bytes()
     return FILES.read(path)
+
+
+@contextmanager
+def reading(place: Place) -> Iterator[None]:
+    """Turn OSError of a file system or store into CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{error.filename or place} cannot be read: {error.strerror or error}"
+        ) from error
 
 
 def open_to_read(path: Place) -> IO[bytes]:
@@ -393,21 +400,6 @@ def remove_if_possible(path: Path) -> None:
         remove(path)
 
 
-def make_folder(path: Path, *, parents: bool = False) -> None:
-    """Make a new folder. Raises OSError.
-
-    Args:
-        path: The folder.
-        parents: Make missing parents too, and accept an existing folder.
-    """
-    FILES.make_folder(path, parents=parents)
-
-
-def rename(path: Path, target: Path) -> None:
-    """Rename without a sync; the caller syncs the folder. Raises OSError."""
-    FILES.rename(path, target)
-
-
 def sync_folder(path: Path) -> None:
     """Wait until a folder's list of names is on the disk. Raises OSError."""
     with _add_path_to_errors(path):
@@ -423,7 +415,7 @@ def publish(temporary: Path, path: Path) -> None:
     # See Note [Order of syncs].
     if temporary.is_dir():
         sync_folder(temporary)
-    rename(temporary, path)
+    FILES.rename(temporary, path)
     sync_folder(path.parent)
 
 

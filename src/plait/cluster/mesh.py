@@ -87,12 +87,10 @@ class Levels:
     """Two-level view of a group that has equally many ranks on each of several machines.
 
     Attributes:
-        whole: The complete group.
         inside: Ranks of the group on this machine.
         across: One rank per machine: the ranks with the same position on their machine as this one.
     """
 
-    whole: dist.ProcessGroup
     inside: dist.ProcessGroup
     across: dist.ProcessGroup
 
@@ -153,7 +151,7 @@ class Mesh:
         combined: Groups over several dimensions.
         stages: Groups of some stages by their coordinates along pp. None on other ranks.
         node_levels: Parts by machine, and the number of machines, by dimension.
-        made: Groups that this mesh created, which are destroyed with it.
+        created_groups: Groups that this mesh created, which are destroyed with it.
     """
 
     layout: Layout
@@ -167,7 +165,7 @@ class Mesh:
     combined: Mapping[tuple[str, ...], dist.ProcessGroup] = field(default_factory=dict)
     stages: Mapping[frozenset[int], dist.ProcessGroup | None] = field(default_factory=dict)
     node_levels: Mapping[str, tuple[Levels | None, int]] = field(default_factory=dict)
-    made: list[dist.ProcessGroup] = field(default_factory=list, repr=False)
+    created_groups: list[dist.ProcessGroup] = field(default_factory=list, repr=False)
 
     @property
     def coordinates(self) -> dict[str, int]:
@@ -301,7 +299,7 @@ class Mesh:
         return group
 
     @property
-    def ranks_here(self) -> int:
+    def local_world_size(self) -> int:
         """Number of ranks of the run on this machine, according to the launcher."""
         return place().local_world_size
 
@@ -351,7 +349,7 @@ class Mesh:
         if len(ranks_per_node) > 1:
             levels = split_by_node(group, group_nodes)
         if levels is not None:
-            self.made.extend((levels.inside, levels.across))
+            self.created_groups.extend((levels.inside, levels.across))
         if len(set(ranks_per_node.values())) > 1:
             return levels, 1
         return levels, len(ranks_per_node)
@@ -360,7 +358,7 @@ class Mesh:
         """Register a group that was created for this mesh, which destroys it later."""
         # torch uses the default group for a dimension with all ranks.
         if group is not dist.group.WORLD:
-            self.made.append(group)
+            self.created_groups.append(group)
         return _with_default_timeout(group)
 
     def leave(self) -> None:
@@ -370,8 +368,8 @@ class Mesh:
         """
         if self.use is not None:
             self.use.users.discard(self.use)
-        end_groups(self.made)
-        self.made.clear()
+        end_groups(self.created_groups)
+        self.created_groups.clear()
 
     def close(self) -> None:
         """Destroy the groups that this mesh created.
@@ -409,12 +407,13 @@ def split_by_node(group: dist.ProcessGroup, nodes: Sequence[int]) -> Levels | No
     # All ranks create their inside group first. Ranks outside of `group` do not take part, so the
     # creation must not synchronise with them.
     this_rank = dist.get_rank()
-    inside_group, across_group = (
-        _with_default_timeout(dist.new_group(members, use_local_synchronization=True))
-        for members in [*inside, *across]
-        if this_rank in members
+    return Levels(
+        *(
+            _with_default_timeout(dist.new_group(members, use_local_synchronization=True))
+            for members in [*inside, *across]
+            if this_rank in members
+        )
     )
-    return Levels(group, inside_group, across_group)
 
 
 def _node_of_each_rank() -> list[int]:
@@ -493,9 +492,14 @@ def _check_world_size(layout: Layout, *, is_new: bool) -> None:
     if is_new:
         # The caller may try another layout.
         dist.destroy_process_group()
-    rule = f"the layout needs {layout.world_size} processes and {world_size} exist"
-    remedy = f"start {layout.world_size} processes, or change the layout"
-    raise ConfigError(Problem("parallel", str(layout), rule, remedy))
+    raise ConfigError(
+        Problem(
+            "parallel",
+            str(layout),
+            f"the layout needs {layout.world_size} processes and {world_size} exist",
+            f"start {layout.world_size} processes, or change the layout",
+        )
+    )
 
 
 _mesh_count = 0

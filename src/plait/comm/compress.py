@@ -126,7 +126,7 @@ class _TwoMessageBuckets(ABC):
 
 
 class QuantisedBuckets(_TwoMessageBuckets):
-    """Buckets whose matrices are summed in quantised form (implements `comm.buckets.Buckets`).
+    """Buckets whose matrices are summed in quantised form (implements `comm.all_reduce.Buckets`).
 
     Every rank owns a slice of a bucket. It receives the slice from all ranks, sums them and returns
     the sum. Buckets of vectors are summed uncompressed.

@@ -439,7 +439,7 @@ def describe_cause(
     """Return a line about the cause of a hang, for the user.
 
     Args:
-        hang: Result of `find`.
+        hang: Result of `find_hang`.
         readings: Boards by global rank.
         ended: Ranks of this machine whose processes have ended.
     """

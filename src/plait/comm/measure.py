@@ -37,7 +37,6 @@ from plait.cluster.mesh import Levels
 from plait.cluster.small_messages import all_gather_objects, broadcast_object
 from plait.comm.all_reduce import Buckets, Flat, Name, exchange, reduce_scatter_steps, run, sum_over
 from plait.comm.choose import (
-    QUANTISED,
     AlgorithmChoice,
     Cost,
     GroupLinks,
@@ -49,13 +48,15 @@ from plait.comm.choose import (
     save,
 )
 from plait.comm.compress import QuantisedBuckets
-from plait.comm.quantise import BLOCK
+from plait.comm.quantise import BLOCK, Bits
 from plait.comm.transport import connect
 from plait.errors import InputError
 from plait.sizes import KIB, MIB, format_bytes
 
 SIZES = (16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 """Bytes of the measured float32 tensors."""
+_BITS: tuple[Bits, ...] = (8, 4)
+"""Bits per element of the compressed sums that are measured."""
 _RARE_BYTES = 16 * MIB
 """Size from which only some rounds measure an operation.
 
@@ -245,7 +246,7 @@ def all_reduce_operations(
         if lossy:
             # Only matrices are compressed.
             flat = Flat(torch.float32, ((max(1, tensor.numel() // BLOCK), BLOCK),))
-            for bits in QUANTISED:
+            for bits in _BITS:
                 buckets = QuantisedBuckets(group, [flat], device, bits=bits, feedback=True)
                 sums[f"int{bits}"] = partial(_sum_bucket, buckets)
         return sums
@@ -256,7 +257,7 @@ def all_reduce_operations(
 def _basic_operations(
     group: dist.ProcessGroup, device: torch.device, nbytes: int, *, machines: int = 1
 ) -> dict[str, Operation]:
-    """Return the operations of `comm.links.Level` for a tensor of `nbytes`."""
+    """Return the operations of `comm.choose.Level` for a tensor of `nbytes`."""
     ranks = group.size()
     numel = _numel(nbytes, group)
     tensor = torch.zeros(numel, dtype=torch.float32, device=device)
@@ -515,18 +516,13 @@ def _difference_from_probe(
     sizes = (SIZES[0], MIB)
     probed = probe(group, sizes, device=device)
     stored = [prices(nbytes, links)["all-reduce"] for nbytes in sizes]
-    if _agree(probed, stored):
-        return ""
     seconds, stored_seconds = max(zip(probed, stored, strict=True), key=_deviation)
+    if _deviation((seconds, stored_seconds)) <= AGREEMENT:
+        return ""
     return (
         f", because a probe took {seconds * 1e3:.3g} ms and the stored measurement has"
         f" {stored_seconds * 1e3:.3g} ms"
     )
-
-
-def _agree(probed: Sequence[float], stored: Sequence[float]) -> bool:
-    ratios = [seconds / expected for seconds, expected in zip(probed, stored, strict=True)]
-    return all(1 / AGREEMENT <= ratio <= AGREEMENT for ratio in ratios)
 
 
 def _deviation(times: tuple[float, float]) -> float:

@@ -106,7 +106,7 @@ def connect(
 
 
 def _torch_transport(group: dist.ProcessGroup, device: torch.device, reason: str) -> Transport:
-    # gloo's own reduce-scatter takes more than twice the time, see `comm.reduce_scatter`.
+    # gloo's own reduce-scatter takes more than twice the time, see `comm.collectives`.
     reduce_scatter = AllToAllReduceScatter() if device.type == "cpu" else None
 
     def make_buckets(flats: Sequence[Flat]) -> Buckets:

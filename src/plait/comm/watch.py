@@ -1,12 +1,12 @@
 """Watch of this process over its waits for other ranks.
 
-The process publishes its progress and its waits on a board (`comm.board`). A thread observes the
-collectives that torch has recorded.
+The process publishes its progress and its waits on a board (`comm.hang.Board`). A thread observes
+the collectives that torch has recorded.
 
 Under `plait launch` and `plait train` the launcher reads the boards and ends a run that hangs
-(`cli.launching.watch`). Under other launchers, such as torchrun, the thread reads the boards of the
-ranks on this machine. It prints which rank is late, and ends this process if its collective has not
-given up by itself. There is no alarm before a wait has taken the timeout of the process group.
+(`cli.launching.failures`). Under other launchers, such as torchrun, the thread reads the boards of
+the ranks on this machine. It prints which rank is late, and ends this process if its collective has
+not given up by itself. There is no alarm before a wait has taken the timeout of the process group.
 
 Note [Order of timeouts]
     The process that sees all ranks should report a hang first, because only it can name the late

@@ -92,7 +92,7 @@ def write_tokens(
 
     Args:
         folder: Existing folder.
-        documents: Texts, or rows in the form of `rows.row_text`.
+        documents: Texts, or rows in the form of `conversations.row_text`.
         tokenizer: Tokenizer of the run.
         held_out: Fraction of the documents in the validation split.
         encode: Tokenises rows. None for texts, of which the loss counts all tokens.
@@ -331,8 +331,10 @@ def read_tokens(folder: Path) -> tuple[Stream, Stream]:
 def _map_file(folder: Path, name: str, dtype: np.dtype[Any], count: int) -> Array:
     file = folder / name
     if not file.is_file() or file.stat().st_size != count * dtype.itemsize:
-        rule = f"{file}: does not hold the {count:,} numbers that were written"
-        raise InputError(f"{rule}; delete {folder} to have the text tokenised again")
+        raise InputError(
+            f"{file}: does not hold the {count:,} numbers that were written; delete {folder} to"
+            " have the text tokenised again"
+        )
     if not count:
         # An empty file cannot be mapped.
         return np.empty(0, dtype=dtype)

@@ -110,11 +110,10 @@ def prepare(
     corpus = open_corpus(section, cache=cache)
     tokenizer_location = section.tokenizer or own_tokenizer
     if tokenizer_location is None and section.format != "text":
-        rule = (
+        raise InputError(
             f'data.format = "{section.format}": a model from scratch has no tokenizer, and one that'
-            " is trained has no chat template"
+            " is trained has no chat template; set data.tokenizer"
         )
-        raise InputError(f"{rule}; set data.tokenizer")
     tokenizer = load_tokenizer(
         tokenizer_location or train_tokenizer(corpus, section, cache=cache, say=say)
     )
@@ -168,11 +167,10 @@ def _prepare_streamed(
     """Prepare a streamed text, whose validation documents come from its first block."""
     tokenizer_location = section.tokenizer or own_tokenizer
     if tokenizer_location is None:
-        rule = (
+        raise InputError(
             "data.streaming: a model from scratch has no tokenizer, and none is trained on a text"
-            " that is not kept"
+            " that is not kept; set data.tokenizer"
         )
-        raise InputError(f"{rule}; set data.tokenizer")
     text = StreamedText(section)
     tokenizer = load_tokenizer(tokenizer_location)
     encode, encoding_key = _encoding(section, tokenizer)

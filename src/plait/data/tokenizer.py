@@ -116,13 +116,15 @@ def load_tokenizer(place: str | Path) -> PreTrainedTokenizerBase:
             )
     except Exception as error:
         # The library raises errors of many classes for broken or missing files.
-        rule = f"data.tokenizer: no tokenizer can be read from {name!r} ({first_line(error)})"
         raise InputError(
-            f"{rule}; name a folder with a tokenizer, a tokenizer.json, or a name on the hub"
+            f"data.tokenizer: no tokenizer can be read from {name!r} ({first_line(error)}); name a"
+            " folder with a tokenizer, a tokenizer.json, or a name on the hub"
         ) from error
     if tokenizer.eos_token_id is None:
-        rule = f"data.tokenizer: {name!r} has no end-of-text token to separate documents"
-        raise InputError(f"{rule}; set eos_token in its tokenizer_config.json")
+        raise InputError(
+            f"data.tokenizer: {name!r} has no end-of-text token to separate documents; set"
+            " eos_token in its tokenizer_config.json"
+        )
     return tokenizer
 
 

@@ -93,10 +93,6 @@ class Inert:
         return self.state.get(name) if isinstance(self.state, dict) else None
 
 
-class _InertEnum(Inert):
-    """Enum of another library. Its members have their value as `args[0]`."""
-
-
 # Python 3.11.0 to 3.11.3 pickle an enum member as `getattr(EnumClass, "MEMBER")`; all other
 # releases pickle `EnumClass(value)`. The members are listed because both forms must give the same
 # object.
@@ -114,9 +110,9 @@ _ENUM_MEMBERS: dict[tuple[str, str], dict[str, int]] = {
     },
 }
 _ENUM_CLASSES = {
-    (module, name): type(name, (_InertEnum,), {"__module__": module})
-    for module, name in _ENUM_MEMBERS
+    (module, name): type(name, (Inert,), {"__module__": module}) for module, name in _ENUM_MEMBERS
 }
+"""Classes of the members, which have their value as `args[0]`."""
 
 
 def _enum_member(enum: Any, member: Any) -> Inert:
