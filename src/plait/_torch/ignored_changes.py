@@ -115,7 +115,8 @@ class _WatchedGroup:
             return
         for p in self._group.fsdp_params:
             shard = p.sharded_param
-            if shard.requires_grad and not _refuses_loss_gradient(shard):
+            refuses = any(isinstance(hook, _RefuseLossGradient) for hook in _hooks(shard))
+            if shard.requires_grad and not refuses:
                 shard.register_hook(_RefuseLossGradient(p))
 
     def _check_and_run_forward(self, *args: Any) -> Any:
@@ -159,10 +160,6 @@ def _content(shard: DTensor) -> tuple[torch.UntypedStorage, torch.Tensor]:
 
 def _hooks(shard: DTensor) -> list[Any]:
     return list((shard._backward_hooks or {}).values())
-
-
-def _refuses_loss_gradient(shard: DTensor) -> bool:
-    return any(isinstance(hook, _RefuseLossGradient) for hook in _hooks(shard))
 
 
 def _check_shard(

@@ -434,7 +434,6 @@ def _with_default_timeout(group: dist.ProcessGroup) -> dist.ProcessGroup:
 def build_mesh(
     layout: Layout,
     *,
-    device_type: str | None = None,
     timeout: timedelta = DEFAULT_TIMEOUT,
     host_tensors: bool = False,
     groups: Groups = Groups(),
@@ -444,7 +443,6 @@ def build_mesh(
 
     Args:
         layout: The layout.
-        device_type: `cuda` or `cpu`. By default a GPU is used if there is one.
         timeout: Timeout of collectives. An existing default group keeps its own.
         host_tensors: Whether the default group also supports tensors in host memory if the device
             is a GPU. Offloaded parameters are gathered there for checkpoints.
@@ -455,7 +453,7 @@ def build_mesh(
         ConfigError: The number of processes is not the layout's world size.
     """
     rank_info = place()
-    device = local_device(device_type, rank_info)
+    device = local_device(rank_info)
     is_new = not dist.is_initialized()
     finish_at_exit()
     if is_new:
@@ -527,7 +525,7 @@ def join(*, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
     if not dist.is_initialized():
         rank_info = place()
         finish_at_exit()
-        _make_default_group(rank_info, local_device(None, rank_info), timeout, host_tensors=False)
+        _make_default_group(rank_info, local_device(rank_info), timeout, host_tensors=False)
 
 
 def _expert_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
@@ -541,17 +539,16 @@ def _expert_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, tuple(used.values()), mesh_dim_names=tuple(used))
 
 
-def local_device(device_type: str | None, rank_info: RankInfo) -> torch.device:
-    """Return the device of this process, and make a GPU the current device.
+def local_device(rank_info: RankInfo) -> torch.device:
+    """Return the device of this process: a GPU, which becomes the current device, or the CPU.
 
     Args:
-        device_type: `cuda` or `cpu`. By default a GPU is used if there is one.
         rank_info: Place of this process.
     """
-    kind = device_type or accelerator.available_type()
-    if kind == "cpu":
+    device_type = accelerator.available_type()
+    if device_type == "cpu":
         return torch.device("cpu")
-    device = torch.device(kind, rank_info.local_rank)
+    device = torch.device(device_type, rank_info.local_rank)
     accelerator.use(device)
     return device
 

@@ -28,16 +28,19 @@ BACKEND = "plait_staged"
 Tensors = Sequence[torch.Tensor]
 
 
-def make_default_group(*, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+def make_default_group() -> None:
     """Create the default group of this launch with this backend. Collective.
 
     Groups that are created later have the same backend.
     """
     rank_info = place()
     register_backend()
-    store = store_of_next_group(rank_info, timeout)
     dist.init_process_group(
-        BACKEND, store=store, rank=rank_info.rank, world_size=rank_info.world_size, timeout=timeout
+        BACKEND,
+        store=store_of_next_group(rank_info, DEFAULT_TIMEOUT),
+        rank=rank_info.rank,
+        world_size=rank_info.world_size,
+        timeout=DEFAULT_TIMEOUT,
     )
 
 

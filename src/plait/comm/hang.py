@@ -175,7 +175,7 @@ class Board:
 
     def phase(self, phase: int) -> None:
         """Record that another phase of the same step begins."""
-        _PROGRESS.pack_into(self._memory, _PROGRESS_OFFSET, self.step, phase, time.monotonic())
+        self.progress(self.step, phase)
 
     @property
     def now(self) -> tuple[int, int, float]:

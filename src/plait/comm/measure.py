@@ -451,7 +451,7 @@ def find_links(
     machines: int = 1,
     device: torch.device,
     seconds: float,
-    kept: Path | None = None,
+    path: Path | None = None,
     largest_bytes: int = SIZES[-1],
 ) -> LinkMeasurement:
     """Return the costs of the all-reduce algorithms over a group. Collective over the group.
@@ -465,21 +465,21 @@ def find_links(
         machines: Number of machines of the group.
         device: Device of the tensors.
         seconds: Approximate time of a measurement.
-        kept: File of the costs. The first rank of the group reads it. Global rank 0 writes it after
+        path: File of the costs. The first rank of the group reads it. Global rank 0 writes it after
             a measurement.
         largest_bytes: Size of the largest message of the run.
     """
     hosts = all_gather_objects(socket.gethostname(), group)
     stored: tuple[GroupLinks | None, str] = (None, "")
     if group.rank() == 0:
-        stored = _read(kept, axis, group.size(), machines, hosts)
+        stored = _read(path, axis, group.size(), machines, hosts)
     links, reason = broadcast_object(stored, group)
 
     if links is not None:
         difference = _difference_from_probe(links, group, device)
         if not difference:
             return LinkMeasurement(
-                links, f"measured at an earlier start of the run ({kept}), and a probe agrees"
+                links, f"measured at an earlier start of the run ({path}), and a probe agrees"
             )
         reason = difference
 
@@ -498,14 +498,14 @@ def find_links(
     links, how = broadcast_object((measured, how), group)
 
     # There may be several groups along the dimension. One of them writes the file.
-    if kept is not None and dist.get_rank() == 0:
-        kept.parent.mkdir(parents=True, exist_ok=True)
+    if path is not None and dist.get_rank() == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
         facts = {
             "at": datetime.now(UTC).isoformat(timespec="seconds"),
             "device": device.type,
             "hosts": hosts,
         }
-        save(kept, [links], facts=facts)
+        save(path, [links], facts=facts)
     return LinkMeasurement(links, how)
 
 

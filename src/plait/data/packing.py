@@ -1,13 +1,13 @@
-"""Tokenised documents on disk, and the sequences of one length that are cut out of them.
+"""Tokenised documents on disk, and the sequences of one length that they are divided into.
 
 Documents are joined to one stream of tokens, with an end-of-text token after each text. The stream
 is written once and read through a memory map, so that the memory of a process does not depend on
-the size of the text. `Sequences` cuts the stream at multiples of the length; `Documents` keeps
+the size of the text. `Sequences` splits the stream at multiples of the length; `Documents` keeps
 documents whole.
 
 With `Documents`, positions restart for each document. Transformers masks the attention between the
 documents of a row if positions restart within it, no KV cache is used and no `attention_mask` is
-passed. A document longer than a sequence is cut into chunks, which are treated as documents.
+passed. A document longer than a sequence is split into chunks, which are treated as documents.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Stream:
     def split(self, position: int) -> tuple[Stream, Stream]:
         """Return the first `position` tokens and the remaining ones.
 
-        A document across the cut becomes one document in each of the two streams.
+        A document across the boundary becomes one document in each of the two streams.
         """
         ends = np.asarray(self.ends, dtype=np.int64)
         first_ends = ends[:0]
@@ -192,7 +192,7 @@ class _TextChunk:
 def _chunks(documents: Iterable[str], held_out: float) -> Iterator[_TextChunk]:
     for document in documents:
         split = _split_name(document, held_out)
-        texts = list(_cut_at_lines(document))
+        texts = list(_split_at_lines(document))
         for number, text in enumerate(texts, start=1):
             yield _TextChunk(text, split, is_end=number == len(texts))
 
@@ -211,8 +211,8 @@ def _batches(chunks: Iterable[_TextChunk]) -> Iterator[list[_TextChunk]]:
         yield batch
 
 
-def _cut_at_lines(document: str) -> Iterator[str]:
-    """Cut a long document after line breaks, to bound the memory of one call of the tokenizer."""
+def _split_at_lines(document: str) -> Iterator[str]:
+    """Split a long document after line breaks, to bound the memory of one call of the tokenizer."""
     start = 0
     while len(document) - start > _BATCH_CHARACTERS:
         end = document.rfind("\n", start, start + _BATCH_CHARACTERS) + 1
@@ -229,7 +229,7 @@ class SequenceSource(Protocol):
 
     @property
     def stream(self) -> Stream:
-        """Tokens that the sequences are cut out of."""
+        """Tokens that the sequences consist of."""
 
     @property
     def length(self) -> int:
@@ -247,7 +247,7 @@ class SequenceSource(Protocol):
 
 @dataclass(frozen=True)
 class Sequences:
-    """Sequences that are cut at multiples of the length, across documents.
+    """Sequences that begin at multiples of the length, across documents.
 
     Sequence `i` consists of the tokens `i * length` to `(i + 1) * length`. Only the last sequence
     may be shorter; its padding is not scored.
@@ -356,7 +356,7 @@ class Documents:
         ends = np.asarray(self.stream.ends, dtype=np.int64)
         begins = np.concatenate([[0], ends[:-1]])[: len(ends)]
 
-        # Cut long documents: chunk i of a document starts i * length after the document.
+        # Long documents are split: chunk i of a document starts i * length after the document.
         counts = -(-(ends - begins) // self.length)
         numbers = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         first = np.repeat(begins, counts) + numbers * self.length

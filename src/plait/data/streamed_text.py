@@ -5,9 +5,9 @@ state, and can continue from it.
 
 Note [Blocks of a streamed text]
     The text is read in blocks: documents are added until they make `data.buffer_sequences`
-    sequences. A block is cut and shuffled like a prepared text, so that a block with the whole text
-    gives the same sequences. Every rank reads all documents and takes its share of each batch. A
-    batch therefore holds the same sequences on any number of ranks, and a run can be resumed on
+    sequences. A block is divided and shuffled like a prepared text, so that a block with the whole
+    text gives the same sequences. Every rank reads all documents and takes its share of each batch.
+    A batch therefore holds the same sequences on any number of ranks, and a run can be resumed on
     another number. A checkpoint contains the position at which the current block begins, and the
     number of sequences of the block that were used.
 """
@@ -145,7 +145,7 @@ class StreamedSequences:
     text: StreamedText
     tokenizer: PreTrainedTokenizerBase
     encode: Encode | None
-    cut: Callable[[Stream, int, int], SequenceSource]
+    make_sequences: Callable[[Stream, int, int], SequenceSource]
     length: int
     """Number of tokens in a sequence."""
     padding: int
@@ -183,7 +183,7 @@ class StreamedSequences:
             number=number,
             begins=begins,
             first=first_digest,
-            train=self.cut(tokens["train"].stream(), self.length, self.padding),
+            train=self.make_sequences(tokens["train"].stream(), self.length, self.padding),
             validation=tokens["validation"].stream(),
             ends=is_last,
         )

@@ -33,7 +33,7 @@ def is_held_out(document: str, fraction: float) -> bool:
 
 
 def train_tokenizer(
-    corpus: Corpus, section: DataSection, *, cache: Path, say: Callable[[str], None]
+    corpus: Corpus, section: DataSection, *, cache: Path, report: Callable[[str], None]
 ) -> Path:
     """Train a byte-level BPE tokenizer on the documents that are not held out.
 
@@ -41,7 +41,7 @@ def train_tokenizer(
         corpus: Text of the run.
         section: The `data` section. Its `vocab_size` is the largest number of entries.
         cache: Folder for tokenizers. A cached tokenizer is reused.
-        say: Progress callback. It is called only if the tokenizer is not cached.
+        report: Progress callback. It is called only if the tokenizer is not cached.
 
     Returns:
         The folder of the tokenizer.
@@ -53,7 +53,7 @@ def train_tokenizer(
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
         from transformers import PreTrainedTokenizerFast
 
-        say(f"training a tokenizer with {section.vocab_size:,} entries on {corpus.description}")
+        report(f"training a tokenizer with {section.vocab_size:,} entries on {corpus.description}")
         bpe = Tokenizer(models.BPE())
         bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         bpe.decoder = decoders.ByteLevel()

@@ -61,7 +61,7 @@ class Context:
     @property
     def device(self) -> torch.device:
         """Device of this rank. Work goes to it from the first use of this property."""
-        return self.mesh.device if self.mesh is not None else local_device(None, place())
+        return self.mesh.device if self.mesh is not None else local_device(place())
 
     @property
     def is_small(self) -> bool:

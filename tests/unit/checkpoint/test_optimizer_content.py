@@ -7,9 +7,9 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from plait.checkpoint import states
 from plait.checkpoint.states import merge_stages, optimizer_content
 from plait.errors import CheckpointError
 
@@ -34,10 +34,7 @@ def test_a_pipelines_record_names_the_parameters_of_every_stage(
     """Each in its group, one that is tied between stages once."""
     stages = [record(["first", "tied"]), record(["tied", "last"])]
 
-    def gather(found: list[Any], _: object, *, group: object) -> None:
-        found[:] = stages
-
-    monkeypatch.setattr(dist, "all_gather_object", gather)
+    monkeypatch.setattr(states, "all_gather_objects", lambda *_: stages)
     groups = merge_stages(stages[1], mock.Mock(size=lambda: 2))["groups"]
     assert [group["params"] for group in groups] == [
         ["first.weight", "tied.weight", "last.weight"],

@@ -74,7 +74,9 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             "sequence_length": LENGTH,
         }
         section = DataSection(source="datasets", paths=(places[kind],), **{**given, **settings})
-        return prepare(section, cache=tmp_path / "cache", own_tokenizer=None, say=lambda _: None)
+        return prepare(
+            section, cache=tmp_path / "cache", model_tokenizer=None, report=lambda _: None
+        )
 
     return opens
 
@@ -239,7 +241,7 @@ def test_it_needs_a_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(
         InputError, match=r"none is trained on a text that is not kept; set data.tokenizer"
     ):
-        prepare(section, cache=tmp_path, own_tokenizer=None, say=lambda _: None)
+        prepare(section, cache=tmp_path, model_tokenizer=None, report=lambda _: None)
 
 
 @pytest.mark.parametrize(

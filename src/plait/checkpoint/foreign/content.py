@@ -31,7 +31,7 @@ class LazyTensor:
     assemble: Callable[[], torch.Tensor]
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> LazyTensor:
+    def from_tensor(cls, tensor: torch.Tensor) -> LazyTensor:
         """Return an entry for a tensor that exists already."""
         return cls(tuple(tensor.shape), tensor.dtype, lambda: tensor)
 

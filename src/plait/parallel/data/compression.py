@@ -87,7 +87,7 @@ class Residuals(StepHook):
         """Return all tensors in memory: `state`, and the copies that a skipped step needs."""
         return [
             *self.state().values(),
-            *(tensor for carried in self._carriers() for tensor in carried.aside),
+            *(tensor for carried in self._carriers() for tensor in carried.spare_tensors),
         ]
 
     def after_step(self, end: StepEnd) -> str:
