@@ -14,6 +14,9 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+_MAX_MESSAGE_CHARACTERS = 10_000
+"""Longest message that is printed. Foreign files can contain names of several megabytes."""
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -41,10 +44,6 @@ def shorten(text: str, max_characters: int = 400) -> str:
     if len(text) <= max_characters:
         return text
     return text[: max_characters - 3] + "..."
-
-
-_MAX_MESSAGE_CHARACTERS = 10_000
-"""Longest message that is printed. Foreign files can contain names of several megabytes."""
 
 
 class PlaitError(Exception):

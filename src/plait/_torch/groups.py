@@ -34,6 +34,31 @@ from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
 from plait._torch.operators import replaced
 
 GroupClass = TypeVar("GroupClass", bound=type)
+_NAMES_BEFORE_2_13 = {
+    "all_gather_single": "_allgather_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+    "all_to_all_single": "alltoall_base",
+}
+"""Names of process group methods before torch 2.13, keyed by the names since then."""
+_RENAMED = hasattr(dist, "all_gather_single")
+_DUMP_FUNCTIONS = tuple(
+    name
+    for name in dir(_distributed_c10d)
+    if name.startswith("_dump_") and name.endswith("_trace_json")
+)
+"""Names of the functions that return a recorder's entries. This torch has one per backend."""
+_DTYPES = {
+    "Float": "float32",
+    "Double": "float64",
+    "Half": "float16",
+    "BFloat16": "bfloat16",
+    "Long": "int64",
+    "Int": "int32",
+    "Byte": "uint8",
+}
+"""Names of dtypes, keyed by the names that the recorders use."""
 
 
 def flatten_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -124,16 +149,6 @@ def make_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> An
     return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
 
 
-_NAMES_BEFORE_2_13 = {
-    "all_gather_single": "_allgather_base",
-    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
-    "reduce_scatter_single": "_reduce_scatter_base",
-    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
-    "all_to_all_single": "alltoall_base",
-}
-"""Names of process group methods before torch 2.13, keyed by the names since then."""
-
-
 def add_legacy_names(group_class: GroupClass) -> GroupClass:
     """Add methods under the names that torch 2.11 and 2.12 call. Class decorator.
 
@@ -168,9 +183,6 @@ def delivered_at_once() -> AbstractContextManager[None]:
     return replaced(FakeWork, "is_completed", lambda _work: True)
 
 
-_RENAMED = hasattr(dist, "all_gather_single")
-
-
 def all_gather_single(
     output: torch.Tensor,
     shard: torch.Tensor,
@@ -193,25 +205,6 @@ def reduce_scatter_single(
     """Sum `full` over the ranks and write this rank's shard of the sum to `output`. Collective."""
     scatter = dist.reduce_scatter_single if _RENAMED else dist.reduce_scatter_tensor
     return scatter(output, full, group=group, async_op=async_op)
-
-
-_DUMP_FUNCTIONS = tuple(
-    name
-    for name in dir(_distributed_c10d)
-    if name.startswith("_dump_") and name.endswith("_trace_json")
-)
-"""Names of the functions that return a recorder's entries. This torch has one per backend."""
-
-_DTYPES = {
-    "Float": "float32",
-    "Double": "float64",
-    "Half": "float16",
-    "BFloat16": "bfloat16",
-    "Long": "int64",
-    "Int": "int32",
-    "Byte": "uint8",
-}
-"""Names of dtypes, keyed by the names that the recorders use."""
 
 
 @dataclass(frozen=True)

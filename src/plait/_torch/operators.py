@@ -26,6 +26,10 @@ from torch.utils._pytree import tree_unflatten as tree_unflatten
 foreach_norm = torch._foreach_norm
 foreach_mul_ = torch._foreach_mul_
 foreach_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
+without_dispatch_modes = torch._C._DisableTorchDispatch
+"""Context in which dispatch modes do not see operators on plain tensors."""
+function_modes: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack
+"""Function that returns the active function modes, outermost first."""
 
 
 def grouped_by_device_and_dtype(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
@@ -43,12 +47,6 @@ def grouped_by_device_and_dtype(tensors: Sequence[torch.Tensor]) -> list[list[in
     groups = torch._C._group_tensors_by_device_and_dtype([list(tensors)], True)
     by_name = sorted(groups.items(), key=lambda group: (group[0][0].type, str(group[0][1])))
     return [indices for _, (_, indices) in by_name]
-
-
-without_dispatch_modes = torch._C._DisableTorchDispatch
-"""Context in which dispatch modes do not see operators on plain tensors."""
-function_modes: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack
-"""Function that returns the active function modes, outermost first."""
 
 
 @contextmanager

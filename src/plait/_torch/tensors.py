@@ -25,6 +25,11 @@ _READ = torch.ops.aten._local_scalar_dense.default
 _propagator: Any = ShardingPropagator
 _tensor_strategies: Any = _tensor_ops
 _NEW_EMPTY_STRIDED = torch.ops.aten.new_empty_strided.default
+rebuilt_tensor = _rebuild_tensor_v2
+"""Function that pickles of torch name to build a tensor.
+
+Its arguments are storage, offset, size, stride, requires_grad and hooks.
+"""
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -213,13 +218,6 @@ def on_resize(notify: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
 
     with replaced(torch.UntypedStorage, "resize_", resize_and_notify):
         yield
-
-
-rebuilt_tensor = _rebuild_tensor_v2
-"""Function that pickles of torch name to build a tensor.
-
-Its arguments are storage, offset, size, stride, requires_grad and hooks.
-"""
 
 
 def records_of(path: Path) -> list[str]:

@@ -61,6 +61,13 @@ _DTYPES = {
     torch.bool: "BOOL",
 }
 _READ_BYTES = 16 << 20
+FORMAT = 2
+MANIFEST = "manifest.json"
+MANIFEST_HASH = "manifest.sha256"
+LATEST = "LATEST"
+_MAX_BYTES = 1 << 30
+"""Largest JSON file that is read. A model with a million tensors needs a quarter of it."""
+M = TypeVar("M", bound=Policy)
 
 
 def is_supported_dtype(dtype: object) -> bool:
@@ -412,15 +419,6 @@ def _digest(stream: Any, offset: int, size: int) -> str:
         digest.update(part)
         remaining -= len(part)
     return digest.hexdigest()
-
-
-FORMAT = 2
-MANIFEST = "manifest.json"
-MANIFEST_HASH = "manifest.sha256"
-LATEST = "LATEST"
-_MAX_BYTES = 1 << 30
-"""Largest JSON file that is read. A model with a million tensors needs a quarter of it."""
-M = TypeVar("M", bound=Policy)
 
 
 class RankManifest(Policy):

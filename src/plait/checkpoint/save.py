@@ -61,6 +61,9 @@ cache directory listings for a while.
 """
 RANK_START = "rank."
 """Prefix of the names of tensors that belong to one rank, such as states of generators."""
+_MAX_MEMORY_SHARE = 0.5
+"""Share of the available host memory that all ranks of a machine together may use for copies."""
+_FAILED = 2
 
 
 @dataclass(frozen=True)
@@ -345,11 +348,6 @@ def _wait_and_join(folder: Place, tag: str, token: str) -> Commit:
                 " use a folder on a file system that all machines share, or a store's URL"
             )
         time.sleep(0.05)
-
-
-_MAX_MEMORY_SHARE = 0.5
-"""Share of the available host memory that all ranks of a machine together may use for copies."""
-_FAILED = 2
 
 
 class Writer:

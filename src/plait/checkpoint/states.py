@@ -33,6 +33,18 @@ MODEL_START = "model."
 _FROZEN_NAMES = "_plait_checkpoints_hold_what_is_trained"
 """Attribute of a model with the names of the parameters that its checkpoints leave out."""
 _EXTRA = "_extra_state"
+OPTIMIZER_START = "optimizer.state."
+_ADAM_CLASSES = ("torch.optim.Adam", "torch.optim.AdamW", "plait.optim.low_bit_adam.SmallStateAdam")
+_STATES_OF_OPTIONS = {
+    "amsgrad": (("Adam", "AdamW"), "max_exp_avg_sq"),
+    "centered": (("RMSprop",), "grad_avg"),
+    "momentum": (("RMSprop",), "momentum_buffer"),
+}
+"""State that an option of torch's optimizers needs, and the classes that create it at a parameter's
+first step only.
+"""
+StateAllocator = Callable[[nn.Parameter, str, torch.dtype], torch.Tensor]
+"""Allocates a state of its parameter's shape from (parameter, name of the state, dtype)."""
 
 
 def save_trained_only(model: nn.Module) -> None:
@@ -115,20 +127,6 @@ def put_values(model: nn.Module, values: Mapping[str, Any]) -> None:
         owner, _, leaf = name.rpartition(".")
         if leaf == _EXTRA and owner in modules:
             modules[owner].set_extra_state(exact.decode(value, None, name))
-
-
-OPTIMIZER_START = "optimizer.state."
-_ADAM_CLASSES = ("torch.optim.Adam", "torch.optim.AdamW", "plait.optim.low_bit_adam.SmallStateAdam")
-_STATES_OF_OPTIONS = {
-    "amsgrad": (("Adam", "AdamW"), "max_exp_avg_sq"),
-    "centered": (("RMSprop",), "grad_avg"),
-    "momentum": (("RMSprop",), "momentum_buffer"),
-}
-"""State that an option of torch's optimizers needs, and the classes that create it at a parameter's
-first step only.
-"""
-StateAllocator = Callable[[nn.Parameter, str, torch.dtype], torch.Tensor]
-"""Allocates a state of its parameter's shape from (parameter, name of the state, dtype)."""
 
 
 @runtime_checkable

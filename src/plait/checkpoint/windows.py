@@ -46,6 +46,13 @@ from plait.sizes import dtype_name
 
 Window = tuple[tuple[int, int], ...]
 """(start, length) per dimension."""
+Keys = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
+_WORD_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+_WORDS_AT_ONCE = 1 << 17
+"""Words that are multiplied at a time, so that they stay in a core's cache."""
+_BLOCK_BYTES = 16 << 20
+Observer = Callable[["TensorBlock"], None]
+"""Function that receives each block of a tensor, for example to hash it."""
 
 
 class TensorRecord(Policy):
@@ -187,15 +194,6 @@ def merge_stages(
             else:
                 merged[name] = previous.model_copy(update={"stages": (*previous.stages, stage)})
     return merged
-
-
-Keys = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
-_WORD_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
-_WORDS_AT_ONCE = 1 << 17
-"""Words that are multiplied at a time, so that they stay in a core's cache."""
-_BLOCK_BYTES = 16 << 20
-Observer = Callable[["TensorBlock"], None]
-"""Function that receives each block of a tensor, for example to hash it."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,10 @@ from pathlib import Path
 from plait.cluster.accelerator import DeviceType
 from plait.errors import ConfigError, InputError, Problem, raise_problems
 
+MOST_SLOTS = 2**16
+"""Largest number of slots of a machine."""
+_LINE = re.compile(r"(?P<name>[^\s#=-][^\s#=]*)\s+slots\s*=\s*(?P<slots>\d{1,9})")
+
 
 @dataclass(frozen=True)
 class Node:
@@ -49,11 +53,6 @@ class Topology:
     def world_size(self) -> int:
         """Number of devices, which is the number of processes."""
         return sum(node.devices for node in self.nodes)
-
-
-MOST_SLOTS = 2**16
-"""Largest number of slots of a machine."""
-_LINE = re.compile(r"(?P<name>[^\s#=-][^\s#=]*)\s+slots\s*=\s*(?P<slots>\d{1,9})")
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,12 @@ the same group.
 """
 LANES = 3
 """Number of pairs of groups over pp for messages between stages with NCCL (`comm.messages`)."""
+_DEFAULT_GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakSet[GroupUse]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Default groups that Plait created, with their uses. Global, as torch's own list of groups is."""
+_mesh_count = 0
+"""Number of meshes of this process, or of another rank that has created more."""
 
 
 @dataclass(frozen=True)
@@ -106,12 +112,6 @@ class GroupUse:
     def __init__(self, users: weakref.WeakSet[GroupUse]) -> None:
         self.users = users
         users.add(self)
-
-
-_DEFAULT_GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakSet[GroupUse]] = (
-    weakref.WeakKeyDictionary()
-)
-"""Default groups that Plait created, with their uses. Global, as torch's own list of groups is."""
 
 
 def _use_default_group(*, is_new: bool) -> GroupUse | None:
@@ -498,10 +498,6 @@ def _check_world_size(layout: Layout, *, is_new: bool) -> None:
             f"start {layout.world_size} processes, or change the layout",
         )
     )
-
-
-_mesh_count = 0
-"""Number of meshes of this process, or of another rank that has created more."""
 
 
 def _next_mesh_number(device: torch.device) -> int:

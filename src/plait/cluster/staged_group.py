@@ -26,6 +26,8 @@ BACKEND = "plait_staged"
 """Name of the backend."""
 
 Tensors = Sequence[torch.Tensor]
+# torch's stubs describe process groups in C++, with an overload for each form of a call.
+_PythonGroup: Any = dist.ProcessGroup
 
 
 def make_default_group() -> None:
@@ -96,10 +98,6 @@ class StagedWork(dist.Work):
         future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
         future.set_result(self._result)
         return future
-
-
-# torch's stubs describe process groups in C++, with an overload for each form of a call.
-_PythonGroup: Any = dist.ProcessGroup
 
 
 @add_legacy_names

@@ -29,6 +29,32 @@ from plait.errors import InputError
 from plait.files import write_atomically
 from plait.sizes import KIB, MIB, format_bytes
 
+LARGEST_BUCKET_BYTES = 100 * MIB
+SMALLEST_BUCKET_BYTES = 256 * KIB
+"""Size below which Python's overhead per bucket dominates. The costs of the links exclude it."""
+MEASURED_TIE = 0.03
+"""Relative difference up to which measured times count as equal."""
+OVERLAP_TIE = 0.15
+"""Relative difference up to which the backend's own all-reduce is preferred for buckets.
+
+Only the first operation of a composed algorithm overlaps with the backward.
+"""
+NEAR = 2.0
+"""Cost, relative to the chosen algorithm, up to which others are timed against it.
+
+`comm.measure.refine` does that.
+"""
+_TIE = 1e-9
+_ALGORITHMS = (
+    "shared-memory",
+    "all-reduce",
+    "reduce-scatter+all-gather",
+    "hierarchical",
+    "recursive-doubling",
+    "ring",
+)
+"""Algorithms with exact results, ordered by their number of operations."""
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -278,33 +304,6 @@ def _level(content: Any) -> Any:
 def _cost(content: Any) -> Cost:
     samples = tuple((int(nbytes), float(seconds)) for nbytes, seconds in content.get("samples", ()))
     return Cost(**{**content, "samples": samples})
-
-
-LARGEST_BUCKET_BYTES = 100 * MIB
-SMALLEST_BUCKET_BYTES = 256 * KIB
-"""Size below which Python's overhead per bucket dominates. The costs of the links exclude it."""
-MEASURED_TIE = 0.03
-"""Relative difference up to which measured times count as equal."""
-OVERLAP_TIE = 0.15
-"""Relative difference up to which the backend's own all-reduce is preferred for buckets.
-
-Only the first operation of a composed algorithm overlaps with the backward.
-"""
-NEAR = 2.0
-"""Cost, relative to the chosen algorithm, up to which others are timed against it.
-
-`comm.measure.refine` does that.
-"""
-_TIE = 1e-9
-_ALGORITHMS = (
-    "shared-memory",
-    "all-reduce",
-    "reduce-scatter+all-gather",
-    "hierarchical",
-    "recursive-doubling",
-    "ring",
-)
-"""Algorithms with exact results, ordered by their number of operations."""
 
 
 @dataclass(frozen=True)

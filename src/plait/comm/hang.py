@@ -1,20 +1,16 @@
-"""Hangs: boards in which ranks publish their progress, and the rank that others wait for.
+"""Hangs: boards on which ranks publish their progress, and the search for the late ranks.
+
+A board is a small file with the step and the phase of a rank, the collectives that it waits for,
+and a sign of life. The rank maps the file into memory. A write is a store to memory, so it is cheap
+and needs no lock. Other processes (`comm.watch`, the launcher) can read the board while the rank is
+stopped, holds the interpreter's lock or has ended. Times are those of the monotonic clock, which
+all processes of a machine share.
 
 Note [Late ranks]
     A rank is late for a collective if it is a member of its group and has not begun it. A late
     rank that waits for another collective is not the cause, so the search continues with the ranks
     that are late for that one. If the search returns to ranks that it has visited, the ranks issue
     different collectives and wait for each other.
-
-`comm.watch` and the launcher read the boards.
-
-A board is a small file. It has the step and the phase of a rank, the collectives that it waits for,
-and a sign of life. The rank maps the file into memory. A write is a store to memory, so it is cheap
-and needs no lock. Other processes can read the board while the rank is stopped, holds the
-interpreter's lock or has ended. Times are those of the monotonic clock, which all processes of a
-machine share.
-
-The module does not import torch, because the launcher reads boards too.
 """
 
 from __future__ import annotations
@@ -58,6 +54,8 @@ _SIGN_TEXT_BYTES = BYTES - _SIGN_TEXT_OFFSET
 PHASES = ("start", "between steps", "forward", "backward", "update", "evaluation", "checkpoint")
 """Phases of a rank, as messages name them."""
 START, BETWEEN, FORWARD, BACKWARD, UPDATE, EVALUATION, CHECKPOINT = range(len(PHASES))
+SIGN_SECONDS = 3.0
+"""Silence after which an interpreter counts as stopped, or its lock as held by a call."""
 
 
 @dataclass(frozen=True)
@@ -306,10 +304,6 @@ def _parsed_wait(plain: dict[str, Any], *, seen: float) -> Wait:
         members=tuple(plain.get("members", ())),
         seen=seen,
     )
-
-
-SIGN_SECONDS = 3.0
-"""Silence after which an interpreter counts as stopped, or its lock as held by a call."""
 
 
 @dataclass(frozen=True)

@@ -84,6 +84,10 @@ Operations = Callable[[int], dict[str, Operation]]
 
 Creating and calling the operations is collective.
 """
+_LONGEST_REFINEMENT = 4.0
+"""Multiple of the allowed time that a comparison may take at its fewest rounds."""
+AGREEMENT = 2.0
+"""Factor by which a probe may differ from the stored time, up or down."""
 
 
 def measure_group(
@@ -422,12 +426,6 @@ def _median_of_slowest(
     dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
     counts = [len(times) for times in samples]
     return [float(times.quantile(0.5)) for times in values.split(counts)]
-
-
-_LONGEST_REFINEMENT = 4.0
-"""Multiple of the allowed time that a comparison may take at its fewest rounds."""
-AGREEMENT = 2.0
-"""Factor by which a probe may differ from the stored time, up or down."""
 
 
 @dataclass(frozen=True)

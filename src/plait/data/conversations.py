@@ -27,6 +27,9 @@ COLUMNS = {
 """Columns that each format reads if a row has them."""
 
 _OPTIONAL_OF_PAIR = ("system", "history")
+Encoded = tuple[list[int], list[bool]]
+"""Tokens, and for each token whether the loss counts it."""
+_ALL_REMEDY = 'use data.scored = "all", or a template with {% generation %}'
 
 
 def row_text(
@@ -189,12 +192,6 @@ def _is_turn(turn: Any) -> bool:
         and len(turn) == 2
         and all(isinstance(text, str) for text in turn)
     )
-
-
-Encoded = tuple[list[int], list[bool]]
-"""Tokens, and for each token whether the loss counts it."""
-
-_ALL_REMEDY = 'use data.scored = "all", or a template with {% generation %}'
 
 
 def encoder(

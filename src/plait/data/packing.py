@@ -41,6 +41,8 @@ Array = np.ndarray[Any, Any]
 
 Encode = Callable[[str], tuple[list[int], list[bool]]]
 """Function from the text of a row to its tokens, and for each token whether the loss counts it."""
+TokenizedChunk = tuple[str, list[int], list[bool] | None, bool]
+"""Split, tokens, which of them the loss counts (None: all), and whether the document ends here."""
 
 
 @dataclass(frozen=True)
@@ -130,10 +132,6 @@ def write_tokens(
         "scored": encode is not None,
     }
     (folder / "tokens.json").write_text(json.dumps(description))
-
-
-TokenizedChunk = tuple[str, list[int], list[bool] | None, bool]
-"""Split, tokens, which of them the loss counts (None: all), and whether the document ends here."""
 
 
 def tokenize_documents(

@@ -38,6 +38,20 @@ from plait.data.cache import digest
 from plait.errors import InputError
 from plait.hashing import seed_of
 
+_COMPARED_ROWS = 16
+"""Number of rows of an iterable data set that ranks compare."""
+_SPLIT_FIELDS = (
+    ("num_replicas", "rank"),  # torch and subclasses of its samplers
+    ("num_processes", "process_index"),  # Accelerate and Transformers
+    ("world_size", "rank"),
+)
+"""Names of the attributes with the number of ranks and the index of a rank."""
+_REMEDY = (
+    "let every rank have all rows in one order: leave out split_dataset_by_node, shard() and code"
+    " that reads the rank, and give shuffle(), interleave_datasets() and generators of your own a"
+    " seed"
+)
+
 
 @contextmanager
 def seeded_generators(*seed_parts: object) -> Iterator[None]:
@@ -56,21 +70,6 @@ def seeded_generators(*seed_parts: object) -> Iterator[None]:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
         torch.set_rng_state(torch_state)
-
-
-_COMPARED_ROWS = 16
-"""Number of rows of an iterable data set that ranks compare."""
-_SPLIT_FIELDS = (
-    ("num_replicas", "rank"),  # torch and subclasses of its samplers
-    ("num_processes", "process_index"),  # Accelerate and Transformers
-    ("world_size", "rank"),
-)
-"""Names of the attributes with the number of ranks and the index of a rank."""
-_REMEDY = (
-    "let every rank have all rows in one order: leave out split_dataset_by_node, shard() and code"
-    " that reads the rank, and give shuffle(), interleave_datasets() and generators of your own a"
-    " seed"
-)
 
 
 def split_of(source: Any) -> tuple[str, int, int] | None:

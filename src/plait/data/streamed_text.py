@@ -37,6 +37,11 @@ if TYPE_CHECKING:
 
 _FINGERPRINT_DOCUMENTS = 16
 """Number of documents at the beginning of the text that its fingerprint depends on."""
+_TOKENIZED_DOCUMENTS = 64
+"""Number of documents per call of the tokenizer.
+
+Blocks end after such a call, so the number decides which documents are in a block.
+"""
 
 
 @dataclass(frozen=True)
@@ -113,13 +118,6 @@ class StreamReader:
         return {"rows": copy.deepcopy(self._data.state_dict()), "row": self._row}
 
 
-_TOKENIZED_DOCUMENTS = 64
-"""Number of documents per call of the tokenizer.
-
-Blocks end after such a call, so the number decides which documents are in a block.
-"""
-
-
 @dataclass(frozen=True)
 class TextBlock:
     """Sequences that are read and shuffled together. See Note [Blocks of a streamed text]."""
@@ -187,14 +185,6 @@ class StreamedSequences:
             validation=tokens["validation"].stream(),
             ends=is_last,
         )
-
-    def first_block(self) -> TextBlock:
-        """Read the first block of the text.
-
-        Raises:
-            InputError: A row cannot be read.
-        """
-        return self.read(self.text.read(), epoch=0, number=0, begins=None)
 
 
 class _TokenBuffer:
