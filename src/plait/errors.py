@@ -135,7 +135,7 @@ class NumbersError(PlaitError):
     """Non-finite loss or gradient, or replicas whose numbers differ."""
 
     exit_code = 7
-    of_batch = True
+    caused_by_batch = True
     """True if the batch is the cause. The error would then recur with the same batch."""
     samples: int | None = None
     """Number of sequences that the run had consumed before the batch."""

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from plait.checkpoint.commit import (
     delete_checkpoint,
-    has_its_own_name,
-    holds_own_files_only,
+    has_only_saved_files,
+    is_name_of_tag,
     is_unfinished,
 )
 from plait.checkpoint.format import (
@@ -203,8 +203,8 @@ def remove_old(folder: Place, *, keep: int) -> None:
         checkpoints = [
             checkpoint
             for checkpoint in _complete(folder)
-            if has_its_own_name(checkpoint.path.name, checkpoint.manifest.tag)
-            and holds_own_files_only(checkpoint.path)
+            if is_name_of_tag(checkpoint.path.name, checkpoint.manifest.tag)
+            and has_only_saved_files(checkpoint.path)
         ]
         latest = _newest_of_tag(checkpoints, pointer.tag) if pointer is not None else None
         for old in checkpoints[keep:]:

@@ -60,6 +60,7 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+"""Names of dtypes in safetensors files."""
 _READ_BYTES = 16 << 20
 FORMAT = 2
 MANIFEST = "manifest.json"

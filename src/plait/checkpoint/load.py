@@ -55,21 +55,6 @@ off: sizes of files and hashes of the lists only.
 _SAMPLE_STRIDE = 8
 
 
-@dataclass(frozen=True)
-class _ShardCopy:
-    """Part of a tensor that is copied from one file to this rank."""
-
-    name: str
-    record: TensorRecord
-    window: Window
-    """Window of the file's shard."""
-    local: torch.Tensor
-    source: tuple[slice, ...]
-    """Part of the file's shard."""
-    target: tuple[slice, ...]
-    """Part of `local`."""
-
-
 class Reader:
     """Reads the tensors and values of one checkpoint.
 
@@ -247,6 +232,21 @@ class Reader:
             for name, record in self.tensors.items()
             if name.startswith(start)
         )
+
+
+@dataclass(frozen=True)
+class _ShardCopy:
+    """Part of a tensor that is copied from one file to this rank."""
+
+    name: str
+    record: TensorRecord
+    window: Window
+    """Window of the file's shard."""
+    local: torch.Tensor
+    source: tuple[slice, ...]
+    """Part of the file's shard."""
+    target: tuple[slice, ...]
+    """Part of `local`."""
 
 
 def load_trained(

@@ -274,27 +274,6 @@ class ByteSink(Protocol):
         """Write all of `data`, or raise OSError."""
 
 
-@contextmanager
-def _add_path_to_errors(path: Path) -> Iterator[None]:
-    # Errors of write and fsync do not name the file.
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None:
-            error.filename = str(path)
-        raise
-
-
-class _FileSink:
-    """Open file whose writes go through `FILES`."""
-
-    def __init__(self, stream: IO[bytes]) -> None:
-        self._stream = stream
-
-    def write(self, data: bytes | memoryview, /) -> None:
-        FILES.write(self._stream, data)
-
-
 def is_temporary(path: Place) -> bool:
     """Return True for names that a save or a deletion uses temporarily."""
     return path.name.startswith(".") and path.name.endswith(_TEMPORARY_SUFFIXES)
@@ -316,6 +295,27 @@ def write_file(path: Place, content: Callable[[ByteSink], object]) -> None:
     with _add_path_to_errors(path), FILES.create(path) as stream:
         content(_FileSink(stream))
         FILES.sync(stream)
+
+
+class _FileSink:
+    """Open file whose writes go through `FILES`."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+
+    def write(self, data: bytes | memoryview, /) -> None:
+        FILES.write(self._stream, data)
+
+
+@contextmanager
+def _add_path_to_errors(path: Path) -> Iterator[None]:
+    # Errors of write and fsync do not name the file.
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def write_text(path: Place, text: str) -> None:

@@ -378,6 +378,7 @@ class Writer:
         Raises:
             CheckpointError: The previous checkpoint could not be written.
         """
+        # The buffers of the previous save are reused.
         self.wait()
         self._unsettled = None
         self._outcome = None
@@ -451,6 +452,7 @@ class Writer:
             CheckpointError: The checkpoint could not be written.
         """
         running = self._running
+        # Before the result: an error is raised once.
         self._running = None
         if running is None:
             return None
@@ -486,6 +488,7 @@ class Writer:
         free = free_host_bytes()
         if free is None:
             return True
+        # The other ranks of this machine copy at the same time.
         return snapshot.size - existing <= _MAX_MEMORY_SHARE * free / self._mesh.local_world_size
 
     def _stage(self, snapshot: Snapshot) -> dict[str, torch.Tensor]:

@@ -125,6 +125,7 @@ def put_values(model: nn.Module, values: Mapping[str, Any]) -> None:
     modules = dict(model.named_modules())
     for name, value in values.items():
         owner, _, leaf = name.rpartition(".")
+        # The values of all pipeline stages are passed, and a rank has modules of one of them.
         if leaf == _EXTRA and owner in modules:
             modules[owner].set_extra_state(exact.decode(value, None, name))
 
@@ -345,6 +346,7 @@ def load_states(
     }
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     names = parameter_names(model)
+    # Tied parameters are saved under the name that the saving layout used.
     owners = {alias: parameter for parameter in parameters for alias in names[parameter]}
     for key, value in record["values"].items():
         alias, _, state_name = key.removeprefix("state.").rpartition(".")

@@ -114,24 +114,6 @@ class GroupUse:
         users.add(self)
 
 
-def _use_default_group(*, is_new: bool) -> GroupUse | None:
-    """Register a use of the default group, or return None if the user created the group."""
-    group = dist.group.WORLD
-    if group is None:
-        return None
-    if is_new:
-        _DEFAULT_GROUPS[group] = weakref.WeakSet()
-    if group not in _DEFAULT_GROUPS:
-        return None
-    return GroupUse(_DEFAULT_GROUPS[group])
-
-
-def _world() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
-
-
 @dataclass(frozen=True)
 class Mesh:
     """Layout over the existing processes, with the process groups of its dimensions.
@@ -500,6 +482,18 @@ def _check_world_size(layout: Layout, *, is_new: bool) -> None:
     )
 
 
+def _use_default_group(*, is_new: bool) -> GroupUse | None:
+    """Register a use of the default group, or return None if the user created the group."""
+    group = dist.group.WORLD
+    if group is None:
+        return None
+    if is_new:
+        _DEFAULT_GROUPS[group] = weakref.WeakSet()
+    if group not in _DEFAULT_GROUPS:
+        return None
+    return GroupUse(_DEFAULT_GROUPS[group])
+
+
 def _next_mesh_number(device: torch.device) -> int:
     """Return a number that no earlier mesh of any rank has, the same on all ranks. Collective."""
     global _mesh_count
@@ -566,3 +560,9 @@ def _make_default_group(
     )
     if start_timeout != timeout:
         set_timeout(_world(), timeout.total_seconds())
+
+
+def _world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group

@@ -51,19 +51,6 @@ _GLOO_THREAD = "pt_gloo_runloop"
 """Name that torch gives to the threads of gloo."""
 
 
-@dataclass
-class _SharedStore:
-    """Store of all default groups that met at one address.
-
-    Attributes:
-        store: The store.
-        groups: Number of groups that used it.
-    """
-
-    store: dist.Store
-    groups: int = 0
-
-
 def store_of_next_group(rank_info: RankInfo, timeout: timedelta) -> dist.Store:
     """Return the store for the next default group. Collective.
 
@@ -88,6 +75,19 @@ def store_of_next_group(rank_info: RankInfo, timeout: timedelta) -> dist.Store:
     shared.groups += 1
     shared.store.set_timeout(timeout)
     return dist.PrefixStore(f"plait/default_group/{shared.groups}", shared.store)
+
+
+@dataclass
+class _SharedStore:
+    """Store of all default groups that met at one address.
+
+    Attributes:
+        store: The store.
+        groups: Number of groups that used it.
+    """
+
+    store: dist.Store
+    groups: int = 0
 
 
 def is_fake(group: dist.ProcessGroup | None = None) -> bool:

@@ -83,7 +83,7 @@ class Wait:
     members: tuple[int, ...] = ()
     seen: float = math.inf
 
-    def same_as(self, other: Wait) -> bool:
+    def is_same_collective(self, other: Wait) -> bool:
         """Return whether the wait of another rank is for the same collective."""
         return (self.operation, self.axis, self.members, self.sequence) == (
             other.operation,
@@ -368,7 +368,7 @@ def find_hang(readings: Mapping[int, BoardContent], now: float) -> Hang | None:
         waiting
         for waiting in _waiting_ranks(readings, now)
         if waiting.rank != first.rank
-        and waiting.wait.same_as(first.wait)
+        and waiting.wait.is_same_collective(first.wait)
         and waiting.rank not in late
     ]
     return Hang((first, *others), late, circle, readings[first.rank].timeout_seconds)
@@ -402,7 +402,7 @@ def _find_late(
         visited[current.rank] = current
         for rank in _missing_ranks(current, readings):
             other = by_rank.get(rank)
-            if other is None or other.wait.same_as(current.wait):
+            if other is None or other.wait.is_same_collective(current.wait):
                 # The rank waits for nothing, or its board cannot be read, or it waits for this
                 # collective although it has not taken part.
                 causes.add(rank)
@@ -420,7 +420,7 @@ def _missing_ranks(waiting: Waiting, readings: Mapping[int, BoardContent]) -> Se
         return waiting.wait.missing
     participants = set()
     for rank, reading in readings.items():
-        if any(wait.same_as(waiting.wait) for wait in reading.waits):
+        if any(wait.is_same_collective(waiting.wait) for wait in reading.waits):
             participants.add(rank)
     return [
         rank for rank in waiting.wait.members if rank != waiting.rank and rank not in participants

@@ -65,19 +65,6 @@ _EXIT_CODE = 5
 """Exit code of a process that ends itself, which is that of a CommunicationError."""
 
 
-@dataclass(frozen=True)
-class _Peer:
-    """A rank on this machine.
-
-    Attributes:
-        board: Path of its board.
-        stack: Path of the file to which it writes its stacks.
-    """
-
-    board: Path
-    stack: Path
-
-
 class Watch:
     """Watch of one process. `WATCH` is the only instance outside of tests.
 
@@ -369,6 +356,19 @@ class Watch:
                 reading, now, state=state, line=stacks.users_line(stack), stack=str(stack or "")
             )
         )
+
+
+@dataclass(frozen=True)
+class _Peer:
+    """A rank on this machine.
+
+    Attributes:
+        board: Path of its board.
+        stack: Path of the file to which it writes its stacks.
+    """
+
+    board: Path
+    stack: Path
 
 
 def _print(text: str) -> None:

@@ -231,6 +231,7 @@ def encoder(
         except InputError as error:
             excerpt = _beginning(row)
             raise InputError(f"data.format: {error} (the row begins with {excerpt})") from error
+        # Some templates write the end-of-text token themselves.
         if append_end_of_text and ids[-1:] != [tokenizer.eos_token_id]:
             return [*ids, int(tokenizer.eos_token_id)], [*scored_tokens, True]
         return ids, scored_tokens

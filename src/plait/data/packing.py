@@ -99,6 +99,7 @@ def write_tokens(
         held_out: Fraction of the documents in the validation split.
         encode: Tokenises rows. None for texts, of which the loss counts all tokens.
     """
+    # Two bytes per token suffice for most vocabularies.
     dtype = np.dtype("<u2" if vocabulary_size(tokenizer) <= 1 << 16 else "<u4")
     counts = {"train": 0, "validation": 0}
     ends = {"train": array("Q"), "validation": array("Q")}
@@ -161,6 +162,7 @@ def _tokenize_texts(
             verbose=False,
         )
         for chunk, ids in zip(batch, encoded["input_ids"], strict=True):
+            # Chunks of one document are not separated.
             if chunk.is_end:
                 ids = [*ids, tokenizer.eos_token_id]
             yield chunk.split, ids, None, chunk.is_end

@@ -119,6 +119,7 @@ def prepare(
     )
     encode, encoding_key = _encoding(section, tokenizer)
     share = section.validation_fraction
+    # Everything that the tokens and their split depend on. The sequence length is not part of it.
     key = digest(
         [FORMAT, corpus.fingerprint, tokenizer_digest(tokenizer), str(share), encoding_key]
     )

@@ -99,6 +99,7 @@ def find_files(paths: tuple[str, ...], *, suffixes: tuple[str, ...]) -> list[Pat
         else:
             candidates = [Path(name) for name in glob.glob(str(path), recursive=True)]
             rule = f"names no file (looked in {Path.cwd()}); correct data.paths"
+        # Two paths or globs may name the same file.
         matches = [file.resolve() for file in candidates if file.is_file()]
         if not matches:
             raise InputError(f"data.paths: {text!r} {rule}")
@@ -312,6 +313,7 @@ def load_dataset(section: DataSection, *, streaming: bool = False) -> Any:
             f"data.paths: the data set {name!r} cannot be opened ({str(error).strip()}); name a"
             " folder written by save_to_disk, or a data set on the hub"
         ) from error
+    # A folder has one data set, or a dictionary of splits.
     splits = data if isinstance(data, dict) else {str(data.split or "train"): data}
     if section.split not in splits:
         raise InputError(

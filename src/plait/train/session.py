@@ -340,7 +340,7 @@ def run(checked: ValidatedRun, *, stop: StopRequest, listeners: Sequence[Listene
                     raise
                 notes = [str(error)]
                 position = _load_checkpoint(engine, checked, loader, notes)
-                if error.of_batch and error.samples is not None:
+                if error.caused_by_batch and error.samples is not None:
                     left_out.add(error.samples)
                 notes.append(
                     f"went back to step {position.step}; {remaining - 1} more times before the run"
