@@ -25,7 +25,9 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from plait.errors import InputError
+from pydantic import TypeAdapter
+
+from plait.errors import InputError, first_line
 from plait.files import write_atomically
 from plait.sizes import KIB, MIB, format_bytes
 
@@ -283,27 +285,12 @@ def load_with_facts(path: Path) -> tuple[dict[str, GroupLinks], dict[str, Any]]:
     """
     try:
         content = json.loads(path.read_text())
-        return {group["axis"]: _group(group) for group in content["groups"]}, dict(content["facts"])
+        groups = TypeAdapter(list[GroupLinks]).validate_python(content["groups"])
+        return {group.axis: group for group in groups}, dict(content["facts"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(
-            f"links file {path}: {error}; remove it, and the links are measured again"
+            f"links file {path}: {first_line(error)}; remove it, and the links are measured again"
         ) from None
-
-
-def _group(content: Any) -> GroupLinks:
-    levels = {name: _level(content[name]) for name in ("whole", "inside", "across")}
-    return GroupLinks(**{**content, **levels})
-
-
-def _level(content: Any) -> Any:
-    if content is None:
-        return None
-    return Level(content["ranks"], {name: _cost(cost) for name, cost in content["costs"].items()})
-
-
-def _cost(content: Any) -> Cost:
-    samples = tuple((int(nbytes), float(seconds)) for nbytes, seconds in content.get("samples", ()))
-    return Cost(**{**content, "samples": samples})
 
 
 @dataclass(frozen=True)
