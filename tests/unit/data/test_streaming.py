@@ -229,7 +229,7 @@ def test_a_text_of_nothing_later_does_not_turn_for_ever(opened: Any) -> None:
     )
     broken = data.loader(1, 0, dp_rank=0, dp_size=1)
     assert broken.at(0)["input_ids"].shape == (1, LENGTH)  # joined, they are one
-    object.__setattr__(data.train, "cut", lambda stream, length, padding: [])
+    object.__setattr__(data.train, "make_sequences", lambda stream, length, padding: [])
     with pytest.raises(InputError, match="holds no sequence of two training tokens"):
         data.loader(1, 0, dp_rank=0, dp_size=1).at(0)
 
