@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 from benchmarks.common.table import markdown
-from plait.comm.choose import GroupLinks, Link, choose_buckets, describe, price_quantised
+from plait.comm.choose import Cost, GroupLinks, Level, Link, choose_buckets, describe
+from plait.comm.quantise import packed_bytes
 from plait.sizes import GIB, KIB, MIB, format_bytes
 
 ROOT = Path(__file__).parents[1]
@@ -18,7 +19,7 @@ TOPOLOGIES = ROOT / "tests" / "unit" / "comm" / "topologies.json"
 DOCUMENT = ROOT / "docs" / "explanation" / "communication.md"
 BEGIN, END = "<!-- tools/choice_table.py -->\n", "<!-- end -->\n"
 ON_A_GPU = 2e-11
-"""Seconds a byte to quantise, as `comm.choose.QUANTISE_SECONDS_PER_BYTE`: about 30 passes over memory of 1.5 TB/s. Not measured."""
+"""Seconds a byte to quantise with all of its steps and error feedback: about 30 passes over memory of 1.5 TB/s. Not measured."""
 GRADIENTS = (64 * KIB, 100 * MIB, 4 * GIB)
 
 
@@ -34,14 +35,22 @@ def topologies() -> dict[str, GroupLinks]:
     return found
 
 
+def quantised(group: GroupLinks) -> GroupLinks:
+    """The group with one algorithm, the sum of gradients of 8 bits: quantised slices to their owners, and the sums back."""
+    both = [group.whole.costs[name] for name in ("reduce_scatter", "all_gather")]
+    sent = packed_bytes(MIB // 4, 8) / MIB * sum(cost.seconds_per_byte for cost in both)
+    cost = Cost(sum(cost.fixed_seconds for cost in both), sent + ON_A_GPU)
+    level = Level(group.ranks, {"all-reduce": cost})
+    return GroupLinks(group.axis, group.machines, group.per_machine, level)
+
+
 def table() -> str:
     """The table, as markdown."""
     rows = []
     for name, group in topologies().items():
         for gradient_bytes in GRADIENTS:
             choice = choose_buckets(gradient_bytes, group)
-            int8 = price_quantised(8, gradient_bytes, group, quantise_seconds_per_byte=ON_A_GPU)
-            assert int8 is not None
+            int8 = choose_buckets(gradient_bytes, quantised(group))
             rows.append(
                 (
                     name,

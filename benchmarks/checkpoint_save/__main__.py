@@ -59,7 +59,13 @@ def main() -> None:
             began = timed("copy", began)
             writer.begin(
                 snapshot(
-                    folder, "plait", mesh=mesh, tensors=tensors, own={}, values={}, metadata={}
+                    folder,
+                    "plait",
+                    mesh=mesh,
+                    tensors=tensors,
+                    rank_tensors={},
+                    values={},
+                    metadata={},
                 )
             )
             began = timed("plait blocks", began)

@@ -77,10 +77,9 @@ def __getattr__(name: str) -> Any:
     if name not in _DEFINING_MODULES:
         raise AttributeError(f"module 'plait' has no attribute {name!r}")
 
-    module = import_module(_DEFINING_MODULES[name])
-    if name == "load_config":
-        return module.load
-    return getattr(module, name)
+    # The module of `load_config` calls it `load`.
+    attribute = "load" if name == "load_config" else name
+    return getattr(import_module(_DEFINING_MODULES[name]), attribute)
 
 
 def __dir__() -> list[str]:

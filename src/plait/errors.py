@@ -14,6 +14,9 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+_MAX_MESSAGE_CHARACTERS = 10_000
+"""Longest message that is printed. Foreign files can contain names of several megabytes."""
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -41,10 +44,6 @@ def shorten(text: str, max_characters: int = 400) -> str:
     if len(text) <= max_characters:
         return text
     return text[: max_characters - 3] + "..."
-
-
-_MAX_MESSAGE_CHARACTERS = 10_000
-"""Longest message that is printed. Foreign files can contain names of several megabytes."""
 
 
 class PlaitError(Exception):
@@ -136,7 +135,7 @@ class NumbersError(PlaitError):
     """Non-finite loss or gradient, or replicas whose numbers differ."""
 
     exit_code = 7
-    of_batch = True
+    caused_by_batch = True
     """True if the batch is the cause. The error would then recur with the same batch."""
     samples: int | None = None
     """Number of sequences that the run had consumed before the batch."""

@@ -78,8 +78,8 @@ def import_named(named: str, *, form: str, example: str) -> tuple[ModuleType, st
         example: Text of the right form for the message.
 
     Raises:
-        NotImportable: The text has another form, or the module does not exist. An error inside of
-            the module is not caught.
+        NamedImportError: The text has another form, or the module does not exist. An error inside
+            of the module is not caught.
     """
     path, _, attribute = named.partition(":")
     if not path or path.startswith(".") or not attribute:

@@ -1,4 +1,4 @@
-"""Another kind of accelerator is a change of two files: nothing else in the package names this one."""
+"""Another kind of accelerator is a change of one file: nothing else in the package names this one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[2] / "src" / "plait"
-ONE_PLACE = ("cluster/accelerator.py", "cluster/nccl.py")
+ONE_PLACE = ("cluster/accelerator.py",)
 NAMES_IT = re.compile("cuda|nccl", re.IGNORECASE)
 ELSEWHERE = {
     "config/dialects/deepspeed.py": (2, "what fields of DeepSpeed's files mean"),

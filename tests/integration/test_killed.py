@@ -100,7 +100,9 @@ def checkpoint(folder: Path) -> dict[str, torch.Tensor]:
     }
     reader.fill(tensors)
     return tensors | {
-        f"{rank}.{name}": tensor for rank in range(2) for name, tensor in reader.own(rank).items()
+        f"{rank}.{name}": tensor
+        for rank in range(2)
+        for name, tensor in reader.rank_tensors(rank).items()
     }
 
 

@@ -166,7 +166,7 @@ def elsewhere(rank: int, world: int, folder: str) -> str:
     engine = engine_of(world)
     mine = Path(folder) / str(rank)
     mine.mkdir()
-    with patch.object(save_module, "SEEN_WITHIN", 0.2):
+    with patch.object(save_module, "VISIBLE_WITHIN_SECONDS", 0.2):
         said = message(lambda: engine.save_checkpoint(mine, tag="one"))
     assert not (mine / "one").exists() and not list(mine.glob(".*"))
     shutil.rmtree(mine)
@@ -193,7 +193,7 @@ def refused_tag(rank: int, world: int, folder: str, tag: str) -> str:
             tag,
             mesh=engine_of(world).mesh,
             tensors={},
-            own={},
+            rank_tensors={},
             values={},
             metadata={},
         )

@@ -52,7 +52,7 @@ def work(rank: int, store: str, operation: str, victim_does: str, answers: Any) 
         "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timeout
     )
     way = connect(
-        dist.group.WORLD, label="dp_shard", device=torch.device("cpu"), wanted="shared-memory"
+        dist.group.WORLD, label="dp_shard", device=torch.device("cpu"), requested="shared-memory"
     )
     buckets = way.buckets([Flat(torch.float32, ((100_000,),))])
 

@@ -336,9 +336,9 @@ def not_here(rank: int, ranks: int) -> list[str]:
             with pytest.raises(
                 ConfigError, match=r"parallel.transport = 'shared-memory': rank 1: another"
             ):
-                connect(group, label="the test", device=CPU, wanted="shared-memory")
+                connect(group, label="the test", device=CPU, requested="shared-memory")
     assert (
-        connect(group, label="the test", device=CPU, wanted="torch").reason
+        connect(group, label="the test", device=CPU, requested="torch").reason
         == "set in the configuration"
     )
     return reasons
@@ -393,9 +393,9 @@ def short_of_memory(rank: int, ranks: int) -> None:
             "large reduce-scatters go through torch"
         )
         with pytest.raises(ConfigError, match="to share, and"):
-            connect(dist.group.WORLD, label="the test", device=CPU, wanted="shared-memory").buckets(
-                [flat(1_000_000)]
-            )
+            connect(
+                dist.group.WORLD, label="the test", device=CPU, requested="shared-memory"
+            ).buckets([flat(1_000_000)])
 
 
 def test_short_of_memory(pool: Pool) -> None:

@@ -108,7 +108,7 @@ def buckets(rank: int, world: int) -> list[str]:
                 flats,
                 torch.device("cpu"),
                 rank=2,
-                whole_steps=1,
+                uncompressed_steps=1,
                 revocable=revocable,
             ),
         ]

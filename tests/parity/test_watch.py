@@ -73,7 +73,9 @@ def late(rank: int, world: int) -> dict[str, str]:
         dist.barrier(group=beside)
         found["ended"] = until(look, "") if rank == 0 else ""
         dist.barrier(group=beside)
-        way = connect(group, label="dp_shard", device=torch.device("cpu"), wanted="shared-memory")
+        way = connect(
+            group, label="dp_shard", device=torch.device("cpu"), requested="shared-memory"
+        )
         assert way.host is not None
         answers = iter([[1], [1], [1], []])
         with patch("plait.comm.shared_memory.host.WATCH", own):

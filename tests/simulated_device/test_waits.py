@@ -225,7 +225,7 @@ def in_buckets(rank: int, world: int, device: str) -> list[list[float]]:
     flats = [Flat(torch.float32, ((16, 16), (24, 16))) for _ in range(4)]
     at, found = torch.device(device, rank) if device == "cuda" else torch.device(device), []
     for buckets in (
-        PowerSGDBuckets(dist.group.WORLD, flats, at, rank=2, whole_steps=1),
+        PowerSGDBuckets(dist.group.WORLD, flats, at, rank=2, uncompressed_steps=1),
         QuantisedBuckets(dist.group.WORLD, flats, at, bits=8, feedback=True),
     ):
         for step in range(3):

@@ -173,7 +173,9 @@ def _plait_save(folder: Path, step: int, tensors: dict[str, torch.Tensor], kept:
 
     mesh = kept or build_mesh(Layout(dp_replicate=2))
     named = {f"model.{name}": tensor for name, tensor in tensors.items()}
-    write(snapshot(folder, "last", mesh=mesh, tensors=named, own={}, values={}, metadata={}))
+    write(
+        snapshot(folder, "last", mesh=mesh, tensors=named, rank_tensors={}, values={}, metadata={})
+    )
     return mesh
 
 

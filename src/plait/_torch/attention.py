@@ -40,6 +40,8 @@ _FLEX_HEAD_DIM = 16
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 EFFICIENT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FLEX_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Query, key and value, or their gradients."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +61,6 @@ class Band:
         Every kernel supports these two bands.
         """
         return self.left is None and (self.right is None or (self.right == 0 and queries == keys))
-
-
-Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Query, key and value, or their gradients."""
 
 
 class Softmax(NamedTuple):

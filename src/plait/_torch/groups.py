@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import sha1
@@ -31,7 +31,34 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
 
+from plait._torch.operators import replaced
+
 GroupClass = TypeVar("GroupClass", bound=type)
+_NAMES_BEFORE_2_13 = {
+    "all_gather_single": "_allgather_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+    "all_to_all_single": "alltoall_base",
+}
+"""Names of process group methods before torch 2.13, keyed by the names since then."""
+_RENAMED = hasattr(dist, "all_gather_single")
+_DUMP_FUNCTIONS = tuple(
+    name
+    for name in dir(_distributed_c10d)
+    if name.startswith("_dump_") and name.endswith("_trace_json")
+)
+"""Names of the functions that return a recorder's entries. This torch has one per backend."""
+_DTYPES = {
+    "Float": "float32",
+    "Double": "float64",
+    "Half": "float16",
+    "BFloat16": "bfloat16",
+    "Long": "int64",
+    "Int": "int32",
+    "Byte": "uint8",
+}
+"""Names of dtypes, keyed by the names that the recorders use."""
 
 
 def flatten_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -54,18 +81,14 @@ def consistent_split_names(number: int) -> Iterator[None]:
     Args:
         number: The same on all ranks. It must not have been used before.
     """
-    hash_ranks = distributed_c10d._hash_ranks_to_str
     positions = count()
 
     def hash_ranks_and_position(ranks: list[int]) -> str:
         identity = f"{ranks} {number} {next(positions)}"
         return sha1(identity.encode(), usedforsecurity=False).hexdigest()
 
-    distributed_c10d._hash_ranks_to_str = hash_ranks_and_position
-    try:
+    with replaced(distributed_c10d, "_hash_ranks_to_str", hash_ranks_and_position):
         yield
-    finally:
-        distributed_c10d._hash_ranks_to_str = hash_ranks
 
 
 def process_group_of(args: tuple[Any, ...]) -> dist.ProcessGroup:
@@ -126,16 +149,6 @@ def make_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> An
     return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
 
 
-_NAMES_BEFORE_2_13 = {
-    "all_gather_single": "_allgather_base",
-    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
-    "reduce_scatter_single": "_reduce_scatter_base",
-    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
-    "all_to_all_single": "alltoall_base",
-}
-"""Names of process group methods before torch 2.13, keyed by the names since then."""
-
-
 def add_legacy_names(group_class: GroupClass) -> GroupClass:
     """Add methods under the names that torch 2.11 and 2.12 call. Class decorator.
 
@@ -162,25 +175,12 @@ def finished_work() -> Any:
     return FakeWork().boxed()
 
 
-def _is_completed(_work: Any) -> bool:
-    return True
-
-
-@contextmanager
-def delivered_at_once() -> Iterator[None]:
+def delivered_at_once() -> AbstractContextManager[None]:
     """Report messages of a fake group as delivered inside the block.
 
     `is_completed` of a fake group's work never returns True, and `plait.comm.messages` polls it.
     """
-    is_completed = FakeWork.is_completed
-    FakeWork.is_completed = _is_completed  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        FakeWork.is_completed = is_completed  # type: ignore[method-assign]
-
-
-_RENAMED = hasattr(dist, "all_gather_single")
+    return replaced(FakeWork, "is_completed", lambda _work: True)
 
 
 def all_gather_single(
@@ -205,25 +205,6 @@ def reduce_scatter_single(
     """Sum `full` over the ranks and write this rank's shard of the sum to `output`. Collective."""
     scatter = dist.reduce_scatter_single if _RENAMED else dist.reduce_scatter_tensor
     return scatter(output, full, group=group, async_op=async_op)
-
-
-_DUMP_FUNCTIONS = tuple(
-    name
-    for name in dir(_distributed_c10d)
-    if name.startswith("_dump_") and name.endswith("_trace_json")
-)
-"""Names of the functions that return a recorder's entries. This torch has one per backend."""
-
-_DTYPES = {
-    "Float": "float32",
-    "Double": "float64",
-    "Half": "float16",
-    "BFloat16": "bfloat16",
-    "Long": "int64",
-    "Int": "int32",
-    "Byte": "uint8",
-}
-"""Names of dtypes, keyed by the names that the recorders use."""
 
 
 @dataclass(frozen=True)

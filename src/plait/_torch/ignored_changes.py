@@ -25,8 +25,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from plait._torch.tensors import local_tensor
-from plait._torch.units import parameter_groups, sharded_modules
+from plait._torch.units import all_parameter_groups, parameter_groups
 from plait.errors import InputError
+
+_SAMPLES = 1 << 16
+"""Elements of a parameter that are compared at most."""
 
 
 def watch_shards(module: FSDPModule) -> None:
@@ -115,7 +118,8 @@ class _WatchedGroup:
             return
         for p in self._group.fsdp_params:
             shard = p.sharded_param
-            if shard.requires_grad and not _refuses_loss_gradient(shard):
+            refuses = any(isinstance(hook, _RefuseLossGradient) for hook in _hooks(shard))
+            if shard.requires_grad and not refuses:
                 shard.register_hook(_RefuseLossGradient(p))
 
     def _check_and_run_forward(self, *args: Any) -> Any:
@@ -159,10 +163,6 @@ def _content(shard: DTensor) -> tuple[torch.UntypedStorage, torch.Tensor]:
 
 def _hooks(shard: DTensor) -> list[Any]:
     return list((shard._backward_hooks or {}).values())
-
-
-def _refuses_loss_gradient(shard: DTensor) -> bool:
-    return any(isinstance(hook, _RefuseLossGradient) for hook in _hooks(shard))
 
 
 def _check_shard(
@@ -212,10 +212,6 @@ def _name(p: Any) -> str:
     return p._param_fqn or p._module_info.param_name
 
 
-_SAMPLES = 1 << 16
-"""Elements of a parameter that are compared at most."""
-
-
 class GatheredWrites:
     """Compares gathered parameters between the gathering and the sharding of their unit.
 
@@ -235,11 +231,10 @@ class GatheredWrites:
         self._gathered: dict[Any, list[tuple[Any, torch.Tensor]]] = {}
         """Records of the parameters of each gathered group, with their samples."""
         self._changed: dict[str, torch.Tensor] = {}
-        for module in sharded_modules(root):
-            for group in parameter_groups(module):
-                self._names |= {p: names[p.sharded_param] for p in group.fsdp_params}
-                group.wait_for_unshard = self._sample_after(group, group.wait_for_unshard)
-                group.reshard = self._compare_before(group, group.reshard)
+        for group in all_parameter_groups(root):
+            self._names |= {p: names[p.sharded_param] for p in group.fsdp_params}
+            group.wait_for_unshard = self._sample_after(group, group.wait_for_unshard)
+            group.reshard = self._compare_before(group, group.reshard)
 
     def take(self) -> tuple[list[str], torch.Tensor] | None:
         """Return the names of compared parameters and a flag per name, and forget them.

@@ -10,6 +10,9 @@ from torch import nn
 
 DROPOUTS = nn.modules.dropout._DropoutNd
 """Base class of torch's dropout modules."""
+Tensors = dict[str, torch.Tensor | None]
+Children = dict[str, nn.Module | None]
+HookKind = Literal["forward_pre", "forward", "backward_pre", "backward"]
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
@@ -35,10 +38,6 @@ def is_persistent(module: nn.Module, buffer: str) -> bool:
     return buffer not in module._non_persistent_buffers_set
 
 
-Tensors = dict[str, torch.Tensor | None]
-Children = dict[str, nn.Module | None]
-
-
 def state_without_tensors(module: nn.Module) -> tuple[dict[str, Any], Children, Tensors]:
     """Copy the attributes of a module, except for its parameters and buffers.
 
@@ -55,9 +54,6 @@ def state_without_tensors(module: nn.Module) -> tuple[dict[str, Any], Children, 
     state["_parameters"] = {}
     state["_buffers"] = {}
     return state, state["_modules"], {**module._parameters, **module._buffers}
-
-
-HookKind = Literal["forward_pre", "forward", "backward_pre", "backward"]
 
 
 def hooks_of(module: nn.Module, kind: HookKind) -> dict[int, Any]:

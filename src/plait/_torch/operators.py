@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -26,6 +26,10 @@ from torch.utils._pytree import tree_unflatten as tree_unflatten
 foreach_norm = torch._foreach_norm
 foreach_mul_ = torch._foreach_mul_
 foreach_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
+without_dispatch_modes = torch._C._DisableTorchDispatch
+"""Context in which dispatch modes do not see operators on plain tensors."""
+function_modes: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack
+"""Function that returns the active function modes, outermost first."""
 
 
 def grouped_by_device_and_dtype(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
@@ -45,25 +49,23 @@ def grouped_by_device_and_dtype(tensors: Sequence[torch.Tensor]) -> list[list[in
     return [indices for _, (_, indices) in by_name]
 
 
-without_dispatch_modes = torch._C._DisableTorchDispatch
-"""Context in which dispatch modes do not see operators on plain tensors."""
-function_modes: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack
-"""Function that returns the active function modes, outermost first."""
-
-
 @contextmanager
-def without_failed_operators() -> Iterator[None]:
-    """Suppress log messages about operators that fail on fake tensors.
-
-    torch logs each failure with its traceback, even if the caller handles the error.
-    """
-    log = logging.getLogger(FakeTensorMode.__module__)
-    was_disabled = log.disabled
-    log.disabled = True
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace an attribute of a module, class or object inside the block."""
+    original = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        log.disabled = was_disabled
+        setattr(owner, name, original)
+
+
+def without_failed_operators() -> AbstractContextManager[None]:
+    """Suppress log messages about operators that fail on fake tensors inside the block.
+
+    torch logs each failure with its traceback, even if the caller handles the error.
+    """
+    return replaced(logging.getLogger(FakeTensorMode.__module__), "disabled", True)
 
 
 class KernelWithoutMemory(RuntimeError):
@@ -91,11 +93,8 @@ def refusing_triton_kernels() -> Iterator[None]:
             )
         return launch(kernel, *args, **kwargs)
 
-    jit.JITFunction.run = run
-    try:
+    with replaced(jit.JITFunction, "run", run):
         yield
-    finally:
-        jit.JITFunction.run = launch
 
 
 def view_base(tensor: torch.Tensor) -> torch.Tensor:

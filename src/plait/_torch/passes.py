@@ -22,7 +22,7 @@ from torch.autograd.graph import Node
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from plait._torch.units import parameter_groups, sharded_modules
+from plait._torch.units import all_parameter_groups, parameter_groups, sharded_modules
 
 
 class GradientSnapshot:
@@ -33,8 +33,7 @@ class GradientSnapshot:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        modules = sharded_modules(model)
-        self._groups = [group for module in modules for group in parameter_groups(module)]
+        self._groups = all_parameter_groups(model)
         self._partial = [group._partial_reduce_output for group in self._groups]
         self._layouts = [dict(_partial_layout(group)) for group in self._groups]
         self._gradients = [
@@ -81,9 +80,8 @@ def reset_pass(root: Any) -> None:
     for state in root._state_ctx.all_states:
         state._modules_to_run_forward.clear()
         state._training_state = TrainingState.IDLE
-    for module in sharded_modules(root._modules[0]):
-        for group in parameter_groups(module):
-            _reset_group(group, stream)
+    for group in all_parameter_groups(root._modules[0]):
+        _reset_group(group, stream)
 
     root._state_ctx.iter_forward_root = None
     root._state_ctx.post_backward_final_callback_queued = False

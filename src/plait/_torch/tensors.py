@@ -19,10 +19,17 @@ from torch.distributed.tensor._ops import _tensor_ops
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from plait._torch.operators import replaced
+
 _READ = torch.ops.aten._local_scalar_dense.default
 _propagator: Any = ShardingPropagator
 _tensor_strategies: Any = _tensor_ops
 _NEW_EMPTY_STRIDED = torch.ops.aten.new_empty_strided.default
+rebuilt_tensor = _rebuild_tensor_v2
+"""Function that pickles of torch name to build a tensor.
+
+Its arguments are storage, offset, size, stride, requires_grad and hooks.
+"""
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -150,11 +157,8 @@ def around_shape_inference(make: Callable[[], AbstractContextManager[Any]]) -> I
         with make():
             return propagate(propagator, schema)
 
-    _propagator._propagate_tensor_meta_non_cached = propagate_in_context
-    try:
+    with replaced(_propagator, "_propagate_tensor_meta_non_cached", propagate_in_context):
         yield
-    finally:
-        _propagator._propagate_tensor_meta_non_cached = propagate
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
@@ -212,18 +216,8 @@ def on_resize(notify: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
         notify(storage)
         return resized
 
-    torch.UntypedStorage.resize_ = resize_and_notify  # type: ignore[method-assign, assignment]
-    try:
+    with replaced(torch.UntypedStorage, "resize_", resize_and_notify):
         yield
-    finally:
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
-
-
-rebuilt_tensor = _rebuild_tensor_v2
-"""Function that pickles of torch name to build a tensor.
-
-Its arguments are storage, offset, size, stride, requires_grad and hooks.
-"""
 
 
 def records_of(path: Path) -> list[str]:

@@ -29,6 +29,8 @@ from plait._torch.tensors import local_tensor
 # attribute. Since 2.15 `grad` of the gathered parameter has the sum, and the old name is a
 # property of the class.
 _HAS_SEPARATE_SUM = not hasattr(FSDPParam, "unsharded_accumulated_grad")
+ShardShape = tuple[int, int, bool]
+"""Number of dimensions of a parameter, elements of its padded shard, and whether it trains."""
 
 
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:
@@ -46,6 +48,11 @@ def parameter_groups(module: FSDPModule) -> list[Any]:
     if state._fsdp_param_group is None:
         return []
     return [state._fsdp_param_group]
+
+
+def all_parameter_groups(model: nn.Module) -> list[Any]:
+    """Return the parameter groups of all units of a model."""
+    return [group for module in sharded_modules(model) for group in parameter_groups(module)]
 
 
 def sharded_parameters(module: FSDPModule) -> list[Any]:
@@ -73,10 +80,6 @@ def replace_shard_buffers(module: FSDPModule, make: Callable[[torch.Tensor], tor
         rows = p.sharded_param._local_tensor.shape[dim]
         padded = buffer.view(p.padded_sharded_param_size)
         p.sharded_param._local_tensor = padded.narrow(dim, 0, rows)
-
-
-ShardShape = tuple[int, int, bool]
-"""Number of dimensions of a parameter, elements of its padded shard, and whether it trains."""
 
 
 def gathered_shapes(module: FSDPModule) -> list[ShardShape]:
@@ -116,31 +119,29 @@ def gathered_parameters(module: FSDPModule) -> list[tuple[nn.Parameter, nn.Param
 
 def has_unreduced(model: nn.Module) -> bool:
     """Return whether a unit has gradients of micro-batches that are not reduced over all ranks."""
-    groups = [group for module in sharded_modules(model) for group in parameter_groups(module)]
-    unsharded = any(_unsharded_gradients(p) for p in _gathered(model))
-    return unsharded or any(group._partial_reduce_output is not None for group in groups)
+    has_partial = any(g._partial_reduce_output is not None for g in all_parameter_groups(model))
+    return has_partial or any(_unsharded_gradients(p) for p in _gathered(model))
 
 
 def drop_gradients(model: nn.Module) -> None:
     """Drop the gradients of all parameters, including unreduced gradients of sharded units."""
     for parameter in model.parameters():
         parameter.grad = None
-    for module in sharded_modules(model):
-        for group in parameter_groups(module):
-            group._partial_reduce_output = None
-            for p in group.fsdp_params:
-                p.sharded_param.grad = None
-                if _HAS_SEPARATE_SUM:
-                    p.unsharded_accumulated_grad = None
-                if hasattr(p, "_unsharded_param"):
-                    p._unsharded_param.grad = None
+    for group in all_parameter_groups(model):
+        group._partial_reduce_output = None
+        for p in group.fsdp_params:
+            p.sharded_param.grad = None
+            if _HAS_SEPARATE_SUM:
+                p.unsharded_accumulated_grad = None
+            if hasattr(p, "_unsharded_param"):
+                p._unsharded_param.grad = None
 
 
 def _gathered(model: nn.Module) -> list[Any]:
     return [
         p
-        for module in sharded_modules(model)
-        for p in sharded_parameters(module)
+        for group in all_parameter_groups(model)
+        for p in group.fsdp_params
         if hasattr(p, "_unsharded_param")
     ]
 
@@ -160,11 +161,7 @@ def leave_gathered(model: nn.Module) -> Iterator[None]:
     The caller reshards them. After the block, units are freed after their forward as before.
     """
     # In a forward `reshard` does nothing for a group without this mesh.
-    groups = [
-        (group, group.post_forward_mesh_info)
-        for module in sharded_modules(model)
-        for group in parameter_groups(module)
-    ]
+    groups = [(group, group.post_forward_mesh_info) for group in all_parameter_groups(model)]
     for group, _ in groups:
         group.post_forward_mesh_info = None
     try:
@@ -204,10 +201,9 @@ def keep_trainability(model: nn.Module) -> None:
     A gathered module has other parameter objects than a sharded one. Every gather sets their
     `requires_grad` to that of the shards, so a change on the gathered parameters would be lost.
     """
-    for module in sharded_modules(model):
-        for group in parameter_groups(module):
-            for name in ("_to_sharded", "_to_sharded_post_forward"):
-                setattr(group, name, _after_copying_trainability(group, getattr(group, name)))
+    for group in all_parameter_groups(model):
+        for name in ("_to_sharded", "_to_sharded_post_forward"):
+            setattr(group, name, _after_copying_trainability(group, getattr(group, name)))
 
 
 def _after_copying_trainability(group: Any, shard: Callable[[], None]) -> Callable[[], None]:

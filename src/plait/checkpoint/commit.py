@@ -21,15 +21,14 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
+from plait.checkpoint import places
 from plait.checkpoint.format import LATEST, MANIFEST, MANIFEST_HASH, Pointer, read_manifest
 from plait.checkpoint.places import (
     Place,
     StorePath,
-    make_folder,
     publish,
     remove,
     remove_if_possible,
-    rename,
     replace_text,
     sync_folder,
     write_text,
@@ -107,7 +106,7 @@ class FileSystemCommit(Commit):
         remove(self.files / BEGUN)
         if self.target.exists():
             remove(self._replaced)
-            rename(self.target, self._replaced)
+            places.FILES.rename(self.target, self._replaced)
         try:
             publish(self.files, self.target)
         except OSError:
@@ -115,7 +114,7 @@ class FileSystemCommit(Commit):
                 # The older checkpoint can be loaded under that name too, and the first error is
                 # the one that the user needs.
                 with suppress(OSError):
-                    rename(self._replaced, self.target)
+                    places.FILES.rename(self._replaced, self.target)
             raise
 
     def _delete_replaced(self) -> None:
@@ -141,7 +140,7 @@ class StoreCommit(Commit):
     def _delete_replaced(self) -> None:
         remove(self.files / BEGUN)
         for name in self.folder.sizes():
-            if name == self.files.name or not has_its_own_name(name, self.tag):
+            if name == self.files.name or not is_name_of_tag(name, self.tag):
                 continue
             # A user may have named another tag like the second folder of this one.
             if self._has_tag(self.folder / name):
@@ -182,12 +181,12 @@ def begin(folder: Place, tag: str, token: str) -> Commit:
         return StoreCommit(folder, tag, files)
 
     _refuse_foreign_files(folder / tag)
-    make_folder(folder, parents=True)
+    places.FILES.make_folder(folder, parents=True)
     commit = FileSystemCommit(folder, tag, folder / f".{tag}.tmp")
     try:
         # A killed save of the same tag may have left it.
         remove(commit.files)
-        make_folder(commit.files)
+        places.FILES.make_folder(commit.files)
         write_text(commit.files / BEGUN, token)
     except OSError:
         commit.abandon()
@@ -199,7 +198,7 @@ def join(folder: Place, tag: str, token: str) -> Commit | None:
     """Open the folder that rank 0 made with `begin`; None if this rank does not see it yet."""
     if isinstance(folder, StorePath):
         for name in folder.sizes():
-            if has_its_own_name(name, tag) and _read_token(folder / name) == token:
+            if is_name_of_tag(name, tag) and _read_token(folder / name) == token:
                 return StoreCommit(folder, tag, folder / name)
         return None
 
@@ -217,7 +216,7 @@ def is_unfinished(path: Place) -> bool:
     return BEGUN in names and MANIFEST not in names and _are_saved_files(names)
 
 
-def holds_own_files_only(path: Place) -> bool:
+def has_only_saved_files(path: Place) -> bool:
     """Return True if every file of a folder has a name that a save gives to its files."""
     if isinstance(path, StorePath):
         return _are_saved_files(path.sizes())
@@ -247,12 +246,12 @@ def delete_checkpoint(path: Place) -> None:
     # Renamed first: readers ignore the new name, and the next save finishes the deletion.
     deleted = path.with_name(f".{path.name.lstrip('.')}.deleted")
     remove(deleted)
-    rename(path, deleted)
+    places.FILES.rename(path, deleted)
     sync_folder(path.parent)
     remove(deleted)
 
 
-def has_its_own_name(name: str, tag: str) -> bool:
+def is_name_of_tag(name: str, tag: str) -> bool:
     """Return True if `name` is a folder name that a save uses for checkpoints of the tag."""
     return name == tag or re.fullmatch(rf"{re.escape(tag)}\.\d+", name) is not None
 
@@ -268,7 +267,7 @@ def _refuse_foreign_files(target: Path) -> None:
     """Raise CheckpointError unless `target` is free or a checkpoint, damaged or not."""
     if not os.path.lexists(target):
         return
-    if target.is_symlink() or not target.is_dir() or not holds_own_files_only(target):
+    if target.is_symlink() or not target.is_dir() or not has_only_saved_files(target):
         raise CheckpointError(
             "it exists, is not a checkpoint, and would be deleted; choose another tag or remove it"
             " first"

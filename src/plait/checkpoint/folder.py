@@ -11,14 +11,13 @@ Note [Layout of a folder]
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 
 from plait.checkpoint.commit import (
     delete_checkpoint,
-    has_its_own_name,
-    holds_own_files_only,
+    has_only_saved_files,
+    is_name_of_tag,
     is_unfinished,
 )
 from plait.checkpoint.format import (
@@ -32,7 +31,7 @@ from plait.checkpoint.format import (
     read_json,
     read_manifest,
 )
-from plait.checkpoint.places import Place, entries, is_temporary, remove
+from plait.checkpoint.places import Place, entries, is_temporary, reading, remove
 from plait.errors import CheckpointError, warn
 
 
@@ -44,17 +43,6 @@ class CheckpointFolder:
     manifest: Manifest
     notes: tuple[str, ...] = ()
     """Reasons why it was chosen if LATEST does not simply name it."""
-
-
-@contextmanager
-def reading(place: Place) -> Iterator[None]:
-    """Turn OSError of a file system or store into CheckpointError."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(
-            f"{error.filename or place} cannot be read: {error.strerror or error}"
-        ) from error
 
 
 def list_complete(folder: Place) -> list[CheckpointFolder]:
@@ -122,14 +110,18 @@ def candidates(folder: Place, tag: str | None = None) -> list[CheckpointFolder]:
 def _checkpoint_of_tag(
     folder: Place, tag: str, checkpoints: list[CheckpointFolder]
 ) -> CheckpointFolder:
-    for checkpoint in checkpoints:
-        if checkpoint.manifest.tag == tag:
-            return checkpoint
+    checkpoint = _newest_of_tag(checkpoints, tag)
+    if checkpoint is not None:
+        return checkpoint
     if (folder / tag).is_dir():
         read_manifest(folder / tag)  # its error is more specific
     raise CheckpointError(
         f"{folder / tag}: no complete checkpoint there; {folder} holds {_list(checkpoints)}"
     )
+
+
+def _newest_of_tag(checkpoints: list[CheckpointFolder], tag: str) -> CheckpointFolder | None:
+    return next((checkpoint for checkpoint in checkpoints if checkpoint.manifest.tag == tag), None)
 
 
 def _candidates_without_pointer(
@@ -156,9 +148,7 @@ def _candidates_without_pointer(
 def _candidates_from_pointer(
     folder: Place, checkpoints: list[CheckpointFolder], pointer: Pointer
 ) -> list[CheckpointFolder]:
-    latest = next(
-        (checkpoint for checkpoint in checkpoints if checkpoint.manifest.tag == pointer.tag), None
-    )
+    latest = _newest_of_tag(checkpoints, pointer.tag)
     if latest is None:
         reason = f"{folder / pointer.tag} is missing, incomplete, or damaged"
         if not checkpoints:
@@ -213,19 +203,12 @@ def remove_old(folder: Place, *, keep: int) -> None:
         checkpoints = [
             checkpoint
             for checkpoint in _complete(folder)
-            if has_its_own_name(checkpoint.path.name, checkpoint.manifest.tag)
-            and holds_own_files_only(checkpoint.path)
+            if is_name_of_tag(checkpoint.path.name, checkpoint.manifest.tag)
+            and has_only_saved_files(checkpoint.path)
         ]
-        latest = None
-        if pointer is not None:
-            paths = (
-                checkpoint.path
-                for checkpoint in checkpoints
-                if checkpoint.manifest.tag == pointer.tag
-            )
-            latest = next(paths, None)
+        latest = _newest_of_tag(checkpoints, pointer.tag) if pointer is not None else None
         for old in checkpoints[keep:]:
-            if old.path != latest:
+            if old is not latest:
                 delete_checkpoint(old.path)
     except OSError as error:
         warn(

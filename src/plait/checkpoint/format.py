@@ -15,7 +15,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Self, TypeVar
 
 import torch
@@ -36,6 +36,7 @@ from plait.checkpoint.places import (
     StorePath,
     open_to_read,
     read_bytes,
+    reading,
     size_of,
     write_file,
 )
@@ -59,7 +60,15 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+"""Names of dtypes in safetensors files."""
 _READ_BYTES = 16 << 20
+FORMAT = 2
+MANIFEST = "manifest.json"
+MANIFEST_HASH = "manifest.sha256"
+LATEST = "LATEST"
+_MAX_BYTES = 1 << 30
+"""Largest JSON file that is read. A model with a million tensors needs a quarter of it."""
+M = TypeVar("M", bound=Policy)
 
 
 def is_supported_dtype(dtype: object) -> bool:
@@ -334,13 +343,9 @@ def check_size(path: Place, manifest: FileManifest) -> None:
         CheckpointError: The file is missing or has another size.
     """
     size = None
-    try:
+    with reading(path), suppress(FileNotFoundError):
         if isinstance(path, StorePath) or path.is_file():
             size = size_of(path)
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     if size is None:
         raise CheckpointError(
             f"{path} is missing or not a file; {manifest.size:,} bytes were written"
@@ -397,39 +402,24 @@ def verify_shards(
             the file and the first such tensor.
     """
     check_size(path, manifest)
-    try:
-        with open_to_read(path) as stream:
-            offsets = (entry.offset for entry in manifest.entries.values())
-            header_size = min(offsets, default=manifest.size)
-            if _digest(stream, 0, header_size) != manifest.header_sha256:
-                raise CheckpointError(f"{path}: its header was changed after it was written")
-            for name, entry in manifest.entries.items():
-                if entries(name) and _digest(stream, entry.offset, entry.size) != entry.sha256:
-                    raise CheckpointError(f"{path}: {name} was changed after it was written")
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    with reading(path), open_to_read(path) as stream:
+        offsets = (entry.offset for entry in manifest.entries.values())
+        header_size = min(offsets, default=manifest.size)
+        if _digest(stream, 0, header_size) != manifest.header_sha256:
+            raise CheckpointError(f"{path}: its header was changed after it was written")
+        for name, entry in manifest.entries.items():
+            if entries(name) and _digest(stream, entry.offset, entry.size) != entry.sha256:
+                raise CheckpointError(f"{path}: {name} was changed after it was written")
 
 
 def _digest(stream: Any, offset: int, size: int) -> str:
     digest = hashlib.sha256()
     stream.seek(offset)
     remaining = size
-    while remaining:
-        part = stream.read(min(remaining, _READ_BYTES))
-        if not part:
-            break
+    while part := stream.read(min(remaining, _READ_BYTES)):
         digest.update(part)
         remaining -= len(part)
     return digest.hexdigest()
-
-
-FORMAT = 2
-MANIFEST = "manifest.json"
-MANIFEST_HASH = "manifest.sha256"
-LATEST = "LATEST"
-_MAX_BYTES = 1 << 30
-"""Largest JSON file that is read. A model with a million tensors needs a quarter of it."""
-M = TypeVar("M", bound=Policy)
 
 
 class RankManifest(Policy):

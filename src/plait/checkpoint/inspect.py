@@ -17,12 +17,18 @@ from plait.checkpoint.folder import (
     CheckpointFolder,
     find_checkpoint,
     list_complete,
-    reading,
     remove_old,
 )
 from plait.checkpoint.format import LATEST, MANIFEST, Pointer, read_json, read_manifest
 from plait.checkpoint.load import Reader
-from plait.checkpoint.places import Place, entries, is_temporary, remove, size_of_folder
+from plait.checkpoint.places import (
+    Place,
+    entries,
+    is_temporary,
+    reading,
+    remove,
+    size_of_folder,
+)
 from plait.errors import CheckpointError, InputError
 from plait.files import RUN_LOCK, try_lock
 
@@ -56,49 +62,45 @@ def summarize(folder: Place) -> list[CheckpointRow]:
         CheckpointError: The folder cannot be read.
     """
     with reading(folder):
-        return _rows(folder)
-
-
-def _rows(folder: Place) -> list[CheckpointRow]:
-    _require_folder(folder)
-    try:
-        latest_tag = read_json(Pointer, folder / LATEST).tag
-    except CheckpointError:
-        latest_tag = ""
-    checkpoints = list_complete(folder)
-    # Several folders may have the same tag; the first one is the newest.
-    newest = {checkpoint.manifest.tag: checkpoint.path for checkpoint in reversed(checkpoints)}
-    summaries = []
-    for checkpoint in checkpoints:
-        manifest = checkpoint.manifest
-        step = manifest.metadata.get("global_steps")
-        summaries.append(
-            CheckpointRow(
-                manifest.tag,
-                step if isinstance(step, int) else None,
-                size_of_folder(checkpoint.path),
-                len(manifest.ranks),
-                str(manifest.layout),
-                manifest.content,
-                manifest.tag == latest_tag and checkpoint.path == newest[latest_tag],
-            )
-        )
-
-    valid = {checkpoint.path.name for checkpoint in checkpoints}
-    for path in entries(folder):
-        name = path.name
-        if name in valid or not path.is_dir() or is_temporary(path):
-            continue
-        if not (path / MANIFEST).exists():
-            continue
+        _require_folder(folder)
         try:
-            read_manifest(path)
-        except CheckpointError as error:
-            size = size_of_folder(path)
+            latest_tag = read_json(Pointer, folder / LATEST).tag
+        except CheckpointError:
+            latest_tag = ""
+        checkpoints = list_complete(folder)
+        # Several folders may have the same tag; the first one is the newest.
+        newest = {checkpoint.manifest.tag: checkpoint.path for checkpoint in reversed(checkpoints)}
+        summaries = []
+        for checkpoint in checkpoints:
+            manifest = checkpoint.manifest
+            step = manifest.metadata.get("global_steps")
             summaries.append(
-                CheckpointRow(name, None, size, 0, "", "", name == latest_tag, str(error))
+                CheckpointRow(
+                    manifest.tag,
+                    step if isinstance(step, int) else None,
+                    size_of_folder(checkpoint.path),
+                    len(manifest.ranks),
+                    str(manifest.layout),
+                    manifest.content,
+                    manifest.tag == latest_tag and checkpoint.path == newest[latest_tag],
+                )
             )
-    return summaries
+
+        valid = {checkpoint.path.name for checkpoint in checkpoints}
+        for path in entries(folder):
+            name = path.name
+            if name in valid or not path.is_dir() or is_temporary(path):
+                continue
+            if not (path / MANIFEST).exists():
+                continue
+            try:
+                read_manifest(path)
+            except CheckpointError as error:
+                size = size_of_folder(path)
+                summaries.append(
+                    CheckpointRow(name, None, size, 0, "", "", name == latest_tag, str(error))
+                )
+        return summaries
 
 
 def _require_folder(folder: Place) -> None:
@@ -152,10 +154,10 @@ def verify(checkpoint: CheckpointFolder, progress: Progress) -> None:
         progress(rank + 1, count)
 
     # The hashes of files do not cover the placement of shards in their tensors; this one does.
-    content, own_content = reader.content()
+    content, rank_content = reader.content()
     for kind, expected, actual in (
         ("model and optimizer", checkpoint.manifest.content, content),
-        ("the ranks' own", checkpoint.manifest.own_content, own_content),
+        ("the ranks' own", checkpoint.manifest.own_content, rank_content),
     ):
         if expected != actual:
             raise CheckpointError(
@@ -267,10 +269,7 @@ def _run_lock(folder: Place) -> Iterator[None]:
 def remove_unfinished(folder: Place) -> None:
     """Delete what a killed save left, except a replaced checkpoint whose successor is missing."""
     for path in entries(folder):
-        if path.name.endswith(".replaced"):
-            successor = folder / path.name[1:].removesuffix(".replaced")
-            is_needed = not successor.exists()
-        else:
-            is_needed = False
+        successor = folder / path.name[1:].removesuffix(".replaced")
+        is_needed = path.name.endswith(".replaced") and not successor.exists()
         if is_unfinished(path) or (is_temporary(path) and not is_needed):
             remove(path)

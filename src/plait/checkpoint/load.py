@@ -29,7 +29,7 @@ from plait.checkpoint.format import (
     verify_shards,
 )
 from plait.checkpoint.places import Place, place_of
-from plait.checkpoint.save import OWN
+from plait.checkpoint.save import RANK_START
 from plait.checkpoint.states import MODEL_START, model_content, model_shapes, put_values
 from plait.checkpoint.windows import (
     ContentHash,
@@ -53,21 +53,6 @@ full: every byte is compared with its hash. sample: the header and every eighth 
 off: sizes of files and hashes of the lists only.
 """
 _SAMPLE_STRIDE = 8
-
-
-@dataclass(frozen=True)
-class _ShardCopy:
-    """Part of a tensor that is copied from one file to this rank."""
-
-    name: str
-    record: TensorRecord
-    window: Window
-    """Window of the file's shard."""
-    local: torch.Tensor
-    source: tuple[slice, ...]
-    """Part of the file's shard."""
-    target: tuple[slice, ...]
-    """Part of `local`."""
 
 
 class Reader:
@@ -134,22 +119,22 @@ class Reader:
             verify_shards(file, shards, entries=selected.__contains__)
 
     def content(self) -> tuple[str, str]:
-        """Return the content hashes of the tensors in the files: shared ones, and ranks' own ones.
+        """Return the content hashes of the shared tensors, and of the tensors of single ranks.
 
         Raises:
             CheckpointError: A file cannot be read.
         """
         model_content = ContentHash()
-        own_content = ContentHash()
+        rank_content = ContentHash()
         for rank in range(len(self.manifest.ranks)):
             shards = self._rank_manifest(rank).shards
             coordinates = self.layout.coordinates(rank)
             with ShardReader(self._file(rank), shards) as file:
                 for name in shards.entries:
                     record = self.tensors.get(name)
-                    if name.startswith(OWN):
+                    if name.startswith(RANK_START):
                         tensor = file.read(name)
-                        observe = own_content.observer(
+                        observe = rank_content.observer(
                             f"{rank}.{name}", record_of(tensor), window_of(tensor), begins=True
                         )
                     elif record is None:
@@ -168,7 +153,7 @@ class Reader:
                         )
                     for block in tensor_blocks(name, tensor):
                         observe(block)
-        return str(model_content), str(own_content)
+        return str(model_content), str(rank_content)
 
     def read(self, name: str) -> torch.Tensor:
         """Return a full tensor on the CPU.
@@ -230,14 +215,14 @@ class Reader:
                         shard = file.read(copy.name, copy.record, copy.window, copy.source)
                         copy.local[copy.target].copy_(shard)
 
-    def own(self, rank: int) -> dict[str, torch.Tensor]:
+    def rank_tensors(self, rank: int) -> dict[str, torch.Tensor]:
         """Return the tensors that only one rank has, such as states of random generators."""
         shards = self._rank_manifest(rank).shards
         with ShardReader(self._file(rank), shards) as file:
             return {
-                name.removeprefix(OWN): file.read(name)
+                name.removeprefix(RANK_START): file.read(name)
                 for name in shards.entries
-                if name.startswith(OWN)
+                if name.startswith(RANK_START)
             }
 
     def under(self, start: str) -> Iterator[tuple[str, TensorRecord]]:
@@ -247,6 +232,21 @@ class Reader:
             for name, record in self.tensors.items()
             if name.startswith(start)
         )
+
+
+@dataclass(frozen=True)
+class _ShardCopy:
+    """Part of a tensor that is copied from one file to this rank."""
+
+    name: str
+    record: TensorRecord
+    window: Window
+    """Window of the file's shard."""
+    local: torch.Tensor
+    source: tuple[slice, ...]
+    """Part of the file's shard."""
+    target: tuple[slice, ...]
+    """Part of `local`."""
 
 
 def load_trained(
@@ -303,28 +303,24 @@ def compare_model(reader: Reader, model_shapes: Mapping[str, tuple[int, ...]]) -
         CheckpointError: Names or shapes differ. The error names the first difference.
     """
     saved = {name: record.shape for name, record in reader.under(MODEL_START)}
-    missing = [name for name in model_shapes if name not in saved]
-    _refuse_other_names(reader.path, "lacks", missing, "this model has")
-    surplus = [name for name in saved if name not in model_shapes]
-    _refuse_other_names(reader.path, "has", surplus, "this model lacks")
+    for verb, names, difference in (
+        ("lacks", [name for name in model_shapes if name not in saved], "this model has"),
+        ("has", [name for name in saved if name not in model_shapes], "this model lacks"),
+    ):
+        if names:
+            listed = ", ".join(names[:3])
+            if len(names) > 3:
+                listed += ", ..."
+            raise CheckpointError(
+                f"{reader.path} is of another model: it {verb} {len(names)} tensors that"
+                f" {difference}: {listed}"
+            )
     for name, shape in model_shapes.items():
         if saved[name] != shape:
             raise CheckpointError(
                 f"{reader.path} is of another model: {name} has shape {saved[name]} there and"
                 f" {shape} here"
             )
-
-
-def _refuse_other_names(checkpoint: Place, verb: str, names: list[str], difference: str) -> None:
-    if not names:
-        return
-    listed = ", ".join(names[:3])
-    if len(names) > 3:
-        listed += ", ..."
-    raise CheckpointError(
-        f"{checkpoint} is of another model: it {verb} {len(names)} tensors that {difference}:"
-        f" {listed}"
-    )
 
 
 def build_described_model(

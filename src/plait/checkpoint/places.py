@@ -30,18 +30,23 @@ from typing import IO, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import fsspec
 
-from plait.errors import InputError
+from plait.errors import CheckpointError, InputError
 
 P = ParamSpec("P")
 T = TypeVar("T")
+IS_NO_FILE = "is not a file"
+_TEMPORARY_SUFFIXES = (".tmp", ".replaced", ".deleted")
 
 
-def _as_os_error(
+def _access_store(
     method: Callable[Concatenate[StorePath, P], T],
 ) -> Callable[Concatenate[StorePath, P], T]:
+    """Decorate a method that accesses a store: nothing is cached, and errors become OSError."""
+
     @wraps(method)
     def call(self: StorePath, *args: P.args, **kwargs: P.kwargs) -> T:
         try:
+            self._store.invalidate_cache()
             return method(self, *args, **kwargs)
         except FileNotFoundError:
             raise
@@ -87,22 +92,19 @@ class StorePath:
     def __hash__(self) -> int:
         return hash(str(self))
 
-    @_as_os_error
+    @_access_store
     def exists(self) -> bool:
         """Return True if an object or a folder has this path."""
-        self._store.invalidate_cache()
         return bool(self._store.exists(self._key))
 
-    @_as_os_error
+    @_access_store
     def is_dir(self) -> bool:
         """Return True if the path is a folder with objects."""
-        self._store.invalidate_cache()
         return bool(self._store.isdir(self._key))
 
-    @_as_os_error
+    @_access_store
     def is_file(self) -> bool:
         """Return True if the path is an object."""
-        self._store.invalidate_cache()
         return bool(self._store.isfile(self._key))
 
     def is_symlink(self) -> bool:
@@ -113,10 +115,9 @@ class StorePath:
         """Return the objects and folders in a folder."""
         return (self / name for name in self.sizes())
 
-    @_as_os_error
+    @_access_store
     def sizes(self) -> dict[str, int]:
         """Return the sizes in bytes of a folder's entries by name; 0 for folders."""
-        self._store.invalidate_cache()
         try:
             listing = self._store.ls(self._key, detail=True)
         except FileNotFoundError:
@@ -129,38 +130,36 @@ class StorePath:
                 sizes[name] = int(entry.get("size") or 0)
         return sizes
 
-    @_as_os_error
+    @_access_store
     def size(self) -> int:
         """Return the size of an object in bytes."""
-        self._store.invalidate_cache()
         return int(self._store.size(self._key))
 
-    @_as_os_error
+    @_access_store
     def read_bytes(self, start: int = 0, stop: int | None = None) -> bytes:
         """Return the content of an object, or its bytes from `start` to `stop`."""
         return bytes(self._store.cat_file(self._key, start=start or None, end=stop))
 
-    @_as_os_error
+    @_access_store
     def open(self) -> IO[bytes]:
         """Open an object for sequential reads."""
         stream: IO[bytes] = self._store.open(self._key, "rb", cache_type="readahead")
         return stream
 
-    @_as_os_error
+    @_access_store
     def put(self, data: bytes) -> None:
         """Write a small object atomically: a reader sees its old or its new content."""
         self._store.pipe_file(self._key, data)
 
-    @_as_os_error
-    def write(self, content: Callable[[IO[bytes]], None]) -> None:
+    @_access_store
+    def write(self, content: Callable[[IO[bytes]], object]) -> None:
         """Write an object of any size. If `content` fails, an incomplete object may remain."""
         with self._store.open(self._key, "wb") as stream:
             content(stream)
 
-    @_as_os_error
+    @_access_store
     def delete(self) -> None:
         """Delete an object, or a folder with everything in it, if it exists."""
-        self._store.invalidate_cache()
         if self._store.exists(self._key):
             self._store.rm(self._key, recursive=True)
 
@@ -275,37 +274,12 @@ class ByteSink(Protocol):
         """Write all of `data`, or raise OSError."""
 
 
-@contextmanager
-def _add_path_to_errors(path: Path) -> Iterator[None]:
-    # Errors of write and fsync do not name the file.
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None:
-            error.filename = str(path)
-        raise
-
-
-class _FileSink:
-    """Open file whose writes go through `FILES`."""
-
-    def __init__(self, stream: IO[bytes]) -> None:
-        self._stream = stream
-
-    def write(self, data: bytes | memoryview, /) -> None:
-        FILES.write(self._stream, data)
-
-
-IS_NO_FILE = "is not a file"
-_TEMPORARY_SUFFIXES = (".tmp", ".replaced", ".deleted")
-
-
 def is_temporary(path: Place) -> bool:
     """Return True for names that a save or a deletion uses temporarily."""
     return path.name.startswith(".") and path.name.endswith(_TEMPORARY_SUFFIXES)
 
 
-def write_file(path: Place, content: Callable[[ByteSink], None]) -> None:
+def write_file(path: Place, content: Callable[[ByteSink], object]) -> None:
     """Write a new file and wait until it is on the disk.
 
     Args:
@@ -323,16 +297,33 @@ def write_file(path: Place, content: Callable[[ByteSink], None]) -> None:
         FILES.sync(stream)
 
 
+class _FileSink:
+    """Open file whose writes go through `FILES`."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+
+    def write(self, data: bytes | memoryview, /) -> None:
+        FILES.write(self._stream, data)
+
+
+@contextmanager
+def _add_path_to_errors(path: Path) -> Iterator[None]:
+    # Errors of write and fsync do not name the file.
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 def write_text(path: Place, text: str) -> None:
     """Write a new file of text and wait until it is on the disk. Raises OSError."""
     if isinstance(path, StorePath):
         path.put(text.encode())
-        return
-
-    def content(stream: ByteSink) -> None:
-        stream.write(text.encode())
-
-    write_file(path, content)
+    else:
+        write_file(path, lambda stream: stream.write(text.encode()))
 
 
 def read_bytes(path: Place, *, most: int) -> bytes:
@@ -355,6 +346,17 @@ def read_bytes(path: Place, *, most: int) -> bytes:
     if isinstance(path, StorePath):
         return path.read_bytes()
     return FILES.read(path)
+
+
+@contextmanager
+def reading(place: Place) -> Iterator[None]:
+    """Turn OSError of a file system or store into CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{error.filename or place} cannot be read: {error.strerror or error}"
+        ) from error
 
 
 def open_to_read(path: Place) -> IO[bytes]:
@@ -393,21 +395,6 @@ def remove_if_possible(path: Path) -> None:
         remove(path)
 
 
-def make_folder(path: Path, *, parents: bool = False) -> None:
-    """Make a new folder. Raises OSError.
-
-    Args:
-        path: The folder.
-        parents: Make missing parents too, and accept an existing folder.
-    """
-    FILES.make_folder(path, parents=parents)
-
-
-def rename(path: Path, target: Path) -> None:
-    """Rename without a sync; the caller syncs the folder. Raises OSError."""
-    FILES.rename(path, target)
-
-
 def sync_folder(path: Path) -> None:
     """Wait until a folder's list of names is on the disk. Raises OSError."""
     with _add_path_to_errors(path):
@@ -423,7 +410,7 @@ def publish(temporary: Path, path: Path) -> None:
     # See Note [Order of syncs].
     if temporary.is_dir():
         sync_folder(temporary)
-    rename(temporary, path)
+    FILES.rename(temporary, path)
     sync_folder(path.parent)
 
 

@@ -29,7 +29,6 @@ Only one checkpoint is written at a time, so there is at most one copy, and its 
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -53,15 +52,18 @@ from plait.comm.collectives import AsyncMaximum
 from plait.comm.failures import naming, run_on_all_ranks
 from plait.comm.watch import WATCH
 from plait.errors import CheckpointError, CommunicationError
-from plait.hashing import sha256_of
+from plait.hashing import seed_of, sha256_of
 
 T = TypeVar("T")
-SEEN_WITHIN = 5.0
+VISIBLE_WITHIN_SECONDS = 5.0
 """Seconds to wait until all ranks see the folder that rank 0 made. File systems between machines
 cache directory listings for a while.
 """
-OWN = "rank."
+RANK_START = "rank."
 """Prefix of the names of tensors that belong to one rank, such as states of generators."""
+_MAX_MEMORY_SHARE = 0.5
+"""Share of the available host memory that all ranks of a machine together may use for copies."""
+_FAILED = 2
 
 
 @dataclass(frozen=True)
@@ -76,9 +78,9 @@ class Snapshot:
     tag: str
     mesh: Mesh
     tensors: Mapping[str, torch.Tensor]
-    """Plain local tensors: shards that this rank writes, and its own tensors under `rank.`."""
+    """Plain local tensors: shards to write, and under `rank.` tensors that only this rank has."""
     written: Mapping[str, TensorRecord]
-    """Records of the tensors that this rank writes, except its own ones."""
+    """Records of the shards that this rank writes."""
     records: Mapping[str, TensorRecord]
     """Records of all tensors of the pipeline stage on its first rank, empty on the others."""
     values: Mapping[str, Any]
@@ -96,7 +98,7 @@ def snapshot(
     *,
     mesh: Mesh,
     tensors: Mapping[str, torch.Tensor],
-    own: Mapping[str, torch.Tensor],
+    rank_tensors: Mapping[str, torch.Tensor],
     values: Mapping[str, Any],
     metadata: Mapping[str, Any],
 ) -> Snapshot:
@@ -107,7 +109,7 @@ def snapshot(
         tag: Name of the checkpoint's folder in it.
         mesh: Mesh of the engine.
         tensors: Sharded or replicated tensors, by names that all ranks of a pipeline stage share.
-        own: Tensors that only this rank has.
+        rank_tensors: Tensors that only this rank has.
         values: JSON values of the pipeline stage.
         metadata: JSON values of the checkpoint. Those of rank 0 are written.
 
@@ -127,7 +129,7 @@ def snapshot(
         name: record for name, record in records.items() if record.is_written_by(coordinates)
     }
     local = {name: local_tensor(tensors[name]) for name in written}
-    local |= {f"{OWN}{name}": tensor for name, tensor in own.items()}
+    local |= {f"{RANK_START}{name}": tensor for name, tensor in rank_tensors.items()}
 
     if any(coordinates[axis] != 0 for axis in coordinates if axis != "pp"):
         # Lists of the stage's tensors and values are the same on all of its ranks; its first one
@@ -238,11 +240,11 @@ class _Save:
         if self._commit is None:
             self._commit = _wait_and_join(self._folder, self._tag, token)
         content = ContentHash()
-        own_content = ContentHash()
+        rank_content = ContentHash()
         shards = write_shards(
             self._commit.files / rank_file(self._mesh.rank, "safetensors"),
             self._snapshot.tensors,
-            self._observers(counted, content, own_content),
+            self._observers(counted, content, rank_content),
         )
         rank_manifest = RankManifest(
             shards=shards,
@@ -251,7 +253,7 @@ class _Save:
         )
         text = rank_manifest.model_dump_json()
         write_text(self._commit.files / rank_file(self._mesh.rank, "json"), text)
-        return sha256_of(text), content, own_content
+        return sha256_of(text), content, rank_content
 
     def _publish(self, digests: list[bytes]) -> None:
         """Write the manifest from the rows of `_write_files` of all ranks, and commit."""
@@ -259,11 +261,11 @@ class _Save:
             return
         assert self._commit is not None
         content = ContentHash()
-        own_content = ContentHash()
+        rank_content = ContentHash()
         for row in digests:
-            # [sha256 of the rank's manifest (32), content hash (16), hash of its own tensors (16)]
+            # [sha256 of the rank's manifest (32), content hash (16), hash of its rank tensors (16)]
             content.add(row[32:48])
-            own_content.add(row[48:64])
+            rank_content.add(row[48:64])
         newest = max(
             (checkpoint.manifest.sequence for checkpoint in list_complete(self._folder)), default=0
         )
@@ -274,13 +276,13 @@ class _Save:
             degrees=self._mesh.layout.all_degrees,
             ranks=tuple(row[:32].hex() for row in digests),
             content=str(content),
-            own_content=str(own_content),
+            own_content=str(rank_content),
             metadata=dict(self._snapshot.metadata),
         )
         self._commit.finish(manifest.model_dump_json())
 
     def _observers(
-        self, counted: set[str], content: ContentHash, own_content: ContentHash
+        self, counted: set[str], content: ContentHash, rank_content: ContentHash
     ) -> dict[str, Observer]:
         """Return an observer per tensor that adds it to a hash.
 
@@ -292,7 +294,7 @@ class _Save:
         for name, tensor in self._snapshot.tensors.items():
             record = self._snapshot.written.get(name)
             if record is None:
-                observers[name] = own_content.observer(
+                observers[name] = rank_content.observer(
                     f"{self._mesh.rank}.{name}", record_of(tensor), window_of(tensor), begins=True
                 )
             elif name not in counted:
@@ -309,7 +311,8 @@ class _Save:
 
         The earlier stage adds them to the content hash. Collective.
         """
-        names = {_name_hash(name): name for name in self._snapshot.written}
+        names = {seed_of(name): name for name in self._snapshot.written}
+        # Names are broadcast as hashes, which fit into int64.
         shared: set[str] = set()
         for stage in range(self._mesh.layout.pp - 1):
             leader = self._mesh.layout.rank(pp=stage)
@@ -317,7 +320,7 @@ class _Save:
             dist.broadcast(count, leader, group=self._group)
             if self._mesh.rank == leader:
                 stage_hashes = torch.tensor(
-                    [_name_hash(name) for name in self._snapshot.records], device=self._device
+                    [seed_of(name) for name in self._snapshot.records], device=self._device
                 )
             else:
                 stage_hashes = count.new_empty(int(count))
@@ -334,7 +337,7 @@ def _wait_and_join(folder: Place, tag: str, token: str) -> Commit:
     Raises:
         CheckpointError: The folder has not become visible in time.
     """
-    deadline = time.monotonic() + SEEN_WITHIN
+    deadline = time.monotonic() + VISIBLE_WITHIN_SECONDS
     while True:
         commit = join(folder, tag, token)
         if commit is not None:
@@ -345,18 +348,6 @@ def _wait_and_join(folder: Place, tag: str, token: str) -> Commit:
                 " use a folder on a file system that all machines share, or a store's URL"
             )
         time.sleep(0.05)
-
-
-def _name_hash(name: str) -> int:
-    # int64, because names are broadcast as tensors.
-    return int.from_bytes(
-        hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True
-    )
-
-
-_MAX_MEMORY_SHARE = 0.5
-"""Share of the available host memory that all ranks of a machine together may use for copies."""
-_FAILED = 2
 
 
 class Writer:
@@ -387,6 +378,7 @@ class Writer:
         Raises:
             CheckpointError: The previous checkpoint could not be written.
         """
+        # The buffers of the previous save are reused.
         self.wait()
         self._unsettled = None
         self._outcome = None
@@ -460,6 +452,7 @@ class Writer:
             CheckpointError: The checkpoint could not be written.
         """
         running = self._running
+        # Before the result: an error is raised once.
         self._running = None
         if running is None:
             return None
@@ -495,7 +488,8 @@ class Writer:
         free = free_host_bytes()
         if free is None:
             return True
-        return snapshot.size - existing <= _MAX_MEMORY_SHARE * free / self._mesh.ranks_here
+        # The other ranks of this machine copy at the same time.
+        return snapshot.size - existing <= _MAX_MEMORY_SHARE * free / self._mesh.local_world_size
 
     def _stage(self, snapshot: Snapshot) -> dict[str, torch.Tensor]:
         """Copy the tensors to host memory, pinned if they are on a device."""

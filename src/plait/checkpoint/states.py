@@ -33,6 +33,18 @@ MODEL_START = "model."
 _FROZEN_NAMES = "_plait_checkpoints_hold_what_is_trained"
 """Attribute of a model with the names of the parameters that its checkpoints leave out."""
 _EXTRA = "_extra_state"
+OPTIMIZER_START = "optimizer.state."
+_ADAM_CLASSES = ("torch.optim.Adam", "torch.optim.AdamW", "plait.optim.low_bit_adam.SmallStateAdam")
+_STATES_OF_OPTIONS = {
+    "amsgrad": (("Adam", "AdamW"), "max_exp_avg_sq"),
+    "centered": (("RMSprop",), "grad_avg"),
+    "momentum": (("RMSprop",), "momentum_buffer"),
+}
+"""State that an option of torch's optimizers needs, and the classes that create it at a parameter's
+first step only.
+"""
+StateAllocator = Callable[[nn.Parameter, str, torch.dtype], torch.Tensor]
+"""Allocates a state of its parameter's shape from (parameter, name of the state, dtype)."""
 
 
 def save_trained_only(model: nn.Module) -> None:
@@ -96,7 +108,7 @@ def model_shapes(
     """Return the global shapes of the tensors of all pipeline stages. Collective.
 
     Args:
-        tensors: Tensors of this stage from `content`.
+        tensors: Tensors of this stage from `model_content`.
         group: Ranks that have different parts of the model; None for a single stage.
     """
     local_shapes = {
@@ -109,26 +121,13 @@ def model_shapes(
 
 
 def put_values(model: nn.Module, values: Mapping[str, Any]) -> None:
-    """Restore the extra state of modules from the values of `content`."""
+    """Restore the extra state of modules from the values of `model_content`."""
     modules = dict(model.named_modules())
     for name, value in values.items():
         owner, _, leaf = name.rpartition(".")
+        # The values of all pipeline stages are passed, and a rank has modules of one of them.
         if leaf == _EXTRA and owner in modules:
             modules[owner].set_extra_state(exact.decode(value, None, name))
-
-
-OPTIMIZER_START = "optimizer.state."
-_ADAM_CLASSES = ("torch.optim.Adam", "torch.optim.AdamW", "plait.optim.low_bit_adam.SmallStateAdam")
-_STATES_OF_OPTIONS = {
-    "amsgrad": (("Adam", "AdamW"), "max_exp_avg_sq"),
-    "centered": (("RMSprop",), "grad_avg"),
-    "momentum": (("RMSprop",), "momentum_buffer"),
-}
-"""State that an option of torch's optimizers needs, and the classes that create it at a parameter's
-first step only.
-"""
-StateAllocator = Callable[[nn.Parameter, str, torch.dtype], torch.Tensor]
-"""Allocates a state of its parameter's shape from (parameter, name of the state, dtype)."""
 
 
 @runtime_checkable
@@ -248,16 +247,16 @@ def merge_stages(record: dict[str, Any], group: dist.ProcessGroup | None) -> dic
             # Tied parameters are on several stages; the first one lists them.
             params = [name for name in entry["params"] if name not in seen]
             seen.update(params)
-            alike = None
-            for other in result["groups"]:
-                if other["now"] == entry["now"] and other["configured"] == entry["configured"]:
-                    alike = other
-                    break
+            alike = next((group for group in result["groups"] if _is_alike(group, entry)), None)
             if alike is None:
                 result["groups"].append({**entry, "params": params})
             else:
                 alike["params"] = [*alike["params"], *params]
     return result
+
+
+def _is_alike(group: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return all(group[key] == other[key] for key in ("now", "configured"))
 
 
 @dataclass(frozen=True)
@@ -285,7 +284,7 @@ def allocate(
         model: The model.
         optimizer: Its optimizer.
         stored: All tensors of the checkpoint by name.
-        record: Record of the optimizer, from `merged`.
+        record: Record of the optimizer, from `merge_stages`.
         place: Allocates states of their parameter's shape, for example in host memory. None
             allocates them on the parameter's device.
 
@@ -339,18 +338,25 @@ def load_states(
         optimizer: Optimizer that `fill` was allocated for.
         model: The model.
         fill: States, which have been read.
-        record: Record of the optimizer, from `merged`.
+        record: Record of the optimizer, from `merge_stages`.
         groups: Values of each parameter group.
     """
     states: dict[nn.Parameter, dict[str, Any]] = {
         parameter: dict(tensors) for parameter, tensors in fill.states.items()
     }
-    _decode_values(optimizer, model, record["values"], states)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    names = parameter_names(model)
+    # Tied parameters are saved under the name that the saving layout used.
+    owners = {alias: parameter for parameter in parameters for alias in names[parameter]}
+    for key, value in record["values"].items():
+        alias, _, state_name = key.removeprefix("state.").rpartition(".")
+        if alias in owners:
+            decoded = exact.decode(value, None, state_name)
+            states.setdefault(owners[alias], {})[state_name] = decoded
     optimizer.state.clear()
 
     # `load_state_dict` identifies parameters by their number in the groups.
     state_dict = optimizer.state_dict()
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     state_dict["state"] = {
         number: states[parameter]
@@ -373,29 +379,6 @@ def load_states(
             # torch casts most states to their parameter's dtype, which rounds them.
             if key in loaded and loaded[key].dtype != tensor.dtype and key != "step":
                 loaded[key] = tensor.to(loaded[key].device)
-
-
-def _decode_values(
-    optimizer: Optimizer,
-    model: nn.Module,
-    values: Mapping[str, Any],
-    states: dict[nn.Parameter, dict[str, Any]],
-) -> None:
-    """Add the states that are not tensors to `states`."""
-    optimized = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    for parameter, names in parameter_names(model).items():
-        if parameter not in optimized:
-            continue
-        for alias in names:
-            prefix = f"state.{alias}."
-            decoded = {
-                key.removeprefix(prefix): exact.decode(value, None, key.removeprefix(prefix))
-                for key, value in values.items()
-                if key.startswith(prefix)
-            }
-            if decoded:
-                states.setdefault(parameter, {}).update(decoded)
-                break
 
 
 def stored_states(stored: Mapping[str, TensorRecord]) -> dict[str, dict[str, TensorRecord]]:

@@ -1,11 +1,11 @@
 """Windows of tensors: which ranks have which part, and a hash that is equal on every layout.
 
 Note [Windows]
-    A window is the (start, length) of a rank's part in every dimension. A tensor is cut along mesh
-    axes by the rule of torch.chunk, one axis after the other. Over the axes that do not cut it, it
-    is replicated, and the first replica writes it. A record of a few numbers per tensor is
-    therefore enough to compute the window of any rank, and the metadata of a checkpoint does not
-    grow with the world size.
+    A window is the (start, length) of a rank's part in every dimension. A tensor is split along
+    mesh axes by the rule of torch.chunk, one axis after the other. Over the other axes it is
+    replicated, and the first replica writes it. A record of a few numbers per tensor is therefore
+    enough to compute the window of any rank, and the metadata of a checkpoint does not grow with
+    the world size.
 
 Each rank hashes the shards it has, and the sum of the ranks' hashes (128 bits) is the hash of the
 checkpoint.
@@ -46,17 +46,24 @@ from plait.sizes import dtype_name
 
 Window = tuple[tuple[int, int], ...]
 """(start, length) per dimension."""
+Keys = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
+_WORD_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+_WORDS_AT_ONCE = 1 << 17
+"""Words that are multiplied at a time, so that they stay in a core's cache."""
+_BLOCK_BYTES = 16 << 20
+Observer = Callable[["TensorBlock"], None]
+"""Function that receives each block of a tensor, for example to hash it."""
 
 
 class TensorRecord(Policy):
-    """Shape, dtype and cuts of a tensor in a checkpoint."""
+    """Shape, dtype and splits of a tensor in a checkpoint."""
 
     dtype: str
     """Name of the dtype without `torch.`."""
     shape: tuple[NonNegativeInt, ...]
     """Global shape."""
     cuts: tuple[tuple[str, NonNegativeInt], ...] = ()
-    """(mesh axis, dimension) pairs, in the order in which they cut the tensor."""
+    """(mesh axis, dimension) pairs, in the order in which they split the tensor."""
     stages: tuple[NonNegativeInt, ...] = Field((0,), min_length=1)
     """Coordinates along pp of the stages that have it. The first one writes it."""
 
@@ -187,15 +194,6 @@ def merge_stages(
             else:
                 merged[name] = previous.model_copy(update={"stages": (*previous.stages, stage)})
     return merged
-
-
-Keys = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
-_WORD_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
-_WORDS_AT_ONCE = 1 << 17
-"""Words that are multiplied at a time, so that they stay in a core's cache."""
-_BLOCK_BYTES = 16 << 20
-Observer = Callable[["TensorBlock"], None]
-"""Function that receives each block of a tensor, for example to hash it."""
 
 
 @dataclass(frozen=True)

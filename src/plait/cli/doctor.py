@@ -181,16 +181,14 @@ def _show_environment(*, as_json: bool) -> None:
 
 
 def _show_library_settings(*, as_json: bool) -> None:
-    from plait.cluster.nccl import VARIABLES, report, version
-
-    library = version()
+    library = accelerator.library_version()
     if not as_json:
-        for line in report(os.environ, version=library):
+        for line in accelerator.library_report(os.environ, version=library):
             typer.echo(line)
         return
     content = {
         accelerator.BACKEND: ".".join(map(str, library)) if library else None,
-        "variables": {name: os.environ.get(name) for name in VARIABLES},
+        "variables": {name: os.environ.get(name) for name in accelerator.LIBRARY_VARIABLES},
     }
     typer.echo(json.dumps(content, indent=1))
 

@@ -1,16 +1,20 @@
 """Accelerator: the kind of device besides the CPU that Plait supports.
 
-No other module names it, except for the settings of its library of collectives (`cluster.nccl`), so
-that support for another kind only changes this file. `torch.accelerator` is used if it has a
-function, and otherwise the module of the kind (`torch.cuda`). Functions import torch themselves,
-because the command line starts without it.
+No other module names it, so that support for another kind only changes this file.
+`torch.accelerator` is used if it has a function, and otherwise the module of the kind
+(`torch.cuda`). Functions import torch themselves, because the command line starts without it.
+
+The algorithm that NCCL selects for a call is not predicted. NCCL's tuning model has constants of
+the release, the architecture and the transport, a tuner plugin may replace it, and its authors say
+that there is no easy rule (NVIDIA/nccl issue 754). NCCL can log the selection for every call
+(`library_report`).
 
 `HostCopy` copies a small tensor to the host without waiting.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -31,6 +35,18 @@ SETTINGS: Final = ("CUDA_", *PREFIXES, "PYTORCH_", "TORCH_CUDNN_")
 """Prefixes of environment variables that affect kernels, memory or collectives."""
 LOST_PEER: Final = "ncclRemoteError"
 """Text in the error of a collective if another process has ended."""
+LIBRARY_VARIABLES: Final = {
+    "NCCL_ALGO": "algorithms that NCCL may use, such as Ring or ^Tree",
+    "NCCL_PROTO": "protocols that NCCL may use: LL, LL128, Simple",
+    "NCCL_NVLS_ENABLE": "whether NVLink switches may reduce",
+    "NCCL_TUNER_PLUGIN": "a plugin that selects algorithm and protocol instead of NCCL",
+    "NCCL_DEBUG": "INFO: NCCL logs what it does",
+    "NCCL_DEBUG_SUBSYS": "TUNING: NCCL logs the algorithm and protocol of every call",
+}
+"""Variables of NCCL for the algorithm and protocol of collectives, with their meanings.
+
+NCCL reads them when it creates a communicator, so set them before the launch.
+"""
 
 
 def is_accelerator(device: torch.device) -> bool:
@@ -238,6 +254,39 @@ def _module() -> Any:
     import torch
 
     return torch.get_device_module(NAME)
+
+
+def library_version() -> tuple[int, ...] | None:
+    """Return the version of NCCL in this torch, or None if torch has no NCCL."""
+    import torch
+
+    if not torch.distributed.is_nccl_available():
+        return None
+    return tuple(torch.cuda.nccl.version())
+
+
+def library_report(environment: Mapping[str, str], *, version: tuple[int, ...] | None) -> list[str]:
+    """Return lines about the version and the variables of NCCL, for the user.
+
+    Args:
+        environment: Environment variables.
+        version: Result of `library_version`.
+    """
+    if version:
+        lines = [f"NCCL {'.'.join(map(str, version))}"]
+    else:
+        lines = ["this torch has no NCCL, and nothing below is read"]
+    for name, meaning in LIBRARY_VARIABLES.items():
+        lines.append(f"{name:<18} {environment.get(name, 'not set'):<16} {meaning}")
+    return [
+        *lines,
+        "",
+        (
+            "Which algorithm NCCL selects for a call cannot be predicted (see"
+            " docs/explanation/communication.md). NCCL logs it with:"
+        ),
+        "  NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=TUNING plait train FILE",
+    ]
 
 
 class HostCopy:

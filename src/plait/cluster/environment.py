@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from plait.cluster import accelerator
 from plait.cluster.launchers import claim
-from plait.cluster.nccl import version as library_version
 from plait.cluster.topology import cpu_count, device_count, processor_name
 from plait.version import __version__
 
@@ -102,7 +101,7 @@ def _gpus() -> dict[str, Any]:
 def _communication() -> dict[str, Any]:
     if not dist.is_available():
         return {"torch.distributed": "not in this torch"}
-    version_numbers = library_version()
+    version_numbers = accelerator.library_version()
     return {
         "gloo": dist.is_gloo_available(),
         accelerator.BACKEND: ".".join(map(str, version_numbers)) if version_numbers else False,

@@ -28,6 +28,20 @@ from torch import nn
 from plait._torch.tensors import local_tensor
 
 _CGROUP = Path("/sys/fs/cgroup")
+# Parameters of `mallopt`, from malloc.h.
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_TRIM_THRESHOLD_BYTES = 2**31 - 1
+"""Free memory above which the heap is trimmed. This is the largest value of an int."""
+_MMAP_THRESHOLD_BYTES = 32 * 2**20
+"""Size above which an allocation does not use the heap.
+
+glibc accepts no larger value. It is half of the heap of a thread.
+"""
+USERS = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
+"""Variables with which a user configures the allocator."""
+HUGE_PAGE = 2 << 20
+"""Bytes of a huge page."""
 
 
 def free_host_bytes() -> int | None:
@@ -77,20 +91,6 @@ def trim_heap() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-# Parameters of `mallopt`, from malloc.h.
-_M_TRIM_THRESHOLD = -1
-_M_MMAP_THRESHOLD = -3
-_TRIM_THRESHOLD_BYTES = 2**31 - 1
-"""Free memory above which the heap is trimmed. This is the largest value of an int."""
-_MMAP_THRESHOLD_BYTES = 32 * 2**20
-"""Size above which an allocation does not use the heap.
-
-glibc accepts no larger value. It is half of the heap of a thread.
-"""
-USERS = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
-"""Variables with which a user configures the allocator."""
-
-
 def keep_freed_memory(environment: Mapping[str, str]) -> bool:
     """Let this process keep up to 2 GiB of memory that it frees.
 
@@ -113,10 +113,6 @@ def _is_glibc() -> bool:
         return (os.confstr("CS_GNU_LIBC_VERSION") or "").startswith("glibc")
     except (ValueError, OSError, AttributeError):
         return False
-
-
-HUGE_PAGE = 2 << 20
-"""Bytes of a huge page."""
 
 
 def empty_on_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

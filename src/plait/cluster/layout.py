@@ -14,16 +14,15 @@ A dimension is split between the ranks of a group (`shard_lengths`) by the rule 
 `fully_shard` and DTensor do.
 
 On machines, ranks are numbered machine by machine, and tp is the innermost dimension of a layout,
-so the ranks of a tensor-parallel group are neighbours. `crossings` says which groups span several
-machines.
+so the ranks of a tensor-parallel group are neighbours. `crossings` counts the groups that span
+several machines.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from itertools import product
+from itertools import count, islice, product
 from math import gcd, prod
 from typing import Any
 
@@ -150,7 +149,7 @@ class Layout:
         # The result is in the order of AXES.
         coordinates = {axis: reversed_coordinates[axis] for axis in AXES}
         if self.ep > 1:
-            stage_rank = self._rank_in_stage(coordinates)
+            stage_rank = self._position(coordinates, STAGE_AXES)
             coordinates["edp"], coordinates["ep"] = divmod(stage_rank, self.ep)
         return coordinates
 
@@ -164,16 +163,14 @@ class Layout:
             stage_rank = coordinates.get("edp", 0) * self.ep + coordinates.get("ep", 0)
             for axis in reversed(STAGE_AXES):
                 stage_rank, coordinates[axis] = divmod(stage_rank, getattr(self, axis))
-        rank = 0
-        for axis in AXES:
-            rank = rank * getattr(self, axis) + coordinates.get(axis, 0)
-        return rank
+        return self._position(coordinates, AXES)
 
-    def _rank_in_stage(self, coordinates: Mapping[str, int]) -> int:
-        stage_rank = 0
-        for axis in STAGE_AXES:
-            stage_rank = stage_rank * getattr(self, axis) + coordinates[axis]
-        return stage_rank
+    def _position(self, coordinates: Mapping[str, int], axes: Iterable[str]) -> int:
+        """Return the index of coordinates if the last one of `axes` varies fastest."""
+        position = 0
+        for axis in axes:
+            position = position * getattr(self, axis) + coordinates.get(axis, 0)
+        return position
 
     def dp_index(self, rank: int) -> int:
         """Return the index of the slice of the batch that a rank reads, from 0 to dp - 1.
@@ -185,11 +182,9 @@ class Layout:
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
         """Return the groups of ranks that differ along `axes` only, ordered by smallest rank."""
-        outer_axes = [axis for axis in AXES if axis not in axes]
-        inner_axes = [axis for axis in AXES if axis in axes]
-        inner_points = self._points(inner_axes)
+        inner_points = self._points([axis for axis in AXES if axis in axes])
         groups = []
-        for outer in self._points(outer_axes):
+        for outer in self._points([axis for axis in AXES if axis not in axes]):
             ranks = [self.rank(**outer, **inner) for inner in inner_points]
             groups.append(tuple(ranks))
         return tuple(groups)
@@ -232,23 +227,10 @@ def shard_lengths(length: int, ranks: int) -> list[int]:
     return [shard_length(length, ranks, rank) for rank in range(ranks)]
 
 
-@dataclass(frozen=True)
-class Crossing:
-    """Mesh dimension with groups that span machines.
+def crossings(layout: Layout, topology: Topology) -> dict[str, int]:
+    """Return the number of groups that span machines, by dimension, outermost first.
 
-    Attributes:
-        axis: Name of the dimension.
-        groups: Number of groups that span machines.
-        of: Number of all groups.
-    """
-
-    axis: str
-    groups: int
-    of: int
-
-
-def crossings(layout: Layout, topology: Topology) -> tuple[Crossing, ...]:
-    """Return every dimension with groups that span machines, outermost first.
+    Dimensions without such groups are left out.
 
     Raises:
         ConfigError: The layout does not fill the machines.
@@ -267,15 +249,11 @@ def crossings(layout: Layout, topology: Topology) -> tuple[Crossing, ...]:
     node_of_rank: list[int] = []
     for index, node in enumerate(topology.nodes):
         node_of_rank += [index] * node.devices
-    crossing_axes = []
-    for axis in AXES:
-        if getattr(layout, axis) == 1:
-            continue
-        groups = layout.groups(axis)
-        spanning = sum(len({node_of_rank[rank] for rank in group}) > 1 for group in groups)
-        if spanning:
-            crossing_axes.append(Crossing(axis, spanning, len(groups)))
-    return tuple(crossing_axes)
+    spanning = {}
+    for axis in [axis for axis in AXES if getattr(layout, axis) > 1]:
+        nodes_of_groups = [{node_of_rank[rank] for rank in group} for group in layout.groups(axis)]
+        spanning[axis] = sum(len(nodes) > 1 for nodes in nodes_of_groups)
+    return {axis: count for axis, count in spanning.items() if count}
 
 
 def refuse_wider_than_a_node(layout: Layout, topology: Topology) -> None:
@@ -295,23 +273,23 @@ def refuse_wider_than_a_node(layout: Layout, topology: Topology) -> None:
 
 def crossing_warning(layout: Layout, topology: Topology) -> str | None:
     """Return a warning about tensor-parallel groups that span machines, or None."""
-    crossing = next((c for c in crossings(layout, topology) if c.axis == "tp"), None)
-    if crossing is None:
+    spanning = crossings(layout, topology).get("tp")
+    if spanning is None:
         return None
     smallest = min(node.devices for node in topology.nodes)
     fitting = max(_tp_inside_nodes(topology, layout.tp - 1))
     return (
-        f"parallel.tp = {layout.tp}: {crossing.groups} of {crossing.of} tensor parallel groups span"
-        f" nodes (the smallest has {smallest} devices), and every layer communicates over the links"
-        " between them, two all-reduces of the activations forward and two backward; use"
-        f" {fitting} to stay inside"
+        f"parallel.tp = {layout.tp}: {spanning} of {layout.world_size // layout.tp} tensor parallel"
+        f" groups span nodes (the smallest has {smallest} devices), and every layer communicates"
+        " over the links between them, two all-reduces of the activations forward and two backward;"
+        f" use {fitting} to stay inside"
     )
 
 
 def _tp_inside_nodes(topology: Topology, largest: int) -> list[int]:
     """Return the degrees of tp up to `largest` with which no group spans machines."""
     # Groups are neighbouring ranks, so no group spans machines if the degree divides all of them.
-    common = math.gcd(*(node.devices for node in topology.nodes))
+    common = gcd(*(node.devices for node in topology.nodes))
     return [degree for degree in range(1, largest + 1) if common % degree == 0]
 
 
@@ -323,14 +301,12 @@ def rank_grid(layout: Layout, topology: Topology) -> list[list[str]]:
         along the dimensions of degree above 1.
     """
     used = [axis for axis in AXES if getattr(layout, axis) > 1]
+    ranks = count()
     rows = []
-    rank = 0
     for node in topology.nodes:
-        cells = []
-        for _ in range(node.devices):
+        row = [node.name]
+        for rank in islice(ranks, node.devices):
             coordinates = layout.coordinates(rank)
-            labels = [f"{axis}{coordinates[axis]}" for axis in used]
-            cells.append(" ".join([str(rank), *labels]))
-            rank += 1
-        rows.append([node.name, *cells])
+            row.append(" ".join([str(rank), *(f"{axis}{coordinates[axis]}" for axis in used)]))
+        rows.append(row)
     return rows

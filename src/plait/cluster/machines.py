@@ -16,6 +16,10 @@ from pathlib import Path
 from plait.cluster.accelerator import DeviceType
 from plait.errors import ConfigError, InputError, Problem, raise_problems
 
+MOST_SLOTS = 2**16
+"""Largest number of slots of a machine."""
+_LINE = re.compile(r"(?P<name>[^\s#=-][^\s#=]*)\s+slots\s*=\s*(?P<slots>\d{1,9})")
+
 
 @dataclass(frozen=True)
 class Node:
@@ -49,11 +53,6 @@ class Topology:
     def world_size(self) -> int:
         """Number of devices, which is the number of processes."""
         return sum(node.devices for node in self.nodes)
-
-
-MOST_SLOTS = 2**16
-"""Largest number of slots of a machine."""
-_LINE = re.compile(r"(?P<name>[^\s#=-][^\s#=]*)\s+slots\s*=\s*(?P<slots>\d{1,9})")
 
 
 @dataclass(frozen=True)
@@ -94,8 +93,8 @@ def read_hostfile(path: str | Path) -> tuple[HostfileEntry, ...]:
 def parse_hostfile(text: str, *, source: str = "hostfile") -> tuple[HostfileEntry, ...]:
     """Return the hosts in the text of a hostfile. `#` begins a comment.
 
-    >>> parse("a slots=2\\nb slots=1  # the small one")
-    (Host(name='a', slots=(0, 1)), Host(name='b', slots=(0,)))
+    >>> parse_hostfile("a slots=2\\nb slots=1  # the small one")
+    (HostfileEntry(name='a', slots=(0, 1)), HostfileEntry(name='b', slots=(0,)))
 
     Args:
         text: Content of the file.
@@ -110,28 +109,21 @@ def parse_hostfile(text: str, *, source: str = "hostfile") -> tuple[HostfileEntr
         content = line.split("#", 1)[0].strip()
         if not content:
             continue
+        place = f"{source}:{number}"
         match = _LINE.fullmatch(content)
         if match is None or not 1 <= int(match["slots"]) <= MOST_SLOTS:
             rule = f"not `name slots=N` with N from 1 to {MOST_SLOTS}"
-            problems.append(
-                Problem(f"{source}:{number}", content, rule, "write for example `node1 slots=8`")
-            )
+            problems.append(Problem(place, content, rule, "write for example `node1 slots=8`"))
         elif match["name"] in hosts:
-            problems.append(
-                Problem(
-                    f"{source}:{number}",
-                    content,
-                    f"{match['name']} is named twice",
-                    "give each machine one line with all its slots",
-                )
-            )
+            remedy = "give each machine one line with all its slots"
+            problems.append(Problem(place, content, f"{match['name']} is named twice", remedy))
         else:
             hosts[match["name"]] = HostfileEntry(match["name"], tuple(range(int(match["slots"]))))
-    if not hosts and not problems:
-        problems.append(
+    raise_problems(problems)
+    if not hosts:
+        raise ConfigError(
             Problem(source, None, "names no machine", "write one `name slots=N` per line")
         )
-    raise_problems(problems)
     return tuple(hosts.values())
 
 
@@ -143,8 +135,8 @@ def select_hosts(
     The filters have DeepSpeed's notation: `name` for a machine, `name:0,2` for some of its slots,
     and `@` between machines.
 
-    >>> select(parse("a slots=4\\nb slots=4"), exclude="a:0,1@b")
-    (Host(name='a', slots=(2, 3)),)
+    >>> select_hosts(parse_hostfile("a slots=4\\nb slots=4"), exclude="a:0,1@b")
+    (HostfileEntry(name='a', slots=(2, 3)),)
 
     Args:
         hosts: Hosts of the hostfile.
@@ -166,12 +158,8 @@ def select_hosts(
         )
     if not include and not exclude:
         return hosts
-    if include:
-        option = "--include"
-        text = include
-    else:
-        option = "--exclude"
-        text = exclude
+    option = "--include" if include else "--exclude"
+    text = include or exclude
     listed = _listed_slots(hosts, option, text)
     selected = []
     for host in hosts:
@@ -190,7 +178,7 @@ def _listed_slots(
     hosts: tuple[HostfileEntry, ...], option: str, text: str
 ) -> dict[str, tuple[int, ...]]:
     """Return the slots that a filter lists, by the names of the hostfile."""
-    known = {host.name: host.slots for host in hosts}
+    hostfile_slots = {host.name: host.slots for host in hosts}
     names = {host.address: host.name for host in hosts}
     users = {host.name.rpartition("@")[0] for host in hosts if "@" in host.name}
     listed: dict[str, tuple[int, ...]] = {}
@@ -202,21 +190,21 @@ def _listed_slots(
             # The user of a name that was written as in the hostfile.
             continue
         name = names.get(address, address)
-        if name not in known:
+        if name not in hostfile_slots:
             remedy = f"use {', '.join(sorted(names)[:8])}"
             problems.append(Problem(option, entry, f"{name!r} is not in the hostfile", remedy))
             continue
 
-        slots = known[name]
+        slots = hostfile_slots[name]
         if colon:
             if not re.fullmatch(r"\d{1,9}(,\d{1,9})*", numbers):
                 remedy = f"write for example `{name}:0,1`"
                 problems.append(Problem(option, entry, "not slot numbers after the colon", remedy))
                 continue
             slots = tuple(int(number) for number in numbers.split(","))
-        absent = sorted(set(slots) - set(known[name]))
+        absent = sorted(set(slots) - set(hostfile_slots[name]))
         if absent:
-            rule = f"{name} has slots 0 to {len(known[name]) - 1}, not {absent[0]}"
+            rule = f"{name} has slots 0 to {len(hostfile_slots[name]) - 1}, not {absent[0]}"
             problems.append(Problem(option, entry, rule, "name slots that exist"))
             continue
         listed[name] = tuple(sorted({*listed.get(name, ()), *slots}))

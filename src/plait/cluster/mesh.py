@@ -56,6 +56,12 @@ the same group.
 """
 LANES = 3
 """Number of pairs of groups over pp for messages between stages with NCCL (`comm.messages`)."""
+_DEFAULT_GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakSet[GroupUse]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Default groups that Plait created, with their uses. Global, as torch's own list of groups is."""
+_mesh_count = 0
+"""Number of meshes of this process, or of another rank that has created more."""
 
 
 @dataclass(frozen=True)
@@ -88,12 +94,10 @@ class Levels:
     """Two-level view of a group that has equally many ranks on each of several machines.
 
     Attributes:
-        whole: The complete group.
         inside: Ranks of the group on this machine.
         across: One rank per machine: the ranks with the same position on their machine as this one.
     """
 
-    whole: dist.ProcessGroup
     inside: dist.ProcessGroup
     across: dist.ProcessGroup
 
@@ -109,30 +113,6 @@ class GroupUse:
     def __init__(self, users: weakref.WeakSet[GroupUse]) -> None:
         self.users = users
         users.add(self)
-
-
-_DEFAULT_GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakSet[GroupUse]] = (
-    weakref.WeakKeyDictionary()
-)
-"""Default groups that Plait created, with their uses. Global, as torch's own list of groups is."""
-
-
-def _use_default_group(*, is_new: bool) -> GroupUse | None:
-    """Register a use of the default group, or return None if the user created the group."""
-    group = dist.group.WORLD
-    if group is None:
-        return None
-    if is_new:
-        _DEFAULT_GROUPS[group] = weakref.WeakSet()
-    if group not in _DEFAULT_GROUPS:
-        return None
-    return GroupUse(_DEFAULT_GROUPS[group])
-
-
-def _world() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
 
 
 @dataclass(frozen=True)
@@ -154,7 +134,7 @@ class Mesh:
         combined: Groups over several dimensions.
         stages: Groups of some stages by their coordinates along pp. None on other ranks.
         node_levels: Parts by machine, and the number of machines, by dimension.
-        made: Groups that this mesh created, which are destroyed with it.
+        created_groups: Groups that this mesh created, which are destroyed with it.
     """
 
     layout: Layout
@@ -168,7 +148,7 @@ class Mesh:
     combined: Mapping[tuple[str, ...], dist.ProcessGroup] = field(default_factory=dict)
     stages: Mapping[frozenset[int], dist.ProcessGroup | None] = field(default_factory=dict)
     node_levels: Mapping[str, tuple[Levels | None, int]] = field(default_factory=dict)
-    made: list[dist.ProcessGroup] = field(default_factory=list, repr=False)
+    created_groups: list[dist.ProcessGroup] = field(default_factory=list, repr=False)
 
     @property
     def coordinates(self) -> dict[str, int]:
@@ -302,7 +282,7 @@ class Mesh:
         return group
 
     @property
-    def ranks_here(self) -> int:
+    def local_world_size(self) -> int:
         """Number of ranks of the run on this machine, according to the launcher."""
         return place().local_world_size
 
@@ -352,7 +332,7 @@ class Mesh:
         if len(ranks_per_node) > 1:
             levels = split_by_node(group, group_nodes)
         if levels is not None:
-            self.made.extend((levels.inside, levels.across))
+            self.created_groups.extend((levels.inside, levels.across))
         if len(set(ranks_per_node.values())) > 1:
             return levels, 1
         return levels, len(ranks_per_node)
@@ -361,7 +341,7 @@ class Mesh:
         """Register a group that was created for this mesh, which destroys it later."""
         # torch uses the default group for a dimension with all ranks.
         if group is not dist.group.WORLD:
-            self.made.append(group)
+            self.created_groups.append(group)
         return _with_default_timeout(group)
 
     def leave(self) -> None:
@@ -371,8 +351,8 @@ class Mesh:
         """
         if self.use is not None:
             self.use.users.discard(self.use)
-        end_groups(self.made)
-        self.made.clear()
+        end_groups(self.created_groups)
+        self.created_groups.clear()
 
     def close(self) -> None:
         """Destroy the groups that this mesh created.
@@ -410,12 +390,13 @@ def split_by_node(group: dist.ProcessGroup, nodes: Sequence[int]) -> Levels | No
     # All ranks create their inside group first. Ranks outside of `group` do not take part, so the
     # creation must not synchronise with them.
     this_rank = dist.get_rank()
-    inside_group, across_group = (
-        _with_default_timeout(dist.new_group(members, use_local_synchronization=True))
-        for members in [*inside, *across]
-        if this_rank in members
+    return Levels(
+        *(
+            _with_default_timeout(dist.new_group(members, use_local_synchronization=True))
+            for members in [*inside, *across]
+            if this_rank in members
+        )
     )
-    return Levels(group, inside_group, across_group)
 
 
 def _node_of_each_rank() -> list[int]:
@@ -436,7 +417,6 @@ def _with_default_timeout(group: dist.ProcessGroup) -> dist.ProcessGroup:
 def build_mesh(
     layout: Layout,
     *,
-    device_type: str | None = None,
     timeout: timedelta = DEFAULT_TIMEOUT,
     host_tensors: bool = False,
     groups: Groups = Groups(),
@@ -446,7 +426,6 @@ def build_mesh(
 
     Args:
         layout: The layout.
-        device_type: `cuda` or `cpu`. By default a GPU is used if there is one.
         timeout: Timeout of collectives. An existing default group keeps its own.
         host_tensors: Whether the default group also supports tensors in host memory if the device
             is a GPU. Offloaded parameters are gathered there for checkpoints.
@@ -457,7 +436,7 @@ def build_mesh(
         ConfigError: The number of processes is not the layout's world size.
     """
     rank_info = place()
-    device = local_device(device_type, rank_info)
+    device = local_device(rank_info)
     is_new = not dist.is_initialized()
     finish_at_exit()
     if is_new:
@@ -494,13 +473,26 @@ def _check_world_size(layout: Layout, *, is_new: bool) -> None:
     if is_new:
         # The caller may try another layout.
         dist.destroy_process_group()
-    rule = f"the layout needs {layout.world_size} processes and {world_size} exist"
-    remedy = f"start {layout.world_size} processes, or change the layout"
-    raise ConfigError(Problem("parallel", str(layout), rule, remedy))
+    raise ConfigError(
+        Problem(
+            "parallel",
+            str(layout),
+            f"the layout needs {layout.world_size} processes and {world_size} exist",
+            f"start {layout.world_size} processes, or change the layout",
+        )
+    )
 
 
-_mesh_count = 0
-"""Number of meshes of this process, or of another rank that has created more."""
+def _use_default_group(*, is_new: bool) -> GroupUse | None:
+    """Register a use of the default group, or return None if the user created the group."""
+    group = dist.group.WORLD
+    if group is None:
+        return None
+    if is_new:
+        _DEFAULT_GROUPS[group] = weakref.WeakSet()
+    if group not in _DEFAULT_GROUPS:
+        return None
+    return GroupUse(_DEFAULT_GROUPS[group])
 
 
 def _next_mesh_number(device: torch.device) -> int:
@@ -524,7 +516,7 @@ def join(*, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
     if not dist.is_initialized():
         rank_info = place()
         finish_at_exit()
-        _make_default_group(rank_info, local_device(None, rank_info), timeout, host_tensors=False)
+        _make_default_group(rank_info, local_device(rank_info), timeout, host_tensors=False)
 
 
 def _expert_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
@@ -538,17 +530,16 @@ def _expert_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, tuple(used.values()), mesh_dim_names=tuple(used))
 
 
-def local_device(device_type: str | None, rank_info: RankInfo) -> torch.device:
-    """Return the device of this process, and make a GPU the current device.
+def local_device(rank_info: RankInfo) -> torch.device:
+    """Return the device of this process: a GPU, which becomes the current device, or the CPU.
 
     Args:
-        device_type: `cuda` or `cpu`. By default a GPU is used if there is one.
         rank_info: Place of this process.
     """
-    kind = device_type or accelerator.available_type()
-    if kind == "cpu":
+    device_type = accelerator.available_type()
+    if device_type == "cpu":
         return torch.device("cpu")
-    device = torch.device(kind, rank_info.local_rank)
+    device = torch.device(device_type, rank_info.local_rank)
     accelerator.use(device)
     return device
 
@@ -573,3 +564,9 @@ def _make_default_group(
     )
     if start_timeout != timeout:
         set_timeout(_world(), timeout.total_seconds())
+
+
+def _world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group

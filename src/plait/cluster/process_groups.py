@@ -37,22 +37,18 @@ from torch.distributed.rendezvous import rendezvous
 from plait._torch.tensors import forget_meshes
 from plait.cluster.topology import RankInfo, init_method, meeting_address
 
-
-@dataclass
-class _SharedStore:
-    """Store of all default groups that met at one address.
-
-    Attributes:
-        store: The store.
-        groups: Number of groups that used it.
-    """
-
-    store: dist.Store
-    groups: int = 0
-
-
 _met: dict[str, _SharedStore] = {}
 """Stores by address."""
+FAKE = "fake"
+"""torch's name of the backend."""
+LONGEST_SECONDS = 2.0
+"""Longest time to wait for busy threads. On a loaded machine they may not get to sleep earlier."""
+_PAUSE_SECONDS = 0.005
+"""Interval at which the threads are checked."""
+_QUIET_CHECKS = 4
+"""Number of checks in sequence that must find all threads asleep."""
+_GLOO_THREAD = "pt_gloo_runloop"
+"""Name that torch gives to the threads of gloo."""
 
 
 def store_of_next_group(rank_info: RankInfo, timeout: timedelta) -> dist.Store:
@@ -81,8 +77,17 @@ def store_of_next_group(rank_info: RankInfo, timeout: timedelta) -> dist.Store:
     return dist.PrefixStore(f"plait/default_group/{shared.groups}", shared.store)
 
 
-FAKE = "fake"
-"""torch's name of the backend."""
+@dataclass
+class _SharedStore:
+    """Store of all default groups that met at one address.
+
+    Attributes:
+        store: The store.
+        groups: Number of groups that used it.
+    """
+
+    store: dist.Store
+    groups: int = 0
 
 
 def is_fake(group: dist.ProcessGroup | None = None) -> bool:
@@ -91,16 +96,6 @@ def is_fake(group: dist.ProcessGroup | None = None) -> bool:
     The result is False if there is no process group.
     """
     return dist.is_initialized() and dist.get_backend(group) == FAKE
-
-
-LONGEST_SECONDS = 2.0
-"""Longest time to wait for busy threads. On a loaded machine they may not get to sleep earlier."""
-_PAUSE_SECONDS = 0.005
-"""Interval at which the threads are checked."""
-_QUIET_CHECKS = 4
-"""Number of checks in sequence that must find all threads asleep."""
-_GLOO_THREAD = "pt_gloo_runloop"
-"""Name that torch gives to the threads of gloo."""
 
 
 def end_process(code: int) -> NoReturn:
@@ -128,7 +123,7 @@ def end_default_group() -> None:
 def end_groups(groups: Collection[dist.ProcessGroup]) -> None:
     """Destroy process groups after gloo's threads have released their tensors.
 
-    Groups that were destroyed before, alone or with the default group, are ignored.
+    Groups that were destroyed before, individually or with the default group, are ignored.
     """
     if groups and dist.is_initialized():
         let_threads_finish()

@@ -26,18 +26,23 @@ BACKEND = "plait_staged"
 """Name of the backend."""
 
 Tensors = Sequence[torch.Tensor]
+# torch's stubs describe process groups in C++, with an overload for each form of a call.
+_PythonGroup: Any = dist.ProcessGroup
 
 
-def make_default_group(*, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+def make_default_group() -> None:
     """Create the default group of this launch with this backend. Collective.
 
     Groups that are created later have the same backend.
     """
     rank_info = place()
     register_backend()
-    store = store_of_next_group(rank_info, timeout)
     dist.init_process_group(
-        BACKEND, store=store, rank=rank_info.rank, world_size=rank_info.world_size, timeout=timeout
+        BACKEND,
+        store=store_of_next_group(rank_info, DEFAULT_TIMEOUT),
+        rank=rank_info.rank,
+        world_size=rank_info.world_size,
+        timeout=DEFAULT_TIMEOUT,
     )
 
 
@@ -93,10 +98,6 @@ class StagedWork(dist.Work):
         future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
         future.set_result(self._result)
         return future
-
-
-# torch's stubs describe process groups in C++, with an overload for each form of a call.
-_PythonGroup: Any = dist.ProcessGroup
 
 
 @add_legacy_names

@@ -81,12 +81,14 @@ def discover() -> Topology:
     gpus = device_count()
     per_node = rank_info.local_world_size if rank_info.world_size > 1 else max(gpus, 1)
     if rank_info.world_size % rank_info.local_world_size:
-        rule = (
-            f"not a multiple of the {rank_info.local_world_size} processes on this machine, and the"
-            " other machines cannot be seen from here"
-        )
         raise ConfigError(
-            Problem("WORLD_SIZE", rank_info.world_size, rule, "start equally many on every machine")
+            Problem(
+                "WORLD_SIZE",
+                rank_info.world_size,
+                f"not a multiple of the {rank_info.local_world_size} processes on this machine, and"
+                " the other machines cannot be seen from here",
+                "start equally many on every machine",
+            )
         )
     nodes = []
     for index in range(rank_info.world_size // rank_info.local_world_size):
@@ -127,7 +129,7 @@ def keep_host_memory() -> bool:
     """Let this process keep memory that it frees, unless its environment configures the allocator.
 
     Returns:
-        Whether the settings of `cluster.allocator` were made.
+        Whether the settings of `cluster.host_memory` were made.
     """
     from plait.cluster.host_memory import keep_freed_memory
 
@@ -241,12 +243,14 @@ def init_method() -> str:
     # fit.
     if claimed is not None and claimed.meeting_point is not None and len(missing) == 2:
         return f"tcp://{claimed.meeting_point}"
-    remedy = (
-        "start the script with `plait launch` or `torchrun`, or set MASTER_ADDR to rank 0's host"
-        " and MASTER_PORT to a free port there"
-    )
     raise ConfigError(
-        Problem(missing[0], None, "not set, so the processes do not know where to meet", remedy)
+        Problem(
+            missing[0],
+            None,
+            "not set, so the processes do not know where to meet",
+            "start the script with `plait launch` or `torchrun`, or set MASTER_ADDR to rank 0's"
+            " host and MASTER_PORT to a free port there",
+        )
     )
 
 
@@ -282,15 +286,16 @@ def _check_against_group(claimed: Claim | None, rank: int, world_size: int, back
     if claimed is None:
         return Claim(launcher="the process group", rank=rank, world_size=world_size)
     if (claimed.rank, claimed.world_size) != (rank, world_size) and backend != "fake":
-        rule = (
-            f"{claimed.launcher} says rank {claimed.rank} of {claimed.world_size}, and the existing"
-            f" {backend} process group says rank {rank} of {world_size}"
+        raise ConfigError(
+            Problem(
+                claimed.names[0],
+                claimed.rank,
+                f"{claimed.launcher} says rank {claimed.rank} of {claimed.world_size}, and the"
+                f" existing {backend} process group says rank {rank} of {world_size}",
+                "make the process group with the launcher's rank and world size, or unset the"
+                " launcher's variables",
+            )
         )
-        remedy = (
-            "make the process group with the launcher's rank and world size, or unset the"
-            " launcher's variables"
-        )
-        raise ConfigError(Problem(claimed.names[0], claimed.rank, rule, remedy))
     return claimed
 
 
@@ -308,14 +313,16 @@ def _complete(claimed: Claim, devices: int) -> RankInfo:
             local_rank = 0
             local_world_size = local_world_size or 1
         else:
-            rule = (
-                f"not set, and {claimed.world_size} processes cannot all be on this machine with"
-                f" its {devices} GPUs"
+            raise ConfigError(
+                Problem(
+                    "LOCAL_RANK",
+                    None,
+                    f"not set, and {claimed.world_size} processes cannot all be on this machine"
+                    f" with its {devices} GPUs",
+                    "set LOCAL_RANK and LOCAL_WORLD_SIZE, or start with `plait launch` or"
+                    " `torchrun`",
+                )
             )
-            remedy = (
-                "set LOCAL_RANK and LOCAL_WORLD_SIZE, or start with `plait launch` or `torchrun`"
-            )
-            raise ConfigError(Problem("LOCAL_RANK", None, rule, remedy))
 
     if local_world_size is None:
         local_world_size = min(claimed.world_size, devices or claimed.world_size)
@@ -330,42 +337,47 @@ def _complete(claimed: Claim, devices: int) -> RankInfo:
 def _check_ranges(rank_info: RankInfo, claimed: Claim) -> None:
     """Raise ConfigError if ranks are not below the sizes that they belong to."""
     rank, world, local, local_world = claimed.names
-    problems = []
-    if not 0 <= rank_info.rank < rank_info.world_size:
-        problems.append(
+    rules = (
+        (
+            0 <= rank_info.rank < rank_info.world_size,
             Problem(
                 rank,
                 rank_info.rank,
                 f"outside the world of {world} = {rank_info.world_size} processes",
                 "number ranks from 0",
-            )
-        )
-    if not 0 <= rank_info.local_rank < rank_info.local_world_size:
-        rule = f"outside the {local_world} = {rank_info.local_world_size} processes of this machine"
-        problems.append(
-            Problem(local, rank_info.local_rank, rule, "number local ranks from 0 on every machine")
-        )
-    if rank_info.local_world_size > rank_info.world_size:
-        rule = f"more processes on this machine than the {world} = {rank_info.world_size} in all"
-        problems.append(
+            ),
+        ),
+        (
+            0 <= rank_info.local_rank < rank_info.local_world_size,
+            Problem(
+                local,
+                rank_info.local_rank,
+                f"outside the {local_world} = {rank_info.local_world_size} processes of this"
+                " machine",
+                "number local ranks from 0 on every machine",
+            ),
+        ),
+        (
+            rank_info.local_world_size <= rank_info.world_size,
             Problem(
                 local_world,
                 rank_info.local_world_size,
-                rule,
+                f"more processes on this machine than the {world} = {rank_info.world_size} in all",
                 f"set {world} to the number of all processes",
-            )
-        )
-    if rank_info.local_rank > rank_info.rank:
-        rule = (
-            f"larger than {rank} = {rank_info.rank}, which counts the processes of earlier machines"
-            " too"
-        )
-        problems.append(
+            ),
+        ),
+        (
+            rank_info.local_rank <= rank_info.rank,
             Problem(
-                local, rank_info.local_rank, rule, "check that both come from the same launcher"
-            )
-        )
-    raise_problems(problems)
+                local,
+                rank_info.local_rank,
+                f"larger than {rank} = {rank_info.rank}, which counts the processes of earlier"
+                " machines too",
+                "check that both come from the same launcher",
+            ),
+        ),
+    )
+    raise_problems(problem for is_met, problem in rules if not is_met)
 
 
 def _device_memory_bytes(gpus: int, processes: int) -> int | None:

@@ -355,7 +355,7 @@ class GroupBuckets:
 
 
 class AlgorithmBuckets:
-    """Buffers that are summed by an algorithm of `comm.algorithms`.
+    """Buffers that are summed by an algorithm of `sum_over`.
 
     The first step of each buffer overlaps with the backward. The first `finish` performs the
     remaining steps of all buffers in turn.

@@ -1,14 +1,13 @@
 """Selection of the all-reduce algorithm and the bucket size of a group by the costs of its links.
 
-The module also prices compression. It communicates nothing, and every choice has a reason.
+The module communicates nothing, and every choice has a reason.
 
 An algorithm that was measured costs what was measured. Any other algorithm costs the sum of its
-operations. Compression changes the training slightly, so it is a candidate only if the caller
-allows it. If candidates cost the same, the one with the fewest operations is chosen.
+operations. Compression changes the training slightly, so it is no candidate. If candidates cost the
+same, the one with the fewest operations is chosen.
 
 A cost of a collective on a link is a fixed time plus a time per byte. It is fitted to measurements
-(`comm.measure`) or derived from the latency and the bandwidth of a link. The module itself
-communicates nothing.
+(`comm.measure`) or derived from the latency and the bandwidth of a link.
 
 A group has costs for all of its ranks together. If machines have several of its ranks, it also has
 costs for the group inside a machine and for the group across machines (one rank per machine). All
@@ -20,16 +19,43 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from plait.comm.quantise import packed_bytes
-from plait.errors import InputError
+from pydantic import TypeAdapter
+
+from plait.errors import InputError, first_line
 from plait.files import write_atomically
 from plait.sizes import KIB, MIB, format_bytes
+
+LARGEST_BUCKET_BYTES = 100 * MIB
+SMALLEST_BUCKET_BYTES = 256 * KIB
+"""Size below which Python's overhead per bucket dominates. The costs of the links exclude it."""
+MEASURED_TIE = 0.03
+"""Relative difference up to which measured times count as equal."""
+OVERLAP_TIE = 0.15
+"""Relative difference up to which the backend's own all-reduce is preferred for buckets.
+
+Only the first operation of a composed algorithm overlaps with the backward.
+"""
+NEAR = 2.0
+"""Cost, relative to the chosen algorithm, up to which others are timed against it.
+
+`comm.measure.refine` does that.
+"""
+_TIE = 1e-9
+_ALGORITHMS = (
+    "shared-memory",
+    "all-reduce",
+    "reduce-scatter+all-gather",
+    "hierarchical",
+    "recursive-doubling",
+    "ring",
+)
+"""Algorithms with exact results, ordered by their number of operations."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +162,7 @@ class Level:
     The operations are `all_reduce`, `all_gather` and `reduce_scatter` (bytes of the full tensor),
     `exchange` (bytes sent to the next rank while as many arrive) and, with several machines,
     `far_exchange` (the same with a rank of another machine, by all ranks at once). Complete
-    all-reduce algorithms that were measured have the names of `comm.algorithms`, `shared-memory`,
+    all-reduce algorithms that were measured have the names of `comm.all_reduce`, `shared-memory`,
     `int8` and `int4`.
 
     Attributes:
@@ -259,62 +285,12 @@ def load_with_facts(path: Path) -> tuple[dict[str, GroupLinks], dict[str, Any]]:
     """
     try:
         content = json.loads(path.read_text())
-        return {group["axis"]: _group(group) for group in content["groups"]}, dict(content["facts"])
+        groups = TypeAdapter(list[GroupLinks]).validate_python(content["groups"])
+        return {group.axis: group for group in groups}, dict(content["facts"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(
-            f"links file {path}: {error}; remove it, and the links are measured again"
+            f"links file {path}: {first_line(error)}; remove it, and the links are measured again"
         ) from None
-
-
-def _group(content: Any) -> GroupLinks:
-    levels = {name: _level(content[name]) for name in ("whole", "inside", "across")}
-    return GroupLinks(**{**content, **levels})
-
-
-def _level(content: Any) -> Any:
-    if content is None:
-        return None
-    return Level(content["ranks"], {name: _cost(cost) for name, cost in content["costs"].items()})
-
-
-def _cost(content: Any) -> Cost:
-    samples = tuple((int(nbytes), float(seconds)) for nbytes, seconds in content.get("samples", ()))
-    return Cost(**{**content, "samples": samples})
-
-
-LARGEST_BUCKET_BYTES = 100 * MIB
-SMALLEST_BUCKET_BYTES = 256 * KIB
-"""Size below which Python's overhead per bucket dominates. The costs of the links exclude it."""
-MEASURED_TIE = 0.03
-"""Relative difference up to which measured times count as equal."""
-OVERLAP_TIE = 0.15
-"""Relative difference up to which the backend's own all-reduce is preferred for buckets.
-
-Only the first operation of a composed algorithm overlaps with the backward.
-"""
-NEAR = 2.0
-"""Cost, relative to the chosen algorithm, up to which others are timed against it.
-
-`comm.startup.refine` does that.
-"""
-_TIE = 1e-9
-QUANTISE_SECONDS_PER_BYTE = 6e-10
-"""Time of quantisation per byte of float32, for all of its steps with error feedback.
-
-Measured on one core of an AMD EPYC. Measured values of the current machine replace it.
-"""
-QUANTISED: tuple[Literal[4, 8], ...] = (8, 4)
-"""Bits per element of compressed gradients."""
-_EXACT_ALGORITHMS = (
-    "shared-memory",
-    "all-reduce",
-    "reduce-scatter+all-gather",
-    "hierarchical",
-    "recursive-doubling",
-    "ring",
-)
-"""Algorithms with exact results, ordered by their number of operations."""
-_ALGORITHMS = (*_EXACT_ALGORITHMS, *(f"int{bits}" for bits in QUANTISED))
 
 
 @dataclass(frozen=True)
@@ -322,8 +298,7 @@ class AlgorithmChoice:
     """A selected algorithm with its cost.
 
     Attributes:
-        algorithm: Name in `comm.algorithms`, `shared-memory`, or `int8` or `int4` (quantised to the
-            owners of slices and back).
+        algorithm: Name in `comm.all_reduce`, or `shared-memory`.
         seconds: Time of all messages together.
         bucket_bytes: Size of one message.
         reason: Explanation for the user.
@@ -354,20 +329,12 @@ class AlgorithmChoice:
         return self.algorithm, *(name for name, seconds in self.others if seconds <= limit)
 
 
-def prices(
-    nbytes: float,
-    group: GroupLinks,
-    *,
-    lossy: bool = False,
-    quantise_seconds_per_byte: float = QUANTISE_SECONDS_PER_BYTE,
-) -> dict[str, float]:
+def prices(nbytes: float, group: GroupLinks) -> dict[str, float]:
     """Return the seconds of an all-reduce for every algorithm.
 
     Args:
         nbytes: Size of the float32 tensor.
         group: Costs of the links.
-        lossy: Whether compression is a candidate.
-        quantise_seconds_per_byte: Time of quantisation per byte.
 
     Returns:
         Seconds by algorithm. The first of equal candidates is to be preferred.
@@ -375,23 +342,20 @@ def prices(
     costs = group.whole.costs
     seconds: dict[str, float] = {}
     if "exchange" in costs:
-        seconds = _composed_prices(nbytes, group, quantise_seconds_per_byte)
-    seconds |= {name: cost.at(nbytes) for name, cost in costs.items() if name in _ALGORITHMS}
-    candidates = _ALGORITHMS if lossy else _EXACT_ALGORITHMS
-    return {name: seconds[name] for name in candidates if name in seconds}
+        seconds = _composed_prices(nbytes, group)
+    seconds |= {name: cost.at(nbytes) for name, cost in costs.items()}
+    return {name: seconds[name] for name in _ALGORITHMS if name in seconds}
 
 
-def _composed_prices(
-    nbytes: float, group: GroupLinks, quantise_seconds_per_byte: float
-) -> dict[str, float]:
+def _composed_prices(nbytes: float, group: GroupLinks) -> dict[str, float]:
     """Return the seconds of every algorithm as the sum of its operations."""
     costs = group.whole.costs
     ranks = group.ranks
-    reduce_scatter = costs["reduce_scatter"]
-    all_gather = costs["all_gather"]
     seconds = {
         "all-reduce": costs["all_reduce"].at(nbytes),
-        "reduce-scatter+all-gather": reduce_scatter.at(nbytes) + all_gather.at(nbytes),
+        "reduce-scatter+all-gather": (
+            costs["reduce_scatter"].at(nbytes) + costs["all_gather"].at(nbytes)
+        ),
     }
 
     if group.inside is not None and group.across is not None:
@@ -413,31 +377,17 @@ def _composed_prices(
         doubling += far_steps * costs["far_exchange"].at(nbytes)
     seconds["recursive-doubling"] = doubling
     seconds["ring"] = 2 * (ranks - 1) * costs["exchange"].at(nbytes / ranks)
-
-    for bits in QUANTISED:
-        packed = packed_bytes(int(nbytes) // 4, bits)
-        sent = reduce_scatter.at(packed) + all_gather.at(packed)
-        seconds[f"int{bits}"] = sent + quantise_seconds_per_byte * nbytes
     return seconds
 
 
-def choose_all_reduce(
-    nbytes: int,
-    group: GroupLinks,
-    *,
-    lossy: bool = False,
-    quantise_seconds_per_byte: float = QUANTISE_SECONDS_PER_BYTE,
-) -> AlgorithmChoice:
+def choose_all_reduce(nbytes: int, group: GroupLinks) -> AlgorithmChoice:
     """Return the cheapest algorithm for an all-reduce in one message.
 
     Args:
         nbytes: Size of the float32 tensor.
         group: Costs of the links.
-        lossy: Whether compression is a candidate.
-        quantise_seconds_per_byte: Time of quantisation per byte.
     """
-    priced = prices(nbytes, group, lossy=lossy, quantise_seconds_per_byte=quantise_seconds_per_byte)
-    return _choose(nbytes, 1, priced, group, in_buckets=False)
+    return _choose(nbytes, 1, prices(nbytes, group), group, in_buckets=False)
 
 
 def refined(
@@ -479,62 +429,15 @@ def choose_buckets(
         group: Costs of the links.
         bucket_bytes: Size of the buckets. None chooses it.
     """
-
-    def price(nbytes: float) -> dict[str, float]:
-        return prices(nbytes, group)
-
-    return _choose_bucket_size(gradient_bytes, group, price, bucket_bytes)
-
-
-def price_quantised(
-    bits: int,
-    gradient_bytes: int,
-    group: GroupLinks,
-    *,
-    quantise_seconds_per_byte: float = QUANTISE_SECONDS_PER_BYTE,
-) -> AlgorithmChoice | None:
-    """Return the cost of compressed gradients in buckets of the best size.
-
-    It is for comparisons. A run measures compression itself (`parallel.data.autotune`).
-
-    Args:
-        bits: Bits per element, 8 or 4.
-        gradient_bytes: Size of all gradients in float32.
-        group: Costs of the links.
-        quantise_seconds_per_byte: Time of quantisation per byte.
-
-    Returns:
-        None if the links have no cost for it.
-    """
-    algorithm = f"int{bits}"
-
-    def price(nbytes: float) -> dict[str, float]:
-        seconds = prices(
-            nbytes, group, lossy=True, quantise_seconds_per_byte=quantise_seconds_per_byte
-        )
-        return {algorithm: seconds[algorithm]} if algorithm in seconds else {}
-
-    if not price(gradient_bytes):
-        return None
-    return _choose_bucket_size(gradient_bytes, group, price, None)
-
-
-def _choose_bucket_size(
-    total: int,
-    group: GroupLinks,
-    price: Callable[[float], dict[str, float]],
-    bucket_bytes: int | None,
-) -> AlgorithmChoice:
-    """Return the cheapest algorithm, in buckets of `bucket_bytes` or else of the best size."""
-    total = max(total, 1)
-    single_message = price(total)
+    total = max(gradient_bytes, 1)
+    single_message = prices(total, group)
 
     def price_all(count: int) -> dict[str, float]:
         # Small messages may pass through the buffers of a switch. Many of them in sequence are not
         # faster than one message with all bytes.
         return {
             name: max(count * seconds, single_message[name])
-            for name, seconds in price(total / count).items()
+            for name, seconds in prices(total / count, group).items()
         }
 
     def end_seconds(count: int) -> float:
@@ -545,12 +448,11 @@ def _choose_bucket_size(
 
     if bucket_bytes is not None:
         count = math.ceil(total / min(bucket_bytes, total))
-        return _choose(total, count, price_all(count), group, in_buckets=True)
-
-    counts = [math.ceil(total / LARGEST_BUCKET_BYTES)]
-    while total / (2 * counts[-1]) >= SMALLEST_BUCKET_BYTES:
-        counts.append(2 * counts[-1])
-    count = min(counts, key=end_seconds)
+    else:
+        counts = [math.ceil(total / LARGEST_BUCKET_BYTES)]
+        while total / (2 * counts[-1]) >= SMALLEST_BUCKET_BYTES:
+            counts.append(2 * counts[-1])
+        count = min(counts, key=end_seconds)
     return _choose(total, count, price_all(count), group, in_buckets=True)
 
 
@@ -607,9 +509,6 @@ def _why(algorithm: str, group: GroupLinks) -> str:
         return f"Only 1/{group.per_machine} of the bytes of each rank cross between machines."
     if algorithm == "recursive-doubling":
         return "Fewest sequential messages, each with all bytes."
-    if algorithm.startswith("int"):
-        bits = algorithm.removeprefix("int")
-        return f"{bits} bits per element; the links are slower than quantization."
     if algorithm == "shared-memory":
         return "All ranks are on one machine and share memory."
     if algorithm == "all-reduce":

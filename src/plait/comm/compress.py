@@ -87,7 +87,7 @@ class PersistentTensors:
         return value, self._changed.get(name, value)
 
     @property
-    def aside(self) -> list[torch.Tensor]:
+    def spare_tensors(self) -> list[torch.Tensor]:
         """Tensors that are kept in memory besides `state`: new values and spare buffers."""
         return [*self._changed.values(), *self._spare.values()]
 
@@ -126,7 +126,7 @@ class _TwoMessageBuckets(ABC):
 
 
 class QuantisedBuckets(_TwoMessageBuckets):
-    """Buckets whose matrices are summed in quantised form (implements `comm.buckets.Buckets`).
+    """Buckets whose matrices are summed in quantised form (implements `comm.all_reduce.Buckets`).
 
     Every rank owns a slice of a bucket. It receives the slice from all ranks, sums them and returns
     the sum. Buckets of vectors are summed uncompressed.
@@ -274,7 +274,7 @@ class PowerSGDBuckets(_TwoMessageBuckets):
         flats: Content of the buckets.
         device: Device of the buckets.
         rank: Columns of the factors.
-        whole_steps: Number of first steps that are summed uncompressed.
+        uncompressed_steps: Number of first steps that are summed uncompressed.
         revocable: Whether steps may be skipped.
 
     Attributes:
@@ -289,13 +289,13 @@ class PowerSGDBuckets(_TwoMessageBuckets):
         device: torch.device,
         *,
         rank: int,
-        whole_steps: int = POWERSGD_START,
+        uncompressed_steps: int = POWERSGD_START,
         revocable: bool = False,
     ) -> None:
         super().__init__()
         self.buffers = [torch.zeros(flat.numel, dtype=flat.dtype, device=device) for flat in flats]
         self._group = group
-        self._uncompressed_steps = whole_steps
+        self._uncompressed_steps = uncompressed_steps
         self._works: dict[int, tuple[dist.Work, list[torch.Tensor]]] = {}
         """Running collective of a bucket, and the tensors that it sums.
 
@@ -493,7 +493,7 @@ class QuantisedAllGather(DefaultAllocMixin, AllGather):
             all_gather_single(output_tensor, input_tensor, group=group)
             return
         ranks = group.size()
-        packing = Packing.of(self._segments, self._bits, numel=input_tensor.numel())
+        packing = Packing.for_rows(self._segments, self._bits, numel=input_tensor.numel())
         # [1, row_bytes]
         packed = packing.pack(input_tensor.view(1, -1))
         gathered = packed.new_empty(ranks * packed.shape[1])
@@ -534,7 +534,7 @@ class QuantisedReduceScatter(DefaultAllocMixin, SynchronousReduceScatter):
     def reduce(self, output: torch.Tensor, stacked: torch.Tensor, group: dist.ProcessGroup) -> None:
         """Write this rank's shard of the sum of `stacked` [ranks x n] to `output` [n]."""
         rows = stacked.view(group.size(), -1)
-        packing = Packing.of(self._segments, self._bits, numel=rows.shape[1])
+        packing = Packing.for_rows(self._segments, self._bits, numel=rows.shape[1])
         if self._feedback:
             self._ensure_error(packing, rows)
         packed = _pack(packing, rows, self.carried, "error")

@@ -1,17 +1,15 @@
 """Failures of one rank or of a collective, which all ranks report.
 
-`naming` names a collective that torch aborted and the likely cause.
-
-Shared memory names the rank that ended (`comm.shared_memory`). A socket or NCCL only reports that
-some rank did.
+`naming` names a collective that torch aborted and the likely cause. Shared memory names the rank
+that ended (`comm.shared_memory`). A socket or NCCL only reports that some rank did.
 
 `run_on_all_ranks` raises the first error of any rank on all of them. Otherwise the ranks without an
 error would wait in the next collective until the process group times out. The agreement is one
 all-gather of fixed-size rows, which also carry a short result of each rank.
 
 In the debug mode (`ComparedCollectives`) ranks compare a collective before it starts. Ranks that
-issue collectives in another order or with other shapes would hang, or compute wrong
-numbers if the shapes agree. In this mode each rank puts the operation, the shapes, the dtypes and
+issue collectives in another order or with other shapes would hang, or compute wrong numbers if the
+shapes agree. In this mode each rank puts the operation, the shapes, the dtypes and
 the place in the code into the store of the default group, and reads those of other ranks. Two calls
 from different lines are different collectives even if the shapes agree. The mode costs some
 messages per collective, and Python code for every operator.
@@ -40,6 +38,23 @@ from plait.comm.hang import Wait, describe_tensor
 from plait.comm.stacks import is_library
 from plait.comm.watch import WATCH, users_line
 from plait.errors import CheckpointError, CommunicationError, PlaitError
+
+T = TypeVar("T")
+_RESULT_BYTES = 64
+_MESSAGE_BYTES = 992
+_UNCOMPARED = (
+    "send",
+    "recv_",
+    "recv_any_source_",
+    "wait_tensor",
+    "_wrap_tensor_autograd",
+    "monitored_barrier_",
+)
+"""Operators that not all ranks of the group call, or that do not communicate."""
+_MOST_SHAPES = 4
+"""Number of tensors of a call that are described."""
+_STORED_CALLS = 2
+"""Number of descriptions per group and rank that stay in the store."""
 
 
 @contextmanager
@@ -91,11 +106,6 @@ def failed_collective(error: BaseException, operation: str) -> CommunicationErro
     # torch puts the place in its own sources in front: `[.../gloo/transport/tcp/pair.cc:544] `.
     message = text.rpartition("] ")[2] or text
     return CommunicationError(f"{operation}: {reason} ({message})")
-
-
-T = TypeVar("T")
-_RESULT_BYTES = 64
-_MESSAGE_BYTES = 992
 
 
 def run_on_all_ranks(
@@ -166,44 +176,26 @@ def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {text}".removesuffix(": ")
 
 
-_UNCOMPARED = (
-    "send",
-    "recv_",
-    "recv_any_source_",
-    "wait_tensor",
-    "_wrap_tensor_autograd",
-    "monitored_barrier_",
-)
-"""Operators that not all ranks of the group call, or that do not communicate."""
-_MOST_SHAPES = 4
-"""Number of tensors of a call that are described."""
-_STORED_CALLS = 2
-"""Number of descriptions per group and rank that stay in the store."""
-
-
 @dataclass(frozen=True)
 class _ComparedCall:
     """A collective that is about to start on this rank.
 
     Attributes:
         group: Name of the process group.
-        number: Number of the collective in its group.
-        ranks: Global ranks of the group.
         rank: This process's rank in the group.
         description: Operation, shapes, line of user code, and callers. Equal on all ranks.
-        wait: Entry of the board while ranks are compared.
+        wait: Entry of the board while ranks are compared, with the number of the collective in its
+            group and the global ranks of the group.
     """
 
     group: str
-    number: int
-    ranks: list[int]
     rank: int
     description: dict[str, str]
     wait: Wait
 
-    def key(self, rank: int, *, number: int | None = None) -> str:
-        """Return the key of a rank's description in the store."""
-        return f"plait-check/{self.group}/{number or self.number}/{rank}"
+    def key(self, rank: int, *, earlier: int = 0) -> str:
+        """Return the key of a rank's description of this call, or of an earlier one."""
+        return f"plait-check/{self.group}/{self.wait.sequence - earlier}/{rank}"
 
 
 class ComparedCollectives(TorchDispatchMode):
@@ -239,8 +231,6 @@ class ComparedCollectives(TorchDispatchMode):
             return
         name = group.group_name
         self._counts[name] += 1
-        number = self._counts[name]
-        ranks = dist.get_process_group_ranks(group)
         operation = operation.strip("_")
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
         shapes = " and ".join(
@@ -249,8 +239,6 @@ class ComparedCollectives(TorchDispatchMode):
         caller = sys._getframe(2)
         call = _ComparedCall(
             name,
-            number,
-            ranks,
             group.rank(),
             description={
                 "call": f"{operation} of {shapes}",
@@ -258,13 +246,18 @@ class ComparedCollectives(TorchDispatchMode):
                 "callers": _callers(caller),
             },
             wait=Wait(
-                operation, _axis(group), time.monotonic(), number, shapes, None, tuple(ranks)
+                operation,
+                _axis(group),
+                since=time.monotonic(),
+                sequence=self._counts[name],
+                shape=shapes,
+                members=tuple(dist.get_process_group_ranks(group)),
             ),
         )
 
         self._store.set(call.key(call.rank), json.dumps(call.description))
-        if number > _STORED_CALLS:
-            self._store.delete_key(call.key(call.rank, number=number - _STORED_CALLS))
+        if call.wait.sequence > _STORED_CALLS:
+            self._store.delete_key(call.key(call.rank, earlier=_STORED_CALLS))
         # The first rank compares itself with all others, and the others with the first. Both sides
         # of a difference then raise an error.
         others = range(1, group.size()) if call.rank == 0 else (0,)
@@ -282,20 +275,21 @@ class ComparedCollectives(TorchDispatchMode):
             self._store.wait([key], timedelta(seconds=timeout_of(world)))
         except dist.DistStoreError as error:
             raise CommunicationError(
-                f"{this_rank['call']} over {call.wait.axis}, number {call.number}, at"
-                f" {this_rank['line']}: rank {call.ranks[other]} has not begun it."
+                f"{this_rank['call']} over {call.wait.axis}, number {call.wait.sequence}, at"
+                f" {this_rank['line']}: rank {call.wait.members[other]} has not begun it."
                 f" {WATCH.hang_cause}"
             ) from error
 
         theirs = json.loads(self._store.get(key))
         if theirs != this_rank:
             first, second = (
-                f"rank {call.ranks[rank]} is at {description['line']} with {description['call']}"
+                f"rank {call.wait.members[rank]} is at {description['line']} with"
+                f" {description['call']}"
                 for rank, description in sorted([(call.rank, this_rank), (other, theirs)])
             )
             raise CommunicationError(
-                f"collective {call.number} over {call.wait.axis} is not the same on all ranks:"
-                f" {first}, {second}"
+                f"collective {call.wait.sequence} over {call.wait.axis} is not the same on all"
+                f" ranks: {first}, {second}"
             )
 
 

@@ -1,20 +1,16 @@
-"""Hangs: boards in which ranks publish their progress, and the rank that others wait for.
+"""Hangs: boards on which ranks publish their progress, and the search for the late ranks.
+
+A board is a small file with the step and the phase of a rank, the collectives that it waits for,
+and a sign of life. The rank maps the file into memory. A write is a store to memory, so it is cheap
+and needs no lock. Other processes (`comm.watch`, the launcher) can read the board while the rank is
+stopped, holds the interpreter's lock or has ended. Times are those of the monotonic clock, which
+all processes of a machine share.
 
 Note [Late ranks]
     A rank is late for a collective if it is a member of its group and has not begun it. A late
     rank that waits for another collective is not the cause, so the search continues with the ranks
     that are late for that one. If the search returns to ranks that it has visited, the ranks issue
     different collectives and wait for each other.
-
-`comm.watch` and the launcher read the boards.
-
-A board is a small file. It has the step and the phase of a rank, the collectives that it waits for,
-and a sign of life. The rank maps the file into memory. A write is a store to memory, so it is cheap
-and needs no lock. Other processes can read the board while the rank is stopped, holds the
-interpreter's lock or has ended. Times are those of the monotonic clock, which all processes of a
-machine share.
-
-The module does not import torch, because the launcher reads boards too.
 """
 
 from __future__ import annotations
@@ -58,6 +54,8 @@ _SIGN_TEXT_BYTES = BYTES - _SIGN_TEXT_OFFSET
 PHASES = ("start", "between steps", "forward", "backward", "update", "evaluation", "checkpoint")
 """Phases of a rank, as messages name them."""
 START, BETWEEN, FORWARD, BACKWARD, UPDATE, EVALUATION, CHECKPOINT = range(len(PHASES))
+SIGN_SECONDS = 3.0
+"""Silence after which an interpreter counts as stopped, or its lock as held by a call."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +83,7 @@ class Wait:
     members: tuple[int, ...] = ()
     seen: float = math.inf
 
-    def same_as(self, other: Wait) -> bool:
+    def is_same_collective(self, other: Wait) -> bool:
         """Return whether the wait of another rank is for the same collective."""
         return (self.operation, self.axis, self.members, self.sequence) == (
             other.operation,
@@ -175,7 +173,7 @@ class Board:
 
     def phase(self, phase: int) -> None:
         """Record that another phase of the same step begins."""
-        _PROGRESS.pack_into(self._memory, _PROGRESS_OFFSET, self.step, phase, time.monotonic())
+        self.progress(self.step, phase)
 
     @property
     def now(self) -> tuple[int, int, float]:
@@ -308,10 +306,6 @@ def _parsed_wait(plain: dict[str, Any], *, seen: float) -> Wait:
     )
 
 
-SIGN_SECONDS = 3.0
-"""Silence after which an interpreter counts as stopped, or its lock as held by a call."""
-
-
 @dataclass(frozen=True)
 class Waiting:
     """A rank that waits.
@@ -374,7 +368,7 @@ def find_hang(readings: Mapping[int, BoardContent], now: float) -> Hang | None:
         waiting
         for waiting in _waiting_ranks(readings, now)
         if waiting.rank != first.rank
-        and waiting.wait.same_as(first.wait)
+        and waiting.wait.is_same_collective(first.wait)
         and waiting.rank not in late
     ]
     return Hang((first, *others), late, circle, readings[first.rank].timeout_seconds)
@@ -408,7 +402,7 @@ def _find_late(
         visited[current.rank] = current
         for rank in _missing_ranks(current, readings):
             other = by_rank.get(rank)
-            if other is None or other.wait.same_as(current.wait):
+            if other is None or other.wait.is_same_collective(current.wait):
                 # The rank waits for nothing, or its board cannot be read, or it waits for this
                 # collective although it has not taken part.
                 causes.add(rank)
@@ -426,7 +420,7 @@ def _missing_ranks(waiting: Waiting, readings: Mapping[int, BoardContent]) -> Se
         return waiting.wait.missing
     participants = set()
     for rank, reading in readings.items():
-        if any(wait.same_as(waiting.wait) for wait in reading.waits):
+        if any(wait.is_same_collective(waiting.wait) for wait in reading.waits):
             participants.add(rank)
     return [
         rank for rank in waiting.wait.members if rank != waiting.rank and rank not in participants
@@ -439,7 +433,7 @@ def describe_cause(
     """Return a line about the cause of a hang, for the user.
 
     Args:
-        hang: Result of `find`.
+        hang: Result of `find_hang`.
         readings: Boards by global rank.
         ended: Ranks of this machine whose processes have ended.
     """

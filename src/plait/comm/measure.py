@@ -37,7 +37,6 @@ from plait.cluster.mesh import Levels
 from plait.cluster.small_messages import all_gather_objects, broadcast_object
 from plait.comm.all_reduce import Buckets, Flat, Name, exchange, reduce_scatter_steps, run, sum_over
 from plait.comm.choose import (
-    QUANTISED,
     AlgorithmChoice,
     Cost,
     GroupLinks,
@@ -49,13 +48,15 @@ from plait.comm.choose import (
     save,
 )
 from plait.comm.compress import QuantisedBuckets
-from plait.comm.quantise import BLOCK
+from plait.comm.quantise import BLOCK, Bits
 from plait.comm.transport import connect
 from plait.errors import InputError
 from plait.sizes import KIB, MIB, format_bytes
 
 SIZES = (16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 """Bytes of the measured float32 tensors."""
+_BITS: tuple[Bits, ...] = (8, 4)
+"""Bits per element of the compressed sums that are measured."""
 _RARE_BYTES = 16 * MIB
 """Size from which only some rounds measure an operation.
 
@@ -83,6 +84,10 @@ Operations = Callable[[int], dict[str, Operation]]
 
 Creating and calling the operations is collective.
 """
+_LONGEST_REFINEMENT = 4.0
+"""Multiple of the allowed time that a comparison may take at its fewest rounds."""
+AGREEMENT = 2.0
+"""Factor by which a probe may differ from the stored time, up or down."""
 
 
 def measure_group(
@@ -245,7 +250,7 @@ def all_reduce_operations(
         if lossy:
             # Only matrices are compressed.
             flat = Flat(torch.float32, ((max(1, tensor.numel() // BLOCK), BLOCK),))
-            for bits in QUANTISED:
+            for bits in _BITS:
                 buckets = QuantisedBuckets(group, [flat], device, bits=bits, feedback=True)
                 sums[f"int{bits}"] = partial(_sum_bucket, buckets)
         return sums
@@ -256,7 +261,7 @@ def all_reduce_operations(
 def _basic_operations(
     group: dist.ProcessGroup, device: torch.device, nbytes: int, *, machines: int = 1
 ) -> dict[str, Operation]:
-    """Return the operations of `comm.links.Level` for a tensor of `nbytes`."""
+    """Return the operations of `comm.choose.Level` for a tensor of `nbytes`."""
     ranks = group.size()
     numel = _numel(nbytes, group)
     tensor = torch.zeros(numel, dtype=torch.float32, device=device)
@@ -423,12 +428,6 @@ def _median_of_slowest(
     return [float(times.quantile(0.5)) for times in values.split(counts)]
 
 
-_LONGEST_REFINEMENT = 4.0
-"""Multiple of the allowed time that a comparison may take at its fewest rounds."""
-AGREEMENT = 2.0
-"""Factor by which a probe may differ from the stored time, up or down."""
-
-
 @dataclass(frozen=True)
 class LinkMeasurement:
     """Links of a group, and a description of their source.
@@ -450,7 +449,7 @@ def find_links(
     machines: int = 1,
     device: torch.device,
     seconds: float,
-    kept: Path | None = None,
+    path: Path | None = None,
     largest_bytes: int = SIZES[-1],
 ) -> LinkMeasurement:
     """Return the costs of the all-reduce algorithms over a group. Collective over the group.
@@ -464,21 +463,21 @@ def find_links(
         machines: Number of machines of the group.
         device: Device of the tensors.
         seconds: Approximate time of a measurement.
-        kept: File of the costs. The first rank of the group reads it. Global rank 0 writes it after
+        path: File of the costs. The first rank of the group reads it. Global rank 0 writes it after
             a measurement.
         largest_bytes: Size of the largest message of the run.
     """
     hosts = all_gather_objects(socket.gethostname(), group)
     stored: tuple[GroupLinks | None, str] = (None, "")
     if group.rank() == 0:
-        stored = _read(kept, axis, group.size(), machines, hosts)
+        stored = _read(path, axis, group.size(), machines, hosts)
     links, reason = broadcast_object(stored, group)
 
     if links is not None:
         difference = _difference_from_probe(links, group, device)
         if not difference:
             return LinkMeasurement(
-                links, f"measured at an earlier start of the run ({kept}), and a probe agrees"
+                links, f"measured at an earlier start of the run ({path}), and a probe agrees"
             )
         reason = difference
 
@@ -497,14 +496,14 @@ def find_links(
     links, how = broadcast_object((measured, how), group)
 
     # There may be several groups along the dimension. One of them writes the file.
-    if kept is not None and dist.get_rank() == 0:
-        kept.parent.mkdir(parents=True, exist_ok=True)
+    if path is not None and dist.get_rank() == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
         facts = {
             "at": datetime.now(UTC).isoformat(timespec="seconds"),
             "device": device.type,
             "hosts": hosts,
         }
-        save(kept, [links], facts=facts)
+        save(path, [links], facts=facts)
     return LinkMeasurement(links, how)
 
 
@@ -515,18 +514,13 @@ def _difference_from_probe(
     sizes = (SIZES[0], MIB)
     probed = probe(group, sizes, device=device)
     stored = [prices(nbytes, links)["all-reduce"] for nbytes in sizes]
-    if _agree(probed, stored):
-        return ""
     seconds, stored_seconds = max(zip(probed, stored, strict=True), key=_deviation)
+    if _deviation((seconds, stored_seconds)) <= AGREEMENT:
+        return ""
     return (
         f", because a probe took {seconds * 1e3:.3g} ms and the stored measurement has"
         f" {stored_seconds * 1e3:.3g} ms"
     )
-
-
-def _agree(probed: Sequence[float], stored: Sequence[float]) -> bool:
-    ratios = [seconds / expected for seconds, expected in zip(probed, stored, strict=True)]
-    return all(1 / AGREEMENT <= ratio <= AGREEMENT for ratio in ratios)
 
 
 def _deviation(times: tuple[float, float]) -> float:

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from plait.cluster.mesh import LANES
+from plait.comm.all_reduce import launched
 from plait.comm.failures import naming
 from plait.comm.hang import Wait, describe_tensor
 from plait.comm.watch import WATCH
@@ -173,16 +174,12 @@ class Messenger:
     def _isend(self, tensor: torch.Tensor, to: int) -> dist.Work:
         self._has_begun = True
         group = self._group_between(self.rank, to)
-        work = dist.isend(tensor, group=group, group_dst=to, tag=self._tag)
-        assert work is not None
-        return work
+        return launched(dist.isend(tensor, group=group, group_dst=to, tag=self._tag))
 
     def _irecv(self, buffer: torch.Tensor, source: int) -> dist.Work:
         self._has_begun = True
         group = self._group_between(source, self.rank)
-        work = dist.irecv(buffer, group=group, group_src=source, tag=self._tag)
-        assert work is not None
-        return work
+        return launched(dist.irecv(buffer, group=group, group_src=source, tag=self._tag))
 
     def _group_between(self, source: int, destination: int) -> dist.ProcessGroup:
         index = lane(source, destination) if len(self._groups) > 1 else 0

@@ -133,7 +133,7 @@ class Packing:
     bits: Bits
 
     @classmethod
-    def of(cls, segments: Sequence[Segment], bits: Bits, *, numel: int) -> Packing:
+    def for_rows(cls, segments: Sequence[Segment], bits: Bits, *, numel: int) -> Packing:
         """Return the packing of rows of `numel` elements.
 
         `fully_shard` gathers larger shards of the same parameters if it has a secondary partition

@@ -25,6 +25,9 @@ SIGNAL = signal.SIGRTMAX - 2
 ENDED = ("", "Z", "X")
 """States of a process that has ended, as `state` returns them."""
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
+_WORKER_FILE = "launching" + os.sep + "worker.py"
+"""Plait's file below every user's script that `plait launch` runs."""
 
 
 def _library_folders() -> tuple[str, ...]:
@@ -35,9 +38,6 @@ def _library_folders() -> tuple[str, ...]:
 
 
 _LIBRARIES = _library_folders()
-_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
-_WORKER_FILE = "launching" + os.sep + "worker.py"
-"""Plait's file below every user's script that `plait launch` runs."""
 
 
 def is_users(path: str) -> bool:

@@ -51,7 +51,7 @@ def connect(
     *,
     label: str,
     device: torch.device,
-    wanted: TransportName = "prefer-shared-memory",
+    requested: TransportName = "prefer-shared-memory",
 ) -> Transport:
     """Select the transport of a process group. Collective.
 
@@ -59,15 +59,15 @@ def connect(
         group: The group.
         label: Name of the group for messages, usually that of its mesh dimension.
         device: Device of the tensors.
-        wanted: Requested transport.
+        requested: Requested transport.
 
     Raises:
-        ConfigError: `wanted` is `shared-memory`, which is not available.
+        ConfigError: `requested` is `shared-memory`, which is not available.
     """
-    if wanted == "torch":
+    if requested == "torch":
         return _torch_transport(group, device, "set in the configuration")
 
-    is_required = wanted == "shared-memory"
+    is_required = requested == "shared-memory"
     backend = dist.get_backend(group)
     if backend != "gloo":
         reason = f"the group over {label} uses {backend}"
@@ -106,7 +106,7 @@ def connect(
 
 
 def _torch_transport(group: dist.ProcessGroup, device: torch.device, reason: str) -> Transport:
-    # gloo's own reduce-scatter takes more than twice the time, see `comm.reduce_scatter`.
+    # gloo's own reduce-scatter takes more than twice the time, see `comm.collectives`.
     reduce_scatter = AllToAllReduceScatter() if device.type == "cpu" else None
 
     def make_buckets(flats: Sequence[Flat]) -> Buckets:

@@ -1,12 +1,12 @@
 """Watch of this process over its waits for other ranks.
 
-The process publishes its progress and its waits on a board (`comm.board`). A thread observes the
-collectives that torch has recorded.
+The process publishes its progress and its waits on a board (`comm.hang.Board`). A thread observes
+the collectives that torch has recorded.
 
 Under `plait launch` and `plait train` the launcher reads the boards and ends a run that hangs
-(`cli.launching.watch`). Under other launchers, such as torchrun, the thread reads the boards of the
-ranks on this machine. It prints which rank is late, and ends this process if its collective has not
-given up by itself. There is no alarm before a wait has taken the timeout of the process group.
+(`cli.launching.failures`). Under other launchers, such as torchrun, the thread reads the boards of
+the ranks on this machine. It prints which rank is late, and ends this process if its collective has
+not given up by itself. There is no alarm before a wait has taken the timeout of the process group.
 
 Note [Order of timeouts]
     The process that sees all ranks should report a hang first, because only it can name the late
@@ -63,19 +63,6 @@ _MOST_WAITS = 8
 """Number of waits that are published."""
 _EXIT_CODE = 5
 """Exit code of a process that ends itself, which is that of a CommunicationError."""
-
-
-@dataclass(frozen=True)
-class _Peer:
-    """A rank on this machine.
-
-    Attributes:
-        board: Path of its board.
-        stack: Path of the file to which it writes its stacks.
-    """
-
-    board: Path
-    stack: Path
 
 
 class Watch:
@@ -369,6 +356,19 @@ class Watch:
                 reading, now, state=state, line=stacks.users_line(stack), stack=str(stack or "")
             )
         )
+
+
+@dataclass(frozen=True)
+class _Peer:
+    """A rank on this machine.
+
+    Attributes:
+        board: Path of its board.
+        stack: Path of the file to which it writes its stacks.
+    """
+
+    board: Path
+    stack: Path
 
 
 def _print(text: str) -> None:

@@ -1,6 +1,5 @@
-"""Training data: reads text, tokenises it and cuts it into sequences of one length.
+"""Training data: reads text, tokenises it and divides it into sequences of one length.
 
-The sequences of a batch depend only on the position in the run. The package knows no
-model and no process group, except for the checks of data sets of other libraries (`split_rows`,
-`stream_part`).
+The sequences of a batch depend only on the position in the run. The package uses no model and no
+process group, except for `split_rows`, which compares the rows of a user's data set between ranks.
 """

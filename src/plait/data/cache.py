@@ -73,8 +73,10 @@ def _lock(parent: Path, key: str) -> Iterator[None]:
         parent.mkdir(parents=True, exist_ok=True)
         lock = open(parent / f".{key}.lock", "w")  # noqa: SIM115 (closed by the `with` below)
     except OSError as error:
-        rule = f"the cache folder {parent} cannot be written ({error.strerror})"
-        raise InputError(f"{rule}; set data.cache or PLAIT_CACHE to a folder that can") from error
+        raise InputError(
+            f"the cache folder {parent} cannot be written ({error.strerror}); set data.cache or"
+            " PLAIT_CACHE to a folder that can"
+        ) from error
     with lock:
         # The system releases the lock when the process ends, even after SIGKILL.
         fcntl.flock(lock, fcntl.LOCK_EX)

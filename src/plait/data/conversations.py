@@ -27,6 +27,9 @@ COLUMNS = {
 """Columns that each format reads if a row has them."""
 
 _OPTIONAL_OF_PAIR = ("system", "history")
+Encoded = tuple[list[int], list[bool]]
+"""Tokens, and for each token whether the loss counts it."""
+_ALL_REMEDY = 'use data.scored = "all", or a template with {% generation %}'
 
 
 def row_text(
@@ -160,24 +163,17 @@ def _parse_pair(row: Mapping[str, Any], where: str) -> dict[str, Any]:
     _refuse_unread(row, read, where)
 
     prompt = str(texts[0])
-    extra_input = row.get("input")
-    if extra_input is not None and not isinstance(extra_input, str):
-        raise InputError(
-            f"{where}: 'input' holds a {type(extra_input).__name__} and not a string; correct it,"
-            " or leave it out"
-        )
-    if extra_input:
-        prompt = f"{prompt}\n\n{extra_input}"
-    parsed: dict[str, Any] = {"prompt": prompt, "completion": str(texts[1])}
-
-    system = row.get("system")
-    if system:
-        if not isinstance(system, str):
+    for name in ("input", "system"):
+        if name in row and not isinstance(row[name], str):
             raise InputError(
-                f"{where}: 'system' holds a {type(system).__name__} and not a string; correct it,"
-                " or leave it out"
+                f"{where}: {name!r} holds a {type(row[name]).__name__} and not a string; correct"
+                " it, or leave it out"
             )
-        parsed["system"] = system
+    if row.get("input"):
+        prompt = f"{prompt}\n\n{row['input']}"
+    parsed: dict[str, Any] = {"prompt": prompt, "completion": str(texts[1])}
+    if row.get("system"):
+        parsed["system"] = row["system"]
 
     history = row.get("history")
     if history:
@@ -198,16 +194,10 @@ def _is_turn(turn: Any) -> bool:
     )
 
 
-Encoded = tuple[list[int], list[bool]]
-"""Tokens, and for each token whether the loss counts it."""
-
-_ALL_REMEDY = 'use data.scored = "all", or a template with {% generation %}'
-
-
 def encoder(
     tokenizer: PreTrainedTokenizerBase, form: str, *, scored: str, append_end_of_text: bool = False
 ) -> Callable[[str], Encoded]:
-    """Return a function that turns the text of a row (`rows.row_text`) into tokens.
+    """Return a function that turns the text of a row (`row_text`) into tokens.
 
     Args:
         tokenizer: A fast tokenizer, which returns the offsets of its tokens.
@@ -241,6 +231,7 @@ def encoder(
         except InputError as error:
             excerpt = _beginning(row)
             raise InputError(f"data.format: {error} (the row begins with {excerpt})") from error
+        # Some templates write the end-of-text token themselves.
         if append_end_of_text and ids[-1:] != [tokenizer.eos_token_id]:
             return [*ids, int(tokenizer.eos_token_id)], [*scored_tokens, True]
         return ids, scored_tokens

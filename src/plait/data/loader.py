@@ -38,6 +38,7 @@ def shuffle_positions(positions: Array, *, count: int, key: str) -> Array:
     Returns:
         int64 array with the shape of `positions`.
     """
+    # Two halves of equal width, which together have at least the bits of `count - 1`.
     half_bits = np.uint64(max(1, ((count - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half_bits)) - 1)
     round_keys = [
@@ -52,6 +53,7 @@ def shuffle_positions(positions: Array, *, count: int, key: str) -> Array:
         for round_key in round_keys:
             left, right = right, left ^ (mix_bits(right ^ round_key) & mask)
         values[outside] = (left << half_bits) | right
+        # Only the results that are not positions are permuted again.
         outside = values >= np.uint64(count)
     return values.astype(np.int64)
 

@@ -1,13 +1,13 @@
-"""Tokenised documents on disk, and the sequences of one length that are cut out of them.
+"""Tokenised documents on disk, and the sequences of one length that they are divided into.
 
 Documents are joined to one stream of tokens, with an end-of-text token after each text. The stream
 is written once and read through a memory map, so that the memory of a process does not depend on
-the size of the text. `Sequences` cuts the stream at multiples of the length; `Documents` keeps
+the size of the text. `Sequences` splits the stream at multiples of the length; `Documents` keeps
 documents whole.
 
 With `Documents`, positions restart for each document. Transformers masks the attention between the
 documents of a row if positions restart within it, no KV cache is used and no `attention_mask` is
-passed. A document longer than a sequence is cut into chunks, which are treated as documents.
+passed. A document longer than a sequence is split into chunks, which are treated as documents.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ Array = np.ndarray[Any, Any]
 
 Encode = Callable[[str], tuple[list[int], list[bool]]]
 """Function from the text of a row to its tokens, and for each token whether the loss counts it."""
+TokenizedChunk = tuple[str, list[int], list[bool] | None, bool]
+"""Split, tokens, which of them the loss counts (None: all), and whether the document ends here."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class Stream:
     def split(self, position: int) -> tuple[Stream, Stream]:
         """Return the first `position` tokens and the remaining ones.
 
-        A document across the cut becomes one document in each of the two streams.
+        A document across the boundary becomes one document in each of the two streams.
         """
         ends = np.asarray(self.ends, dtype=np.int64)
         first_ends = ends[:0]
@@ -92,11 +94,12 @@ def write_tokens(
 
     Args:
         folder: Existing folder.
-        documents: Texts, or rows in the form of `rows.row_text`.
+        documents: Texts, or rows in the form of `conversations.row_text`.
         tokenizer: Tokenizer of the run.
         held_out: Fraction of the documents in the validation split.
         encode: Tokenises rows. None for texts, of which the loss counts all tokens.
     """
+    # Two bytes per token suffice for most vocabularies.
     dtype = np.dtype("<u2" if vocabulary_size(tokenizer) <= 1 << 16 else "<u4")
     counts = {"train": 0, "validation": 0}
     ends = {"train": array("Q"), "validation": array("Q")}
@@ -132,10 +135,6 @@ def write_tokens(
     (folder / "tokens.json").write_text(json.dumps(description))
 
 
-TokenizedChunk = tuple[str, list[int], list[bool] | None, bool]
-"""Split, tokens, which of them the loss counts (None: all), and whether the document ends here."""
-
-
 def tokenize_documents(
     documents: Iterable[str],
     tokenizer: PreTrainedTokenizerBase,
@@ -163,6 +162,7 @@ def _tokenize_texts(
             verbose=False,
         )
         for chunk, ids in zip(batch, encoded["input_ids"], strict=True):
+            # Chunks of one document are not separated.
             if chunk.is_end:
                 ids = [*ids, tokenizer.eos_token_id]
             yield chunk.split, ids, None, chunk.is_end
@@ -192,7 +192,7 @@ class _TextChunk:
 def _chunks(documents: Iterable[str], held_out: float) -> Iterator[_TextChunk]:
     for document in documents:
         split = _split_name(document, held_out)
-        texts = list(_cut_at_lines(document))
+        texts = list(_split_at_lines(document))
         for number, text in enumerate(texts, start=1):
             yield _TextChunk(text, split, is_end=number == len(texts))
 
@@ -211,8 +211,8 @@ def _batches(chunks: Iterable[_TextChunk]) -> Iterator[list[_TextChunk]]:
         yield batch
 
 
-def _cut_at_lines(document: str) -> Iterator[str]:
-    """Cut a long document after line breaks, to bound the memory of one call of the tokenizer."""
+def _split_at_lines(document: str) -> Iterator[str]:
+    """Split a long document after line breaks, to bound the memory of one call of the tokenizer."""
     start = 0
     while len(document) - start > _BATCH_CHARACTERS:
         end = document.rfind("\n", start, start + _BATCH_CHARACTERS) + 1
@@ -229,7 +229,7 @@ class SequenceSource(Protocol):
 
     @property
     def stream(self) -> Stream:
-        """Tokens that the sequences are cut out of."""
+        """Tokens that the sequences consist of."""
 
     @property
     def length(self) -> int:
@@ -247,7 +247,7 @@ class SequenceSource(Protocol):
 
 @dataclass(frozen=True)
 class Sequences:
-    """Sequences that are cut at multiples of the length, across documents.
+    """Sequences that begin at multiples of the length, across documents.
 
     Sequence `i` consists of the tokens `i * length` to `(i + 1) * length`. Only the last sequence
     may be shorter; its padding is not scored.
@@ -331,8 +331,10 @@ def read_tokens(folder: Path) -> tuple[Stream, Stream]:
 def _map_file(folder: Path, name: str, dtype: np.dtype[Any], count: int) -> Array:
     file = folder / name
     if not file.is_file() or file.stat().st_size != count * dtype.itemsize:
-        rule = f"{file}: does not hold the {count:,} numbers that were written"
-        raise InputError(f"{rule}; delete {folder} to have the text tokenised again")
+        raise InputError(
+            f"{file}: does not hold the {count:,} numbers that were written; delete {folder} to"
+            " have the text tokenised again"
+        )
     if not count:
         # An empty file cannot be mapped.
         return np.empty(0, dtype=dtype)
@@ -354,7 +356,7 @@ class Documents:
         ends = np.asarray(self.stream.ends, dtype=np.int64)
         begins = np.concatenate([[0], ends[:-1]])[: len(ends)]
 
-        # Cut long documents: chunk i of a document starts i * length after the document.
+        # Long documents are split: chunk i of a document starts i * length after the document.
         counts = -(-(ends - begins) // self.length)
         numbers = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         first = np.repeat(begins, counts) + numbers * self.length

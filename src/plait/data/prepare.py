@@ -1,4 +1,4 @@
-"""Preparation of the `data` section: reads, tokenises and cuts the text.
+"""Preparation of the `data` section: reads, tokenises and packs the text.
 
 Every stage is cached, so that only the first process of the first run does the work. Any number of
 processes may call `prepare` at the same time. All of them get the same result without
@@ -91,41 +91,41 @@ class PreparedData:
 
 
 def prepare(
-    section: DataSection, *, cache: Path, own_tokenizer: str | None, say: Callable[[str], None]
+    section: DataSection, *, cache: Path, model_tokenizer: str | None, report: Callable[[str], None]
 ) -> PreparedData:
-    """Read, tokenise and cut the text of the `data` section.
+    """Read and tokenise the text of the `data` section.
 
     Args:
         section: The `data` section of the configuration.
         cache: Folder for tokenizers and tokens.
-        own_tokenizer: Location of the tokenizer that belongs to a pretrained model.
+        model_tokenizer: Location of the tokenizer that belongs to a pretrained model.
             `section.tokenizer` takes precedence.
-        say: Progress callback. Receives a message before each stage that takes time.
+        report: Progress callback. Receives a message before each stage that takes time.
 
     Raises:
         InputError: The text or the tokenizer cannot be used.
     """
     if section.streaming:
-        return _prepare_streamed(section, own_tokenizer, say)
+        return _prepare_streamed(section, model_tokenizer, report)
     corpus = open_corpus(section, cache=cache)
-    tokenizer_location = section.tokenizer or own_tokenizer
+    tokenizer_location = section.tokenizer or model_tokenizer
     if tokenizer_location is None and section.format != "text":
-        rule = (
+        raise InputError(
             f'data.format = "{section.format}": a model from scratch has no tokenizer, and one that'
-            " is trained has no chat template"
+            " is trained has no chat template; set data.tokenizer"
         )
-        raise InputError(f"{rule}; set data.tokenizer")
     tokenizer = load_tokenizer(
-        tokenizer_location or train_tokenizer(corpus, section, cache=cache, say=say)
+        tokenizer_location or train_tokenizer(corpus, section, cache=cache, report=report)
     )
     encode, encoding_key = _encoding(section, tokenizer)
     share = section.validation_fraction
+    # Everything that the tokens and their split depend on. The sequence length is not part of it.
     key = digest(
         [FORMAT, corpus.fingerprint, tokenizer_digest(tokenizer), str(share), encoding_key]
     )
 
     def tokenise(folder: Path) -> None:
-        say(f"tokenising {corpus.description}")
+        report(f"tokenising {corpus.description}")
         write_tokens(
             folder,
             corpus.documents(),
@@ -148,13 +148,13 @@ def prepare(
         raise InputError(f"{corpus.place}: holds {len(train)} training tokens; add more text")
 
     padding = int(tokenizer.eos_token_id)
-    cut = _sequence_class(section)
+    make_sequences = _sequence_class(section)
     return PreparedData(
         description=corpus.description,
         validation_note=note,
         tokenizer=tokenizer,
-        train=cut(train, length, padding),
-        validation=cut(validation, length, padding),
+        train=make_sequences(train, length, padding),
+        validation=make_sequences(validation, length, padding),
         identity=_identity(
             section, f"{corpus.description} ({corpus.fingerprint[:12]})", tokenizer, encoding_key
         ),
@@ -163,34 +163,33 @@ def prepare(
 
 
 def _prepare_streamed(
-    section: DataSection, own_tokenizer: str | None, say: Callable[[str], None]
+    section: DataSection, model_tokenizer: str | None, report: Callable[[str], None]
 ) -> PreparedData:
     """Prepare a streamed text, whose validation documents come from its first block."""
-    tokenizer_location = section.tokenizer or own_tokenizer
+    tokenizer_location = section.tokenizer or model_tokenizer
     if tokenizer_location is None:
-        rule = (
+        raise InputError(
             "data.streaming: a model from scratch has no tokenizer, and none is trained on a text"
-            " that is not kept"
+            " that is not kept; set data.tokenizer"
         )
-        raise InputError(f"{rule}; set data.tokenizer")
     text = StreamedText(section)
     tokenizer = load_tokenizer(tokenizer_location)
     encode, encoding_key = _encoding(section, tokenizer)
     padding = int(tokenizer.eos_token_id)
     share = section.validation_fraction
-    cut = _sequence_class(section)
+    make_sequences = _sequence_class(section)
     sequences = StreamedSequences(
         text,
         tokenizer,
         encode,
-        cut,
+        make_sequences,
         section.sequence_length,
         padding,
         section.buffer_sequences,
         held_out=share,
     )
-    say(f"reading the first {section.buffer_sequences:,} sequences of {text.description}")
-    block = sequences.first_block()
+    report(f"reading the first {section.buffer_sequences:,} sequences of {text.description}")
+    block = sequences.read(text.read(), epoch=0, number=0, begins=None)
     if block.ends and not len(block.train):
         raise InputError(
             f"{text.place}: holds {len(block.train.stream)} training tokens; add more text"
@@ -209,7 +208,7 @@ def _prepare_streamed(
         validation_note=note,
         tokenizer=tokenizer,
         train=sequences,
-        validation=cut(block.validation, section.sequence_length, padding),
+        validation=make_sequences(block.validation, section.sequence_length, padding),
         identity=identity | {"data.buffer_sequences": str(section.buffer_sequences)},
         cautions=_cautions(section, tokenizer),
     )

@@ -38,6 +38,20 @@ from plait.data.cache import digest
 from plait.errors import InputError
 from plait.hashing import seed_of
 
+_COMPARED_ROWS = 16
+"""Number of rows of an iterable data set that ranks compare."""
+_SPLIT_FIELDS = (
+    ("num_replicas", "rank"),  # torch and subclasses of its samplers
+    ("num_processes", "process_index"),  # Accelerate and Transformers
+    ("world_size", "rank"),
+)
+"""Names of the attributes with the number of ranks and the index of a rank."""
+_REMEDY = (
+    "let every rank have all rows in one order: leave out split_dataset_by_node, shard() and code"
+    " that reads the rank, and give shuffle(), interleave_datasets() and generators of your own a"
+    " seed"
+)
+
 
 @contextmanager
 def seeded_generators(*seed_parts: object) -> Iterator[None]:
@@ -56,21 +70,6 @@ def seeded_generators(*seed_parts: object) -> Iterator[None]:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
         torch.set_rng_state(torch_state)
-
-
-_COMPARED_ROWS = 16
-"""Number of rows of an iterable data set that ranks compare."""
-_SPLIT_FIELDS = (
-    ("num_replicas", "rank"),  # torch and subclasses of its samplers
-    ("num_processes", "process_index"),  # Accelerate and Transformers
-    ("world_size", "rank"),
-)
-"""Names of the attributes with the number of ranks and the index of a rank."""
-_REMEDY = (
-    "let every rank have all rows in one order: leave out split_dataset_by_node, shard() and code"
-    " that reads the rank, and give shuffle(), interleave_datasets() and generators of your own a"
-    " seed"
-)
 
 
 def split_of(source: Any) -> tuple[str, int, int] | None:
@@ -111,8 +110,10 @@ def refuse_split_stream(data: Any) -> None:
     split = split_of(data)
     if split is not None:
         name, ranks, index = split
-        part = f"part {index} of {ranks} already ({name})"
-        raise InputError(f"the data set has {part}, and Plait would split it again; {_REMEDY}")
+        raise InputError(
+            f"the data set has part {index} of {ranks} already ({name}), and Plait would split it"
+            f" again; {_REMEDY}"
+        )
 
 
 def refuse_differing_rows(
@@ -140,16 +141,17 @@ def refuse_differing_rows(
             return 0, _digest_of_digests([])
         numbers = sorted({0, min(1, count - 1), count // 2, count - 1})
         rows = _RowDigests(data)
-        if workers:
-            loader: DataLoader[str] = DataLoader(
-                rows,
-                batch_size=None,
-                sampler=numbers,
-                num_workers=1,
-                multiprocessing_context=context,
-            )
-            return count, _digest_of_digests(list(loader))
-        return count, _digest_of_digests([rows[number] for number in numbers])
+        if not workers:
+            # A loader would draw a random number in this process.
+            return count, _digest_of_digests([rows[number] for number in numbers])
+        loader: DataLoader[str] = DataLoader(
+            rows,
+            batch_size=None,
+            sampler=numbers,
+            num_workers=1,
+            multiprocessing_context=context,
+        )
+        return count, _digest_of_digests(list(loader))
 
     def pack(answer: tuple[int, str]) -> bytes:
         # 8 bytes with the number of rows, and 32 bytes with a digest: all zero if rows are random.
@@ -161,8 +163,10 @@ def refuse_differing_rows(
     counts = [int.from_bytes(answer[:8], "little") for answer in answers]
     if len(set(counts)) > 1:
         shown = ", ".join(f"{count:,}" for count in counts[:8])
-        rule = f"the ranks' numbers of rows differ ({shown}), so it is split by rank already"
-        raise InputError(f"the data set: {rule}; {_REMEDY}")
+        raise InputError(
+            f"the data set: the ranks' numbers of rows differ ({shown}), so it is split by rank"
+            f" already; {_REMEDY}"
+        )
     digests = {answer[8:40].rstrip(b"\0") for answer in answers}
     if b"" not in digests:
         _refuse_different(digests)

@@ -5,9 +5,9 @@ state, and can continue from it.
 
 Note [Blocks of a streamed text]
     The text is read in blocks: documents are added until they make `data.buffer_sequences`
-    sequences. A block is cut and shuffled like a prepared text, so that a block with the whole text
-    gives the same sequences. Every rank reads all documents and takes its share of each batch. A
-    batch therefore holds the same sequences on any number of ranks, and a run can be resumed on
+    sequences. A block is divided and shuffled like a prepared text, so that a block with the whole
+    text gives the same sequences. Every rank reads all documents and takes its share of each batch.
+    A batch therefore holds the same sequences on any number of ranks, and a run can be resumed on
     another number. A checkpoint contains the position at which the current block begins, and the
     number of sequences of the block that were used.
 """
@@ -37,6 +37,11 @@ if TYPE_CHECKING:
 
 _FINGERPRINT_DOCUMENTS = 16
 """Number of documents at the beginning of the text that its fingerprint depends on."""
+_TOKENIZED_DOCUMENTS = 64
+"""Number of documents per call of the tokenizer.
+
+Blocks end after such a call, so the number decides which documents are in a block.
+"""
 
 
 @dataclass(frozen=True)
@@ -113,13 +118,6 @@ class StreamReader:
         return {"rows": copy.deepcopy(self._data.state_dict()), "row": self._row}
 
 
-_TOKENIZED_DOCUMENTS = 64
-"""Number of documents per call of the tokenizer.
-
-Blocks end after such a call, so the number decides which documents are in a block.
-"""
-
-
 @dataclass(frozen=True)
 class TextBlock:
     """Sequences that are read and shuffled together. See Note [Blocks of a streamed text]."""
@@ -145,7 +143,7 @@ class StreamedSequences:
     text: StreamedText
     tokenizer: PreTrainedTokenizerBase
     encode: Encode | None
-    cut: Callable[[Stream, int, int], SequenceSource]
+    make_sequences: Callable[[Stream, int, int], SequenceSource]
     length: int
     """Number of tokens in a sequence."""
     padding: int
@@ -183,18 +181,10 @@ class StreamedSequences:
             number=number,
             begins=begins,
             first=first_digest,
-            train=self.cut(tokens["train"].stream(), self.length, self.padding),
+            train=self.make_sequences(tokens["train"].stream(), self.length, self.padding),
             validation=tokens["validation"].stream(),
             ends=is_last,
         )
-
-    def first_block(self) -> TextBlock:
-        """Read the first block of the text.
-
-        Raises:
-            InputError: A row cannot be read.
-        """
-        return self.read(self.text.read(), epoch=0, number=0, begins=None)
 
 
 class _TokenBuffer:

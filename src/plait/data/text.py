@@ -99,6 +99,7 @@ def find_files(paths: tuple[str, ...], *, suffixes: tuple[str, ...]) -> list[Pat
         else:
             candidates = [Path(name) for name in glob.glob(str(path), recursive=True)]
             rule = f"names no file (looked in {Path.cwd()}); correct data.paths"
+        # Two paths or globs may name the same file.
         matches = [file.resolve() for file in candidates if file.is_file()]
         if not matches:
             raise InputError(f"data.paths: {text!r} {rule}")
@@ -179,7 +180,7 @@ def _parse_row(line: bytes, where: str, section: DataSection) -> dict[str, Any]:
 
 
 def document_of_row(row: Mapping[str, Any], section: DataSection, where: str) -> str:
-    """Return the document of a row: its text, or the row in the form of `rows.row_text`.
+    """Return the document of a row: its text, or the row in the form of `conversations.row_text`.
 
     Args:
         row: Row of a JSONL file or of a streaming data set.
@@ -208,13 +209,13 @@ def document_of_row(row: Mapping[str, Any], section: DataSection, where: str) ->
             f"{where}: {field!r} holds {surrogate}, half of a character (a lone surrogate); correct"
             " the line, or leave it out"
         )
-    return str(row[field])
+    return row[field]
 
 
 def _open_standard_library() -> Corpus:
     root = Path(sysconfig.get_path("stdlib"))
     # Some systems ship these folders in separate packages. Without them the text depends on the
-    # version of Python alone.
+    # version of Python only.
     excluded = {"test", "tests", "idlelib", "site-packages", "dist-packages"}
     names = sorted(
         file.relative_to(root).as_posix()
@@ -249,25 +250,14 @@ def _open_dataset(section: DataSection, cache: Path) -> Corpus:
             f"data.field = {section.field!r}: {name!r} has the columns"
             f" {', '.join(data.column_names)}; set data.field"
         )
-    if is_text:
-        columns = [section.field]
-    else:
-        ignored = section.ignored_columns
-        columns = [column for column in data.column_names if column not in ignored]
+    columns = [section.field]
+    if not is_text:
+        columns = [name for name in data.column_names if name not in section.ignored_columns]
     selected = data.select_columns(columns) if columns else data
 
     def documents() -> Iterator[str]:
         for number, row in enumerate(selected):
-            if not is_text:
-                yield document_of_row(row, section, f"{name}, row {number}")
-                continue
-            text = row[section.field]
-            if not isinstance(text, str):
-                raise InputError(
-                    f"{name}, row {number}: {section.field!r} holds a {type(text).__name__} and not"
-                    " a string; set data.field"
-                )
-            yield text
+            yield document_of_row(row, section, f"{name}, row {number}")
 
     files = []
     for entry in data.cache_files:
@@ -319,10 +309,11 @@ def load_dataset(section: DataSection, *, streaming: bool = False) -> Any:
         data = datasets.load_from_disk(str(folder))
     except Exception as error:
         # The library, the network and the hub raise errors of many classes.
-        rule = f"data.paths: the data set {name!r} cannot be opened ({str(error).strip()})"
         raise InputError(
-            f"{rule}; name a folder written by save_to_disk, or a data set on the hub"
+            f"data.paths: the data set {name!r} cannot be opened ({str(error).strip()}); name a"
+            " folder written by save_to_disk, or a data set on the hub"
         ) from error
+    # A folder has one data set, or a dictionary of splits.
     splits = data if isinstance(data, dict) else {str(data.split or "train"): data}
     if section.split not in splits:
         raise InputError(

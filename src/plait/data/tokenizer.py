@@ -33,7 +33,7 @@ def is_held_out(document: str, fraction: float) -> bool:
 
 
 def train_tokenizer(
-    corpus: Corpus, section: DataSection, *, cache: Path, say: Callable[[str], None]
+    corpus: Corpus, section: DataSection, *, cache: Path, report: Callable[[str], None]
 ) -> Path:
     """Train a byte-level BPE tokenizer on the documents that are not held out.
 
@@ -41,7 +41,7 @@ def train_tokenizer(
         corpus: Text of the run.
         section: The `data` section. Its `vocab_size` is the largest number of entries.
         cache: Folder for tokenizers. A cached tokenizer is reused.
-        say: Progress callback. It is called only if the tokenizer is not cached.
+        report: Progress callback. It is called only if the tokenizer is not cached.
 
     Returns:
         The folder of the tokenizer.
@@ -53,7 +53,7 @@ def train_tokenizer(
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
         from transformers import PreTrainedTokenizerFast
 
-        say(f"training a tokenizer with {section.vocab_size:,} entries on {corpus.description}")
+        report(f"training a tokenizer with {section.vocab_size:,} entries on {corpus.description}")
         bpe = Tokenizer(models.BPE())
         bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         bpe.decoder = decoders.ByteLevel()
@@ -116,13 +116,15 @@ def load_tokenizer(place: str | Path) -> PreTrainedTokenizerBase:
             )
     except Exception as error:
         # The library raises errors of many classes for broken or missing files.
-        rule = f"data.tokenizer: no tokenizer can be read from {name!r} ({first_line(error)})"
         raise InputError(
-            f"{rule}; name a folder with a tokenizer, a tokenizer.json, or a name on the hub"
+            f"data.tokenizer: no tokenizer can be read from {name!r} ({first_line(error)}); name a"
+            " folder with a tokenizer, a tokenizer.json, or a name on the hub"
         ) from error
     if tokenizer.eos_token_id is None:
-        rule = f"data.tokenizer: {name!r} has no end-of-text token to separate documents"
-        raise InputError(f"{rule}; set eos_token in its tokenizer_config.json")
+        raise InputError(
+            f"data.tokenizer: {name!r} has no end-of-text token to separate documents; set"
+            " eos_token in its tokenizer_config.json"
+        )
     return tokenizer
 
 

@@ -30,7 +30,7 @@ from plait.checkpoint import states
 from plait.checkpoint.folder import CheckpointFolder, candidates
 from plait.checkpoint.load import Reader, Verify, compare_model
 from plait.checkpoint.places import Place
-from plait.checkpoint.save import SEEN_WITHIN, Snapshot, snapshot
+from plait.checkpoint.save import VISIBLE_WITHIN_SECONDS, Snapshot, snapshot
 from plait.cluster.layout import Layout
 from plait.cluster.mesh import Mesh
 from plait.comm.failures import run_on_all_ranks
@@ -299,7 +299,7 @@ def snapshot_of(
         tag,
         mesh=engine.mesh,
         tensors=local.tensors | _optimizer_tensors(local.optimizer.tensors),
-        own=hook_tensors | generators.states(engine.device) | local.loader,
+        rank_tensors=hook_tensors | generators.states(engine.device) | local.loader,
         values=local.values,
         metadata=metadata,
     )
@@ -395,7 +395,7 @@ def load_engine(
 
     # Each rank has its own generators, so their states fit the same layout only.
     same_layout = reader.manifest.degrees == mesh.layout.all_degrees
-    rank_state = agreed(lambda: reader.own(mesh.rank) if same_layout else {})
+    rank_state = agreed(lambda: reader.rank_tensors(mesh.rank) if same_layout else {})
     if not generators.restore(engine.device, rank_state):
         generators.seed(engine.config.seed, mesh, step=facts["global_steps"])
         resume.notes.append(_seeded_note(same_layout=same_layout))
@@ -503,7 +503,7 @@ def _open(
         return hashlib.sha256(names.encode()).digest()
 
     # A file system between machines may show an older list of names to one of them for a while.
-    deadline = time.monotonic() + SEEN_WITHIN
+    deadline = time.monotonic() + VISIBLE_WITHIN_SECONDS
     checkpoints, digests = agreed(lambda: candidates(folder, tag), names_digest)
     while len(set(digests)) > 1:
         # Clocks differ between machines, and all ranks must stop together.

@@ -91,7 +91,7 @@ def gathered_parameters(engine: Engine) -> Iterator[None]:
     name = engine.config.precision.compute
     dtype = dtype_of(name) if name is not None else None
     required = gathered_bytes(engine.model, dtype)
-    free = free_bytes(engine.device, engine.mesh.ranks_here)
+    free = free_bytes(engine.device, engine.mesh.local_world_size)
     if free is not None and required > USABLE_SHARE * free:
         raise InputError(
             "predict_with_generate: Transformers' generate needs all parameters of"

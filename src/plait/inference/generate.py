@@ -316,7 +316,7 @@ def _gathered_model_fits(
     mesh = sharded.mesh
     longest = max((len(request.token_ids) + request.new_tokens for request in requests), default=0)
     check_positions(getattr(sharded.model, "config", None), longest)
-    free = free_bytes(mesh.device, mesh.ranks_here)
+    free = free_bytes(mesh.device, mesh.local_world_size)
     at_once = min(batch_size or len(requests), len(requests))
     compute: torch.dtype | None = None
     if sharded.config.precision.compute:
@@ -355,7 +355,7 @@ def _cache_bytes(
     offloaded = offloaded_cache(layout, demand, tp=tp)
     free = free_host_bytes()
     if free is not None:
-        free //= mesh.ranks_here
+        free //= mesh.local_world_size
     check_cache(offloaded.pinned, free, demand.requests, longest, where="in host memory")
     return offloaded.device
 

@@ -350,7 +350,7 @@ def compare_replicas(
         " processor), or code treats ranks differently. Go on from the last checkpoint; if it"
         " happens again, without that device"
     )
-    error.of_batch = False
+    error.caused_by_batch = False
     raise error
 
 

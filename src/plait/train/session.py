@@ -127,7 +127,7 @@ def check(
     preliminary = resolve(config, world_size=world_size)
     check_all(preliminary.context(device_type=accelerator.available_type()))
     check_model(model)
-    prepared = prepare(data, cache=cache, own_tokenizer=model.path, say=say)
+    prepared = prepare(data, cache=cache, model_tokenizer=model.path, report=say)
     built = build_model(model, prepared.tokenizer, positions=data.sequence_length)
     resolved = resolve(config, world_size=world_size, hidden_size=built.hidden_size)
     if data.packing == "documents":
@@ -356,7 +356,7 @@ def run(checked: ValidatedRun, *, stop: StopRequest, listeners: Sequence[Listene
                     raise
                 notes = [str(error)]
                 position = _load_checkpoint(engine, checked, loader, notes)
-                if error.of_batch and error.samples is not None:
+                if error.caused_by_batch and error.samples is not None:
                     left_out.add(error.samples)
                 notes.append(
                     f"went back to step {position.step}; {remaining - 1} more times before the run"

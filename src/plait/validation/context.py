@@ -62,7 +62,7 @@ class Context:
         """Device of this rank. The first use makes it the process's current device."""
         if self.mesh is not None:
             return self.mesh.device
-        return local_device(None, place())
+        return local_device(place())
 
     @property
     def is_small(self) -> bool:

@@ -51,7 +51,11 @@ def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tensors = {"model.weight": torch.randn(4, 6), "model.bias": torch.randn(4)}
     mesh = build_mesh(Layout())
     for tag in ("one", "two"):
-        write(snapshot(folder, tag, mesh=mesh, tensors=tensors, own={}, values={}, metadata=facts))
+        write(
+            snapshot(
+                folder, tag, mesh=mesh, tensors=tensors, rank_tensors={}, values={}, metadata=facts
+            )
+        )
     if dist.is_initialized():  # other tests of this process make their own
         dist.destroy_process_group()
     return folder

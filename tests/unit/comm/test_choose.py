@@ -13,7 +13,6 @@ from plait.comm.choose import (
     choose_buckets,
     describe,
     measured_cost,
-    price_quantised,
     prices,
     refined,
 )
@@ -50,18 +49,6 @@ def test_two_levels_halve_the_time_on_ethernet() -> None:
     found = prices(100 * MIB, TWO_NODES_ON_ETHERNET)
     assert found["all-reduce"] / found["hierarchical"] == pytest.approx(15 / 8, rel=0.05)
     assert "1/8 of the bytes" in choose_all_reduce(100 * MIB, TWO_NODES_ON_ETHERNET).reason
-
-
-def test_compression_only_where_it_is_allowed_and_pays() -> None:
-    on_gpus = 2e-11
-    assert choose_all_reduce(25 * MIB, TWO_NODES_ON_ETHERNET).algorithm != "int8"
-    assert choose_all_reduce(25 * MIB, TWO_NODES_ON_ETHERNET, lossy=True).algorithm == "int4"
-    assert (
-        choose_all_reduce(
-            25 * MIB, NVLINK_NODE, lossy=True, quantise_seconds_per_byte=on_gpus
-        ).algorithm
-        == "all-reduce"
-    )
 
 
 def test_it_changes_when_the_links_change() -> None:
@@ -179,21 +166,6 @@ def test_a_given_bucket_decides_the_way() -> None:
     whole = choose_buckets(25 * MIB, NVLINK_NODE, bucket_bytes=100 * MIB)
     assert (whole.algorithm, whole.bucket_bytes) == ("all-reduce", 25 * MIB)
     assert whole.seconds == prices(25 * MIB, NVLINK_NODE)["all-reduce"]
-
-
-def test_what_int8_saves() -> None:
-    slow = price_quantised(8, 100 * MIB, TWO_NODES_ON_ETHERNET)
-    assert slow is not None
-    assert slow.seconds < choose_buckets(100 * MIB, TWO_NODES_ON_ETHERNET).seconds
-    fast = price_quantised(8, 100 * MIB, NVLINK_NODE)
-    assert fast is not None
-    assert fast.seconds > choose_buckets(100 * MIB, NVLINK_NODE).seconds, (
-        "quantising on one core takes longer than NVLink"
-    )
-    assert (
-        price_quantised(8, MIB, GroupLinks("x", 1, 2, Level(2, {"all-reduce": Cost(1e-3, 1e-9)})))
-        is None
-    )
 
 
 def test_small_messages_through_a_buffer_are_not_merged() -> None:

@@ -146,11 +146,14 @@ def test_an_overflow_does_not_stay_in_the_error() -> None:
 def test_a_run_of_other_length() -> None:
     """Larger shards of the same parameters, and a run that the segments do not describe."""
     segments = [Segment(6, True), Segment(2, False)]
-    assert Packing.of(segments, 8, numel=24).segments == (Segment(18, True), Segment(6, False))
+    assert Packing.for_rows(segments, 8, numel=24).segments == (
+        Segment(18, True),
+        Segment(6, False),
+    )
     with pytest.raises(
         ModelError, match=r"13 elements .* have 8 on this rank.*parallel.unused_parameters = true"
     ):
-        Packing.of(segments, 8, numel=13)
+        Packing.for_rows(segments, 8, numel=13)
 
 
 class Quantising(nn.Module):

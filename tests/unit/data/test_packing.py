@@ -58,7 +58,7 @@ def test_a_long_document_is_cut_at_lines_and_stays_one(
 ) -> None:
     monkeypatch.setattr(packing, "_BATCH_CHARACTERS", 10)
     documents = ["one\ntwo\nthree\n", "without any end of a line", "x"]
-    assert list(packing._cut_at_lines(documents[0])) == ["one\ntwo\n", "three\n"]
+    assert list(packing._split_at_lines(documents[0])) == ["one\ntwo\n", "three\n"]
     write_tokens(tmp_path, documents, Letters(), held_out=0)
     assert read_tokens(tmp_path)[0].tokens.tolist() == _stream(*documents)
 

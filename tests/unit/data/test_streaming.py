@@ -74,7 +74,9 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             "sequence_length": LENGTH,
         }
         section = DataSection(source="datasets", paths=(places[kind],), **{**given, **settings})
-        return prepare(section, cache=tmp_path / "cache", own_tokenizer=None, say=lambda _: None)
+        return prepare(
+            section, cache=tmp_path / "cache", model_tokenizer=None, report=lambda _: None
+        )
 
     return opens
 
@@ -227,7 +229,7 @@ def test_a_text_of_nothing_later_does_not_turn_for_ever(opened: Any) -> None:
     )
     broken = data.loader(1, 0, dp_rank=0, dp_size=1)
     assert broken.at(0)["input_ids"].shape == (1, LENGTH)  # joined, they are one
-    object.__setattr__(data.train, "cut", lambda stream, length, padding: [])
+    object.__setattr__(data.train, "make_sequences", lambda stream, length, padding: [])
     with pytest.raises(InputError, match="holds no sequence of two training tokens"):
         data.loader(1, 0, dp_rank=0, dp_size=1).at(0)
 
@@ -239,7 +241,7 @@ def test_it_needs_a_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(
         InputError, match=r"none is trained on a text that is not kept; set data.tokenizer"
     ):
-        prepare(section, cache=tmp_path, own_tokenizer=None, say=lambda _: None)
+        prepare(section, cache=tmp_path, model_tokenizer=None, report=lambda _: None)
 
 
 @pytest.mark.parametrize(

@@ -297,7 +297,7 @@ def prepared(folder: Path, **section: Any) -> PreparedData:
     data = DataSection(
         tokenizer=str(folder / "tokenizer"), validation_fraction=0, sequence_length=128, **section
     )
-    return prepare(data, cache=folder / "cache", own_tokenizer=None, say=lambda _: None)
+    return prepare(data, cache=folder / "cache", model_tokenizer=None, report=lambda _: None)
 
 
 @pytest.mark.parametrize("packing", [None, "documents"])
@@ -371,7 +371,7 @@ def test_a_model_from_scratch_needs_a_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "x", "completion": "y"}) + "\n")
     section = DataSection(source="jsonl", paths=(str(tmp_path / "a.jsonl"),), format="instruct")
     with pytest.raises(InputError, match=r"has no chat template; set data\.tokenizer"):
-        prepare(section, cache=tmp_path / "cache", own_tokenizer=None, say=lambda _: None)
+        prepare(section, cache=tmp_path / "cache", model_tokenizer=None, report=lambda _: None)
 
 
 @pytest.mark.parametrize(

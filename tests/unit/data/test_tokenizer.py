@@ -42,7 +42,7 @@ def _silent(_: str) -> None:
 
 def test_a_trained_tokenizer_gives_every_text_back(tmp_path: Path, files: DataSection) -> None:
     corpus = open_corpus(files, cache=tmp_path)
-    tokenizer = load_tokenizer(train_tokenizer(corpus, files, cache=tmp_path, say=_silent))
+    tokenizer = load_tokenizer(train_tokenizer(corpus, files, cache=tmp_path, report=_silent))
     assert vocabulary_size(tokenizer) == 300
     assert tokenizer.eos_token == END_OF_TEXT
     for text in (TEXT, "  leading", "never seen ж\t\r\n\0"):
@@ -53,7 +53,7 @@ def test_training_twice_gives_the_same(tmp_path: Path, files: DataSection) -> No
     corpus = open_corpus(files, cache=tmp_path)
     names = {
         tokenizer_digest(
-            load_tokenizer(train_tokenizer(corpus, files, cache=tmp_path / side, say=_silent))
+            load_tokenizer(train_tokenizer(corpus, files, cache=tmp_path / side, report=_silent))
         )
         for side in ("a", "b")
     }
@@ -75,7 +75,7 @@ def test_held_out_text_does_not_train_the_tokenizer(tmp_path: Path) -> None:
     seen = [document for document in documents if not is_held_out(document, 0.5)]
     corpus = Corpus("made up", "1", "data.paths", lambda: iter([*seen, *held]))
     words = load_tokenizer(
-        train_tokenizer(corpus, section, cache=tmp_path, say=_silent)
+        train_tokenizer(corpus, section, cache=tmp_path, report=_silent)
     ).get_vocab()
     assert any("zebra" in word for word in words)
     assert not any("quokka" in word for word in words)
@@ -85,7 +85,7 @@ def test_text_without_a_letter_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("")
     section = DataSection(source="files", paths=(str(tmp_path / "empty.txt"),))
     with pytest.raises(InputError, match="no text to train on"):
-        prepare(section, cache=tmp_path / "cache", own_tokenizer=None, say=_silent)
+        prepare(section, cache=tmp_path / "cache", model_tokenizer=None, report=_silent)
 
 
 @pytest.mark.parametrize(
@@ -111,9 +111,9 @@ def test_a_tokenizer_without_an_end_of_text_is_refused(tmp_path: Path) -> None:
 
 def test_work_is_told_once_and_cached(tmp_path: Path, files: DataSection) -> None:
     said: list[str] = []
-    first = prepare(files, cache=tmp_path / "cache", own_tokenizer=None, say=said.append)
+    first = prepare(files, cache=tmp_path / "cache", model_tokenizer=None, report=said.append)
     assert [line.split()[0] for line in said] == ["training", "tokenising"]
-    second = prepare(files, cache=tmp_path / "cache", own_tokenizer=None, say=said.append)
+    second = prepare(files, cache=tmp_path / "cache", model_tokenizer=None, report=said.append)
     assert len(said) == 2
     assert first.identity == second.identity
     assert first.train.stream.tokens.tolist() == second.train.stream.tokens.tolist()
@@ -125,23 +125,23 @@ def test_a_tokenizer_of_ones_own_is_used(tmp_path: Path, files: DataSection) -> 
         open_corpus(files, cache=tmp_path),
         files.model_copy(update={"vocab_size": 280}),
         cache=tmp_path,
-        say=_silent,
+        report=_silent,
     )
     found = prepare(
         files.model_copy(update={"tokenizer": str(other)}),
         cache=tmp_path,
-        own_tokenizer="/nowhere",
-        say=_silent,
+        model_tokenizer="/nowhere",
+        report=_silent,
     )
     assert vocabulary_size(found.tokenizer) == 280
     file = prepare(
         files.model_copy(update={"tokenizer": str(other / "tokenizer.json")}),
         cache=tmp_path,
-        own_tokenizer=None,
-        say=_silent,
+        model_tokenizer=None,
+        report=_silent,
     )
     assert file.identity == found.identity
-    models = prepare(files, cache=tmp_path, own_tokenizer=str(other), say=_silent)
+    models = prepare(files, cache=tmp_path, model_tokenizer=str(other), report=_silent)
     assert models.identity == found.identity
 
 
@@ -157,10 +157,10 @@ def test_one_long_document_gives_its_end_for_validation(tmp_path: Path) -> None:
     whole = prepare(
         section.model_copy(update={"validation_fraction": 0.0}),
         cache=tmp_path,
-        own_tokenizer=None,
-        say=_silent,
+        model_tokenizer=None,
+        report=_silent,
     )
-    found = prepare(section, cache=tmp_path, own_tokenizer=None, say=_silent)
+    found = prepare(section, cache=tmp_path, model_tokenizer=None, report=_silent)
     assert "the last 10 % of the text" in found.validation_note
     assert [
         *found.train.stream.tokens,

@@ -5,7 +5,8 @@ Tensors are assembled one at a time, when they are written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import UserDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +31,7 @@ class LazyTensor:
     assemble: Callable[[], torch.Tensor]
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> LazyTensor:
+    def from_tensor(cls, tensor: torch.Tensor) -> LazyTensor:
         """Return an entry for a tensor that exists already."""
         return cls(tuple(tensor.shape), tensor.dtype, lambda: tensor)
 
@@ -59,20 +60,12 @@ class ForeignCheckpoint:
     """Descriptions of contents that are not imported."""
 
 
-class _AssembledTensors(Mapping[str, torch.Tensor]):
-    """Mapping that assembles a tensor at each access."""
-
-    def __init__(self, tensors: Mapping[str, LazyTensor]) -> None:
-        self._tensors = tensors
+class _AssembledTensors(UserDict[str, Any]):
+    """Dictionary of `LazyTensor` that assembles a tensor at each access."""
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self._tensors[name]()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
+        tensor: torch.Tensor = self.data[name]()
+        return tensor
 
 
 def slice_of_parts(parts: Sequence[torch.Tensor], start: int, length: int) -> torch.Tensor:

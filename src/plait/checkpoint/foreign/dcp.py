@@ -161,7 +161,7 @@ def _add_values(checkpoint: ForeignCheckpoint, values: dict[str, Any]) -> None:
             settings.setdefault(grouped[1], {})[grouped[2]] = value
         elif state is not None and isinstance(value, int | float) and state[2] == "step":
             step = torch.tensor(float(value))
-            checkpoint.tensors[f"optimizer.state.{state[1]}.step"] = LazyTensor.of(step)
+            checkpoint.tensors[f"optimizer.state.{state[1]}.step"] = LazyTensor.from_tensor(step)
         elif value is not None:
             checkpoint.left_out.append(name)
 

@@ -103,7 +103,7 @@ def read(folder: Path) -> ForeignCheckpoint:
             continue
         # At ZeRO 3 the module's parameters are empty; only its buffers are full.
         if stage < 3 or name in model["buffer_names"]:
-            checkpoint.tensors[f"model.{name}"] = LazyTensor.of(tensor)
+            checkpoint.tensors[f"model.{name}"] = LazyTensor.from_tensor(tensor)
     for alias, name in (model.get("shared_params") or {}).items():
         if f"model.{name}" in checkpoint.tensors:
             checkpoint.tensors[f"model.{alias}"] = checkpoint.tensors[f"model.{name}"]
@@ -204,7 +204,7 @@ def _tensor_name(name: str, key: str) -> str:
 def _add_step(checkpoint: ForeignCheckpoint, name: str, state: Any) -> None:
     if "step" in state:
         step = torch.as_tensor(float(state["step"]))
-        checkpoint.tensors[_tensor_name(name, "step")] = LazyTensor.of(step)
+        checkpoint.tensors[_tensor_name(name, "step")] = LazyTensor.from_tensor(step)
 
 
 def _read_settings(

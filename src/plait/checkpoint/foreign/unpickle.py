@@ -20,26 +20,7 @@ import torch
 from plait._torch.tensors import rebuilt_tensor, records_of
 from plait.errors import CheckpointError
 
-
-def _without_attributes(rebuild: Any, _kind: Any, arguments: tuple[Any, ...], _state: Any) -> Any:
-    """Rebuild a tensor that has attributes. The attributes are dropped."""
-    if rebuild is not rebuilt_tensor:
-        raise CheckpointError("it contains a tensor subclass, which is not supported")
-    return rebuild(*arguments)
-
-
 _BUILTINS = (set, frozenset, list, dict, tuple, int, float, bool, str)
-_ALLOWED: dict[tuple[str, str], Any] = {
-    ("collections", "OrderedDict"): OrderedDict,
-    ("torch._utils", "_rebuild_tensor_v2"): rebuilt_tensor,
-    ("torch._utils", "_rebuild_parameter"): lambda data, *_: data,
-    ("torch._tensor", "_rebuild_from_type_v2"): _without_attributes,
-    ("torch", "Size"): torch.Size,
-    ("torch", "device"): torch.device,
-    ("_codecs", "encode"): lambda text, _encoding: text.encode("latin-1"),
-    **{("builtins", kind.__name__): kind for kind in _BUILTINS},
-}
-"""Functions and classes that a pickle may call, or what is called instead of them."""
 _UNCALLED = (("torch", "Tensor"), ("torch.nn.parameter", "Parameter"))
 """Classes that pickles name as arguments without calling them."""
 _RECORD = re.compile(
@@ -55,6 +36,42 @@ _INERT_MODULES = (
     "copyreg.",
     "pathlib.",
 )
+# Python 3.11.0 to 3.11.3 pickle an enum member as `getattr(EnumClass, "MEMBER")`; all other
+# releases pickle `EnumClass(value)`. The members are listed because both forms must give the same
+# object.
+_ENUM_MEMBERS: dict[tuple[str, str], dict[str, int]] = {
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): {
+        "TORCH_CONTIGUOUS_FORMAT": 0,
+        "TORCH_CHANNELS_LAST": 1,
+        "TORCH_PRESERVE_FORMAT": 2,
+    },
+    ("deepspeed.runtime.zero.config", "ZeroStageEnum"): {
+        "disabled": 0,
+        "optimizer_states": 1,
+        "gradients": 2,
+        "weights": 3,
+    },
+}
+
+
+def _without_attributes(rebuild: Any, _kind: Any, arguments: tuple[Any, ...], _state: Any) -> Any:
+    """Rebuild a tensor that has attributes. The attributes are dropped."""
+    if rebuild is not rebuilt_tensor:
+        raise CheckpointError("it contains a tensor subclass, which is not supported")
+    return rebuild(*arguments)
+
+
+_ALLOWED: dict[tuple[str, str], Any] = {
+    ("collections", "OrderedDict"): OrderedDict,
+    ("torch._utils", "_rebuild_tensor_v2"): rebuilt_tensor,
+    ("torch._utils", "_rebuild_parameter"): lambda data, *_: data,
+    ("torch._tensor", "_rebuild_from_type_v2"): _without_attributes,
+    ("torch", "Size"): torch.Size,
+    ("torch", "device"): torch.device,
+    ("_codecs", "encode"): lambda text, _encoding: text.encode("latin-1"),
+    **{("builtins", kind.__name__): kind for kind in _BUILTINS},
+}
+"""Functions and classes that a pickle may call, or what is called instead of them."""
 
 
 class Inert:
@@ -93,30 +110,10 @@ class Inert:
         return self.state.get(name) if isinstance(self.state, dict) else None
 
 
-class _InertEnum(Inert):
-    """Enum of another library. Its members have their value as `args[0]`."""
-
-
-# Python 3.11.0 to 3.11.3 pickle an enum member as `getattr(EnumClass, "MEMBER")`; all other
-# releases pickle `EnumClass(value)`. The members are listed because both forms must give the same
-# object.
-_ENUM_MEMBERS: dict[tuple[str, str], dict[str, int]] = {
-    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): {
-        "TORCH_CONTIGUOUS_FORMAT": 0,
-        "TORCH_CHANNELS_LAST": 1,
-        "TORCH_PRESERVE_FORMAT": 2,
-    },
-    ("deepspeed.runtime.zero.config", "ZeroStageEnum"): {
-        "disabled": 0,
-        "optimizer_states": 1,
-        "gradients": 2,
-        "weights": 3,
-    },
-}
 _ENUM_CLASSES = {
-    (module, name): type(name, (_InertEnum,), {"__module__": module})
-    for module, name in _ENUM_MEMBERS
+    (module, name): type(name, (Inert,), {"__module__": module}) for module, name in _ENUM_MEMBERS
 }
+"""Classes of the members, which have their value as `args[0]`."""
 
 
 def _enum_member(enum: Any, member: Any) -> Inert:

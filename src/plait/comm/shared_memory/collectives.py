@@ -28,6 +28,8 @@ from plait.comm.record import record
 from plait.comm.shared_memory.host import SharedMemory, SharedMemoryGroup, SharedMemoryUnavailable
 from plait.errors import CommunicationError
 
+_FLAG_BITS = 8
+"""Bits of an announcement besides the number of the call."""
 _GATHER_SLOTS = 3
 """Number of outputs of all-gathers. `fully_shard` uses up to two while it requests the next."""
 _ALL_FREE = (1 << _GATHER_SLOTS) - 1
@@ -47,15 +49,17 @@ class _Slots:
 
     Args:
         host: Ranks of the group.
-        words: Number of words per rank.
+        word_count: Number of words per rank, see `_announce` for the first four.
         slots: Number of slots, of equal size.
     """
 
-    def __init__(self, host: SharedMemoryGroup, *, words: int, slots: int) -> None:
+    def __init__(self, host: SharedMemoryGroup, *, word_count: int, slots: int) -> None:
         self._host = host
-        self._words = words
+        self._word_count = word_count
         self._slots = slots
         self._memory: SharedMemory | None = None
+        self._round = 0
+        """Number of calls with the current memory."""
         self._slot_bytes = 0
         self._refused_bytes: int | None = None
         """Size for which memory was short. Requests of this size or more are not tried again."""
@@ -63,6 +67,12 @@ class _Slots:
     def _reset(self) -> None:
         """Reset the state of the slots. Called when new memory has replaced the old one."""
         raise NotImplementedError
+
+    @property
+    def _shared(self) -> SharedMemory:
+        """Current memory, after a request that fits."""
+        assert self._memory is not None
+        return self._memory
 
     def _fits(self, count: int) -> bool:
         return self._memory is not None and count <= self._slot_bytes
@@ -77,12 +87,14 @@ class _Slots:
         slot_bytes = -(-count // 64) * 64
         data_bytes = self._slots * slot_bytes
         try:
-            memory = SharedMemory(self._host, words=self._words, data_bytes=data_bytes)
+            self._memory = SharedMemory(
+                self._host, word_count=self._word_count, data_bytes=data_bytes
+            )
         except SharedMemoryUnavailable:
             self._refused_bytes = count
             return
-        self._memory = memory
         self._slot_bytes = slot_bytes
+        self._round = 0
         self._reset()
 
     def _slot_tensor(
@@ -93,8 +105,7 @@ class _Slots:
         `on_release` is called when no tensor of this rank points into the slot any more, unless new
         memory has replaced it.
         """
-        memory = self._memory
-        assert memory is not None
+        memory = self._shared
 
         def release() -> None:
             if self._memory is memory:
@@ -102,18 +113,53 @@ class _Slots:
 
         return memory.tensor(index * self._slot_bytes, numel, dtype, release)
 
-    def _check_sizes(self, word: int, count: int, *, operation: str, verb: str) -> None:
-        """Raise CommunicationError unless all ranks have set a word to `count` bytes."""
-        memory = self._memory
+    def _announce(
+        self, count: int, shape: str, flags: int, *, operation: str, verb: str
+    ) -> list[int]:
+        """Announce the next call, and wait until all ranks have done so.
+
+        The words 0 and 1 have announcements and the words 2 and 3 sizes, see Note [Words in turn].
+
+        Args:
+            count: Size of the full tensor in bytes, which must be the same on all ranks.
+            shape: Shape and dtype of the tensor, for messages.
+            flags: Content of the announcement, _FLAG_BITS wide.
+            operation: Name of the collective, for messages.
+            verb: Activity of a rank in the collective, for messages.
+
+        Returns:
+            The flags of all ranks.
+
+        Raises:
+            CommunicationError: The ranks announce different sizes.
+        """
+        memory = self._shared
         host = self._host
-        assert memory is not None
+        word = self._round % 2
+        self._round += 1
+        # The size is written before the word that others wait for.
+        memory.write(2 + word, count)
+        memory.write(word, self._round << _FLAG_BITS | flags)
+        host.wait(
+            partial(self._late_ranks, word), operation=operation, sequence=self._round, shape=shape
+        )
         for rank in range(host.ranks):
-            other_count = memory.read(rank, word)
+            other_count = memory.read(rank, 2 + word)
             if other_count != count:
                 raise CommunicationError(
                     f"{operation} over {host.label}: {host.name(rank)} {verb} {other_count} bytes"
                     f" and {host.name(host.rank)} {count}; the ranks issue different collectives"
                 )
+        return [memory.read(rank, word) & ((1 << _FLAG_BITS) - 1) for rank in range(host.ranks)]
+
+    def _late_ranks(self, word: int) -> list[int]:
+        """Return the ranks that have not announced the current call."""
+        memory = self._shared
+        return [
+            rank
+            for rank in range(self._host.ranks)
+            if memory.read(rank, word) >> _FLAG_BITS != self._round
+        ]
 
 
 class SharedAllGather(_Slots, AllGather):
@@ -130,9 +176,7 @@ class SharedAllGather(_Slots, AllGather):
     """
 
     def __init__(self, host: SharedMemoryGroup) -> None:
-        super().__init__(host, words=4, slots=_GATHER_SLOTS)
-        self._round = 0
-        """Number of calls with the current memory."""
+        super().__init__(host, word_count=4, slots=_GATHER_SLOTS)
         self._next: int | None = 0
         """Slot of the next call, on which all ranks agree. None if no slot is free."""
         self._free = _ALL_FREE
@@ -169,7 +213,7 @@ class SharedAllGather(_Slots, AllGather):
         in_place = self._output == (output_tensor.data_ptr(), count)
         self._output = None
         self._make_room(count)
-        if self._memory is None or not self._fits(count):
+        if not self._fits(count):
             all_gather_single(output_tensor, input_tensor, group=group)
             return
 
@@ -191,38 +235,14 @@ class SharedAllGather(_Slots, AllGather):
 
     def _synchronize(self, count: int, shape: str) -> None:
         """Wait for every rank's shard, and agree on the next slot."""
-        memory = self._memory
-        host = self._host
-        parity = self._round % 2
-        assert memory is not None
-        # See Note [Words in turn]. The slot of this call is in use until its output is freed. The
-        # size is written before the word that others wait for.
-        memory.write(2 + parity, count)
-        memory.write(parity, (self._round + 1) << _GATHER_SLOTS | self._free)
-        host.wait(
-            partial(self._late_ranks, parity),
-            operation="all-gather",
-            sequence=self._round + 1,
-            shape=shape,
-        )
-        self._check_sizes(2 + parity, count, operation="all-gather", verb="gathers")
-
+        # The slot of this call is in use until its output is freed.
         free = _ALL_FREE
-        for rank in range(host.ranks):
-            free &= memory.read(rank, parity)
+        for rank_free in self._announce(
+            count, shape, self._free, operation="all-gather", verb="gathers"
+        ):
+            free &= rank_free
         # The lowest bit that is set.
         self._next = (free & -free).bit_length() - 1 if free else None
-        self._round += 1
-
-    def _late_ranks(self, parity: int) -> list[int]:
-        memory = self._memory
-        expected = self._round + 1
-        assert memory is not None
-        return [
-            rank
-            for rank in range(self._host.ranks)
-            if memory.read(rank, parity) >> _GATHER_SLOTS != expected
-        ]
 
     def _lease(self, slot: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         self._free &= ~(1 << slot)
@@ -233,7 +253,6 @@ class SharedAllGather(_Slots, AllGather):
         return self._slot_tensor(slot, numel, dtype, mark_free)
 
     def _reset(self) -> None:
-        self._round = 0
         self._next = 0
         self._free = _ALL_FREE
 
@@ -249,9 +268,7 @@ class SharedReduceScatter(_Slots, SynchronousReduceScatter):
     """
 
     def __init__(self, host: SharedMemoryGroup) -> None:
-        super().__init__(host, words=5, slots=host.ranks * _SCATTER_SLOTS)
-        self._round = 0
-        """Number of calls with the current memory."""
+        super().__init__(host, word_count=5, slots=host.ranks * _SCATTER_SLOTS)
         self._leased = [False] * _SCATTER_SLOTS
         """True while a tensor of this rank points into a slot."""
         self._last_use = [0] * _SCATTER_SLOTS
@@ -312,12 +329,11 @@ class SharedReduceScatter(_Slots, SynchronousReduceScatter):
             group: The process group, which is used if the input of a rank has no slot.
             slot: Slot that has the input, or None to copy it into one.
         """
-        memory = self._memory
+        memory = self._shared
         host = self._host
-        assert memory is not None
         count = stacked.numel() * stacked.element_size()
-        staged = None
         if slot is None and (slot := self._free_slot()) is not None:
+            # The lease ends when this call returns.
             staged = self._lease(slot, stacked.numel(), stacked.dtype)
             staged.copy_(stacked.reshape(-1))
         slots = self._synchronize(
@@ -338,33 +354,9 @@ class SharedReduceScatter(_Slots, SynchronousReduceScatter):
 
     def _synchronize(self, count: int, shape: str, slot: int) -> list[int]:
         """Wait until every rank has filled its input, and return the slot of each rank."""
-        memory = self._memory
-        host = self._host
-        parity = self._round % 2
-        assert memory is not None
-        self._round += 1
         if slot != _NO_SLOT:
-            self._last_use[slot] = self._round
-        # See Note [Words in turn]. The size is written before the word that others wait for.
-        memory.write(2 + parity, count)
-        memory.write(parity, self._round << 8 | slot)
-        host.wait(
-            partial(self._late_ranks, parity),
-            operation="reduce-scatter",
-            sequence=self._round,
-            shape=shape,
-        )
-        self._check_sizes(2 + parity, count, operation="reduce-scatter", verb="reduces")
-        return [memory.read(rank, parity) & 255 for rank in range(host.ranks)]
-
-    def _late_ranks(self, parity: int) -> list[int]:
-        memory = self._memory
-        assert memory is not None
-        return [
-            rank
-            for rank in range(self._host.ranks)
-            if memory.read(rank, parity) >> 8 != self._round
-        ]
+            self._last_use[slot] = self._round + 1
+        return self._announce(count, shape, slot, operation="reduce-scatter", verb="reduces")
 
     def _free_slot(self) -> int | None:
         """Return a slot into which no tensor of this rank points, or None.
@@ -375,10 +367,8 @@ class SharedReduceScatter(_Slots, SynchronousReduceScatter):
         if not free:
             return None
         slot = min(free, key=self._last_use.__getitem__)
-        memory = self._memory
-        assert memory is not None
         last_use = self._last_use[slot]
-        late_ranks = partial(memory.behind, _READ_WORD, last_use)
+        late_ranks = partial(self._shared.behind, _READ_WORD, last_use)
         self._host.wait(late_ranks, operation="reduce-scatter", sequence=last_use)
         return slot
 
@@ -391,13 +381,12 @@ class SharedReduceScatter(_Slots, SynchronousReduceScatter):
         return self._slot_tensor(self._host.rank * _SCATTER_SLOTS + slot, numel, dtype, mark_free)
 
     def _reset(self) -> None:
-        self._round = 0
         self._leased = [False] * _SCATTER_SLOTS
         self._last_use = [0] * _SCATTER_SLOTS
 
 
 class SharedBuckets:
-    """All-reduce of gradient buckets in shared memory (implements `comm.buckets.Buckets`).
+    """All-reduce of gradient buckets in shared memory (implements `comm.all_reduce.Buckets`).
 
     Every rank sums one slice of a buffer over all ranks, in their order, and writes the sum into
     the buffers of all ranks. Nothing is copied, and the sum has the same bits on every rank.
@@ -424,7 +413,7 @@ class SharedBuckets:
         self.state: dict[str, torch.Tensor] = {}
         self._host = host
         # Two words per buffer: the number of its starts, and the number of its sums.
-        memory = SharedMemory(host, words=2 * len(flats), data_bytes=host.ranks * total)
+        memory = SharedMemory(host, word_count=2 * len(flats), data_bytes=host.ranks * total)
         self._memory = memory
         self._rank_buffers: list[list[torch.Tensor]] = []
         """Buffers of all ranks, [buffers][ranks]."""

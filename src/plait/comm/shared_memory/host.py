@@ -82,7 +82,7 @@ class SharedMemoryGroup:
         self._global_ranks = dist.get_process_group_ranks(group)
         _raise_on_all_ranks(group, _unsupported_platform())
         # This raises SharedMemoryUnavailable unless the ranks share a machine.
-        SharedMemory(self, words=1, data_bytes=0)
+        SharedMemory(self, word_count=1, data_bytes=0)
 
         process = (os.getpid(), os.stat("/proc/self/ns/pid").st_ino)
         self._processes = all_gather_objects(process, group)
@@ -203,22 +203,19 @@ class SharedMemory:
 
     Args:
         host: Ranks of the group.
-        words: Number of words per rank.
+        word_count: Number of words per rank.
         data_bytes: Size of the bytes that `tensor` returns ranges of.
-
-    Attributes:
-        words: Words of all ranks, one row after the other.
 
     Raises:
         SharedMemoryUnavailable: A rank cannot map the memory, or it exceeds its share of the free
             memory.
     """
 
-    def __init__(self, host: SharedMemoryGroup, *, words: int, data_bytes: int) -> None:
+    def __init__(self, host: SharedMemoryGroup, *, word_count: int, data_bytes: int) -> None:
         self._ranks = host.ranks
         # A row fills pairs of cache lines, so that ranks do not disturb each other.
-        self._row_words = math.ceil(words / 16) * 16
-        self._own_row = host.rank * self._row_words
+        self._row_words = math.ceil(word_count / 16) * 16
+        self._first_word = host.rank * self._row_words
         words_start = _round_to_pages(_NONCE_BYTES)
         words_bytes = host.ranks * self._row_words * 8
         self._data_start = words_start + _round_to_pages(words_bytes)
@@ -239,15 +236,16 @@ class SharedMemory:
                 os.close(descriptor)
         assert mapped is not None
         self._mapped = mapped
-        self.words = memoryview(mapped)[words_start : words_start + words_bytes].cast("q")
+        self._words = memoryview(mapped)[words_start : words_start + words_bytes].cast("q")
+        """Words of all ranks, one row after the other."""
 
     def read(self, rank: int, index: int) -> int:
         """Return a word of any rank of the group."""
-        return int(self.words[rank * self._row_words + index])
+        return int(self._words[rank * self._row_words + index])
 
     def write(self, index: int, value: int) -> None:
         """Set a word of this rank."""
-        self.words[self._own_row + index] = value
+        self._words[self._first_word + index] = value
 
     def behind(self, index: int, count: int) -> list[int]:
         """Return the ranks whose word, a counter, has not reached `count`."""

@@ -131,7 +131,7 @@ class SharedParameters:
         *starts, total = accumulate(spaces, initial=0)
         self._host = host
         self._dtype = dtype
-        self._memory = SharedMemory(host, words=2, data_bytes=total)
+        self._memory = SharedMemory(host, word_count=2, data_bytes=total)
         self.full_buffers: list[torch.Tensor] = []
         self.shards: list[torch.Tensor] = []
         for start, numel in zip(starts, numels, strict=True):

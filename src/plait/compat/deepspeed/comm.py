@@ -80,7 +80,7 @@ def init_distributed(
     if dist.is_initialized():
         backend = str(dist.get_backend())
     else:
-        backend = accelerator.backend(local_device(None, launched), host_tensors=False)
+        backend = accelerator.backend(local_device(launched), host_tensors=False)
     if dist_backend is not None and dist_backend not in backend:
         raise InputError(
             f"deepspeed.init_distributed(dist_backend={dist_backend!r}): these devices use"

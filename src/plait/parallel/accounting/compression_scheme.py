@@ -89,7 +89,7 @@ class Scheme(Policy):
         device: torch.device,
         flats: Sequence[Flat],
         *,
-        whole_steps: int = POWERSGD_START,
+        uncompressed_steps: int = POWERSGD_START,
     ) -> Buckets:
         """Return compressed buckets for stage 0.
 
@@ -97,7 +97,7 @@ class Scheme(Policy):
             group: The ranks that sum gradients.
             device: The device of the gradients.
             flats: The form of each bucket.
-            whole_steps: Number of steps that PowerSGD sums uncompressed before it begins.
+            uncompressed_steps: Number of steps that PowerSGD sums uncompressed before it begins.
         """
         if self.powersgd_rank:
             return PowerSGDBuckets(
@@ -105,7 +105,7 @@ class Scheme(Policy):
                 flats,
                 device,
                 rank=self.powersgd_rank,
-                whole_steps=whole_steps,
+                uncompressed_steps=uncompressed_steps,
                 revocable=self.revocable,
             )
         assert self.gradient_bits != 0

@@ -85,7 +85,7 @@ class Residuals(StepHook):
 
     def tensors(self) -> list[torch.Tensor]:
         """Return all tensors in memory: `state`, and the copies that a skipped step needs."""
-        copies = [tensor for carried in self._carriers() for tensor in carried.aside]
+        copies = [tensor for carried in self._carriers() for tensor in carried.spare_tensors]
         return [*self.state().values(), *copies]
 
     def after_step(self, end: StepEnd) -> str:

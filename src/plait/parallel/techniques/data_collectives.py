@@ -293,7 +293,7 @@ def _select_by_links(
         machines=mesh.machines("dp_replicate"),
         device=mesh.device,
         seconds=technique.measure_seconds,
-        kept=kept_links,
+        path=kept_links,
         largest_bytes=gradient_bytes,
     )
     fixed_bucket_bytes = None
@@ -337,7 +337,7 @@ def _compressed_reduction(
     scheme: Scheme, technique: CollectiveSettings, group: dist.ProcessGroup, mesh: Mesh
 ) -> BucketReduction:
     # PowerSGD begins after some uncompressed steps. The run has already made them.
-    make_buckets = partial(scheme.buckets, group, mesh.device, whole_steps=0)
+    make_buckets = partial(scheme.buckets, group, mesh.device, uncompressed_steps=0)
     bucket_bytes = technique.bucket_bytes
     if technique.bucket_by_links:
         bucket_bytes = scheme.bucket_bytes(bucket_bytes)
@@ -460,7 +460,7 @@ def _connect(
     technique: CollectiveSettings, group: dist.ProcessGroup, mesh: Mesh, *, label: str
 ) -> Transport:
     """Return a transport that is the same on all ranks of tp. Collective over the group and tp."""
-    transport = connect(group, label=label, device=mesh.device, wanted=technique.transport)
+    transport = connect(group, label=label, device=mesh.device, requested=technique.transport)
     # Only a preference can have another result on another rank. The exchange comes before the last
     # condition, because all ranks of tp must take part in it.
     if (
@@ -470,7 +470,7 @@ def _connect(
     ):
         return transport
     return replace(
-        connect(group, label=label, device=mesh.device, wanted="torch"),
+        connect(group, label=label, device=mesh.device, requested="torch"),
         reason="another rank of the tp axis has no memory in common with its group",
     )
 
