@@ -32,8 +32,8 @@ def generator_seed(seed: int, mesh: Mesh, *, step: int = 0) -> int:
         mesh: Mesh of the ranks.
         step: Number of the step.
     """
-    at = mesh.coordinates
-    return seed_of(f"{seed} {step} {mesh.dp_index} {at['cp']} {at['pp']}")
+    coordinates = mesh.coordinates
+    return seed_of(f"{seed} {step} {mesh.dp_index} {coordinates['cp']} {coordinates['pp']}")
 
 
 def seed(base: int, mesh: Mesh, *, step: int) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -174,27 +174,24 @@ def run_single_rank(
     )
     try:
         mesh, parts, _ = split(checked_model(model, resolved))
-        watch: _FakeTensorWatch | _DeviceProfile
-        tensor_mode: AbstractContextManager[Any]
-        if real:
-            watch = _DeviceProfile(mesh)
-            tensor_mode = nullcontext()
-        else:
-            watch = _FakeTensorWatch(mesh)
-            tensor_mode = FakeTensorMode(allow_non_fake_inputs=True)
-
         with ExitStack() as stack:
-            stack.enter_context(tensor_mode)
             stack.enter_context(refusing_triton_kernels())
-            stack.enter_context(watch)
             stack.enter_context(skip_packed_row_search())
+            watch: _FakeTensorWatch | _DeviceProfile
+            if real:
+                watch = _DeviceProfile(mesh)
+            else:
+                stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+                # Entered last, so that it sees the operators before the mode of fake tensors does.
+                watch = stack.enter_context(_FakeTensorWatch(mesh))
             materialise.allocate(model, mesh.device)
             parts = attach_all(resolved.techniques, parts, mesh)
             forward: Forward = default_forward
             if resolved.loss_chunk_tokens:
                 forward = deferred(default_forward, model)
-            sharded = ShardedModel(parts, mesh, resolved, forward=forward)
-            rank_step = _RankStep(sharded, samples, length, watch)
+            rank_step = _RankStep(
+                ShardedModel(parts, mesh, resolved, forward=forward), samples, length, watch
+            )
             built = time.perf_counter()
             tell(
                 f"one step: {resolved.batch.accumulation} micro-batches of {samples} x {length}"
@@ -277,8 +274,10 @@ class _RankStep:
         device = next(self.sharded.model.parameters()).device
         ids = torch.zeros(self.samples * count, self.length, dtype=torch.int64, device=device)
         batch = {"input_ids": ids, "labels": ids.clone()}
-        cut = micro_batches(batch, count=count, size=self.samples)
-        return [self.sharded.hooks.prepared(micro_batch) for micro_batch in cut]
+        return [
+            self.sharded.hooks.prepared(micro_batch)
+            for micro_batch in micro_batches(batch, count=count, size=self.samples)
+        ]
 
     def _states(self) -> Iterator[torch.Tensor]:
         for state in self.optimizer.state.values():
@@ -324,7 +323,8 @@ class _FakeTensorWatch(LiveStorages):
         """Run an operator, and count it."""
         self._operator = str(func)
         out = func(*args, **kwargs)
-        if not self._is_counting or _computes_nothing(func):
+        computes_nothing = getattr(func, "is_view", False) or func.namespace in ("prim", "profiler")
+        if not self._is_counting or computes_nothing:
             return out
 
         name = str(func.overloadpacket)
@@ -370,10 +370,6 @@ class _FakeTensorWatch(LiveStorages):
         return tuple(traffic)
 
 
-def _computes_nothing(func: Any) -> bool:
-    return bool(getattr(func, "is_view", False)) or func.namespace in ("prim", "profiler")
-
-
 def _axes_by_group(mesh: Mesh) -> dict[str, str]:
     """Return the mesh dimensions of each process group, keyed by the group's name."""
     axes_of: dict[str, str] = {}
@@ -401,12 +397,6 @@ class _DeviceProfile:
         self.peak_during = "on the device"
         self._torch_device = mesh.device
         self._profile: Any = None
-
-    def __enter__(self) -> _DeviceProfile:
-        return self
-
-    def __exit__(self, *problem: Any) -> None:
-        pass
 
     @contextmanager
     def step(self) -> Iterator[None]:

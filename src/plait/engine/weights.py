@@ -102,7 +102,7 @@ def load_weights_of(engine: Engine, folder: str | Path, *, tag: str | None) -> R
     return reader
 
 
-def uncut(engine: Engine) -> nn.Module:
+def unsplit_model(engine: Engine) -> nn.Module:
     """Return a model with all modules, even if a pipeline has split the engine's model.
 
     With a pipeline it is a copy without weights.
