@@ -669,8 +669,9 @@ class WeightCheck:
         previous = self._copied
         self._copied = (HostCopy(torch.stack([divided_by.double(), returned.double()])), step)
         if previous is not None:
-            weights, previous_step = previous
-            self._compare(*weights.values().tolist(), previous_step)
+            copy, previous_step = previous
+            previous_divided_by, previous_returned = copy.values().tolist()
+            self._compare(previous_divided_by, previous_returned, previous_step)
 
     def _compare(self, divided_by: float, returned: float, step: int) -> None:
         if not abs(divided_by - returned) <= self._tolerance * max(abs(divided_by), abs(returned)):

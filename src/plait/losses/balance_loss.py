@@ -20,40 +20,6 @@ from plait.model.experts import balance_coefficient
 from plait.parallel.experts.router_statistics import RouterStatistics
 
 
-@dataclass(frozen=True)
-class BalancedLoss:
-    """Loss of tokens plus the losses of routers, which count once per target of a micro-batch."""
-
-    inner: CausalLMLoss
-    coefficient: float
-    """Coefficient of the balance loss; 0: no balance loss."""
-    statistics: RouterStatistics | None = None
-    """Statistics for a z loss, or for a balance loss that the model's output does not have."""
-
-    @property
-    def split_logits(self) -> bool:
-        """True if the loss accepts logits that are split along the vocabulary."""
-        return self.inner.split_logits
-
-    def __call__(
-        self, output: Any, batch: Mapping[str, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        total, weight = self.inner(output, batch)
-        balance: torch.Tensor | None = getattr(output, "aux_loss", None)
-        if self.statistics is not None:
-            balance, z = self.statistics.losses()
-            if self.statistics.z_loss:
-                total = total + z * weight
-        if balance is None or not self.coefficient:
-            return total, weight
-        # The order matters: a number times the integer weight would be float32.
-        return (total + balance * weight * self.coefficient, weight)
-
-    def weight(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the number of targets, int64."""
-        return self.inner.weight(batch)
-
-
 def with_balance_loss(
     loss: Loss | None, model: nn.Module, statistics: RouterStatistics | None = None
 ) -> Loss | None:
@@ -69,19 +35,18 @@ def with_balance_loss(
     Raises:
         ConfigError: A setting needs the statistics, and they cannot be added to this loss.
     """
-    coefficient = balance_coefficient(model)
-    # Another loss may add `output.aux_loss` itself.
-    if not isinstance(loss, CausalLMLoss) or _is_user_defined(loss):
+    # A class of the user computes the loss itself.
+    is_user_defined = not type(loss).__module__.startswith("plait.losses.")
+    if not isinstance(loss, CausalLMLoss) or is_user_defined:
         if statistics is not None:
             _refuse_statistics(loss, statistics)
         return loss
-    if statistics is None:
-        if coefficient is None:
-            return loss
-        return BalancedLoss(loss, coefficient)
-    if coefficient is None or not statistics.balances:
+    coefficient = balance_coefficient(model)
+    if statistics is None and coefficient is None:
+        return loss
+    if statistics is not None and not statistics.balances:
         coefficient = 0.0
-    return BalancedLoss(loss, coefficient, statistics)
+    return BalancedLoss(loss, coefficient or 0.0, statistics)
 
 
 def _refuse_statistics(loss: Loss | None, statistics: RouterStatistics) -> None:
@@ -113,6 +78,35 @@ def without_balance_loss(loss: Any) -> Any:
     return loss
 
 
-def _is_user_defined(loss: CausalLMLoss) -> bool:
-    """Return True if the class of the user computes the loss itself."""
-    return not type(loss).__module__.startswith("plait.losses.")
+@dataclass(frozen=True)
+class BalancedLoss:
+    """Loss of tokens plus the losses of routers, which count once per target of a micro-batch."""
+
+    inner: CausalLMLoss
+    coefficient: float
+    """Coefficient of the balance loss; 0: no balance loss."""
+    statistics: RouterStatistics | None = None
+    """Statistics for a z loss, or for a balance loss that the model's output does not have."""
+
+    @property
+    def split_logits(self) -> bool:
+        """True if the loss accepts logits that are split along the vocabulary."""
+        return self.inner.split_logits
+
+    def __call__(
+        self, output: Any, batch: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total, weight = self.inner(output, batch)
+        balance: torch.Tensor | None = getattr(output, "aux_loss", None)
+        if self.statistics is not None:
+            balance, z = self.statistics.losses()
+            if self.statistics.z_loss:
+                total = total + z * weight
+        if balance is None or not self.coefficient:
+            return total, weight
+        # The order matters: a number times the integer weight would be float32.
+        return total + balance * weight * self.coefficient, weight
+
+    def weight(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the number of targets, int64."""
+        return self.inner.weight(batch)

@@ -32,107 +32,9 @@ from plait.optim.lr_formulas import learning_rate, one_cycle_momentum
 
 log = logging.getLogger(__name__)
 
+
 BETA2 = 0.99
 """Second of `betas` while DeepSpeed's OneCycle cycles the first."""
-
-
-class Scheduler(Protocol):
-    """Interface of an LR schedule. All of torch's and Plait's have it."""
-
-    def step(self) -> Any: ...
-    def get_last_lr(self) -> list[Any]: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
-
-
-@dataclass(frozen=True)
-class ScheduleSource:
-    """Specification in a configuration that a schedule was built from.
-
-    Attributes:
-        spec: The specification.
-        total_steps: Length of the run in optimizer steps, if it is known.
-    """
-
-    spec: SchedulerSpec
-    total_steps: int | None
-
-    @property
-    def facts(self) -> Any:
-        """Description for a checkpoint. It is equal for schedules with the same rates."""
-        return exact.encode(
-            {"spec": self.spec.model_dump(), "total_steps": self.total_steps}, "scheduler"
-        )
-
-
-class DeepSpeedScheduler(LRScheduler):
-    """LR schedule of DeepSpeed on an optimizer.
-
-    Its state is only the position, so a changed schedule takes effect on resume.
-
-    Args:
-        optimizer: The optimizer.
-        rates: Maps DeepSpeed's index, which is torch's `last_epoch` less 1, to the learning rate of
-            every parameter group.
-        momenta: Maps the index to the momentum of every parameter group, if momentum is cycled.
-    """
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        *,
-        rates: Callable[[int], Sequence[float]],
-        momenta: Callable[[int], Sequence[float]] | None = None,
-    ) -> None:
-        self._rates = rates
-        self._momenta = momenta
-        # The base class calls step() once, which sets the values of index -1.
-        super().__init__(optimizer)
-
-    def get_lr(self) -> list[Any]:
-        """Return the current learning rate of every group."""
-        return list(self._rates(self.last_epoch - 1))
-
-    def step(self, epoch: int | None = None) -> None:
-        """Set the values for the next optimizer step."""
-        super().step(epoch)
-        self._set_momenta()
-
-    def _set_momenta(self) -> None:
-        if self._momenta is None:
-            return
-        momenta = self._momenta(self.last_epoch - 1)
-        for group, momentum in zip(self.optimizer.param_groups, momenta, strict=True):
-            group["betas"] = (momentum, BETA2)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position, which is one plain number."""
-        return {"last_epoch": self.last_epoch}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a position, and set the optimizer's values to those of the schedule there.
-
-        Raises:
-            CheckpointError: The state has no position.
-        """
-        position = state_dict.get("last_epoch")
-        if not isinstance(position, int):
-            raise CheckpointError(
-                "the saved schedule has no `last_epoch` (it has"
-                f" {', '.join(map(str, state_dict)) or 'nothing'})"
-            )
-        # torch's own method would restore all attributes, also those of a changed schedule.
-        self.last_epoch = position
-        self._step_count = position + 1
-        rates = self.get_lr()
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            # A compiled or capturable optimizer reads the rate from its tensor.
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
-        self._last_lr = rates
-        self._set_momenta()
 
 
 def build_scheduler(
@@ -319,7 +221,7 @@ def _per_group(name: str, value: float | tuple[float, ...], groups: int) -> list
             f"it has {len(value)} values and the optimizer has {groups} parameter"
             f" group{'s' if groups > 1 else ''}"
         )
-        remedy = "give one number for all groups, or one for each"
+        remedy = "use one number for all groups, or one for each"
         raise ConfigError(Problem(f"scheduler.params.{name}", value, rule, remedy))
     return list(value)
 
@@ -354,12 +256,111 @@ def _momenta(
         ]
         if not all(0 <= value < 1 for value in values):
             rule = f"the momentum is {max(values, key=abs):.4g} at step {index + 1}, outside 0 to 1"
-            rate = schedule.decay_mom_rate
+            field = "scheduler.params.decay_mom_rate"
             raise ConfigError(
-                Problem("scheduler.params.decay_mom_rate", rate, rule, "use a smaller rate, or 0")
+                Problem(field, schedule.decay_mom_rate, rule, "use a smaller rate, or 0")
             )
         return values
 
     if total_steps is not None:
         momenta(total_steps - 1)
     return momenta
+
+
+class Scheduler(Protocol):
+    """Interface of an LR schedule. All of torch's and Plait's have it."""
+
+    def step(self) -> Any: ...
+    def get_last_lr(self) -> list[Any]: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+@dataclass(frozen=True)
+class ScheduleSource:
+    """Specification in a configuration that a schedule was built from.
+
+    Attributes:
+        spec: The specification.
+        total_steps: Length of the run in optimizer steps, if it is known.
+    """
+
+    spec: SchedulerSpec
+    total_steps: int | None
+
+    @property
+    def facts(self) -> Any:
+        """Description for a checkpoint. It is equal for schedules with the same rates."""
+        return exact.encode(
+            {"spec": self.spec.model_dump(), "total_steps": self.total_steps}, "scheduler"
+        )
+
+
+class DeepSpeedScheduler(LRScheduler):
+    """LR schedule of DeepSpeed on an optimizer.
+
+    Its state is only the position, so a changed schedule takes effect on resume.
+
+    Args:
+        optimizer: The optimizer.
+        rates: Maps DeepSpeed's index, which is torch's `last_epoch` less 1, to the learning rate of
+            every parameter group.
+        momenta: Maps the index to the momentum of every parameter group, if momentum is cycled.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        rates: Callable[[int], Sequence[float]],
+        momenta: Callable[[int], Sequence[float]] | None = None,
+    ) -> None:
+        self._rates = rates
+        self._momenta = momenta
+        # The base class calls step() once, which sets the values of index -1.
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[Any]:
+        """Return the current learning rate of every group."""
+        return list(self._rates(self.last_epoch - 1))
+
+    def step(self, epoch: int | None = None) -> None:
+        """Set the values for the next optimizer step."""
+        super().step(epoch)
+        self._set_momenta()
+
+    def _set_momenta(self) -> None:
+        if self._momenta is None:
+            return
+        momenta = self._momenta(self.last_epoch - 1)
+        for group, momentum in zip(self.optimizer.param_groups, momenta, strict=True):
+            group["betas"] = (momentum, BETA2)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, which is one plain number."""
+        return {"last_epoch": self.last_epoch}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a position, and set the optimizer's values to those of the schedule there.
+
+        Raises:
+            CheckpointError: The state has no position.
+        """
+        position = state_dict.get("last_epoch")
+        if not isinstance(position, int):
+            raise CheckpointError(
+                "the saved schedule has no `last_epoch` (it has"
+                f" {', '.join(map(str, state_dict)) or 'nothing'})"
+            )
+        # torch's own method would restore all attributes, also those of a changed schedule.
+        self.last_epoch = position
+        self._step_count = position + 1
+        rates = self.get_lr()
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            # A compiled or capturable optimizer reads the rate from its tensor.
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+        self._last_lr = rates
+        self._set_momenta()

@@ -75,7 +75,7 @@ def weight_files(folder: Path) -> dict[str, Path]:
 
 
 def _raise_missing(folder: Path) -> None:
-    remedy = "give a folder written by save_pretrained"
+    remedy = "pass a folder written by save_pretrained"
     pickles = sorted(folder.glob("pytorch_model*.bin*"))
     if pickles:
         remedy = (
@@ -288,8 +288,7 @@ def _refuse_unequal(tied: list[str], files: dict[str, Path]) -> None:
         # The modification times and sizes are a part of the cache's key.
         versions = tuple((path.stat().st_mtime_ns, path.stat().st_size) for path in paths)
         # A new file may be written again with the same modification time.
-        newest = max(mtime for mtime, _ in versions)
-        is_new = time.time_ns() - newest < _CLOCK_TICK_NS
+        is_new = time.time_ns() - max(versions)[0] < _CLOCK_TICK_NS
         are_equal = _are_equal.__wrapped__ if is_new else _are_equal
         if not are_equal(paths[0], tied[0], paths[1], other, versions):
             raise CheckpointError(

@@ -1,13 +1,10 @@
-"""Refusals of `torch.save(model.state_dict())` and `copy.deepcopy(model)` on sharded models.
+"""Refusals of calls that would take the shards of a model for its full weights.
 
-torch pickles a DTensor as the local shard with the full shape. The names and shapes in such a file
-look complete, although it holds one rank's part of every weight. A copy fails with an error of
-torch that names no remedy.
-
-Refusals of methods of Transformers' models that need full weights, on a sharded model.
-
+torch pickles a DTensor as the local shard with the full shape. The names and shapes in a file of
+`torch.save(model.state_dict())` look complete, although it holds one rank's part of every weight.
+`copy.deepcopy(model)` fails with an error of torch that names no remedy. Transformers'
 `save_pretrained` would write one process's shards, or fail with an error about storages, unless the
-full weights are passed. `resize_token_embeddings` would fail with an error about operators.
+full weights are passed, and `resize_token_embeddings` would fail with an error about operators.
 """
 
 from __future__ import annotations
@@ -35,50 +32,23 @@ FULL_STATE = (
     "options=StateDictOptions(full_state_dict=True)) on every process, and save it in one"
 )
 """Remedy for callers that have no object of Plait with a call that returns full weights."""
+
+
+_TORCH_CHECKPOINT = "torch.distributed.checkpoint"
+
+
 _HOOKS: weakref.WeakKeyDictionary[nn.Module, RemovableHandle] = weakref.WeakKeyDictionary()
 """Hooks that refuse shards, one per model. A later caller has a better remedy."""
+
+
 _REMEDIES: weakref.WeakKeyDictionary[DeviceMesh, str] = weakref.WeakKeyDictionary()
 """Remedies for pickling a parameter, keyed by its device mesh."""
 
 
-def is_full_here(tensor: DTensor) -> bool:
-    """Return True if every rank holds all of a tensor, as at ZeRO stage 0."""
-    sizes = (tensor.device_mesh.size(axis) for axis in range(tensor.device_mesh.ndim))
-    return all(
-        placement.is_replicate() or size == 1
-        for placement, size in zip(tensor.placements, sizes, strict=True)
-    )
-
-
-def refuse_copies(model: nn.Module) -> None:
-    """Make `copy.deepcopy` of a model, and of its sharded modules, raise InputError."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            object.__setattr__(module, "__deepcopy__", types.MethodType(_refuse_copy, module))
-
-
-def _refuse_copy(self: Any, memo: dict[int, Any]) -> Any:
-    raise InputError(
-        f"copy.deepcopy of {type(self).__name__.removeprefix('FSDP')}: its parameters are sharded"
-        " over processes (ZeRO), and a copy would share their collectives; copy the model before"
-        " plait.initialize or the Trainer, or save it (trainer.save_model(folder),"
-        " engine.save_checkpoint(folder)) and load a model of its own from there"
-    )
-
-
-def refuse_pickled_shards(model: nn.Module, *, remedy: str = FULL_STATE) -> None:
-    """Make `torch.save` and other uses of pickle raise InputError for shards of the model.
-
-    Args:
-        model: A sharded model.
-        remedy: What to call instead, for the message.
-    """
-    meshes = {
-        parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)
-    }
-    _REMEDIES.update((mesh, remedy) for mesh in meshes)
-    if meshes:
-        copyreg.pickle(DTensor, _reduce_shard)
+_REMEDY = (
+    "trainer.save_model(folder) on every process, or pass"
+    " state_dict=accelerator.get_state_dict(model)"
+)
 
 
 def refuse_shards_as_weights(model: nn.Module, *, remedy: str, is_partial: bool = False) -> None:
@@ -94,7 +64,7 @@ def refuse_shards_as_weights(model: nn.Module, *, remedy: str, is_partial: bool 
 
     def refuse(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
         sharded = {name: value for name, value in state.items() if isinstance(value, DTensor)}
-        if not (sharded or is_partial) or _is_called_from(_handles_shards):
+        if not (sharded or is_partial) or _is_called_from("plait", _TORCH_CHECKPOINT):
             return
         if is_partial or not all(map(is_full_here, sharded.values())):
             raise InputError(
@@ -112,29 +82,24 @@ def refuse_shards_as_weights(model: nn.Module, *, remedy: str, is_partial: bool 
     refuse_pickled_shards(model, remedy=remedy)
 
 
-def refuse_given_shards(call: str, weights: Any, *, remedy: str) -> None:
-    """Raise InputError if the weights that a call is to write are shards.
+def refuse_pickled_shards(model: nn.Module, *, remedy: str = FULL_STATE) -> None:
+    """Make `torch.save` and other uses of pickle raise InputError for shards of the model.
 
     Args:
-        call: The call, for the message.
-        weights: Tensors by name, or None.
-        remedy: What to pass instead, for the message.
+        model: A sharded model.
+        remedy: What to call instead, for the message.
     """
-    shards = [
-        name
-        for name, value in (weights or {}).items()
-        if isinstance(value, DTensor) and not is_full_here(value)
-    ]
-    if shards:
-        raise InputError(
-            f"{call} was given {len(shards)} sharded weights, first {shards[0]}: the shards of "
-            f"other processes would be missing; {remedy}"
-        )
+    meshes = {
+        parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)
+    }
+    _REMEDIES.update((mesh, remedy) for mesh in meshes)
+    if meshes:
+        copyreg.pickle(DTensor, _reduce_shard)
 
 
 def _reduce_shard(tensor: DTensor) -> Any:
     """Reduce a DTensor for pickle, in place of torch's own method."""
-    if tensor.device_mesh not in _REMEDIES or _is_called_from(_copies_or_checkpoints):
+    if tensor.device_mesh not in _REMEDIES or _is_called_from("copy", _TORCH_CHECKPOINT):
         return tensor.__reduce_ex__(2)
     if is_full_here(tensor):
         return local_tensor(tensor).__reduce_ex__(2)
@@ -145,28 +110,25 @@ def _reduce_shard(tensor: DTensor) -> Any:
     )
 
 
-def _is_torch_checkpoint(module: str) -> bool:
-    return module.startswith("torch.distributed.checkpoint")
+def is_full_here(tensor: DTensor) -> bool:
+    """Return True if every rank holds all of a tensor, as at ZeRO stage 0."""
+    sizes = (tensor.device_mesh.size(axis) for axis in range(tensor.device_mesh.ndim))
+    return all(
+        placement.is_replicate() or size == 1
+        for placement, size in zip(tensor.placements, sizes, strict=True)
+    )
 
 
-def _copies_or_checkpoints(module: str) -> bool:
-    return module == "copy" or _is_torch_checkpoint(module)
+def _is_called_from(*packages: str) -> bool:
+    """Return True if a module of one of the packages is on the stack.
 
-
-def _handles_shards(module: str) -> bool:
-    return _is_torch_checkpoint(module) or module.partition(".")[0] == "plait"
-
-
-def _is_called_from(accepts: Callable[[str], bool]) -> bool:
-    """Return True if `accepts` accepts the name of a module on the stack.
-
-    The search goes from the caller outwards, and ends at the first module outside of torch.
+    The search starts at the caller, and ends at the first module outside of torch.
     """
-    # Two frames up: the caller of the function that asks.
+    # Two frames up: the caller of the function that calls this one.
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         name = str(frame.f_globals.get("__name__"))
-        if accepts(name):
+        if any(f"{name}.".startswith(f"{package}.") for package in packages):
             return True
         if name.partition(".")[0] not in ("torch", "copyreg", "pickle"):
             return False
@@ -174,10 +136,20 @@ def _is_called_from(accepts: Callable[[str], bool]) -> bool:
     return False
 
 
-_REMEDY = (
-    "trainer.save_model(folder) on every process, or pass"
-    " state_dict=accelerator.get_state_dict(model)"
-)
+def refuse_copies(model: nn.Module) -> None:
+    """Make `copy.deepcopy` of a model, and of its sharded modules, raise InputError."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            object.__setattr__(module, "__deepcopy__", types.MethodType(_refuse_copy, module))
+
+
+def _refuse_copy(self: Any, memo: dict[int, Any]) -> Any:
+    raise InputError(
+        f"copy.deepcopy of {type(self).__name__.removeprefix('FSDP')}: its parameters are sharded"
+        " over processes (ZeRO), and a copy would share their collectives; copy the model before"
+        " plait.initialize or the Trainer, or save it (trainer.save_model(folder),"
+        " engine.save_checkpoint(folder)) and load a model of its own from there"
+    )
 
 
 def refuse_partial_folders(model: nn.Module, *, pp: int, tp: int = 1) -> None:
@@ -247,15 +219,24 @@ def _refuse_merge(self: Any, *_: Any, **__: Any) -> Any:
     )
 
 
-def class_before_sharding(kind: type) -> type:
-    """Return the class that a module had before `fully_shard`.
+def refuse_given_shards(call: str, weights: Any, *, remedy: str) -> None:
+    """Raise InputError if the weights that a call is to write are shards.
 
     Args:
-        kind: The class now, such as FSDPLlamaModel for LlamaModel.
+        call: The call, for the message.
+        weights: Tensors by name, or None.
+        remedy: What to pass instead, for the message.
     """
-    while issubclass(kind, FSDPModule):
-        kind = kind.__bases__[-1]
-    return kind
+    shards = [
+        name
+        for name, value in (weights or {}).items()
+        if isinstance(value, DTensor) and not is_full_here(value)
+    ]
+    if shards:
+        raise InputError(
+            f"{call} was given {len(shards)} sharded weights, first {shards[0]}: the shards of "
+            f"other processes would be missing; {remedy}"
+        )
 
 
 @contextmanager
@@ -275,3 +256,14 @@ def own_classes(model: nn.Module) -> Iterator[None]:
     finally:
         for module, sharded_class in classes:
             module.__class__ = sharded_class
+
+
+def class_before_sharding(kind: type) -> type:
+    """Return the class that a module had before `fully_shard`.
+
+    Args:
+        kind: The class now, such as FSDPLlamaModel for LlamaModel.
+    """
+    while issubclass(kind, FSDPModule):
+        kind = kind.__bases__[-1]
+    return kind
