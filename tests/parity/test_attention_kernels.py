@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import plait
-from plait.parallel.context.families import PackedDocuments
+from plait.parallel.context.attention_function import PackedDocuments
 from plait.verify.keep_float64 import keeping_float64
 from plait.verify.parity import engine_trace
 from tests.parity import cases, flash

@@ -1,33 +1,29 @@
-"""Account of layouts in bytes. Every technique writes to it, and the planner reads it.
+"""Ledger of layouts in bytes. Every technique writes to it, and the planner reads it.
 
 All figures are NumPy arrays with one entry per candidate layout, so that a search space is priced
-in one call. Figures are per rank and exact: they are what a process measures, which `verify`
-compares.
+in one call. Figures are per rank and exact: they are the bytes that a process measures, which
+`verify` compares. Expert parameters are split over ep along their first dimension, like a dimension
+that tensor parallelism splits. They are replicated or sharded over the ranks that have the same
+experts (`of_experts`).
 
-Degrees by which a layout splits the parameters of experts.
+`unit_bytes` are the bytes of the units of `fully_shard` (a block, an outer unit, the root):
+gathered, sent, reduced. They follow torch 2.13 (`torch/distributed/fsdp/_fully_shard`). An
+all-gather copies shards into one flat buffer of the full size, and from there into one tensor per
+parameter. A reduction copies gradients into one flat buffer in the reduction's dtype. The result is
+cast to the parameters' dtype, and the parameters' gradients are views of it.
 
-Expert parameters are split over ep along their first dimension, like a dimension that tensor
-parallelism splits. They are replicated or sharded over the ranks that have the same experts.
-
-Bytes of the units of `fully_shard` (a block, an outer unit, the root): gathered, sent, reduced.
-
-They follow torch 2.13 (`torch/distributed/fsdp/_fully_shard`). An all-gather copies shards into one
-flat buffer of the full size, and from there into one tensor per parameter. A reduction copies
-gradients into one flat buffer in the reduction's dtype. The result is cast to the parameters'
-dtype, and the parameters' gradients are views of it.
-
-Rule for what a ZeRO stage reduces and frees after a backward.
-
-The run, the account of bytes and the prediction of the peak memory share it.
-
-Without a pipeline a rank has one stage, whose micro-batches are the accumulation steps, and each
-unit ends its step with the last of them. In a pipeline the stages of a rank end their steps at
-different times, and the root unit (all outside of the blocks) belongs to several of them.
+Note [Units after a backward]
+    The run, the ledger and the prediction of the peak memory share the rule for what a ZeRO stage
+    reduces and frees after a backward (`after_block_backward`, `after_root_backward`). Without a
+    pipeline a rank has one stage, whose micro-batches are the accumulation steps, and each unit
+    ends its step with the last of them. In a pipeline the stages of a rank end their steps at
+    different times, and the root unit (all outside of the blocks) belongs to several of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from types import MappingProxyType
@@ -37,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait.cluster.layout import shard_length, shard_size
-from plait.model.facts import ROOT, ModelFacts
+from plait.model.facts import ROOT, ModelFacts, ParameterFacts
 from plait.parallel.accounting.compression_scheme import Scheme
 
 if TYPE_CHECKING:
@@ -273,7 +269,7 @@ class ParameterPart:
     """Elements of a row."""
     padded: Array
     """Rows of the first rank's shard, to which other shards are padded in memory and messages."""
-    held: Array
+    local: Array
     """Rows of this rank's shard."""
 
 
@@ -299,7 +295,7 @@ def gradient_bytes(facts: ModelFacts, ledger: Ledger) -> Array:
     total = np.zeros_like(ledger.dp_shard)
     for parameter in facts.trainable:
         part = parameter_part(parameter.shape, ledger.tensor_dims.get(parameter.name), ledger)
-        total = total + parameter.itemsize * part.held * part.row
+        total = total + parameter.itemsize * part.local * part.row
     return total
 
 
@@ -466,3 +462,48 @@ def after_root_backward(
     return AfterBackward(
         ran in users and (zero >= 2 or last), last, zero == 3 or sum(left.values()) == 1
     )
+
+
+def offloaded_units(facts: ModelFacts, ratio: float) -> frozenset[int]:
+    """Return the units whose optimizer states are offloaded (`offload_optimizer.ratio`).
+
+    These are first the blocks, then everything outside of them (-1). Units are added until their
+    share of the parameters is at least `ratio`. Unsharded shapes are counted, so that every rank of
+    a pipeline stage selects the same units.
+    """
+    sizes = Counter[int]()
+    for parameter in facts.parameters:
+        sizes[parameter.unit] += prod(parameter.shape) * parameter.itemsize
+    total = sum(sizes.values())
+
+    units: set[int] = set()
+    offloaded_bytes = 0
+    # Blocks come in their order, and -1 comes last.
+    for unit in sorted(sizes, key=lambda unit: (unit < 0, unit)):
+        if offloaded_bytes < ratio * total:
+            units.add(unit)
+            offloaded_bytes += sizes[unit]
+    return frozenset(units)
+
+
+def offloaded_bytes_of(
+    facts: ModelFacts, ledger: Ledger, ratio: float
+) -> Iterator[tuple[ParameterFacts, Array, Array]]:
+    """Yield every parameter of the offloaded units with its bytes on this rank.
+
+    Yields:
+        (parameter, bytes of its shard padded to that of the first rank, bytes of this rank's
+        shard).
+    """
+    units = offloaded_units(facts, ratio)
+    ledger_of = ledger_view_of(ledger)
+    for parameter in facts.parameters:
+        if parameter.unit not in units:
+            continue
+        view = ledger_of(parameter.name)
+        part = parameter_part(parameter.shape, view.tensor_dims.get(parameter.name), view)
+        yield (
+            parameter,
+            part.padded * part.row * parameter.itemsize,
+            part.local * part.row * parameter.itemsize,
+        )

@@ -371,7 +371,7 @@ def _local_bytes(parameter: ParameterFacts, dim: int | None, ledger: Ledger) -> 
     tp splits it along `dim`, and dp_shard along the first dimension.
     """
     part = parameter_part(parameter.shape, dim, ledger)
-    return int(part.held[0] * part.row[0]) * parameter.itemsize
+    return int(part.local[0] * part.row[0]) * parameter.itemsize
 
 
 def unsharded_after(

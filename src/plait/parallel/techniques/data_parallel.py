@@ -542,7 +542,7 @@ def _account_of(
                 shape,
                 itemsize=itemsize,
                 tensors=ledger.optimizer_tensors,
-                numel=part.held * row_numel,
+                numel=part.local * row_numel,
             )
             total["optimizer"] += count * (states + ledger.optimizer_scalar_bytes)
             sent = count * n * sent_bytes(ledger.scheme.gradient_bits, shape, shard, reduce)

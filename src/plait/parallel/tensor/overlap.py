@@ -77,26 +77,6 @@ def enter_overlapped(
     return entered, deferred
 
 
-class _GradientSum:
-    """Asynchronous sum of an input's gradient."""
-
-    def __init__(self, group: ProcessGroup) -> None:
-        self._group = group
-        self._sum: AsyncAllReduce | None = None
-
-    def start(self, grad: torch.Tensor) -> torch.Tensor:
-        """Start the all-reduce of a gradient, and return the tensor that will hold the sum."""
-        total = unshared(grad)
-        self._sum = AsyncAllReduce(total, self._group)
-        return total
-
-    def wait(self) -> None:
-        """Wait for the all-reduce."""
-        assert self._sum is not None
-        self._sum.value()
-        self._sum = None
-
-
 def product(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
     """Return `x` [.., in] times the transpose of a weight [out, in], plus `bias` [out]."""
     y: torch.Tensor = _Product.apply(x, *weight)
@@ -118,6 +98,26 @@ def summed_product(
     """
     y: torch.Tensor = _SummedProduct.apply(x, weight, group, chunks)
     return y
+
+
+class _GradientSum:
+    """Asynchronous sum of an input's gradient."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self._sum: AsyncAllReduce | None = None
+
+    def start(self, grad: torch.Tensor) -> torch.Tensor:
+        """Start the all-reduce of a gradient, and return the tensor that will hold the sum."""
+        total = unshared(grad)
+        self._sum = AsyncAllReduce(total, self._group)
+        return total
+
+    def wait(self) -> None:
+        """Wait for the all-reduce."""
+        assert self._sum is not None
+        self._sum.value()
+        self._sum = None
 
 
 def _weight_gradient(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -2,19 +2,17 @@
 
 Weights are DTensors over the tp axis, so that sharding, checkpoints and clipping know the global
 tensor. Computation uses plain local tensors with the collectives of `comm.collectives`: this takes
-fewer dispatches than DTensor arithmetic, and every collective is visible here.
-
-Siblings that read the same input (q, k, v; gate, up) share one copy to the tensor-parallel region
-(`RegionInput`), so that the input is gathered, and its gradient reduced, once.
-
-Random numbers of tensor parallelism (dropout).
+fewer dispatches than DTensor arithmetic, and every collective is visible here. Siblings that read
+the same input (q, k, v; gate, up) share one copy to the tensor-parallel region (`RegionInput`), so
+that the input is gathered, and its gradient reduced, once.
 
 Note [Random streams of tensor parallelism]
-    Tensors that all tp ranks replicate need the same random numbers on all of them. Tensors that
-    are split over the ranks need different numbers on each rank, so that heads, columns and tokens
-    of different ranks are dropped independently. Such split parts lie between a column-parallel
-    layer and the row-parallel layer after it, and on sequence shards. Ranks may draw any number of
-    random numbers in a split part, and all continue with the same shared stream after it.
+    Tensors that all tp ranks replicate need the same random numbers (dropout) on all of them.
+    Tensors that are split over the ranks need different numbers on each rank, so that heads,
+    columns and tokens of different ranks are dropped independently. Such split parts lie between a
+    column-parallel layer and the row-parallel layer after it, and on sequence shards. Ranks may
+    draw any number of random numbers in a split part, and all continue with the same shared stream
+    after it.
 
     Megatron-LM's `CudaRNGStatesTracker` does the same with a second generator state. Here the seed
     of a rank's stream is derived from the shared stream at the beginning of the split part, so
@@ -55,6 +53,428 @@ from plait.model.layers import is_conv1d
 from plait.parallel.micro_batches import rebuild
 from plait.parallel.tensor.hook_checks import is_foreign
 from plait.parallel.tensor.overlap import Weight, enter_overlapped, product, summed_product
+
+SEQUENCE = 1
+"""Dimension of hidden states [batch, seq, hidden] that sequence parallelism shards."""
+
+
+Forward = Callable[..., torch.Tensor]
+
+
+@dataclass
+class Region:
+    """State that the tensor-parallel modules of a model share: the tp group and its settings."""
+
+    group: ProcessGroup
+    mesh: DeviceMesh
+    sequence_parallel: bool = False
+    length: int = 0
+    """Global length of the sequence-sharded dimension in the current forward."""
+    overlap: int = 0
+    """Chunks of a row-parallel product, each of whose all-reduces overlaps with the next product.
+
+    All-reduces of input gradients overlap as well. 0: nothing overlaps.
+    """
+    gather_logits: bool = True
+    """True if the head gathers its logits over the vocabulary, so that any caller can use them.
+
+    Otherwise it leaves them sharded for the loss.
+    """
+    loss_parallel: bool = True
+    """True if a loss that supports sharded logits may receive them."""
+    random_scope: Literal["parts", "blocks", "nothing"] = "parts"
+    """Parts of the model in which each rank draws different random numbers.
+
+    parts: from a column-parallel layer to the row-parallel layer after it. blocks: in all of a
+    block, which works on sequence shards. nothing: all ranks always draw the same numbers.
+    """
+    stream: SplitStream = field(init=False, repr=False)
+    """Generators for the random numbers of this rank."""
+
+    def __post_init__(self) -> None:
+        self.stream = SplitStream(self.group.rank())
+
+    def serve(self, loss_fn: object) -> None:
+        """Let the head leave its logits sharded if `loss_fn` supports it."""
+        self.gather_logits = not (self.loss_parallel and getattr(loss_fn, "split_logits", False))
+
+    def enter_part(self, module: nn.Module, like: torch.Tensor, *, read: torch.Tensor) -> None:
+        """Begin a part of the model in which each rank has different activations.
+
+        Args:
+            module: A column-parallel layer.
+            like: Its output on this rank.
+            read: Its input.
+        """
+        if self.random_scope == "parts" and module.training:
+            self.stream.enter(like, read=read)
+
+    def leave_part(self) -> None:
+        """End the part, because a row-parallel layer reads it."""
+        if self.random_scope == "parts":
+            self.stream.leave()
+
+
+@dataclass
+class RegionInput:
+    """Copy to the tensor-parallel region that siblings share (Megatron's f).
+
+    The siblings read the same tensor, one after the other. The first call gathers the input, and
+    the others reuse the result.
+    """
+
+    region: Region
+    sequence: bool = False
+    """True if the input is sharded along the sequence."""
+    opened: bool = False
+    """True if a container has gathered the input already (see `gather_at`)."""
+    uses: int = 1
+    """Number of siblings."""
+    siblings: list[nn.Module] = field(default_factory=list, repr=False)
+    """Column-parallel layers that compute with this rank's columns of their weight."""
+    _deferred: dict[int, Weight] = field(default_factory=dict, repr=False)
+    """Weights of the current input whose layers have not been called yet."""
+    _seen: torch.Tensor | None = field(default=None, repr=False)
+    """Input of the first sibling while others have yet to read it."""
+    _entered: torch.Tensor | None = field(default=None, repr=False)
+    _remaining_uses: int = 0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the input as column-parallel layers need it.
+
+        It is unsharded, and its gradient is summed over the ranks of tp.
+        """
+        if self.opened:
+            return x
+        if self._seen is x and self._remaining_uses:
+            entered = self._entered
+            self._remaining_uses -= 1
+        else:
+            entered = self._enter(x)
+            self._seen = x
+            self._entered = entered
+            self._remaining_uses = self.uses - 1
+        if not self._remaining_uses:
+            # The last sibling has read it. A reference would keep the activations alive.
+            self._seen = None
+            self._entered = None
+        assert entered is not None
+        return entered
+
+    def _enter(self, x: torch.Tensor) -> torch.Tensor:
+        self._deferred = {}
+        if self.sequence:
+            return gather_sum(x, self.region.group, dim=SEQUENCE, length=self.region.length)
+        if not (self.region.overlap and self.siblings and x.requires_grad):
+            return enter(x, self.region.group)
+        trainable = {}
+        for module in self.siblings:
+            weight = _out_in(module, _weight(module))
+            if weight.requires_grad:
+                trainable[id(module)] = weight
+        entered, self._deferred = enter_overlapped(x, self.region.group, trainable)
+        return entered
+
+    def deferred(self, module: nn.Module) -> Weight | None:
+        """Return the weight of a sibling that has just read the input.
+
+        The result is None unless the gradient of the weight overlaps with the all-reduce of the
+        input's gradient.
+        """
+        return self._deferred.pop(id(module), None)
+
+
+def colwise(
+    module: nn.Module, region: Region, region_input: RegionInput, *, begins: bool
+) -> Forward:
+    """Return the forward of a column-parallel layer, whose output is this rank's columns.
+
+    Args:
+        module: The layer.
+        region: The region of the model.
+        region_input: The input that siblings share.
+        begins: Whether a row-parallel layer behind it ends the computation in parts.
+    """
+    region_input.siblings.append(module)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        entered = region_input(x)
+        deferred = region_input.deferred(module)
+        if deferred is not None:
+            y = product(entered, deferred, _bias(module))
+        else:
+            y = _matmul(module, entered, _weight(module), _bias(module))
+        if begins:
+            region.enter_part(module, y, read=x)
+        return y
+
+    return forward
+
+
+def colwise_gather_output(module: nn.Module, region: Region, region_input: RegionInput) -> Forward:
+    """Return the forward of a column-parallel layer that gathers its output."""
+    features = _out_features(module)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        y = _matmul(module, region_input(x), _weight(module), _bias(module))
+        return gather(y, region.group, dim=-1, length=features)
+
+    return forward
+
+
+def kv_replicated(
+    module: nn.Module, region: Region, region_input: RegionInput, *, heads: int, begins: bool
+) -> Forward:
+    """Return the forward of a key or value projection with fewer heads than ranks.
+
+    The weight is replicated, and each rank computes the one head that its queries use.
+
+    Args:
+        module: The projection.
+        region: The region of the model.
+        region_input: The input that siblings share.
+        heads: Number of key and value heads.
+        begins: See `colwise`.
+    """
+    head = region.group.rank() * heads // region.group.size()
+    rows = _out_features(module) // heads
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        weight = enter(_weight(module), region.group)
+        # [out, in] -> [head_dim, in]
+        weight = weight.narrow(_out_dim(module), head * rows, rows)
+        bias = _bias(module)
+        if bias is not None:
+            bias = enter(bias, region.group).narrow(0, head * rows, rows)
+        y = _matmul(module, region_input(x), weight, bias)
+        if begins:
+            region.enter_part(module, y, read=x)
+        return y
+
+    return forward
+
+
+def rowwise(module: nn.Module, region: Region, *, split_input: bool, sequence: bool) -> Forward:
+    """Return the forward of a row-parallel layer, whose partial outputs are summed over the ranks.
+
+    Args:
+        module: The layer.
+        region: The region of the model.
+        split_input: Whether the input is replicated, so that each rank takes its features of it.
+        sequence: Whether the output is sharded along the sequence.
+    """
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        region.leave_part()
+        if split_input:
+            x = split(x, region.group, dim=-1)
+        if region.overlap and not sequence:
+            weight = _out_in(module, _weight(module))
+            y = summed_product(x, weight, region.group, chunks=region.overlap)
+        else:
+            y = _matmul(module, x, _weight(module), None)
+            if sequence:
+                # [batch, seq, out] -> [batch, seq / tp, out]
+                y = leave_scatter(y, region.group, dim=SEQUENCE)
+            else:
+                y = leave(y, region.group)
+
+        # The bias is added once, after the sum.
+        bias = _bias(module)
+        if bias is None:
+            return y
+        if sequence:
+            # Each rank sees the tokens of its shard only, so the gradient is summed over the ranks.
+            bias = enter(bias, region.group)
+        return y + bias
+
+    return forward
+
+
+def embedding_rowwise(module: nn.Embedding, region: Region) -> Forward:
+    """Return the forward of an embedding whose rows are split over the ranks.
+
+    Each token belongs to one rank. The other ranks add zeros, and the sum over the ranks is the
+    embedding. The original forward of the module looks up the rows, so that a subclass which scales
+    them is computed correctly.
+    """
+    original = module.forward
+    start, size = shard_range(module.num_embeddings, region.group)
+    padding = module.padding_idx
+    local_padding = None
+    if padding is not None and start <= padding < start + size:
+        local_padding = padding - start
+
+    def forward(ids: torch.Tensor) -> torch.Tensor:
+        weight = _weight(module)
+        # More ranks than rows, so no token belongs to this rank.
+        if not size:
+            return leave(weight.new_zeros(*ids.shape, weight.shape[1]) + weight.sum(), region.group)
+        is_local = (ids >= start) & (ids < start + size)
+        with own_values(module, {"weight": weight}, padding_idx=local_padding):
+            # [batch, seq] -> [batch, seq, hidden]
+            hidden = original((ids - start).masked_fill(~is_local, 0))
+        return leave(hidden * is_local.unsqueeze(-1), region.group)
+
+    return forward
+
+
+def vocab_head(module: nn.Module, region: Region, region_input: RegionInput) -> Forward:
+    """Return the forward of a head whose columns are split over the vocabulary.
+
+    The logits are gathered, or left as a DTensor sharded over the vocabulary for a loss that
+    supports it.
+    """
+    features = _out_features(module)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        y = _matmul(module, region_input(x), _weight(module), _bias(module))
+        hooks = (*hooks_of(module, "forward").values(), *hooks_of(module, "backward").values())
+        # A hook of the user receives and returns the logits of the full vocabulary.
+        if region.gather_logits or any(is_foreign(hook) for hook in hooks):
+            return gather(y, region.group, dim=-1, length=features)
+        shape = torch.Size((*y.shape[:-1], features))
+        stride = tuple(torch.empty(shape, device="meta").stride())
+        return DTensor.from_local(
+            y, region.mesh, [Shard(y.ndim - 1)], run_check=False, shape=shape, stride=stride
+        )
+
+    # A loss in chunks applies the head itself, and needs the region for it.
+    forward.__dict__["region"] = region
+    return forward
+
+
+def summed_gradient(module: nn.Module, region: Region) -> Forward:
+    """Return the forward of a replicated module whose ranks see different tokens or heads.
+
+    It is the original forward, with the gradients of its parameters summed over tp.
+    """
+    original = module.forward
+    names = [name for name, _ in module.named_parameters(recurse=False)]
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with own_values(
+            module, {name: enter(getattr(module, name), region.group) for name in names}
+        ):
+            return original(*args, **kwargs)
+
+    return forward
+
+
+def gather_at(module: nn.Module, region: Region) -> None:
+    """Gather the sequence-sharded hidden states at the input of a container (attention, MLP).
+
+    The container derives shapes and positions from them.
+    """
+
+    def gather(
+        _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return on_hidden(
+            lambda hidden: gather_sum(hidden, region.group, dim=SEQUENCE, length=region.length),
+            args,
+            kwargs,
+        )
+
+    module.register_forward_pre_hook(gather, with_kwargs=True, prepend=True)
+
+
+def compute_whole(module: nn.Module, region: Region) -> None:
+    """Compute a part of a block on all tokens, the same on every rank.
+
+    Its sequence-sharded first input is gathered, and each rank keeps its tokens of the output,
+    which is a tensor or the first entry of a tuple. The gradient of the output is gathered as well.
+    Every rank therefore has complete gradients of the parameters, and those of its tokens for the
+    input.
+    """
+
+    def gather_input(
+        _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return on_hidden(
+            lambda hidden: gather(hidden, region.group, dim=SEQUENCE, length=region.length),
+            args,
+            kwargs,
+        )
+
+    def split_output(_module: nn.Module, _args: object, output: Any) -> Any:
+        if isinstance(output, tuple | list):
+            entries = dict(enumerate(output))
+            entries[0] = split(output[0], region.group, dim=SEQUENCE)
+            return rebuild(output, entries)
+        return split(output, region.group, dim=SEQUENCE)
+
+    module.register_forward_pre_hook(gather_input, with_kwargs=True, prepend=True)
+    module.register_forward_hook(split_output)
+
+
+def on_hidden(
+    change: Callable[[torch.Tensor], torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Apply a function to the hidden states among the arguments of a forward.
+
+    These are the first positional argument, or `hidden_states`.
+    """
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
+
+
+@contextmanager
+def own_values(
+    module: nn.Module, tensors: dict[str, torch.Tensor], **attributes: Any
+) -> Iterator[None]:
+    """Replace parameters and attributes of a module for the length of a call.
+
+    Args:
+        module: The module.
+        tensors: Tensors by the name of the parameter that they replace.
+        attributes: Values of attributes.
+    """
+    parameters = {name: own_parameters(module).pop(name) for name in tensors}
+    previous = {name: getattr(module, name) for name in attributes}
+    module.__dict__.update(tensors | attributes)
+    try:
+        yield
+    finally:
+        for name, parameter in parameters.items():
+            del module.__dict__[name]
+            own_parameters(module)[name] = parameter
+        module.__dict__.update(previous)
+
+
+def _matmul(
+    module: nn.Module, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    return F.linear(x, _out_in(module, weight), bias)
+
+
+def _out_in(module: nn.Module, weight: torch.Tensor) -> torch.Tensor:
+    """Return a weight of the module as [out, in]."""
+    # Transformers' Conv1D stores [in, out].
+    return weight.t() if is_conv1d(module) else weight
+
+
+def _weight(module: nn.Module) -> torch.Tensor:
+    assert isinstance(module.weight, torch.Tensor)
+    return local_tensor(module.weight)
+
+
+def _bias(module: nn.Module) -> torch.Tensor | None:
+    bias = getattr(module, "bias", None)
+    return None if bias is None else local_tensor(bias)
+
+
+def _out_dim(module: nn.Module) -> int:
+    """Return the dimension of the output features in the stored weight."""
+    return int(is_conv1d(module))
+
+
+def _out_features(module: nn.Module) -> int:
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    return int(weight.shape[_out_dim(module)])
+
 
 _OFFSET = 4
 """Step of the offset of a GPU's generator."""
@@ -184,433 +604,3 @@ def _is_same_position(first: Any, second: Any) -> bool:
     if isinstance(first, torch.Tensor):
         return torch.equal(first, second)
     return bool(first == second)
-
-
-SEQUENCE = 1
-"""Dimension of hidden states [batch, seq, hidden] that sequence parallelism shards."""
-
-
-@dataclass
-class Region:
-    """State that the tensor-parallel modules of a model share: the tp group and its settings."""
-
-    group: ProcessGroup
-    mesh: DeviceMesh
-    sequence_parallel: bool = False
-    length: int = 0
-    """Global length of the sequence-sharded dimension in the current forward."""
-    overlap: int = 0
-    """Chunks of a row-parallel product, each of whose all-reduces overlaps with the next product.
-
-    All-reduces of input gradients overlap as well. 0: nothing overlaps.
-    """
-    gather_logits: bool = True
-    """True if the head gathers its logits over the vocabulary, so that any caller can use them.
-
-    Otherwise it leaves them sharded for the loss.
-    """
-    loss_parallel: bool = True
-    """True if a loss that supports sharded logits may receive them."""
-    random_scope: Literal["parts", "blocks", "nothing"] = "parts"
-    """Parts of the model in which each rank draws different random numbers.
-
-    parts: from a column-parallel layer to the row-parallel layer after it. blocks: in all of a
-    block, which works on sequence shards. nothing: all ranks always draw the same numbers.
-    """
-    stream: SplitStream = field(init=False, repr=False)
-    """Generators for the random numbers of this rank."""
-
-    def __post_init__(self) -> None:
-        self.stream = SplitStream(self.group.rank())
-
-    def serve(self, loss_fn: object) -> None:
-        """Let the head leave its logits sharded if `loss_fn` supports it."""
-        self.gather_logits = not (self.loss_parallel and getattr(loss_fn, "split_logits", False))
-
-    def enter_part(self, module: nn.Module, like: torch.Tensor, *, read: torch.Tensor) -> None:
-        """Begin a part of the model in which each rank has different activations.
-
-        Args:
-            module: A column-parallel layer.
-            like: Its output on this rank.
-            read: Its input.
-        """
-        if self.random_scope == "parts" and module.training:
-            self.stream.enter(like, read=read)
-
-    def leave_part(self) -> None:
-        """End the part, because a row-parallel layer reads it."""
-        if self.random_scope == "parts":
-            self.stream.leave()
-
-
-@dataclass
-class RegionInput:
-    """Copy to the tensor-parallel region that siblings share (Megatron's f).
-
-    The siblings read the same tensor, one after the other. The first call gathers the input, and
-    the others reuse the result.
-    """
-
-    region: Region
-    sequence: bool = False
-    """True if the input is sharded along the sequence."""
-    opened: bool = False
-    """True if a container has gathered the input already (see `gather_at`)."""
-    uses: int = 1
-    """Number of siblings."""
-    siblings: list[nn.Module] = field(default_factory=list, repr=False)
-    """Column-parallel layers that compute with this rank's columns of their weight."""
-    _deferred: dict[int, Weight] = field(default_factory=dict, repr=False)
-    """Weights of the current input whose layers have not been called yet."""
-    _seen: torch.Tensor | None = field(default=None, repr=False)
-    """Input of the first sibling while others have yet to read it."""
-    _entered: torch.Tensor | None = field(default=None, repr=False)
-    _remaining_uses: int = 0
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the input as column-parallel layers need it.
-
-        It is unsharded, and its gradient is summed over the ranks of tp.
-        """
-        if self.opened:
-            return x
-        if self._seen is x and self._remaining_uses:
-            entered = self._entered
-            self._remaining_uses -= 1
-        else:
-            entered = self._enter(x)
-            self._seen = x
-            self._entered = entered
-            self._remaining_uses = self.uses - 1
-        if not self._remaining_uses:
-            # The last sibling has read it. A reference would keep the activations alive.
-            self._seen = None
-            self._entered = None
-        assert entered is not None
-        return entered
-
-    def _enter(self, x: torch.Tensor) -> torch.Tensor:
-        self._deferred = {}
-        if self.sequence:
-            return gather_sum(x, self.region.group, dim=SEQUENCE, length=self.region.length)
-        if not (self.region.overlap and self.siblings and x.requires_grad):
-            return enter(x, self.region.group)
-        trainable = {}
-        for module in self.siblings:
-            weight = _out_in(module, _weight(module))
-            if weight.requires_grad:
-                trainable[id(module)] = weight
-        entered, self._deferred = enter_overlapped(x, self.region.group, trainable)
-        return entered
-
-    def deferred(self, module: nn.Module) -> Weight | None:
-        """Return the weight of a sibling that has just read the input.
-
-        The result is None unless the gradient of the weight overlaps with the all-reduce of the
-        input's gradient.
-        """
-        return self._deferred.pop(id(module), None)
-
-
-Forward = Callable[..., torch.Tensor]
-
-
-def _matmul(
-    module: nn.Module, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    return F.linear(x, _out_in(module, weight), bias)
-
-
-def _out_in(module: nn.Module, weight: torch.Tensor) -> torch.Tensor:
-    """Return a weight of the module as [out, in]."""
-    # Transformers' Conv1D stores [in, out].
-    if is_conv1d(module):
-        return weight.t()
-    return weight
-
-
-def colwise(
-    module: nn.Module, region: Region, region_input: RegionInput, *, begins: bool
-) -> Forward:
-    """Return the forward of a column-parallel layer, whose output is this rank's columns.
-
-    Args:
-        module: The layer.
-        region: The region of the model.
-        region_input: The input that siblings share.
-        begins: Whether a row-parallel layer behind it ends the computation in parts.
-    """
-    region_input.siblings.append(module)
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        entered = region_input(x)
-        deferred = region_input.deferred(module)
-        if deferred is not None:
-            y = product(entered, deferred, _bias(module))
-        else:
-            y = _matmul(module, entered, _weight(module), _bias(module))
-        if begins:
-            region.enter_part(module, y, read=x)
-        return y
-
-    return forward
-
-
-def colwise_gather_output(module: nn.Module, region: Region, region_input: RegionInput) -> Forward:
-    """Return the forward of a column-parallel layer that gathers its output."""
-    features = _out_features(module)
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        y = _matmul(module, region_input(x), _weight(module), _bias(module))
-        return gather(y, region.group, dim=-1, length=features)
-
-    return forward
-
-
-def rowwise(module: nn.Module, region: Region, *, split_input: bool, sequence: bool) -> Forward:
-    """Return the forward of a row-parallel layer, whose partial outputs are summed over the ranks.
-
-    Args:
-        module: The layer.
-        region: The region of the model.
-        split_input: Whether the input is replicated, so that each rank takes its features of it.
-        sequence: Whether the output is sharded along the sequence.
-    """
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        region.leave_part()
-        if split_input:
-            x = split(x, region.group, dim=-1)
-        if region.overlap and not sequence:
-            weight = _out_in(module, _weight(module))
-            y = summed_product(x, weight, region.group, chunks=region.overlap)
-        else:
-            y = _matmul(module, x, _weight(module), None)
-            if sequence:
-                # [batch, seq, out] -> [batch, seq / tp, out]
-                y = leave_scatter(y, region.group, dim=SEQUENCE)
-            else:
-                y = leave(y, region.group)
-
-        # The bias is added once, after the sum.
-        bias = _bias(module)
-        if bias is None:
-            return y
-        if sequence:
-            # Each rank sees the tokens of its shard only, so the gradient is summed over the ranks.
-            bias = enter(bias, region.group)
-        return y + bias
-
-    return forward
-
-
-def embedding_rowwise(module: nn.Embedding, region: Region) -> Forward:
-    """Return the forward of an embedding whose rows are split over the ranks.
-
-    Each token belongs to one rank. The other ranks add zeros, and the sum over the ranks is the
-    embedding. The original forward of the module looks up the rows, so that a subclass which scales
-    them is computed correctly.
-    """
-    original = module.forward
-    start, size = shard_range(module.num_embeddings, region.group)
-    padding = module.padding_idx
-    local_padding = None
-    if padding is not None and start <= padding < start + size:
-        local_padding = padding - start
-
-    def forward(ids: torch.Tensor) -> torch.Tensor:
-        weight = _weight(module)
-        # More ranks than rows, so no token belongs to this rank.
-        if not size:
-            return leave(weight.new_zeros(*ids.shape, weight.shape[1]) + weight.sum(), region.group)
-        is_local = (ids >= start) & (ids < start + size)
-        with own_values(module, {"weight": weight}, padding_idx=local_padding):
-            # [batch, seq] -> [batch, seq, hidden]
-            hidden = original((ids - start).masked_fill(~is_local, 0))
-        return leave(hidden * is_local.unsqueeze(-1), region.group)
-
-    return forward
-
-
-def vocab_head(module: nn.Module, region: Region, region_input: RegionInput) -> Forward:
-    """Return the forward of a head whose columns are split over the vocabulary.
-
-    The logits are gathered, or left as a DTensor sharded over the vocabulary for a loss that
-    supports it.
-    """
-    features = _out_features(module)
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        y = _matmul(module, region_input(x), _weight(module), _bias(module))
-        hooks = (*hooks_of(module, "forward").values(), *hooks_of(module, "backward").values())
-        # A hook of the user receives and returns the logits of the full vocabulary.
-        if region.gather_logits or any(is_foreign(hook) for hook in hooks):
-            return gather(y, region.group, dim=-1, length=features)
-        shape = torch.Size((*y.shape[:-1], features))
-        stride = tuple(torch.empty(shape, device="meta").stride())
-        return DTensor.from_local(
-            y, region.mesh, [Shard(y.ndim - 1)], run_check=False, shape=shape, stride=stride
-        )
-
-    # A loss in chunks applies the head itself, and needs the region for it.
-    forward.__dict__["region"] = region
-    return forward
-
-
-def gather_at(module: nn.Module, region: Region) -> None:
-    """Gather the sequence-sharded hidden states at the input of a container (attention, MLP).
-
-    The container derives shapes and positions from them.
-    """
-
-    def gather(
-        _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return on_hidden(
-            lambda hidden: gather_sum(hidden, region.group, dim=SEQUENCE, length=region.length),
-            args,
-            kwargs,
-        )
-
-    module.register_forward_pre_hook(gather, with_kwargs=True, prepend=True)
-
-
-def compute_whole(module: nn.Module, region: Region) -> None:
-    """Compute a part of a block on all tokens, the same on every rank.
-
-    Its sequence-sharded first input is gathered, and each rank keeps its tokens of the output,
-    which is a tensor or the first entry of a tuple. The gradient of the output is gathered as well.
-    Every rank therefore has complete gradients of the parameters, and those of its tokens for the
-    input.
-    """
-
-    def gather_input(
-        _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return on_hidden(
-            lambda hidden: gather(hidden, region.group, dim=SEQUENCE, length=region.length),
-            args,
-            kwargs,
-        )
-
-    def split_output(_module: nn.Module, _args: object, output: Any) -> Any:
-        if isinstance(output, tuple | list):
-            entries = dict(enumerate(output))
-            entries[0] = split(output[0], region.group, dim=SEQUENCE)
-            return rebuild(output, entries)
-        return split(output, region.group, dim=SEQUENCE)
-
-    module.register_forward_pre_hook(gather_input, with_kwargs=True, prepend=True)
-    module.register_forward_hook(split_output)
-
-
-def on_hidden(
-    change: Callable[[torch.Tensor], torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Apply a function to the hidden states among the arguments of a forward.
-
-    These are the first positional argument, or `hidden_states`.
-    """
-    if args:
-        return (change(args[0]), *args[1:]), kwargs
-    return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
-
-
-def summed_gradient(module: nn.Module, region: Region) -> Forward:
-    """Return the forward of a replicated module whose ranks see different tokens or heads.
-
-    It is the original forward, with the gradients of its parameters summed over tp.
-    """
-    original = module.forward
-    names = [name for name, _ in module.named_parameters(recurse=False)]
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        with own_values(
-            module, {name: enter(getattr(module, name), region.group) for name in names}
-        ):
-            return original(*args, **kwargs)
-
-    return forward
-
-
-@contextmanager
-def own_values(
-    module: nn.Module, tensors: dict[str, torch.Tensor], **attributes: Any
-) -> Iterator[None]:
-    """Replace parameters and attributes of a module for the length of a call.
-
-    Args:
-        module: The module.
-        tensors: Tensors by the name of the parameter that they replace.
-        attributes: Values of attributes.
-    """
-    parameters = {name: own_parameters(module).pop(name) for name in tensors}
-    previous = {name: getattr(module, name) for name in attributes}
-    module.__dict__.update(tensors | attributes)
-    try:
-        yield
-    finally:
-        for name, parameter in parameters.items():
-            del module.__dict__[name]
-            own_parameters(module)[name] = parameter
-        module.__dict__.update(previous)
-
-
-def kv_replicated(
-    module: nn.Module, region: Region, region_input: RegionInput, *, heads: int, begins: bool
-) -> Forward:
-    """Return the forward of a key or value projection with fewer heads than ranks.
-
-    The weight is replicated, and each rank computes the one head that its queries use.
-
-    Args:
-        module: The projection.
-        region: The region of the model.
-        region_input: The input that siblings share.
-        heads: Number of key and value heads.
-        begins: See `colwise`.
-    """
-    ranks = region.group.size()
-    rank = region.group.rank()
-    head = rank * heads // ranks
-    rows = _out_features(module) // heads
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        weight = enter(_weight(module), region.group)
-        # [out, in] -> [head_dim, in]
-        weight = weight.narrow(_out_dim(module), head * rows, rows)
-        bias = _bias(module)
-        if bias is not None:
-            bias = enter(bias, region.group).narrow(0, head * rows, rows)
-        y = _matmul(module, region_input(x), weight, bias)
-        if begins:
-            region.enter_part(module, y, read=x)
-        return y
-
-    return forward
-
-
-def _weight(module: nn.Module) -> torch.Tensor:
-    assert isinstance(module.weight, torch.Tensor)
-    return local_tensor(module.weight)
-
-
-def _bias(module: nn.Module) -> torch.Tensor | None:
-    bias = getattr(module, "bias", None)
-    if bias is None:
-        return None
-    return local_tensor(bias)
-
-
-def _out_dim(module: nn.Module) -> int:
-    """Return the dimension of the output features in the stored weight."""
-    if is_conv1d(module):
-        return 1
-    return 0
-
-
-def _out_features(module: nn.Module) -> int:
-    weight = module.weight
-    assert isinstance(weight, torch.Tensor)
-    return int(weight.shape[_out_dim(module)])
