@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import plait
-from plait.parallel.context.families import PackedDocuments
+from plait.parallel.context.attention_function import PackedDocuments
 from plait.verify.parity import compare, worst
 from tests.parity import flash
 from tests.parity.context_parallel import Case, build, configured, reference, steps, train

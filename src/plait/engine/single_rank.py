@@ -189,16 +189,15 @@ def run_single_rank(
             forward: Forward = default_forward
             if resolved.loss_chunk_tokens:
                 forward = deferred(default_forward, model)
-            rank_step = _RankStep(
-                ShardedModel(parts, mesh, resolved, forward=forward), samples, length, watch
-            )
+            sharded = ShardedModel(parts, mesh, resolved, forward=forward)
+            optimizer = build_optimizer(resolved.optimizer, list(model.named_parameters()))
             built = time.perf_counter()
             tell(
                 f"one step: {resolved.batch.accumulation} micro-batches of {samples} x {length}"
                 f" tokens on {mesh.device.type}"
             )
-            make_fake_states(rank_step.optimizer)
-            run = rank_step.run()
+            make_fake_states(optimizer)
+            run = _run_step(sharded, optimizer, _micro_batches(sharded, samples, length), watch)
         return replace(
             run,
             build_seconds=built - start,
@@ -219,71 +218,60 @@ def _refuse_grouped_products(model: nn.Module, resolved: Resolved) -> None:
         )
 
 
-@dataclass
-class _RankStep:
-    """Step of a single rank, and its measurements."""
+def _micro_batches(sharded: ShardedModel, samples: int, length: int) -> list[Any]:
+    count = sharded.config.batch.accumulation
+    device = next(sharded.model.parameters()).device
+    ids = torch.zeros(samples * count, length, dtype=torch.int64, device=device)
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    return [
+        sharded.hooks.prepared(micro_batch)
+        for micro_batch in micro_batches(batch, count=count, size=samples)
+    ]
 
-    sharded: ShardedModel
-    samples: int
-    length: int
-    watch: _FakeTensorWatch | _DeviceProfile
 
-    def __post_init__(self) -> None:
-        self.optimizer = build_optimizer(
-            self.sharded.config.optimizer, list(self.sharded.model.named_parameters())
-        )
+def _run_step(
+    sharded: ShardedModel,
+    optimizer: torch.optim.Optimizer,
+    batches: list[Any],
+    watch: _FakeTensorWatch | _DeviceProfile,
+) -> SingleRankRun:
+    """Run a step of a single rank. The times of the result are not set yet."""
+    model = sharded.model
+    chunk = sharded.config.loss_chunk_tokens
+    loss = ChunkedCausalLMLoss(chunk_tokens=chunk) if chunk else causal_lm_loss
+    if sharded.pipeline is not None:
+        predict_messages(model, sharded.parts, sharded.pipeline, batches[0])
 
-    def run(self) -> SingleRankRun:
-        """Run the step. The times of the result are not set yet."""
-        sharded = self.sharded
-        model = self.sharded.model
-        chunk = sharded.config.loss_chunk_tokens
-        loss = ChunkedCausalLMLoss(chunk_tokens=chunk) if chunk else causal_lm_loss
-        batches = self._micro_batches()
-        if sharded.pipeline is not None:
-            predict_messages(model, sharded.parts, sharded.pipeline, batches[0])
+    def loss_sum(output: Any, micro_batch: Any) -> torch.Tensor:
+        return loss(output, micro_batch)[0]
 
-        def loss_sum(output: Any, micro_batch: Any) -> torch.Tensor:
-            return loss(output, micro_batch)[0]
+    with delivered_at_once(), watch.step():
+        with watch.phase("micro-batches"):
+            sharded.train_microbatches(batches, loss_sum, loss_fn=loss)
+        with watch.phase("reduction"):
+            sharded.finish_reduction()
+        gradients = storage_bytes(p.grad for p in model.parameters() if p.grad is not None)
+        with watch.phase("optimizer step"):
+            optimizer.step()
 
-        with delivered_at_once(), self.watch.step():
-            with self.watch.phase("micro-batches"):
-                sharded.train_microbatches(batches, loss_sum, loss_fn=loss)
-            with self.watch.phase("reduction"):
-                sharded.finish_reduction()
-            gradients = storage_bytes(p.grad for p in model.parameters() if p.grad is not None)
-            with self.watch.phase("optimizer step"):
-                self.optimizer.step()
-
-        return SingleRankRun(
-            parameters=storage_bytes(model.parameters()),
-            gradients=gradients,
-            optimizer=storage_bytes(self._states()),
-            blocks=sharded.parts.blocks,
-            peak=self.watch.peak,
-            peak_during=self.watch.peak_during,
-            operators=self.watch.operators(),
-            traffic=self.watch.traffic(),
-            device=self.watch.device,
-            build_seconds=0.0,
-            step_seconds=0.0,
-        )
-
-    def _micro_batches(self) -> list[Any]:
-        count = self.sharded.config.batch.accumulation
-        device = next(self.sharded.model.parameters()).device
-        ids = torch.zeros(self.samples * count, self.length, dtype=torch.int64, device=device)
-        batch = {"input_ids": ids, "labels": ids.clone()}
-        return [
-            self.sharded.hooks.prepared(micro_batch)
-            for micro_batch in micro_batches(batch, count=count, size=self.samples)
-        ]
-
-    def _states(self) -> Iterator[torch.Tensor]:
-        for state in self.optimizer.state.values():
-            for value in state.values():
-                if isinstance(value, torch.Tensor):
-                    yield value
+    return SingleRankRun(
+        parameters=storage_bytes(model.parameters()),
+        gradients=gradients,
+        optimizer=storage_bytes(
+            value
+            for state in optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, torch.Tensor)
+        ),
+        blocks=sharded.parts.blocks,
+        peak=watch.peak,
+        peak_during=watch.peak_during,
+        operators=watch.operators(),
+        traffic=watch.traffic(),
+        device=watch.device,
+        build_seconds=0.0,
+        step_seconds=0.0,
+    )
 
 
 class _FakeTensorWatch(LiveStorages):

@@ -240,9 +240,9 @@ def refuse_stateless(loader: Any, call: str) -> None:
         if not callable(getattr(loader, name, None))
     ]
     if missing:
-        rule = f"{type(loader).__name__} has no {missing[0]}, so its position cannot be saved"
         raise InputError(
-            f"{call}: loader: {rule}; use torchdata's StatefulDataLoader, or leave `loader` out"
+            f"{call}: loader: {type(loader).__name__} has no {missing[0]}, so its position cannot"
+            " be saved; use torchdata's StatefulDataLoader, or leave `loader` out"
         )
 
 

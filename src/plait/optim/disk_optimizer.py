@@ -195,8 +195,9 @@ class DiskTier(StepHook):
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="plait-disk-write")
         self._leaving: deque[tuple[Future[None], int]] = deque()
         """Gradients that are being written to the disk, with their sizes in bytes."""
-        self._optimizer: Optimizer | None = None
-        self._inner_step: Callable[..., Any] | None = None
+        # Set by `drive`.
+        self._optimizer: Optimizer
+        self._inner_step: Callable[..., Any]
         """The optimizer's original `step`."""
         self._factor: torch.Tensor | float = 1.0
         """Factor of the gradients in the coming step."""
@@ -435,7 +436,6 @@ class DiskTier(StepHook):
             ModelError: A closure is passed.
         """
         optimizer = self._optimizer
-        assert optimizer is not None
         if closure is not None:
             raise ModelError(
                 "an optimizer whose states are on disk takes no closure; compute the gradients"
@@ -500,7 +500,6 @@ class DiskTier(StepHook):
 
     def _large_states(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """Return the states that are shaped like the parameter."""
-        assert self._optimizer is not None
         states = self._optimizer.state.get(parameter, {})
         return {
             name: value
@@ -525,7 +524,6 @@ class DiskTier(StepHook):
 
     def _step_parameters(self, optimizer: Optimizer, chunk: list[_ParameterSlice]) -> None:
         """Step the full parameters of a chunk."""
-        assert self._inner_step is not None
         self._select(optimizer, [(self._group_of[p.parameter], p.parameter) for p in chunk])
         self._inner_step()
         for part in chunk:
@@ -534,7 +532,6 @@ class DiskTier(StepHook):
 
     def _step_slices(self, optimizer: Optimizer, chunk: list[_ParameterSlice]) -> None:
         """Step plain parameters in place of the slices, with slices of the states."""
-        assert self._inner_step is not None
         members = []
         for part in chunk:
             sliced = nn.Parameter(part.of(part.parameter.detach()))
@@ -634,7 +631,6 @@ class DiskTier(StepHook):
 
         A loaded checkpoint has them, and an optimizer that makes its states when it is built.
         """
-        assert self._optimizer is not None
         for parameter in list(self._optimizer.state):
             assert isinstance(parameter, nn.Parameter)
             for name, value in self._large_states(parameter).items():

@@ -27,7 +27,7 @@ from plait.config.schema.lr_schedules import (
     WarmupDecayLR,
 )
 from plait.config.schema.optimization import SchedulerSpec
-from plait.errors import CheckpointError, ConfigError, Problem
+from plait.errors import CheckpointError, ConfigError, Problem, raise_problems
 from plait.optim.lr_formulas import learning_rate, one_cycle_momentum
 
 log = logging.getLogger(__name__)
@@ -77,11 +77,15 @@ def _parameter_value(spec: SchedulerSpec, name: str, total_steps: int | None) ->
 
 def _run_length(spec: SchedulerSpec, name: str, total_steps: int | None) -> int:
     if total_steps is None:
-        rule = f"{spec.type} needs the length of the run, and it is not known"
-        remedy = (
-            f"set {name} to the number of optimizer steps, or pass total_steps= to plait.initialize"
+        raise ConfigError(
+            Problem(
+                f"scheduler.params.{name}",
+                spec.params.get(name),
+                f"{spec.type} needs the length of the run, and it is not known",
+                f"set {name} to the number of optimizer steps, or pass total_steps= to"
+                " plait.initialize",
+            )
         )
-        raise ConfigError(Problem(f"scheduler.params.{name}", spec.params.get(name), rule, remedy))
     return total_steps
 
 
@@ -107,10 +111,12 @@ def _build_transformers(
     try:
         from transformers import get_scheduler
     except ImportError as error:
-        rule = "it is a schedule of Transformers, which is not installed"
         raise ConfigError(
             Problem(
-                "scheduler.type", spec.type, rule, "pip install transformers, or use WarmupCosineLR"
+                "scheduler.type",
+                spec.type,
+                "it is a schedule of Transformers, which is not installed",
+                "pip install transformers, or use WarmupCosineLR",
             )
         ) from error
     accepted = lr_schedules.TRANSFORMERS[spec.type]
@@ -209,8 +215,7 @@ def _refuse_megatron(schedule: MegatronLR, optimizer: Optimizer, total: int) -> 
     if warmup >= total and schedule.decay_style != "constant":
         rule = f"the decay ends at step {total}, before a warm-up of {warmup:g} steps does"
         add("warmup_num_steps", warmup, rule, f"use less than {total}")
-    if problems:
-        raise ConfigError(*problems)
+    raise_problems(problems)
 
 
 def _per_group(name: str, value: float | tuple[float, ...], groups: int) -> list[float]:
@@ -240,9 +245,14 @@ def _momenta(
     """
     has_betas = all("betas" in group for group in optimizer.param_groups)
     if schedule.cycle_momentum and not has_betas:
-        rule = f"{type(optimizer).__name__} has no betas, so there is no momentum to cycle"
-        remedy = "set it to false, or leave it out"
-        raise ConfigError(Problem("scheduler.params.cycle_momentum", True, rule, remedy))
+        raise ConfigError(
+            Problem(
+                "scheduler.params.cycle_momentum",
+                True,
+                f"{type(optimizer).__name__} has no betas, so there is no momentum to cycle",
+                "set it to false, or leave it out",
+            )
+        )
     if schedule.cycle_momentum is False or not has_betas:
         return None
     groups = len(optimizer.param_groups)
@@ -255,10 +265,14 @@ def _momenta(
             for low, high in zip(lows, highs, strict=True)
         ]
         if not all(0 <= value < 1 for value in values):
-            rule = f"the momentum is {max(values, key=abs):.4g} at step {index + 1}, outside 0 to 1"
-            field = "scheduler.params.decay_mom_rate"
             raise ConfigError(
-                Problem(field, schedule.decay_mom_rate, rule, "use a smaller rate, or 0")
+                Problem(
+                    "scheduler.params.decay_mom_rate",
+                    schedule.decay_mom_rate,
+                    f"the momentum is {max(values, key=abs):.4g} at step {index + 1}, outside 0"
+                    " to 1",
+                    "use a smaller rate, or 0",
+                )
             )
         return values
 

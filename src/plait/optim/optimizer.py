@@ -31,7 +31,7 @@ from plait._torch.tensors import local_tensor
 from plait.cluster import accelerator
 from plait.config.schema import optimizers
 from plait.config.schema.optimization import OptimizerSpec
-from plait.errors import ConfigError, ModelError, Problem
+from plait.errors import ConfigError, ModelError, Problem, raise_problems
 from plait.names import suggest_names
 from plait.optim.low_bit_adam import SmallStateAdam
 from plait.parallel.parameter_layout import dims_in_memory
@@ -131,8 +131,9 @@ def _import_class(path: str, remedy: str) -> type[Optimizer]:
     try:
         kind = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        rule = f"it cannot be imported ({error})"
-        raise ConfigError(Problem("optimizer.type", path, rule, remedy)) from error
+        raise ConfigError(
+            Problem("optimizer.type", path, f"it cannot be imported ({error})", remedy)
+        ) from error
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
         rule = "it is not a subclass of torch.optim.Optimizer"
         raise ConfigError(Problem("optimizer.type", path, rule, "name an optimizer class"))
@@ -141,24 +142,22 @@ def _import_class(path: str, remedy: str) -> type[Optimizer]:
 
 def _build(kind: type[Optimizer], params: Mapping[str, Any], named: Sequence[Named]) -> Optimizer:
     allowed = optimizers.settable_params(kind)
-    unknown = [name for name in params if name not in allowed]
-    if unknown:
-        rule = f"{kind.__name__} has no such parameter"
+    rule = f"{kind.__name__} has no such parameter"
+    raise_problems(
+        Problem(f"optimizer.params.{name}", value, rule, suggest_names(name, allowed))
+        for name, value in params.items()
+        if name not in allowed
+    )
+    if needs_closure(kind):
         raise ConfigError(
-            *(
-                Problem(
-                    f"optimizer.params.{name}", params[name], rule, suggest_names(name, allowed)
-                )
-                for name in unknown
+            Problem(
+                "optimizer.type",
+                kind.__name__,
+                "its step calls a function that computes the loss again, and a training step has"
+                " none to pass",
+                "use an optimizer that needs one gradient per step, such as AdamW",
             )
         )
-    if needs_closure(kind):
-        rule = (
-            "its step calls a function that computes the loss again, and a training step has none"
-            " to pass"
-        )
-        remedy = "use an optimizer that needs one gradient per step, such as AdamW"
-        raise ConfigError(Problem("optimizer.type", kind.__name__, rule, remedy))
     refuse_sharded(kind, named)
 
     constructor: Callable[..., Optimizer] = kind

@@ -292,9 +292,14 @@ def refuse_without_replicas(resolved: Resolved) -> None:
     layout = resolved.layout
     every = resolved.faults.compare_replicas_every
     if every and layout.dp_replicate == layout.cp == layout.tp == 1:
-        rule = f"no process has a copy of what another one has: the layout is {layout}"
-        remedy = "use 0, or a layout with dp_replicate, tp or cp"
-        raise ConfigError(Problem("faults.compare_replicas_every", every, rule, remedy))
+        raise ConfigError(
+            Problem(
+                "faults.compare_replicas_every",
+                every,
+                f"no process has a copy of what another one has: the layout is {layout}",
+                "use 0, or a layout with dp_replicate, tp or cp",
+            )
+        )
 
 
 Difference = tuple[str, str]

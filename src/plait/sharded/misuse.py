@@ -229,12 +229,15 @@ def refuse_loss_of_samples(loss: Any, resolved: Resolved) -> None:
         ConfigError: The loss is `plait.per_sample` and `parallel.cp` is larger than 1.
     """
     if resolved.layout.cp > 1 and isinstance(loss, PerSample):
-        rule = (
-            "the loss is a mean over samples (plait.per_sample), and each of the ranks would count"
-            " every sample as its own"
+        raise ConfigError(
+            Problem(
+                "parallel.cp",
+                resolved.layout.cp,
+                "the loss is a mean over samples (plait.per_sample), and each of the ranks would"
+                " count every sample as its own",
+                "use plait.causal_lm_loss or another loss that counts tokens, or 1",
+            )
         )
-        remedy = "use plait.causal_lm_loss or another loss that counts tokens, or 1"
-        raise ConfigError(Problem("parallel.cp", resolved.layout.cp, rule, remedy))
 
 
 def refuse_trained_loss(loss: Any, model: nn.Module) -> None:

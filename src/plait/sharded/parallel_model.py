@@ -104,10 +104,13 @@ def parallelize(
 def _refuse_engine_settings(resolved: Resolved) -> None:
     """Refuse settings that need the engine's loss, optimizer or loop."""
     if resolved.loss_chunk_tokens:
-        rule = "only plait.causal_lm_loss is computed in chunks, and no loss is given"
-        remedy = "use 0, and call plait.chunked_causal_lm_loss in your own training loop"
         raise ConfigError(
-            Problem("parallel.loss_chunk_tokens", resolved.loss_chunk_tokens, rule, remedy)
+            Problem(
+                "parallel.loss_chunk_tokens",
+                resolved.loss_chunk_tokens,
+                "only plait.causal_lm_loss is computed in chunks, and no loss is given",
+                "use 0, and call plait.chunked_causal_lm_loss in your own training loop",
+            )
         )
 
     every = resolved.faults.compare_replicas_every
@@ -130,9 +133,14 @@ def _refuse_engine_settings(resolved: Resolved) -> None:
         )
 
     if resolved.layout.ep > 1:
-        rule = "plait.parallelize with experts on different processes is not proven"
-        remedy = "use plait.initialize and engine.train_batch, or 1"
-        raise ConfigError(Problem("parallel.ep", resolved.layout.ep, rule, remedy))
+        raise ConfigError(
+            Problem(
+                "parallel.ep",
+                resolved.layout.ep,
+                "plait.parallelize with experts on different processes is not proven",
+                "use plait.initialize and engine.train_batch, or 1",
+            )
+        )
 
 
 def _refuse_router_losses(model: nn.Module, resolved: Resolved) -> None:

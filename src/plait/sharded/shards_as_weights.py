@@ -166,22 +166,18 @@ def refuse_partial_folders(model: nn.Module, *, pp: int, tp: int = 1) -> None:
     if pp == 1 and not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         return
     for module in model.modules():
-        if _has_method(module, "save_pretrained"):
-            _replace_method(module, "save_pretrained", _save_full_weights)
-        if _has_method(module, "resize_token_embeddings"):
-            _replace_method(module, "resize_token_embeddings", _refuse_resize)
-        if tp > 1 and _has_method(module, "merge_and_unload"):
+        _replace_method(module, "save_pretrained", _save_full_weights)
+        _replace_method(module, "resize_token_embeddings", _refuse_resize)
+        if tp > 1:
             _replace_method(module, "merge_and_unload", _refuse_merge)
             _replace_method(module, "merge_adapter", _refuse_merge)
 
 
-def _has_method(module: nn.Module, name: str) -> bool:
-    return callable(getattr(type(module), name, None))
-
-
 def _replace_method(module: nn.Module, name: str, function: Callable[..., Any]) -> None:
-    # On the object, because its class may have other objects that are not sharded.
-    object.__setattr__(module, name, types.MethodType(function, module))
+    """Replace a method of a module, if its class has the method."""
+    if callable(getattr(type(module), name, None)):
+        # On the object, because its class may have other objects that are not sharded.
+        object.__setattr__(module, name, types.MethodType(function, module))
 
 
 def _save_full_weights(self: Any, *args: Any, **settings: Any) -> Any:

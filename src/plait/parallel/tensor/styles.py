@@ -146,19 +146,17 @@ class RegionInput:
         """
         if self.opened:
             return x
-        if self._seen is x and self._remaining_uses:
-            entered = self._entered
-            self._remaining_uses -= 1
-        else:
-            entered = self._enter(x)
+        if self._seen is not x or not self._remaining_uses:
+            self._entered = self._enter(x)
             self._seen = x
-            self._entered = entered
-            self._remaining_uses = self.uses - 1
+            self._remaining_uses = self.uses
+        self._remaining_uses -= 1
+        entered = self._entered
+        assert entered is not None
         if not self._remaining_uses:
             # The last sibling has read it. A reference would keep the activations alive.
             self._seen = None
             self._entered = None
-        assert entered is not None
         return entered
 
     def _enter(self, x: torch.Tensor) -> torch.Tensor:
@@ -495,10 +493,8 @@ class SplitStream:
     """
     _resume: Callable[[], None] | None = field(default=None, repr=False)
     """Returns the generator to the shared stream."""
-    _input: weakref.ref[torch.Tensor] | None = field(default=None, repr=False)
-    """Input of the split part, if it is known."""
-    _start_position: Any = field(default=None, repr=False)
-    """Position of the generator at the beginning of the part."""
+    _start: tuple[weakref.ref[torch.Tensor], Any] | None = field(default=None, repr=False)
+    """Input of the split part and position of the generator at its beginning, if they are known."""
 
     def enter(self, like: torch.Tensor, *, read: torch.Tensor | None = None) -> None:
         """Begin a split part. This does nothing if one has begun already.
@@ -521,11 +517,9 @@ class SplitStream:
         seed, self._resume = _branch(generator)
         self._own_seed = (seed + (self.rank + 1) * GOLDEN_RATIO) & WORD_MASK
         generator.manual_seed(self._own_seed)
-        self._input = None
-        self._start_position = None
+        self._start = None
         if read is not None:
-            self._input = weakref.ref(read)
-            self._start_position = _position(generator)
+            self._start = (weakref.ref(read), _position(generator))
 
     def leave(self) -> None:
         """End a split part, after which all ranks draw the same numbers again.
@@ -540,13 +534,13 @@ class SplitStream:
             self._resume()
         self._generator = None
         self._resume = None
-        self._input = None
-        self._start_position = None
+        self._start = None
 
     def _refuse_late_input(self, generator: torch.Generator, read: torch.Tensor | None) -> None:
-        if read is None or self._input is None or self._input() is read:
+        if read is None or self._start is None:
             return
-        if not _is_same_position(self._start_position, _position(generator)):
+        first_input, position = self._start
+        if first_input() is not read and not _is_same_position(position, _position(generator)):
             raise ModelError(
                 "tensor parallelism: random numbers were drawn (dropout) after a column-parallel"
                 " layer, and then another column-parallel layer read a different input: every rank"
