@@ -131,7 +131,7 @@ def run_single_rank(
     samples: int,
     length: int,
     real: bool = False,
-    tell: Callable[[str], None] = lambda _: None,
+    on_phase: Callable[[str], None] = lambda _: None,
 ) -> SingleRankRun:
     """Build one rank of a layout, and run one step of it.
 
@@ -145,7 +145,7 @@ def run_single_rank(
         length: Tokens per sample.
         real: Run on this machine's device instead of fake tensors. The values of the parameters are
             whatever its memory contains.
-        tell: Progress callback. Receives the name of the phase that starts.
+        on_phase: Progress callback. Receives the name of the phase that starts.
 
     Raises:
         InputError: A process group exists already, the model is not on meta, or `real` needs a GPU
@@ -168,7 +168,7 @@ def run_single_rank(
     data_parallel = resolved.data_parallel.model_copy(update={"unused_parameters": False})
     resolved = resolved.model_copy(update={"data_parallel": data_parallel})
     start = time.perf_counter()
-    tell(f"building rank {rank} of {resolved.layout.world_size:,}")
+    on_phase(f"building rank {rank} of {resolved.layout.world_size:,}")
     dist.init_process_group(
         FAKE, store=FakeStore(), rank=rank, world_size=resolved.layout.world_size
     )
@@ -192,7 +192,7 @@ def run_single_rank(
             sharded = ShardedModel(parts, mesh, resolved, forward=forward)
             optimizer = build_optimizer(resolved.optimizer, list(model.named_parameters()))
             built = time.perf_counter()
-            tell(
+            on_phase(
                 f"one step: {resolved.batch.accumulation} micro-batches of {samples} x {length}"
                 f" tokens on {mesh.device.type}"
             )

@@ -456,7 +456,7 @@ class DiskTier(StepHook):
                 partial(self._uses_of, scaled=scaled),
             ):
                 if scaled:
-                    multiply_all([part.of(part.gradient) for part in chunk], factor)
+                    multiply_all([part.view_of(part.gradient) for part in chunk], factor)
                 if elementwise:
                     self._step_slices(optimizer, chunk)
                 else:
@@ -510,11 +510,11 @@ class DiskTier(StepHook):
     def _uses_of(self, chunk: list[_ParameterSlice], *, scaled: bool) -> list[_TensorUse]:
         uses = []
         for part in chunk:
-            uses.append(_TensorUse(part.of(part.parameter.detach())))
+            uses.append(_TensorUse(part.view_of(part.parameter.detach())))
             states = self._large_states(part.parameter).values()
-            uses += [_TensorUse(part.of(state)) for state in states]
+            uses += [_TensorUse(part.view_of(state)) for state in states]
             # The gradient ends with the step, so a scaled one need not reach the disk.
-            uses.append(_TensorUse(part.of(part.gradient), changes=scaled, lasts=False))
+            uses.append(_TensorUse(part.view_of(part.gradient), changes=scaled, lasts=False))
         return uses
 
     def _select(self, optimizer: Optimizer, members: Sequence[tuple[int, nn.Parameter]]) -> None:
@@ -534,12 +534,12 @@ class DiskTier(StepHook):
         """Step plain parameters in place of the slices, with slices of the states."""
         members = []
         for part in chunk:
-            sliced = nn.Parameter(part.of(part.parameter.detach()))
-            sliced.grad = part.of(part.gradient)
+            sliced = nn.Parameter(part.view_of(part.parameter.detach()))
+            sliced.grad = part.view_of(part.gradient)
             if part.parameter not in self._new:
                 large = self._large_states(part.parameter)
                 optimizer.state[sliced] = {
-                    name: part.of(value) if name in large else _copy(value)
+                    name: part.view_of(value) if name in large else _copy(value)
                     for name, value in optimizer.state[part.parameter].items()
                 }
             members.append((self._group_of[part.parameter], sliced))
@@ -563,7 +563,7 @@ class DiskTier(StepHook):
             ):
                 if name not in states:
                     states[name] = self._mapped(parameter, name, None)
-                mapped = part.of(states[name])
+                mapped = part.view_of(states[name])
                 if mapped.data_ptr() != value.data_ptr():
                     mapped.copy_(value)
             # Step counts advance with the last slice: the others must read the old ones.
@@ -651,7 +651,7 @@ class _ParameterSlice:
         assert self.parameter.grad is not None
         return self.parameter.grad
 
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+    def view_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return these elements of a tensor of the parameter's shape: a flat view."""
         return local_tensor(tensor).view(-1)[self.start : self.end]
 

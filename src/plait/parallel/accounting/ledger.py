@@ -201,7 +201,7 @@ class Ledger:
     def of_rank(
         cls,
         layout: Layout,
-        at: Mapping[str, int] | None = None,
+        coordinates: Mapping[str, int] | None = None,
         *,
         accumulation: int,
         tokens: int = 0,
@@ -211,22 +211,22 @@ class Ledger:
 
         Args:
             layout: The layout.
-            at: Coordinates of the rank by axis, by default those of rank 0.
+            coordinates: Coordinates of the rank by axis, by default those of rank 0.
             accumulation: Micro-batches per optimizer step.
             tokens: Tokens of a micro-batch on one data-parallel rank.
             fields: Other fields of the ledger.
         """
-        at = at or layout.coordinates(0)
+        coordinates = coordinates or layout.coordinates(0)
         return cls.start(
             dp_replicate=layout.dp_replicate,
             dp_shard=layout.dp_shard,
             accumulation=accumulation,
-            shard_rank=at["dp_shard"],
+            shard_rank=coordinates["dp_shard"],
             tp=layout.tp,
-            tp_rank=at["tp"],
+            tp_rank=coordinates["tp"],
             cp=layout.cp,
             ep=layout.ep,
-            edp_rank=at.get("edp", 0),
+            edp_rank=coordinates.get("edp", 0),
             tokens=tokens,
             **fields,
         )
@@ -425,22 +425,18 @@ class AfterBackward(NamedTuple):
     """True if its gathered parameters are freed."""
 
 
-def after_block_backward(
-    zero: int, left: Mapping[int, int], *, ran: int, own: int
-) -> AfterBackward:
-    """Return the actions on a block after a backward.
+def after_block_backward(zero: int, left: Mapping[int, int], *, ran: int) -> AfterBackward:
+    """Return the actions on a block after a backward of its pipeline stage.
+
+    Backwards of other stages of the rank do not touch the block.
 
     Args:
         zero: The ZeRO stage.
         left: Backwards that each pipeline stage of the rank has to run in this step, this one
             included.
         ran: The pipeline stage that ran.
-        own: The pipeline stage of the block.
     """
-    # Backwards of other stages of the rank do not touch the block.
-    if own != ran:
-        return AfterBackward(False, False, False)
-    last = left[own] == 1
+    last = left[ran] == 1
     return AfterBackward(zero >= 2 or last, last, zero == 3 or last)
 
 

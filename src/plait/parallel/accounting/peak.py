@@ -35,16 +35,16 @@ from plait.parallel.schedules.schedule import (
     messages,
 )
 
-BESIDE = -1
+OUTSIDE = -1
 HEAD = -2
 LOSS = -3
 """Units that are not blocks.
 
-BESIDE: before, between and outside of the blocks. HEAD: from the last block's output to the model's
-output. LOSS: the loss.
+OUTSIDE: before, between and outside of the blocks. HEAD: from the last block's output to the
+model's output. LOSS: the loss.
 """
 
-_NAMES = {BESIDE: "what is outside of the blocks", HEAD: "the head", LOSS: "the loss"}
+_NAMES = {OUTSIDE: "what is outside of the blocks", HEAD: "the head", LOSS: "the loss"}
 
 Direction = Literal["forward", "backward", "weights"]
 """Direction of a computation.
@@ -99,7 +99,7 @@ class Moment:
 
     direction: Direction
     unit: int
-    """Index of the block on the rank, or BESIDE, HEAD or LOSS."""
+    """Index of the block on the rank, or OUTSIDE, HEAD or LOSS."""
     peak: Alive
     """Peak if a parameter's gradient is gone at once, added to another or moved to a bucket."""
     peak_with_gradients: Alive
@@ -646,7 +646,7 @@ class _StepSimulation:
             return after_root_backward(
                 self.zero, self.backwards_left, ran=stage, users=self.root_users
             )
-        return after_block_backward(self.zero, self.backwards_left, ran=stage, own=stage)
+        return after_block_backward(self.zero, self.backwards_left, ran=stage)
 
     def _receive(self, message: Message) -> int:
         """Receive a message as the runtime does: in the order of the sender, one ahead.

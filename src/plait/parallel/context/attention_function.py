@@ -246,7 +246,7 @@ class PackedDocuments:
     longest: int
 
     @classmethod
-    def of(cls, starts: torch.Tensor, device: torch.device) -> PackedDocuments:
+    def from_starts(cls, starts: torch.Tensor, device: torch.device) -> PackedDocuments:
         """Find the documents of a micro-batch. Waits for the device of `starts`.
 
         Args:
@@ -277,7 +277,7 @@ def on_device(model: nn.Module, part: Any, device: torch.device) -> Any:
     settings: PartialAttention = getattr(model, _ATTRIBUTE)
     starts = starts_of_mask(mask)
     if starts is not None and settings.implementation in IMPLEMENTATIONS:
-        setattr(moved["attention_mask"], _DOCUMENTS, PackedDocuments.of(starts, device))
+        setattr(moved["attention_mask"], _DOCUMENTS, PackedDocuments.from_starts(starts, device))
     return moved
 
 
@@ -290,7 +290,7 @@ def _documents_of(mask: torch.Tensor) -> PackedDocuments | None:
     starts = starts_of_mask(mask)
     if starts is None or attached is not None:
         return attached
-    documents = PackedDocuments.of(starts, mask.device)
+    documents = PackedDocuments.from_starts(starts, mask.device)
     setattr(mask, _DOCUMENTS, documents)
     return documents
 
