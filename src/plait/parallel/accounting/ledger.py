@@ -425,17 +425,21 @@ class AfterBackward(NamedTuple):
     """True if its gathered parameters are freed."""
 
 
-def after_block_backward(zero: int, left: Mapping[int, int], *, ran: int) -> AfterBackward:
-    """Return the actions on a block after a backward of its pipeline stage.
-
-    Backwards of other stages of the rank do not touch the block.
+def after_block_backward(
+    zero: int, left: Mapping[int, int], *, ran: int, block_stage: int
+) -> AfterBackward:
+    """Return the actions on a block after a backward.
 
     Args:
         zero: The ZeRO stage.
         left: Backwards that each pipeline stage of the rank has to run in this step, this one
             included.
         ran: The pipeline stage that ran.
+        block_stage: The pipeline stage of the block.
     """
+    # Backwards of other stages of the rank do not touch the block.
+    if block_stage != ran:
+        return AfterBackward(False, False, False)
     last = left[ran] == 1
     return AfterBackward(zero >= 2 or last, last, zero == 3 or last)
 

@@ -646,7 +646,7 @@ class _StepSimulation:
             return after_root_backward(
                 self.zero, self.backwards_left, ran=stage, users=self.root_users
             )
-        return after_block_backward(self.zero, self.backwards_left, ran=stage)
+        return after_block_backward(self.zero, self.backwards_left, ran=stage, block_stage=stage)
 
     def _receive(self, message: Message) -> int:
         """Receive a message as the runtime does: in the order of the sender, one ahead.

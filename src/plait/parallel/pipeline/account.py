@@ -415,7 +415,7 @@ def unsharded_after(
             for names, after in (
                 (
                     blocks[stage],
-                    after_block_backward(zero, remaining, ran=stage),
+                    after_block_backward(zero, remaining, ran=stage, block_stage=stage),
                 ),
                 (root, after_root_backward(zero, remaining, ran=stage, users=ends)),
             ):

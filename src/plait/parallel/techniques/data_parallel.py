@@ -407,7 +407,7 @@ class ShardedSteps(StepHook):
         backwards_left = 2
         if last:
             backwards_left = 1
-        after_backward = after_block_backward(self.stage, {0: backwards_left}, ran=0)
+        after_backward = after_block_backward(self.stage, {0: backwards_left}, ran=0, block_stage=0)
         self.model.set_requires_gradient_sync(after_backward.reduce)
         self.model.set_requires_all_reduce(after_backward.last)
         self.model.set_reshard_after_backward(after_backward.free)
