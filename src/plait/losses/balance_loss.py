@@ -73,9 +73,7 @@ def without_balance_loss(loss: Any) -> Any:
 
     A pipeline checks only this part, because router statistics are sent with the activations.
     """
-    if isinstance(loss, BalancedLoss):
-        return loss.inner
-    return loss
+    return loss.inner if isinstance(loss, BalancedLoss) else loss
 
 
 @dataclass(frozen=True)

@@ -84,8 +84,8 @@ class SmallStateAdam(Optimizer):
         )
         self.states = states
         self.decoupled = decoupled
-        self._codecs: dict[tuple[bool, torch.device], Codec] = {}
-        """Codecs, keyed by sign and device."""
+        self._codecs: dict[tuple[bool, torch.device], DynamicInt8] = {}
+        """Codecs of int8, keyed by sign and device."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -153,12 +153,12 @@ class SmallStateAdam(Optimizer):
         )
 
     def _codec(self, signed: bool, device: torch.device) -> Codec:
+        if self.states == "float8":
+            return Float8(signed=signed)
+        # Its tables are made once per sign and device.
         key = (signed, device)
         if key not in self._codecs:
-            if self.states == "float8":
-                self._codecs[key] = Float8(signed=signed)
-            else:
-                self._codecs[key] = DynamicInt8(signed=signed, device=device)
+            self._codecs[key] = DynamicInt8(signed=signed, device=device)
         return self._codecs[key]
 
     def _init_state(self, parameter: nn.Parameter, state: dict[str, Any]) -> None:

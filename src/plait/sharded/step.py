@@ -126,7 +126,12 @@ class Stepper:
             for parameter in group["params"]
             if parameter.grad is not None
         ]
-        norm = self._unscaled_norm(updated, unscale)
+        counted = [p for p in updated if p not in self.counted_by_other_stage]
+        norm = global_norm([p.grad for p in counted], self.mesh, tier=self.tier)
+        # The norm is multiplied instead of every gradient. Gradients are unscaled once, together
+        # with clipping.
+        if unscale != 1.0:
+            norm = norm * unscale
 
         # See Note [Skipping a step].
         skipped = self.checks_finite and not _are_finite(norm, loss)
@@ -152,17 +157,6 @@ class Stepper:
         """Drop all gradients, also those of parameters that the optimizer does not hold."""
         for parameter in self.parameters:
             parameter.grad = None
-
-    def _unscaled_norm(self, updated: list[nn.Parameter], unscale: float) -> torch.Tensor:
-        grads = [
-            p.grad for p in updated if p.grad is not None and p not in self.counted_by_other_stage
-        ]
-        norm = global_norm(grads, self.mesh, tier=self.tier)
-        # The norm is multiplied instead of every gradient. Gradients are unscaled once, together
-        # with clipping.
-        if unscale != 1.0:
-            norm = norm * unscale
-        return norm
 
     def _finish_update_in_backward(
         self, optimizer: BackwardOptimizer, divisor: float

@@ -215,7 +215,12 @@ class _StepSimulation:
         self.expected: dict[int, list[Message]] = {}
         """Messages that are still to be received, by the rank that sends them."""
         if schedule is None:
-            self.row = _without_pipeline(count)
+            # Forward and backward of each micro-batch in turn.
+            self.row = [
+                Action(0, kind, index)
+                for index in range(count)
+                for kind in (Kind.FORWARD, Kind.BACKWARD)
+            ]
             self.last_stage = 0
         else:
             self.row = schedule.ranks[pp_rank]
@@ -677,13 +682,6 @@ class _StepSimulation:
         else:
             # An activation stays for the backward anyway, and is counted there.
             self.sending = 0
-
-
-def _without_pipeline(count: int) -> tuple[Action, ...]:
-    """Return the row of a rank without a pipeline: forward and backward in turn."""
-    return tuple(
-        Action(0, kind, index) for index in range(count) for kind in (Kind.FORWARD, Kind.BACKWARD)
-    )
 
 
 def _without_shared(alive: Alive, shared: int) -> Alive:

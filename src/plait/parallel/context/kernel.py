@@ -11,6 +11,7 @@ positions there too. It is compiled, except on CPUs, where torch has no backward
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from typing import Any, Literal
@@ -357,7 +358,10 @@ class GradientSums:
 
 
 def sink_gradient(
-    sinks: torch.Tensor | None, grad: torch.Tensor, output: torch.Tensor, log_sum_exp: torch.Tensor
+    sinks: torch.Tensor | None,
+    grad: torch.Tensor,
+    output: torch.Tensor,
+    log_sum_exps: Sequence[torch.Tensor],
 ) -> torch.Tensor | None:
     """Return the gradient of the attention sinks that flows through these queries.
 
@@ -365,10 +369,11 @@ def sink_gradient(
         sinks: [heads], or None for a layer without sinks.
         grad: Gradient of `output`.
         output: First result of `PartialSoftmax.finished`.
-        log_sum_exp: Second result of `PartialSoftmax.finished`.
+        log_sum_exps: Second results of `PartialSoftmax.finished`, of consecutive queries.
     """
     if sinks is None:
         return None
+    log_sum_exp = torch.cat(list(log_sum_exps), 2)
     weights = torch.exp(sinks.to(log_sum_exp.dtype)[:, None] - log_sum_exp)
     grad_dot_output = (grad.to(weights.dtype) * output.to(weights.dtype)).sum(-1)
     return -(weights * grad_dot_output).sum((0, 2)).to(sinks.dtype)

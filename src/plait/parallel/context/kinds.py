@@ -292,9 +292,6 @@ class _GatheredAttention(torch.autograd.Function):
         local_grad_kv = stacked.new_empty(*key.shape[:3], grad_kv.shape[3])
         reduce_scatter(local_grad_kv, stacked, place.group)
         grad_key, grad_value = local_grad_kv.split([width, value.shape[3]], -1)
-        grad_sinks = None
-        if sinks is not None:
-            grad_sinks = sink_gradient(sinks, grad, output, _concatenate(log_sum_exps))
         return (
             _concatenate(grad_queries).to(query.dtype),
             grad_key,
@@ -302,7 +299,7 @@ class _GatheredAttention(torch.autograd.Function):
             None,
             None,
             None,
-            grad_sinks,
+            sink_gradient(sinks, grad, output, log_sum_exps),
         )
 
 
@@ -402,9 +399,7 @@ class _RingAttention(torch.autograd.Function):
         assert exchange is not None
         grad_key, grad_value = exchange.wait().to(key.dtype).split([width, value.shape[3]], -1)
         grad_query = _concatenate([gradient.total for gradient in grad_queries]).to(query.dtype)
-        grad_sinks = None
-        if sinks is not None:
-            grad_sinks = sink_gradient(sinks, grad, output, _concatenate(log_sum_exps))
+        grad_sinks = sink_gradient(sinks, grad, output, log_sum_exps)
         return grad_query, grad_key, grad_value, None, None, None, grad_sinks
 
 
@@ -572,12 +567,12 @@ def _ulysses(
     rule: AttentionRule,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    local_sinks = None
     if sinks is not None:
-        local_sinks = sinks.chunk(place.layout.ranks)[place.layout.rank]
+        # Those of this rank's heads.
+        sinks = sinks.chunk(place.layout.ranks)[place.layout.rank]
 
     def compute(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return _SequenceAttention.apply(query, key, value, starts, rule, local_sinks)
+        return _SequenceAttention.apply(query, key, value, starts, rule, sinks)
 
     return exchange_heads(query, key, value, place, compute)
 
@@ -675,4 +670,4 @@ class _SequenceAttention(torch.autograd.Function):
             gradient.total.to(gradient.like.dtype)
             for gradient in (into.query, into.key, into.value)
         ]
-        return *grads, None, None, sink_gradient(sinks, grad, output, log_sum_exp)
+        return *grads, None, None, sink_gradient(sinks, grad, output, [log_sum_exp])

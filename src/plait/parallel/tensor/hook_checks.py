@@ -139,7 +139,7 @@ def _hooked_modules(
         inner
         for name, style in styles.items()
         if style in ("colwise", "kv_replicated")
-        for inner in _between(model, name, plan)
+        for inner in _between(model, name)
     }
     for name, module in model.named_modules():
         in_blocks = name in blocks or is_inside(name, blocks)
@@ -160,7 +160,7 @@ def _hooked_modules(
             yield name, module, _ALL, "the features"
 
 
-def _between(model: nn.Module, layer: str, plan: TensorPlan) -> Iterator[str]:
+def _between(model: nn.Module, layer: str) -> Iterator[str]:
     """Yield modules without parameters or style next to a column-parallel layer.
 
     An activation function is one. Dropouts are excluded, because they may follow the row-parallel
@@ -170,10 +170,7 @@ def _between(model: nn.Module, layer: str, plan: TensorPlan) -> Iterator[str]:
     for leaf, child in model.get_submodule(parent).named_children():
         if isinstance(child, DROPOUTS) or next(child.parameters(), None) is not None:
             continue
-        if parent:
-            yield f"{parent}.{leaf}"
-        else:
-            yield leaf
+        yield f"{parent}.{leaf}" if parent else leaf
 
 
 def _refuse(name: str, module: nn.Module, kinds: tuple[HookKind, ...], split_values: str) -> None:
