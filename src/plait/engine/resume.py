@@ -74,8 +74,8 @@ def refuse_unfit_scheduler(scheduler: Scheduler) -> None:
     candidate: object = scheduler
     if isinstance(candidate, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise InputError(
-            "lr_scheduler: ReduceLROnPlateau follows a metric, and a schedule here is stepped by"
-            " the step alone; leave it out, build it over engine.optimizer, call its step(metric)"
+            "lr_scheduler: ReduceLROnPlateau follows a metric, and a schedule here is stepped"
+            " without one; leave it out, build it over engine.optimizer, call its step(metric)"
             " after each validation, and keep its state_dict() in client_state"
         )
     try:

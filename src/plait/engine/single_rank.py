@@ -1,4 +1,4 @@
-"""Dry run of one rank of any layout, alone and without data.
+"""Dry run of one rank of any layout, without the other ranks and without data.
 
 The model is built, split and stepped on fake tensors. Everything except the values is real: the
 same code makes the shards, the stages, the collectives and the optimizer states, on a process group

@@ -545,9 +545,9 @@ def refuse_taken(model: nn.Module) -> None:
     # DeepSpeed marks the parameters that it has partitioned with `ds_id`.
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise ModelError(
-            "the model's parameters were cut by DeepSpeed itself (its zero.Init, or Transformers' "
-            "HfDeepSpeedConfig), and this process has a part of them; leave that out, and build "
-            "the model with plait.from_pretrained(name)"
+            "the model's parameters were split by DeepSpeed itself (its zero.Init, or Transformers'"
+            " HfDeepSpeedConfig), and this process has a part of them; leave that out, and build"
+            " the model with plait.from_pretrained(name)"
         )
     owner = owner_of(model)
     if owner is not None and owner.is_cut:

@@ -297,7 +297,7 @@ def _norm_over_ranks(by_axes: Mapping[tuple[str, ...], torch.Tensor], mesh: Mesh
 
 
 _ROW_BYTES = 256
-"""Bytes that each rank sends: a flag for the loss, and a parameter's name, which may be cut."""
+"""Bytes that each rank sends: a flag for the loss, and a truncated name of a parameter."""
 
 
 def non_finite_error(

@@ -82,7 +82,7 @@ MEMORY_KINDS = (
 
 `parameters`, `gradients`, `optimizer` and `compression` (its errors) are what a rank holds just
 before the optimizer step. `gathered_parameters` and `unsharded_gradients` are what it holds in
-addition between two micro-batches of a step. A pipeline accounts for them after each computation
+addition between two micro-batches of a step. A pipeline computes them after each computation
 (`pipeline.account`).
 """
 
@@ -117,15 +117,15 @@ class Ledger:
     accumulation: Array
     """Micro-batches per optimizer step."""
     shard_rank: Array
-    """Coordinate along dp_shard of the rank that is accounted; 0 holds the most."""
+    """Coordinate along dp_shard of the rank of the ledger; 0 holds the most."""
     tp: Array
     tp_rank: Array
-    """Coordinate along tp of the rank that is accounted; 0 holds the most."""
+    """Coordinate along tp of the rank of the ledger; 0 holds the most."""
     cp: Array
     ep: Array
     """Number of ranks of a stage with different experts."""
     edp_rank: Array
-    """Coordinate of the accounted rank among those with the same experts; 0 holds the most."""
+    """Coordinate of the rank of the ledger among those with the same experts; 0 holds the most."""
     tokens: Array
     """Tokens of a micro-batch on one data-parallel rank: samples x sequence length.
 
@@ -385,7 +385,7 @@ def unit_bytes(facts: ModelFacts, ledger: Ledger) -> dict[int | str, UnitBytes]:
 
     Args:
         facts: The rank's part of the model.
-        ledger: The account of one candidate.
+        ledger: The ledger of one candidate.
     """
     units: dict[int | str, UnitBytes] = {ROOT: UnitBytes()}
     n = int(ledger.dp_shard[0])

@@ -172,7 +172,7 @@ def _why_no_kernel(config: Any, kind: Kind, device_type: str) -> str | None:
 
 
 def _unsupported_settings(config: Any) -> Iterator[str]:
-    """Yield an explanation for each setting that is not supported for cut sequences."""
+    """Yield an explanation for each setting that is not supported for split sequences."""
     for name in _DROPOUTS:
         value = getattr(config, name, 0) or 0
         if value:
@@ -188,9 +188,11 @@ def _unsupported_settings(config: Any) -> Iterator[str]:
             )
     is_bidirectional = getattr(config, "use_bidirectional_attention", False)
     if is_bidirectional or getattr(config, "is_causal", True) is False:
-        yield "attends in both directions, and only causal attention is cut; use a causal model"
+        yield (
+            "attends in both directions, and only causal attention is supported; use a causal model"
+        )
     if getattr(config, "add_cross_attention", False):
-        yield "has cross-attention, which is not cut; set config.add_cross_attention = False"
+        yield "has cross-attention, which is not split; set config.add_cross_attention = False"
     if getattr(config, "reorder_and_upcast_attn", False):
         yield (
             "has config.reorder_and_upcast_attn, which does not call the attention interface; set"
@@ -199,8 +201,8 @@ def _unsupported_settings(config: Any) -> Iterator[str]:
     for layer_type in getattr(config, "layer_types", None) or ():
         if layer_type not in _LAYERS:
             yield (
-                f"has layers of type {layer_type!r}, and only {' and '.join(_LAYERS)} are cut; use"
-                " another model"
+                f"has layers of type {layer_type!r}, and only {' and '.join(_LAYERS)} are"
+                " supported; use another model"
             )
 
 

@@ -36,7 +36,7 @@ FEWEST_NUMBERS = 4096
 Smaller parameters (norms, biases) keep float32 moments, as in bitsandbytes and torchao.
 """
 TENSOR_PARALLEL_DEGREE = 8
-"""Largest degree, a power of two, up to which splitting rows over tp cuts no block."""
+"""Largest degree, a power of two, up to which splitting rows over tp divides no block."""
 _SCALE_BYTES = 4
 
 
