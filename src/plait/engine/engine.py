@@ -535,7 +535,8 @@ class Engine(EngineFacts):
             snapshot = snapshot_of(
                 self, place_of(folder), tag=tag, client_state=client_state or {}, loader=loader
             )
-            # A copy of states in files would need the memory that they are in files to save.
+            # See Note [Life of a save] in `checkpoint.save`. States in files are not copied: a copy
+            # would need the memory that the files save.
             self._writer.begin(snapshot, stage=not wait and self.sharded.tier is None)
             written = self._writer.wait() if wait else None
         return written or snapshot.folder / snapshot.tag

@@ -256,7 +256,8 @@ def stored_names(model: nn.Module, files: Collection[str]) -> Callable[[str], st
     """Return a function from a name in the model to the name in the files.
 
     They differ for a base model that was saved by itself, without its prefix: GPT-2's
-    `transformer.h.0` is `h.0` in the hub's files of GPT-2 and BLOOM. Transformers decides by the names as well.
+    `transformer.h.0` is `h.0` in the hub's files of GPT-2 and BLOOM. Transformers decides by the
+    names as well.
     """
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     has_prefix = any(name.startswith(prefix) for name in files)
