@@ -257,13 +257,10 @@ def _describe_difference(
     usual: list[Fact], other: list[Fact], usual_ranks: list[int], ranks: list[int]
 ) -> str:
     """Return a description of the first fact that differs between two sets of ranks."""
-    index = min(len(usual), len(other))
-    for position, pair in enumerate(zip(usual, other, strict=False)):
-        if pair[0] != pair[1]:
-            index = position
-            break
-    usual_subject, usual_value = _fact_at(usual, index)
-    subject, value = _fact_at(other, index)
+    pairs = itertools.zip_longest(usual, other, fillvalue=("nothing more", ""))
+    usual_fact, fact = next(pair for pair in pairs if pair[0] != pair[1])
+    usual_subject, usual_value = usual_fact
+    subject, value = fact
 
     others_have = _with_verb(ranks)
     most_have = _with_verb(usual_ranks)
@@ -276,10 +273,6 @@ def _describe_difference(
     left = f"{others_have} {subject} {value}".rstrip()
     right = f"{most_have} {usual_subject} {usual_value}".rstrip()
     return f"{left} where {right}"
-
-
-def _fact_at(facts: list[Fact], index: int) -> Fact:
-    return facts[index] if index < len(facts) else ("nothing more", "")
 
 
 def _with_verb(ranks: list[int]) -> str:
