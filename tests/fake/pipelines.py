@@ -123,7 +123,10 @@ def unsharded_after(
             has_gradient.update(blocks[stage])
             has_gradient.update(name for name, users in root.items() if stage in users)
             for names, after in (
-                (blocks[stage], after_block_backward(zero, remaining, ran=stage, own=stage)),
+                (
+                    blocks[stage],
+                    after_block_backward(zero, remaining, ran=stage, block_stage=stage),
+                ),
                 (root, after_root_backward(zero, remaining, ran=stage, users=ends)),
             ):
                 if after.reduce:

@@ -22,7 +22,7 @@ from plait.comm.messages import Arriving
 from plait.dryrun.recorder import BACKWARD, LiveStorages, Recorder, watch
 from plait.engine.engine import Engine
 from plait.parallel.accounting.ledger import MEMORY_KINDS
-from plait.parallel.accounting.peak import BESIDE, HEAD
+from plait.parallel.accounting.peak import HEAD, OUTSIDE
 from plait.parallel.activations.activation_store import OffloadedActivations
 from plait.parallel.data.compression import Residuals
 from plait.parallel.data.reducer import Reducer
@@ -118,7 +118,7 @@ def measure_activations(engine: Engine, piece: Any) -> dict[str, int]:
         free_gathered(model)
     of_blocks = sum(kept.get(index, 0) for index in range(len(blocks)))
     return {
-        "activations": of_blocks + kept.get(BESIDE, 0),
+        "activations": of_blocks + kept.get(OUTSIDE, 0),
         "logits": kept.get(HEAD, 0),
         "blocks": of_blocks,
     }
@@ -184,7 +184,7 @@ def measure_in_flight(engine: Engine, batch: Any) -> MeasuredInFlight:
 
     def observe(action: Action, done: bool) -> None:
         nonlocal before
-        live.unit = BESIDE if action.kind is Kind.FORWARD else BACKWARD
+        live.unit = OUTSIDE if action.kind is Kind.FORWARD else BACKWARD
         if not done:
             before = (
                 before if found else live.total

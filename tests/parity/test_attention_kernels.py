@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import plait
-from plait.parallel.context.families import PackedDocuments
+from plait.parallel.context.attention_function import PackedDocuments
 from plait.verify.keep_float64 import keeping_float64
 from plait.verify.parity import engine_trace
 from tests.parity import cases, flash
@@ -106,14 +106,14 @@ def other_documents(
         positions[:, at:] -= at
         pieces.append({"input_ids": ids, "labels": ids.clone(), "position_ids": positions})
     counts, losses, called = [], [], []
-    find = PackedDocuments.of
+    find = PackedDocuments.from_starts
 
     def counted(starts: torch.Tensor, device: torch.device) -> PackedDocuments:
         called.append(starts.device.type)
         return find(starts, device)
 
     with flash.installed(), pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(PackedDocuments, "of", counted)
+        monkeypatch.setattr(PackedDocuments, "from_starts", counted)
         for implementation in ("flash_attention_2", "sdpa"):
             model: Any = build(case)
             model.config._attn_implementation_internal = implementation

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import plait
-from plait.parallel.context.families import PackedDocuments
+from plait.parallel.context.attention_function import PackedDocuments
 from plait.verify.parity import compare, worst
 from tests.parity import flash
 from tests.parity.context_parallel import Case, build, configured, reference, steps, train
@@ -42,7 +42,7 @@ def prepared(rank: int, world: int, case: Case) -> tuple[list[str], int, list[li
     documents' bounds. Runs in a worker."""
     device: Any = sys.modules["simulated_device.on_torch"]
     places, bounds = [], []
-    find = PackedDocuments.of
+    find = PackedDocuments.from_starts
 
     def noted(starts: torch.Tensor, on: torch.device) -> PackedDocuments:
         places.append(starts.device.type)
@@ -54,7 +54,7 @@ def prepared(rank: int, world: int, case: Case) -> tuple[list[str], int, list[li
     model: Any = build(case)
     model.config._attn_implementation_internal = "flash_attention_2"
     with flash.installed(), pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(PackedDocuments, "of", noted)
+        monkeypatch.setattr(PackedDocuments, "from_starts", noted)
         engine = plait.initialize(model, configured(case), loss_fn=plait.causal_lm_loss)
         first, second = steps(case.data, 2)
         engine.train_batch(first)

@@ -53,7 +53,7 @@ from plait.parallel.accounting.activations import (
     StageFacts,
     StageMode,
 )
-from plait.parallel.accounting.peak import BESIDE, HEAD, LOSS, StageMoments
+from plait.parallel.accounting.peak import HEAD, LOSS, OUTSIDE, StageMoments
 from plait.parallel.activations.activation_store import OffloadedActivations
 from plait.parallel.micro_batches import Forward, default_forward
 from plait.parallel.parts import Parts, Plans
@@ -233,7 +233,7 @@ class DryModel:
 
         try:
             with recorder:
-                recorder.mark("forward", BESIDE)
+                recorder.mark("forward", OUTSIDE)
                 outputs, handed = self._forward(stage, received, length, recorder)
                 forward = recorder.take()
                 saved = Counter(recorder.bytes)
@@ -250,7 +250,7 @@ class DryModel:
                     deferred = Counter({unit: recorder.of_block(unit) for unit in units.values()})
                     deferred_outside = recorder.total - deferred.total()
                     input_moments = recorder.take()
-                    recorder.mark("weights", BESIDE)
+                    recorder.mark("weights", OUTSIDE)
                     backward_weights(weight_backward)
                     moments = StageMoments(forward, inputs=input_moments, weights=recorder.take())
                 else:
@@ -265,7 +265,7 @@ class DryModel:
         trace = StageTrace(
             figures=StageMode(
                 kept=tuple(saved[unit] for unit in units.values()),
-                outside=saved[BESIDE],
+                outside=saved[OUTSIDE],
                 head=saved[HEAD],
                 returning=(),
                 flops=recorder.flops,

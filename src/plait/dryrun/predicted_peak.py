@@ -272,7 +272,7 @@ def _optimizer_bytes(
         for fact in facts.trainable:
             dim = ledger.tensor_dims.get(fact.name)
             part = parameter_part(fact.shape, dim, ledger)
-            length = int(part.held[0])
+            length = int(part.local[0])
             width = int(part.row[0])
             shape = (length, width) if len(fact.shape) > 1 else (length,)
             local = torch.empty(shape, dtype=dtypes[fact.itemsize], device=mesh.device)

@@ -26,7 +26,7 @@ from torch.utils.flop_counter import flop_registry
 from plait._torch.groups import finished_work, process_group_of
 from plait._torch.operators import TorchDispatchMode, operator_name, tree_leaves
 from plait._torch.tensors import around_shape_inference, local_tensor, on_resize, storage_id
-from plait.parallel.accounting.peak import BESIDE, HEAD, Alive, Direction, Moment
+from plait.parallel.accounting.peak import HEAD, OUTSIDE, Alive, Direction, Moment
 
 
 class LiveStorages(TorchDispatchMode):
@@ -161,7 +161,7 @@ In its backward, block i has the unit BACKWARD - 1 - i.
 class Recorder(LiveStorages):
     """Live storages by unit, and the moments between the points where another unit begins.
 
-    A unit is the index of a block, BESIDE, HEAD, or a unit of the backward.
+    A unit is the index of a block, OUTSIDE, HEAD, or a unit of the backward.
 
     Args:
         known: Tensors that are not counted, such as parameters and the batch.
@@ -170,7 +170,7 @@ class Recorder(LiveStorages):
 
     def __init__(self, *, known: Any, drops_gradients: bool = True) -> None:
         super().__init__(known=known)
-        self.unit = BESIDE
+        self.unit = OUTSIDE
         self.gradients: Counter[int] = Counter()
         """Bytes of accumulated gradients, keyed by block. HEAD stands for a head that is a sharding
         unit.
@@ -239,7 +239,7 @@ class Recorder(LiveStorages):
     def _alive(self, *, with_gradients: bool = True) -> Alive:
         logits = self.bytes[HEAD]
         temporaries = sum(size for unit, size in self.bytes.items() if unit <= BACKWARD)
-        root = self.gradients[BESIDE]
+        root = self.gradients[OUTSIDE]
         gradients = self.gradients.total() - root
         if not with_gradients:
             gradients = root = 0
@@ -336,11 +336,11 @@ def watch(
         if isinstance(hidden, torch.Tensor):
             recorder.claim(hidden, index)
             if index == first_block and hidden.requires_grad:
-                hidden.register_hook(lambda _: recorder.mark("backward", BESIDE))
+                hidden.register_hook(lambda _: recorder.mark("backward", OUTSIDE))
 
     def leaving(index: int, _module: nn.Module, _args: object, output: Any) -> None:
         ends = last and index == last_block
-        recorder.begin_forward(HEAD if ends else BESIDE)
+        recorder.begin_forward(HEAD if ends else OUTSIDE)
         if ends:
             for leaf in tree_leaves(output)[:1]:
                 recorder.claim(leaf, HEAD)
@@ -353,7 +353,7 @@ def watch(
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        outside = HEAD if head is not None and name.startswith(f"{head}.") else BESIDE
+        outside = HEAD if head is not None and name.startswith(f"{head}.") else OUTSIDE
         unit = next((u for block, u in units.items() if name.startswith(f"{block}.")), outside)
         hook = partial(recorder.accumulated, unit=unit)
         handles.append(parameter.register_post_accumulate_grad_hook(hook))

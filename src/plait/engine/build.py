@@ -15,7 +15,7 @@ from plait.comm.failures import run_on_all_ranks
 from plait.config.resolving.resolve import Resolved
 from plait.engine.engine import Engine
 from plait.engine.generators import generator_seed
-from plait.engine.resume import check_scheduler, configured_groups
+from plait.engine.resume import configured_groups, refuse_unfit_scheduler
 from plait.engine.trackers import EngineTrackers, check_trackers
 from plait.errors import ConfigError, InputError, Problem
 from plait.losses.balance_loss import with_balance_loss
@@ -198,9 +198,11 @@ def _build_scheduler(
     scheduler = arguments.lr_scheduler
     if callable(scheduler):
         scheduler = scheduler(optimizer)
-    scheduler = check_scheduler(scheduler)
-    if scheduler is not None or resolved.scheduler is None:
+    if scheduler is not None:
+        refuse_unfit_scheduler(scheduler)
         return scheduler, None
+    if resolved.scheduler is None:
+        return None, None
     source = ScheduleSource(resolved.scheduler, arguments.total_steps)
     return build_scheduler(source.spec, optimizer, total_steps=arguments.total_steps), source
 
@@ -249,9 +251,14 @@ def _build_optimizer(
         return build_optimizer(resolved.optimizer, list(model.named_parameters()))
     states = resolved.optimizer.states
     if states is not None:
-        rule = "an optimizer that is passed to plait.initialize stores its states in its own form"
-        remedy = "leave `optimizer=` or the setting out"
-        raise ConfigError(Problem("optimizer.states", states, rule, remedy))
+        raise ConfigError(
+            Problem(
+                "optimizer.states",
+                states,
+                "an optimizer that is passed to plait.initialize stores its states in its own form",
+                "leave `optimizer=` or the setting out",
+            )
+        )
     if isinstance(optimizer, torch.optim.Optimizer):
         return checked_optimizer(_with_shards(optimizer, model, names), model)
     if not callable(optimizer):

@@ -1,6 +1,6 @@
 """The engine, which trains a model on a layout.
 
-A loop takes full optimizer steps with `train_batch`, or makes DeepSpeed's three calls
+A training loop takes full optimizer steps with `train_batch`, or makes DeepSpeed's three calls
 (`engine(...)`, `backward`, `step`).
 
 Note [Division of gradients]
@@ -8,12 +8,6 @@ Note [Division of gradients]
     divides by the global weight of the step (usually its number of targets), so the result does not
     depend on how samples are distributed over ranks and micro-batches. The three calls take
     DeepSpeed's mean of means, unless `backward` is passed weights.
-
-Check that the weight which a loss returns is the one that its step was divided by.
-
-`train_batch` divides before the first backward by `Loss.weight` of the batch (Note [Weight of a
-loss]). A loss that returns another weight would be scaled wrongly, without any visible sign. Both
-weights are summed over the ranks in any case, so the check costs no communication.
 """
 
 from __future__ import annotations
@@ -56,65 +50,6 @@ from plait.sharded.guard import checked_loss
 from plait.sharded.misuse import refuse_own_batches
 from plait.sharded.model import ShardedModel
 from plait.sharded.step import StepOutcome, Stepper
-
-_CONSISTENT = (CausalLMLoss, ChunkedCausalLMLoss, PerSample)
-"""Losses whose two weights are always the same."""
-_ROUNDING = 1e-6
-"""Relative tolerance for sums of weights that are not integers."""
-
-
-class WeightCheck:
-    """Compares the two weights of a step. It is called once per step.
-
-    On a GPU the weights are read one step later, when their copy has arrived, so that nothing waits
-    for the device.
-    """
-
-    def __init__(self) -> None:
-        self._tolerance = _ROUNDING
-        self._copied: tuple[HostCopy, int] | None = None
-        """Weights of the previous step and its number."""
-
-    def applies_to(self, loss_fn: Loss) -> bool:
-        """Return True if a loss may return another weight than its `weight` function."""
-        return type(loss_fn) not in _CONSISTENT
-
-    def note(self, weight: Any) -> None:
-        """Adapt the tolerance to the dtype of a weight."""
-        if isinstance(weight, torch.Tensor) and weight.is_floating_point():
-            self._tolerance = max(self._tolerance, 2 * torch.finfo(weight.dtype).eps)
-
-    def __call__(self, *, divided_by: torch.Tensor, returned: torch.Tensor, step: int) -> None:
-        """Compare the weights of a step, both summed over all ranks.
-
-        Args:
-            divided_by: Weight before the forward, 0-dimensional.
-            returned: Weight that the loss returned, 0-dimensional.
-            step: Number of the step.
-
-        Raises:
-            InputError: They differ. It is raised on all ranks.
-        """
-        # On a CPU reading the numbers waits for nothing.
-        if divided_by.device.type == "cpu":
-            self._compare(float(divided_by), float(returned), step)
-            return
-        previous = self._copied
-        weights = torch.stack([divided_by.double(), returned.double()])
-        self._copied = (HostCopy(weights), step)
-        if previous is not None:
-            copy, previous_step = previous
-            previous_divided_by, previous_returned = copy.values().tolist()
-            self._compare(previous_divided_by, previous_returned, previous_step)
-
-    def _compare(self, divided_by: float, returned: float, step: int) -> None:
-        if not abs(divided_by - returned) <= self._tolerance * max(abs(divided_by), abs(returned)):
-            raise InputError(
-                f"step {step}: the loss returned weights that add up to {returned:g}, and its"
-                f" weight function (weight_fn, or the loss's `weight`) said {divided_by:g} of the"
-                " same batch; train_batch divides by the second, before the first backward, so"
-                " both must count the same"
-            )
 
 
 @dataclass(frozen=True)
@@ -251,12 +186,11 @@ class Engine(EngineFacts):
 
         self.sharded.train_microbatches(batches, scaled_loss, loss_fn=without_balance_loss(loss_fn))
 
-        # Only the last stage of a pipeline has a loss. This reduction overlaps with the norm.
-        loss_sum = self._sum(totals)
-        # Two numbers on every rank, even if the loss functions of ranks differ: sizes of messages
-        # must agree.
+        # Only the last stage of a pipeline has a loss. This reduction overlaps with the norm. It
+        # sends two numbers on every rank, even if the loss functions of ranks differ: sizes of
+        # messages must agree.
         global_sums = AsyncAllReduce(
-            torch.stack([loss_sum, self._sum(returned_weights)]), self._loss_group
+            torch.stack([self._sum(totals), self._sum(returned_weights)]), self._loss_group
         )
         # Both may change in the update.
         scale = self.sharded.loss_scale
@@ -372,8 +306,8 @@ class Engine(EngineFacts):
         if len(tensors) == 1:
             total = tensors[0].to(self.device, torch.float64, copy=True)
         else:
-            stacked = torch.stack([tensor.to(self.device) for tensor in tensors])
-            total = stacked.sum(dtype=torch.float64)
+            on_device = [tensor.to(self.device) for tensor in tensors]
+            total = torch.stack(on_device).sum(dtype=torch.float64)
         return total + number if number else total
 
     def _to_device(self, weight: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -386,9 +320,12 @@ class Engine(EngineFacts):
         self, outcome: StepOutcome, rate: float, scale: float, loss: torch.Tensor | None = None
     ) -> None:
         if self.trackers is not None:
-            norm = outcome.grad_norm
             self.trackers.end_step(
-                self.global_steps, grad_norm=norm, learning_rate=rate, loss_scale=scale, loss=loss
+                self.global_steps,
+                grad_norm=outcome.grad_norm,
+                learning_rate=rate,
+                loss_scale=scale,
+                loss=loss,
             )
 
     def _recover(self) -> None:
@@ -589,8 +526,8 @@ class Engine(EngineFacts):
         if self._guard.backwards:
             raise InputError(
                 f"engine.save_checkpoint: {self._guard.backwards} micro-batches of this step have"
-                " had their backward, and no checkpoint keeps their gradients, which a resumed run"
-                " would lose; save after the engine.step() that updates"
+                " had their backward, and no checkpoint stores their gradients, which a resumed"
+                " run would lose; save after the engine.step() that updates"
             )
         if loader is not None:
             refuse_stateless(loader, "engine.save_checkpoint")
@@ -598,7 +535,8 @@ class Engine(EngineFacts):
             snapshot = snapshot_of(
                 self, place_of(folder), tag=tag, client_state=client_state or {}, loader=loader
             )
-            # A copy of states in files would need the memory that they are in files to save.
+            # See Note [Life of a save] in `checkpoint.save`. States in files are not copied: a copy
+            # would need the memory that the files save.
             self._writer.begin(snapshot, stage=not wait and self.sharded.tier is None)
             written = self._writer.wait() if wait else None
         return written or snapshot.folder / snapshot.tag
@@ -680,3 +618,114 @@ class Engine(EngineFacts):
         finally:
             # Also if a checkpoint could not be written.
             self.sharded.close()
+
+
+_CONSISTENT = (CausalLMLoss, ChunkedCausalLMLoss, PerSample)
+"""Losses whose two weights are always the same."""
+
+
+_ROUNDING = 1e-6
+"""Relative tolerance for sums of weights that are not integers."""
+
+
+class WeightCheck:
+    """Comparison of the weight that a loss returns with the one that its step was divided by.
+
+    `train_batch` divides before the first backward by `Loss.weight` of the batch (Note [Weight of a
+    loss]). A loss that returns another weight would be scaled wrongly, without any visible sign.
+    Both weights are summed over the ranks in any case, so the check costs no communication. On a
+    GPU the weights are read one step later, when their copy has arrived, so that nothing waits for
+    the device.
+    """
+
+    def __init__(self) -> None:
+        self._tolerance = _ROUNDING
+        self._copied: tuple[HostCopy, int] | None = None
+        """Weights of the previous step and its number."""
+
+    def applies_to(self, loss_fn: Loss) -> bool:
+        """Return True if a loss may return another weight than its `weight` function."""
+        return type(loss_fn) not in _CONSISTENT
+
+    def note(self, weight: Any) -> None:
+        """Adapt the tolerance to the dtype of a weight."""
+        if isinstance(weight, torch.Tensor) and weight.is_floating_point():
+            self._tolerance = max(self._tolerance, 2 * torch.finfo(weight.dtype).eps)
+
+    def __call__(self, *, divided_by: torch.Tensor, returned: torch.Tensor, step: int) -> None:
+        """Compare the weights of a step, both summed over all ranks.
+
+        Args:
+            divided_by: Weight before the forward, 0-dimensional.
+            returned: Weight that the loss returned, 0-dimensional.
+            step: Number of the step.
+
+        Raises:
+            InputError: They differ. It is raised on all ranks.
+        """
+        # On a CPU reading the numbers waits for nothing.
+        if divided_by.device.type == "cpu":
+            self._compare(float(divided_by), float(returned), step)
+            return
+        previous = self._copied
+        self._copied = (HostCopy(torch.stack([divided_by.double(), returned.double()])), step)
+        if previous is not None:
+            copy, previous_step = previous
+            previous_divided_by, previous_returned = copy.values().tolist()
+            self._compare(previous_divided_by, previous_returned, previous_step)
+
+    def _compare(self, divided_by: float, returned: float, step: int) -> None:
+        if not abs(divided_by - returned) <= self._tolerance * max(abs(divided_by), abs(returned)):
+            raise InputError(
+                f"step {step}: the loss returned weights that add up to {returned:g}, and its"
+                f" weight function (weight_fn, or the loss's `weight`) returned {divided_by:g} for"
+                " the same batch; train_batch divides by the second, before the first backward, so"
+                " both must count the same"
+            )
+
+
+class OptimizerProxy(torch.optim.Optimizer):
+    """Proxy of an engine's optimizer, over which LR schedulers of torch can be built.
+
+    Attributes:
+        engine: The engine.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        # The constructor of torch is not called: groups and states are the engine's.
+        self.engine = engine
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Optimizer of the engine."""
+        return self.engine.optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        # While the object is unpickled, it has no attributes yet.
+        if name == "engine":
+            raise AttributeError(name)
+        return getattr(self.engine.optimizer, name)
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        """Parameter groups of the engine's optimizer."""
+        return self.engine.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """States of the engine's optimizer on this rank."""
+        return self.engine.optimizer.state
+
+    @property
+    def defaults(self) -> Any:  # type: ignore[override]
+        """Default values of the engine's optimizer."""
+        return self.engine.optimizer.defaults
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """True if the last step was skipped because its gradients were not finite."""
+        return self.engine.global_steps > 0 and not self.engine.was_step_applied()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's part of the state. A checkpoint stores all of it."""
+        return self.engine.optimizer.state_dict()

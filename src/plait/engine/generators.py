@@ -32,8 +32,8 @@ def generator_seed(seed: int, mesh: Mesh, *, step: int = 0) -> int:
         mesh: Mesh of the ranks.
         step: Number of the step.
     """
-    at = mesh.coordinates
-    return seed_of(f"{seed} {step} {mesh.dp_index} {at['cp']} {at['pp']}")
+    coordinates = mesh.coordinates
+    return seed_of(f"{seed} {step} {mesh.dp_index} {coordinates['cp']} {coordinates['pp']}")
 
 
 def seed(base: int, mesh: Mesh, *, step: int) -> None:
@@ -78,10 +78,7 @@ def restore(device: torch.device, saved: Mapping[str, torch.Tensor]) -> bool:
     Returns:
         False, without any change, if a state is missing.
     """
-    required = {_CPU, _OTHERS}
-    if device.type != "cpu":
-        required.add(_DEVICE)
-    if not required <= saved.keys():
+    if not states(device).keys() <= saved.keys():
         return False
     others = exact.decode(json.loads(bytes(saved[_OTHERS].tolist())), where="a generator")
     torch.set_rng_state(saved[_CPU])

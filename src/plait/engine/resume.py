@@ -65,26 +65,23 @@ def configured_groups(optimizer: Optimizer) -> list[Group]:
     return groups
 
 
-def check_scheduler(scheduler: Scheduler | None) -> Scheduler | None:
-    """Return a schedule that was passed to `plait.initialize`, or None.
+def refuse_unfit_scheduler(scheduler: Scheduler) -> None:
+    """Refuse a schedule of the caller that needs a metric, or whose state cannot be saved.
 
     Raises:
-        InputError: The schedule needs a metric, or its state cannot be saved.
+        InputError: It names the reason, with a remedy.
     """
-    if scheduler is None:
-        return None
     candidate: object = scheduler
     if isinstance(candidate, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise InputError(
-            "lr_scheduler: ReduceLROnPlateau follows a metric, and a schedule here is stepped by"
-            " the step alone; leave it out, build it over engine.optimizer, call its step(metric)"
+            "lr_scheduler: ReduceLROnPlateau follows a metric, and a schedule here is stepped"
+            " without one; leave it out, build it over engine.optimizer, call its step(metric)"
             " after each validation, and keep its state_dict() in client_state"
         )
     try:
         exact.encode(scheduler.state_dict(), f"the state of {type(scheduler).__name__}")
     except CheckpointError as error:
         raise InputError(f"lr_scheduler: {error}, or leave it out of its state_dict()") from error
-    return scheduler
 
 
 def schedule_facts(scheduler: Scheduler | None, source: ScheduleSource | None) -> Any:
@@ -295,7 +292,10 @@ class Resume:
     def _note_changes(self, groups: Sequence[Group], saved_rates: Sequence[Any]) -> None:
         for key, (before, now) in self._changed.items():
             if key == "lr" and self.scheduler is not None:
-                has_effect = not _ratesare_equal(groups, saved_rates)
+                has_effect = not all(
+                    are_equal(group.get("lr"), rate)
+                    for group, rate in zip(groups, saved_rates, strict=True)
+                )
             else:
                 has_effect = any(key in group and are_equal(group[key], now) for group in groups)
             effect = "" if has_effect else ", which changes nothing: the schedule sets it"
@@ -341,18 +341,13 @@ class _GroupsOnly(Optimizer):
         """Do nothing."""
 
 
-def _ratesare_equal(groups: Sequence[Group], rates: Sequence[Any]) -> bool:
-    return all(are_equal(group.get("lr"), rate) for group, rate in zip(groups, rates, strict=True))
-
-
 def are_equal(left: Any, right: Any) -> bool:
     """Return True if two settings are equal as numbers, tensors, lists or tuples."""
     if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
         if left is None or right is None:
             return False
-        left_tensor = torch.as_tensor(left, dtype=torch.float64).cpu()
-        right_tensor = torch.as_tensor(right, dtype=torch.float64).cpu()
-        return bool(torch.equal(left_tensor, right_tensor))
+        left = torch.as_tensor(left, dtype=torch.float64).cpu()
+        return torch.equal(left, torch.as_tensor(right, dtype=torch.float64).cpu())
     # A file has lists where code has tuples.
     if isinstance(left, list | tuple) and isinstance(right, list | tuple):
         return len(left) == len(right) and all(map(are_equal, left, right))

@@ -1,4 +1,4 @@
-"""Dry run of one rank of any layout, alone and without data.
+"""Dry run of one rank of any layout, without the other ranks and without data.
 
 The model is built, split and stepped on fake tensors. Everything except the values is real: the
 same code makes the shards, the stages, the collectives and the optimizer states, on a process group
@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -133,7 +133,7 @@ def run_single_rank(
     samples: int,
     length: int,
     real: bool = False,
-    tell: Callable[[str], None] = lambda _: None,
+    on_phase: Callable[[str], None] = lambda _: None,
 ) -> SingleRankRun:
     """Build one rank of a layout, and run one step of it.
 
@@ -147,7 +147,7 @@ def run_single_rank(
         length: Tokens per sample.
         real: Run on this machine's device instead of fake tensors. The values of the parameters are
             whatever its memory contains.
-        tell: Progress callback. Receives the name of the phase that starts.
+        on_phase: Progress callback. Receives the name of the phase that starts.
 
     Raises:
         InputError: A process group exists already, the model is not on meta, or `real` needs a GPU
@@ -165,34 +165,30 @@ def run_single_rank(
     data_parallel = resolved.data_parallel.model_copy(update={"unused_parameters": False})
     resolved = resolved.model_copy(update={"data_parallel": data_parallel})
     start = time.perf_counter()
-    tell(f"building rank {rank} of {resolved.layout.world_size:,}")
+    on_phase(f"building rank {rank} of {resolved.layout.world_size:,}")
     with process_group_of_rank(resolved, rank, purpose="a single-rank dry run"):
         mesh, parts, _ = split(checked_model(model, resolved))
-        watch: _FakeTensorWatch | _DeviceProfile
-        tensor_mode: AbstractContextManager[Any]
-        if real:
-            watch = _DeviceProfile(mesh)
-            tensor_mode = nullcontext()
-        else:
-            watch = _FakeTensorWatch(mesh)
-            tensor_mode = FakeTensorMode(allow_non_fake_inputs=True)
-
         with ExitStack() as stack:
-            stack.enter_context(tensor_mode)
             stack.enter_context(refusing_triton_kernels())
-            stack.enter_context(watch)
             stack.enter_context(skip_packed_row_search())
+            watch: _FakeTensorWatch | _DeviceProfile
+            if real:
+                watch = _DeviceProfile(mesh)
+            else:
+                stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+                # Entered last, so that it sees the operators before the mode of fake tensors does.
+                watch = stack.enter_context(_FakeTensorWatch(mesh))
             materialise.allocate(model, mesh.device)
             parts = attach_all(resolved.techniques, parts, mesh)
             sharded = ShardedModel(parts, mesh, resolved, forward=forward_of(resolved, model))
-            rank_step = _RankStep(sharded, samples, length, watch)
+            optimizer = build_optimizer(resolved.optimizer, list(model.named_parameters()))
             built = time.perf_counter()
-            tell(
+            on_phase(
                 f"one step: {resolved.batch.accumulation} micro-batches of {samples} x {length}"
                 f" tokens on {mesh.device.type}"
             )
-            make_fake_states(rank_step.optimizer)
-            run = rank_step.run()
+            make_fake_states(optimizer)
+            run = _run_step(sharded, optimizer, _micro_batches(sharded, samples, length), watch)
         return replace(
             run,
             build_seconds=built - start,
@@ -211,62 +207,54 @@ def _refuse_grouped_products(model: nn.Module, resolved: Resolved) -> None:
         )
 
 
-@dataclass
-class _RankStep:
-    """Step of a single rank, and its measurements."""
+def _micro_batches(sharded: ShardedModel, samples: int, length: int) -> list[Any]:
+    count = sharded.config.batch.accumulation
+    device = next(sharded.model.parameters()).device
+    ids = torch.zeros(samples * count, length, dtype=torch.int64, device=device)
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    return [
+        sharded.hooks.prepare(micro_batch)
+        for micro_batch in micro_batches(batch, count=count, size=samples)
+    ]
 
-    sharded: ShardedModel
-    samples: int
-    length: int
-    watch: _FakeTensorWatch | _DeviceProfile
 
-    def __post_init__(self) -> None:
-        self.optimizer = build_optimizer(
-            self.sharded.config.optimizer, list(self.sharded.model.named_parameters())
-        )
+def _run_step(
+    sharded: ShardedModel,
+    optimizer: torch.optim.Optimizer,
+    batches: list[Any],
+    watch: _FakeTensorWatch | _DeviceProfile,
+) -> SingleRankRun:
+    """Run a step of a single rank. The times of the result are not set yet."""
+    model = sharded.model
+    loss = loss_of(sharded.config)
+    if sharded.pipeline is not None:
+        predict_messages(model, sharded.parts, sharded.pipeline, batches[0])
 
-    def run(self) -> SingleRankRun:
-        """Run the step. The times of the result are not set yet."""
-        sharded = self.sharded
-        model = self.sharded.model
-        loss = loss_of(sharded.config)
-        batches = self._micro_batches()
-        if sharded.pipeline is not None:
-            predict_messages(model, sharded.parts, sharded.pipeline, batches[0])
+    def loss_sum(output: Any, micro_batch: Any) -> torch.Tensor:
+        return loss(output, micro_batch)[0]
 
-        def loss_sum(output: Any, micro_batch: Any) -> torch.Tensor:
-            return loss(output, micro_batch)[0]
+    with delivered_at_once(), watch.step():
+        with watch.phase("micro-batches"):
+            sharded.train_microbatches(batches, loss_sum, loss_fn=loss)
+        with watch.phase("reduction"):
+            sharded.finish_reduction()
+        gradients = storage_bytes(p.grad for p in model.parameters() if p.grad is not None)
+        with watch.phase("optimizer step"):
+            optimizer.step()
 
-        with delivered_at_once(), self.watch.step():
-            with self.watch.phase("micro-batches"):
-                sharded.train_microbatches(batches, loss_sum, loss_fn=loss)
-            with self.watch.phase("reduction"):
-                sharded.finish_reduction()
-            gradients = storage_bytes(p.grad for p in model.parameters() if p.grad is not None)
-            with self.watch.phase("optimizer step"):
-                self.optimizer.step()
-
-        return SingleRankRun(
-            parameters=storage_bytes(model.parameters()),
-            gradients=gradients,
-            optimizer=storage_bytes(state_tensors(self.optimizer)),
-            blocks=sharded.parts.blocks,
-            peak=self.watch.peak,
-            peak_during=self.watch.peak_during,
-            operators=self.watch.operators(),
-            traffic=self.watch.traffic(),
-            device=self.watch.device,
-            build_seconds=0.0,
-            step_seconds=0.0,
-        )
-
-    def _micro_batches(self) -> list[Any]:
-        count = self.sharded.config.batch.accumulation
-        device = next(self.sharded.model.parameters()).device
-        ids = torch.zeros(self.samples * count, self.length, dtype=torch.int64, device=device)
-        batch = {"input_ids": ids, "labels": ids.clone()}
-        cut = micro_batches(batch, count=count, size=self.samples)
-        return [self.sharded.hooks.prepare(micro_batch) for micro_batch in cut]
+    return SingleRankRun(
+        parameters=storage_bytes(model.parameters()),
+        gradients=gradients,
+        optimizer=storage_bytes(state_tensors(optimizer)),
+        blocks=sharded.parts.blocks,
+        peak=watch.peak,
+        peak_during=watch.peak_during,
+        operators=watch.operators(),
+        traffic=watch.traffic(),
+        device=watch.device,
+        build_seconds=0.0,
+        step_seconds=0.0,
+    )
 
 
 class _FakeTensorWatch(LiveStorages):
@@ -306,7 +294,8 @@ class _FakeTensorWatch(LiveStorages):
         """Run an operator, and count it."""
         self._operator = str(func)
         out = func(*args, **kwargs)
-        if not self._is_counting or _computes_nothing(func):
+        computes_nothing = getattr(func, "is_view", False) or func.namespace in ("prim", "profiler")
+        if not self._is_counting or computes_nothing:
             return out
 
         name = str(func.overloadpacket)
@@ -352,10 +341,6 @@ class _FakeTensorWatch(LiveStorages):
         return tuple(traffic)
 
 
-def _computes_nothing(func: Any) -> bool:
-    return bool(getattr(func, "is_view", False)) or func.namespace in ("prim", "profiler")
-
-
 def _axes_by_group(mesh: Mesh) -> dict[str, str]:
     """Return the mesh dimensions of each process group, keyed by the group's name."""
     axes_of: dict[str, str] = {}
@@ -383,12 +368,6 @@ class _DeviceProfile:
         self.peak_during = "on the device"
         self._torch_device = mesh.device
         self._profile: Any = None
-
-    def __enter__(self) -> _DeviceProfile:
-        return self
-
-    def __exit__(self, *problem: Any) -> None:
-        pass
 
     @contextmanager
     def step(self) -> Iterator[None]:

@@ -1,15 +1,13 @@
 """Contents of a training state, saved to and loaded from a checkpoint.
 
+A checkpoint has the model, the optimizer, the LR schedule, the loss scale, counters, random
+generators, the states of step hooks, and the position of the user's data loader. A loader is any
+object with `state_dict` and `load_state_dict`, such as torchdata's StatefulDataLoader. Each rank
+has its own, so its state fits the layout that it was saved on.
+
 Note [Errors of one rank]
     Work that may fail on a single rank runs in `run_on_all_ranks`. All ranks then raise the error,
     instead of waiting for the failed rank in the next collective.
-
-Read-only properties of an engine: its model, its place among the ranks, its batch sizes.
-
-State of a user's data loader in a checkpoint.
-
-A loader is any object with `state_dict` and `load_state_dict`, such as torchdata's
-StatefulDataLoader. Each rank has its own, so a state fits the layout that it was saved on.
 """
 
 from __future__ import annotations
@@ -43,6 +41,25 @@ from plait.parallel.parts import Parts
 from plait.parallel.techniques.data_parallel import free_gathered
 from plait.sharded.model import ShardedModel
 from plait.sharded.step import Stepper
+
+T = TypeVar("T")
+
+
+_LOADER = "loader"
+
+
+_HOOKS = "hooks."
+"""Prefix of the names of the tensors of step hooks."""
+
+
+class StatefulLoader(Protocol):
+    """A data loader that can save and restore its position."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain data: numbers, texts, lists, mappings, small tensors."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a state."""
 
 
 class EngineFacts:
@@ -132,116 +149,6 @@ class EngineFacts:
         return self.config.batch.accumulation
 
 
-_LOADER = "loader"
-
-
-class StatefulLoader(Protocol):
-    """A data loader that can save and restore its position."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return plain data: numbers, texts, lists, mappings, small tensors."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a state."""
-
-
-def refuse_stateless(loader: Any, call: str) -> None:
-    """Raise InputError for a loader that cannot save its position.
-
-    Args:
-        loader: The argument of a call.
-        call: Name of the call, for the message.
-    """
-    missing = [
-        name
-        for name in ("state_dict", "load_state_dict")
-        if not callable(getattr(loader, name, None))
-    ]
-    if missing:
-        rule = f"{type(loader).__name__} has no {missing[0]}, so its position cannot be saved"
-        raise InputError(
-            f"{call}: loader: {rule}; use torchdata's StatefulDataLoader, or leave `loader` out"
-        )
-
-
-def saved_loader(loader: StatefulLoader | None) -> dict[str, torch.Tensor]:
-    """Return the state of this rank's loader as a tensor: uint8, [bytes]. Empty without a loader.
-
-    Raises:
-        CheckpointError: The state is not plain data.
-    """
-    if loader is None:
-        return {}
-    text = json.dumps(exact.encode(loader.state_dict(), "loader.state_dict()"))
-    return {_LOADER: torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)}
-
-
-def refuse_loader_misfit(
-    loader: StatefulLoader | None,
-    metadata: Mapping[str, Any],
-    *,
-    then: Mapping[str, int],
-    now: Layout,
-) -> None:
-    """Raise CheckpointError if a checkpoint has no state for this rank's loader.
-
-    Args:
-        loader: This rank's loader, or None.
-        metadata: Metadata of the checkpoint.
-        then: Degrees of the layout that the checkpoint was saved on.
-        now: The current layout.
-    """
-    if loader is None:
-        return
-    if not metadata.get(_LOADER):
-        raise CheckpointError(
-            "load_checkpoint(loader=...): the checkpoint was saved without a loader; leave"
-            " `loader` out"
-        )
-    if dict(then) != now.all_degrees:
-        different = ", ".join(
-            f"{axis} {then.get(axis, 1)} -> {degree}"
-            for axis, degree in now.all_degrees.items()
-            if then.get(axis, 1) != degree
-        )
-        raise CheckpointError(
-            "load_checkpoint(loader=...): the checkpoint has the position of one loader per rank,"
-            f" and the layout has changed ({different}), so samples would be left out or repeated;"
-            " use the same layout, or leave `loader` out and start the epoch again"
-        )
-
-
-def restore_loader(loader: StatefulLoader | None, rank_state: Mapping[str, torch.Tensor]) -> None:
-    """Restore this rank's loader.
-
-    Args:
-        loader: The loader, or None.
-        rank_state: Tensors that the checkpoint stores for this rank.
-    """
-    if loader is not None:
-        text = bytes(rank_state[_LOADER].cpu().tolist()).decode()
-        loader.load_state_dict(exact.decode(json.loads(text), where="loader"))
-
-
-T = TypeVar("T")
-_HOOKS = "hooks."
-"""Prefix of the names of the tensors of step hooks."""
-
-
-@dataclass(frozen=True)
-class _RankContent:
-    """Contents of one rank, before they are combined with those of others."""
-
-    client: Any
-    loader: dict[str, torch.Tensor]
-    optimizer: states.OptimizerContent
-    schedule: Any
-    tensors: dict[str, torch.Tensor]
-    """Parameters and buffers of the model."""
-    values: dict[str, Any]
-    """Extra state of the model that is not tensors."""
-
-
 def snapshot_of(
     engine: EngineFacts,
     folder: Place,
@@ -270,15 +177,16 @@ def snapshot_of(
 
     def collect() -> _RankContent:
         client = exact.encode(client_state, "client_state")
-        position = saved_loader(loader)
+        position = _loader_state(loader)
         content = states.optimizer_content(
             engine.model, stepper.optimizer, configured=_configured(stepper)
         )
         # An evaluation may have left parameters gathered. The shards are saved.
         free_gathered(engine.model)
         schedule = schedule_facts(stepper.scheduler, stepper.schedule_source)
-        trained = trained_parameters(stepper.optimizer)
-        tensors, values = states.model_content(engine.model, trained=trained)
+        tensors, values = states.model_content(
+            engine.model, trained=trained_parameters(stepper.optimizer)
+        )
         return _RankContent(client, position, content, schedule, tensors, values)
 
     # See Note [Errors of one rank].
@@ -305,14 +213,54 @@ def snapshot_of(
     )
 
 
-def _optimizer_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {f"optimizer.{name}": tensor for name, tensor in tensors.items()}
+@dataclass(frozen=True)
+class _RankContent:
+    """Contents of one rank, before they are combined with those of others."""
+
+    client: Any
+    loader: dict[str, torch.Tensor]
+    optimizer: states.OptimizerContent
+    schedule: Any
+    tensors: dict[str, torch.Tensor]
+    """Parameters and buffers of the model."""
+    values: dict[str, Any]
+    """Extra state of the model that is not tensors."""
+
+
+def refuse_stateless(loader: Any, call: str) -> None:
+    """Raise InputError for a loader that cannot save its position.
+
+    Args:
+        loader: The argument of a call.
+        call: Name of the call, for the message.
+    """
+    missing = [
+        name
+        for name in ("state_dict", "load_state_dict")
+        if not callable(getattr(loader, name, None))
+    ]
+    if missing:
+        raise InputError(
+            f"{call}: loader: {type(loader).__name__} has no {missing[0]}, so its position cannot"
+            " be saved; use torchdata's StatefulDataLoader, or leave `loader` out"
+        )
+
+
+def _loader_state(loader: StatefulLoader | None) -> dict[str, torch.Tensor]:
+    """Return the state of this rank's loader as a tensor: uint8, [bytes]. Empty without a loader.
+
+    Raises:
+        CheckpointError: The state is not plain data.
+    """
+    if loader is None:
+        return {}
+    text = json.dumps(exact.encode(loader.state_dict(), "loader.state_dict()"))
+    return {_LOADER: torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)}
 
 
 def _configured(stepper: Stepper) -> list[Group]:
     """Return the configured values of all groups, and current ones of groups added later."""
-    added = configured_groups(stepper.optimizer)[len(stepper.configured) :]
-    stepper.configured.extend(added)
+    stepper.configured.extend(configured_groups(stepper.optimizer)[len(stepper.configured) :])
     return stepper.configured
 
 
@@ -321,16 +269,8 @@ def trained_parameters(optimizer: torch.optim.Optimizer) -> set[nn.Parameter]:
     return {parameter for group in optimizer.param_groups for parameter in group["params"]}
 
 
-@dataclass(frozen=True)
-class _Comparison:
-    """Result of comparing a checkpoint with an engine, before anything is changed."""
-
-    client: dict[str, Any]
-    resume: Resume
-    groups: list[Group]
-    """Values for the optimizer's parameter groups."""
-    fill: states.Fill
-    """Allocated optimizer states."""
+def _optimizer_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {f"optimizer.{name}": tensor for name, tensor in tensors.items()}
 
 
 def load_engine(
@@ -398,9 +338,14 @@ def load_engine(
     rank_state = agreed(lambda: reader.rank_tensors(mesh.rank) if same_layout else {})
     if not generators.restore(engine.device, rank_state):
         generators.seed(engine.config.seed, mesh, step=facts["global_steps"])
-        resume.notes.append(_seeded_note(same_layout=same_layout))
+        reason = ", because the checkpoint was written on another layout"
+        if same_layout:
+            reason = ": the checkpoint has none for these devices"
+        resume.notes.append(
+            f"generators (dropout) are seeded anew from the seed and the step{reason}"
+        )
     _load_hooks(engine, rank_state, zero_stage=facts["zero_stage"])
-    restore_loader(loader, rank_state)
+    _restore_loader(loader, rank_state)
     engine.global_steps = facts["global_steps"]
     engine.skipped_steps = facts["skipped_steps"]
     if stepper.scaler is not None and facts["loss_scaler"] is not None:
@@ -412,71 +357,6 @@ def load_engine(
         elif engine.rank == 0:
             warn(f"{reader.path.name}: {note}")
     return reader.path, comparison.client
-
-
-def _compare(
-    engine: EngineFacts,
-    reader: Reader,
-    shapes: Mapping[str, tuple[int, ...]],
-    loader: StatefulLoader | None,
-) -> _Comparison:
-    """Compare a checkpoint with an engine, and allocate the optimizer's states.
-
-    Raises:
-        CheckpointError: The checkpoint does not fit the engine.
-    """
-    stepper = engine.stepper
-    facts = reader.manifest.metadata
-    record = facts["optimizer"]
-    client = exact.decode(facts["client_state"], where="client_state")
-    refuse_loader_misfit(loader, facts, then=reader.manifest.degrees, now=engine.mesh.layout)
-    compare_model(reader, shapes)
-
-    names = states.parameter_names(engine.model)
-    resume = Resume(
-        optimizer=stepper.optimizer,
-        configured=_configured(stepper),
-        names=[_first_names(group, names) for group in stepper.optimizer.param_groups],
-        saved_groups=record["groups"],
-        scheduler=stepper.scheduler,
-        source=stepper.schedule_source,
-        saved_schedule=facts["scheduler"],
-        steps=facts["global_steps"] - facts["skipped_steps"],
-    )
-    groups = resume.groups()
-    place = stepper.tier.place if stepper.tier is not None else None
-    fill = states.allocate(engine.model, stepper.optimizer, reader.tensors, record, place=place)
-    return _Comparison(client, resume, groups, fill)
-
-
-def _first_names(group: Mapping[str, Any], names: Mapping[nn.Parameter, list[str]]) -> list[str]:
-    return [names[parameter][0] for parameter in group["params"]]
-
-
-def _seeded_note(*, same_layout: bool) -> str:
-    start = "generators (dropout) are seeded anew from the seed and the step"
-    if same_layout:
-        return f"{start}: the checkpoint has none for these devices"
-    return f"{start}, because the checkpoint was written on another layout"
-
-
-def _load_hooks(
-    engine: EngineFacts, rank_state: Mapping[str, torch.Tensor], *, zero_stage: int
-) -> None:
-    """Restore the states of step hooks.
-
-    A state (such as a residual of compressed gradients) belongs to the gradients that this rank
-    had. On another layout or ZeRO stage hooks start anew, which costs no more than one step loses.
-    """
-    saved: dict[str, torch.Tensor] = {}
-    if zero_stage == engine.config.data_parallel.stage:
-        saved = {
-            name.removeprefix(_HOOKS): tensor
-            for name, tensor in rank_state.items()
-            if name.startswith(_HOOKS)
-        }
-    for load in engine.hooks.load_state:
-        load(saved)
 
 
 def _open(
@@ -499,8 +379,8 @@ def _open(
         return run_on_all_ranks(work, brings, device=mesh.device, doing=f"checkpoint {folder}")
 
     def names_digest(checkpoints: list[CheckpointFolder]) -> bytes:
-        names = " ".join(checkpoint.path.name for checkpoint in checkpoints)
-        return hashlib.sha256(names.encode()).digest()
+        names = [checkpoint.path.name for checkpoint in checkpoints]
+        return hashlib.sha256(" ".join(names).encode()).digest()
 
     # A file system between machines may show an older list of names to one of them for a while.
     deadline = time.monotonic() + VISIBLE_WITHIN_SECONDS
@@ -540,6 +420,79 @@ def _refuse_other_folders(folder: Place, digests: list[bytes]) -> None:
             )
 
 
+@dataclass(frozen=True)
+class _Comparison:
+    """Result of comparing a checkpoint with an engine, before anything is changed."""
+
+    client: dict[str, Any]
+    resume: Resume
+    groups: list[Group]
+    """Values for the optimizer's parameter groups."""
+    fill: states.Fill
+    """Allocated optimizer states."""
+
+
+def _compare(
+    engine: EngineFacts,
+    reader: Reader,
+    shapes: Mapping[str, tuple[int, ...]],
+    loader: StatefulLoader | None,
+) -> _Comparison:
+    """Compare a checkpoint with an engine, and allocate the optimizer's states.
+
+    Raises:
+        CheckpointError: The checkpoint does not fit the engine.
+    """
+    stepper = engine.stepper
+    facts = reader.manifest.metadata
+    record = facts["optimizer"]
+    client = exact.decode(facts["client_state"], where="client_state")
+    if loader is not None:
+        _refuse_unfit_loader(reader, engine.mesh.layout)
+    compare_model(reader, shapes)
+
+    names = states.parameter_names(engine.model)
+    resume = Resume(
+        optimizer=stepper.optimizer,
+        configured=_configured(stepper),
+        names=[_first_names(group, names) for group in stepper.optimizer.param_groups],
+        saved_groups=record["groups"],
+        scheduler=stepper.scheduler,
+        source=stepper.schedule_source,
+        saved_schedule=facts["scheduler"],
+        steps=facts["global_steps"] - facts["skipped_steps"],
+    )
+    groups = resume.groups()
+    place = stepper.tier.place if stepper.tier is not None else None
+    fill = states.allocate(engine.model, stepper.optimizer, reader.tensors, record, place=place)
+    return _Comparison(client, resume, groups, fill)
+
+
+def _refuse_unfit_loader(reader: Reader, layout: Layout) -> None:
+    """Raise CheckpointError if a checkpoint has no state for this rank's loader."""
+    if not reader.manifest.metadata.get(_LOADER):
+        raise CheckpointError(
+            "load_checkpoint(loader=...): the checkpoint was saved without a loader; leave"
+            " `loader` out"
+        )
+    saved_degrees = reader.manifest.degrees
+    if dict(saved_degrees) != layout.all_degrees:
+        different = ", ".join(
+            f"{axis} {saved_degrees.get(axis, 1)} -> {degree}"
+            for axis, degree in layout.all_degrees.items()
+            if saved_degrees.get(axis, 1) != degree
+        )
+        raise CheckpointError(
+            "load_checkpoint(loader=...): the checkpoint has the position of one loader per rank,"
+            f" and the layout has changed ({different}), so samples would be left out or repeated;"
+            " use the same layout, or leave `loader` out and start the epoch again"
+        )
+
+
+def _first_names(group: Mapping[str, Any], names: Mapping[nn.Parameter, list[str]]) -> list[str]:
+    return [names[parameter][0] for parameter in group["params"]]
+
+
 def _training_changes(
     names: Mapping[nn.Parameter, list[str]],
     trained: set[nn.Parameter],
@@ -574,3 +527,28 @@ def _training_changes(
             " are dropped"
         )
     return notes
+
+
+def _load_hooks(
+    engine: EngineFacts, rank_state: Mapping[str, torch.Tensor], *, zero_stage: int
+) -> None:
+    """Restore the states of step hooks.
+
+    A state (such as a residual of compressed gradients) belongs to the gradients that this rank
+    had. On another layout or ZeRO stage hooks start anew, which costs no more than one step loses.
+    """
+    saved: dict[str, torch.Tensor] = {}
+    if zero_stage == engine.config.data_parallel.stage:
+        saved = {
+            name.removeprefix(_HOOKS): tensor
+            for name, tensor in rank_state.items()
+            if name.startswith(_HOOKS)
+        }
+    for load in engine.hooks.load_state:
+        load(saved)
+
+
+def _restore_loader(loader: StatefulLoader | None, rank_state: Mapping[str, torch.Tensor]) -> None:
+    if loader is not None:
+        text = bytes(rank_state[_LOADER].cpu().tolist())
+        loader.load_state_dict(exact.decode(json.loads(text), where="loader"))

@@ -78,9 +78,8 @@ class Trackers:
     """
 
     def __init__(self, resolved: Resolved) -> None:
-        self._trackers: list[Any] = []
-        for spec in resolved.trackers:
-            self._trackers.append(_start_tracker(spec, _recorded_settings(resolved)))
+        settings = _recorded_settings(resolved)
+        self._trackers = [_start_tracker(spec, settings) for spec in resolved.trackers]
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, StepDone):
@@ -128,9 +127,9 @@ def _start_tracker(spec: TrackerSpec, recorded: dict[str, Any]) -> Any:
         folder = user_path(settings["output_path"], "output_path")
         tracker = TensorBoardTracker(settings["job_name"], logging_dir=str(folder))
     elif spec.name == "wandb":
-        group = settings.get("group")
-        entity = settings.get("team")
-        tracker = WandBTracker(settings["project"], group=group, entity=entity)
+        tracker = WandBTracker(
+            settings["project"], group=settings.get("group"), entity=settings.get("team")
+        )
     else:
         names = ("workspace", "experiment_key", "mode", "online")
         arguments = {name: settings[name] for name in names if name in settings}
@@ -144,13 +143,12 @@ def _start_tracker(spec: TrackerSpec, recorded: dict[str, Any]) -> Any:
 
 
 def _recorded_settings(resolved: Resolved) -> dict[str, Any]:
-    batch = resolved.batch
     return {
         "layout": str(resolved.layout),
         "zero_stage": resolved.data_parallel.stage,
-        "train_batch_size": batch.train_batch_size,
-        "micro_batch_size": batch.micro_batch_size,
-        "gradient_accumulation_steps": batch.accumulation,
+        "train_batch_size": resolved.batch.train_batch_size,
+        "micro_batch_size": resolved.batch.micro_batch_size,
+        "gradient_accumulation_steps": resolved.batch.accumulation,
         "gradient_clipping": resolved.gradient_clipping,
         "compute_dtype": resolved.precision.compute or "float32",
         "optimizer": resolved.optimizer.type,

@@ -46,7 +46,15 @@ def full_weights(
     count = 0
 
     def tensors() -> dict[str, torch.Tensor]:
-        return _adapter_tensors(source, adapters) if adapters else local_tensors(source)
+        if not adapters:
+            return local_tensors(source)
+        # Not only the trainable ones: PEFT freezes every adapter but the active one.
+        return {
+            name: parameter
+            for name, parameter in source.named_parameters(remove_duplicate=False)
+            if parameter.requires_grad
+            or not (set(adapters).isdisjoint(name.split(".")) and states.is_left_out(source, name))
+        }
 
     with naming(
         "the gathering of full weights, which every rank must call (save_model on all of them)"
@@ -64,16 +72,6 @@ def full_weights(
             + (f", and none of the adapters {', '.join(adapters)}" if adapters else "")
         )
     return weights
-
-
-def _adapter_tensors(model: nn.Module, adapters: Collection[str]) -> dict[str, torch.Tensor]:
-    # Not only what requires a gradient: PEFT freezes every adapter but the active one.
-    return {
-        name: parameter
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if parameter.requires_grad
-        or not (set(adapters).isdisjoint(name.split(".")) and states.is_left_out(model, name))
-    }
 
 
 def load_weights_of(engine: Engine, folder: str | Path, *, tag: str | None) -> Reader | None:
@@ -102,7 +100,7 @@ def load_weights_of(engine: Engine, folder: str | Path, *, tag: str | None) -> R
     return reader
 
 
-def uncut(engine: Engine) -> nn.Module:
+def unsplit_model(engine: Engine) -> nn.Module:
     """Return a model with all modules, even if a pipeline has split the engine's model.
 
     With a pipeline it is a copy without weights.

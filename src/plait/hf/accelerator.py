@@ -31,8 +31,7 @@ from plait.data.split_rows import (
     refuse_split_stream,
     split_sampler,
 )
-from plait.engine.engine import Engine
-from plait.engine.optimizer_proxy import OptimizerProxy
+from plait.engine.engine import Engine, OptimizerProxy
 from plait.engine.weights import full_weights
 from plait.errors import InputError
 from plait.hf.batches import OwnRounds, Rounds

@@ -23,7 +23,7 @@ from plait import exact
 from plait.checkpoint.folder import find_checkpoint
 from plait.cluster.topology import place
 from plait.engine.engine import Engine
-from plait.engine.weights import full_weights, load_weights_of, uncut
+from plait.engine.weights import full_weights, load_weights_of, unsplit_model
 from plait.errors import CheckpointError, InputError, warn
 from plait.hf.accelerator import FULL_WEIGHTS
 from plait.model.adapters import adapter_names
@@ -101,7 +101,7 @@ class CheckpointMixin:
             # A script may have assigned another model, such as one with merged adapters.
             if model is self.engine.model:
                 # PEFT reads names from the modules, and a pipeline stage does not have all.
-                self.model = uncut(self.engine)
+                self.model = unsplit_model(self.engine)
             try:
                 self._save(output_dir or self.args.output_dir, state_dict=weights)
             finally:

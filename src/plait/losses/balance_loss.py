@@ -20,6 +20,62 @@ from plait.model.experts import balance_coefficient
 from plait.parallel.experts.router_statistics import RouterStatistics
 
 
+def with_balance_loss(
+    loss: Loss | None, model: nn.Module, statistics: RouterStatistics | None = None
+) -> Loss | None:
+    """Add the balance loss of a Transformers model to its loss, if the model has one.
+
+    It is added to `CausalLMLoss` only, because another loss may add `output.aux_loss` itself.
+
+    Args:
+        loss: The loss of the tokens.
+        model: The model.
+        statistics: Statistics of its routers if the model's own balance loss is not enough.
+
+    Raises:
+        ConfigError: A setting needs the statistics, and they cannot be added to this loss.
+    """
+    # A class of the user computes the loss itself.
+    is_user_defined = not type(loss).__module__.startswith("plait.losses.")
+    if not isinstance(loss, CausalLMLoss) or is_user_defined:
+        if statistics is not None:
+            _refuse_statistics(loss, statistics)
+        return loss
+    coefficient = balance_coefficient(model)
+    if statistics is None and coefficient is None:
+        return loss
+    if statistics is not None and not statistics.balances:
+        coefficient = 0.0
+    return BalancedLoss(loss, coefficient or 0.0, statistics)
+
+
+def _refuse_statistics(loss: Loss | None, statistics: RouterStatistics) -> None:
+    """Refuse settings whose losses cannot be added to this loss."""
+    name = "none" if loss is None else type(loss).__name__
+    rule = f"it is added to plait.causal_lm_loss, and the loss is {name}"
+    remedy = "pass loss_fn=plait.causal_lm_loss, or use"
+    if statistics.z_loss:
+        raise ConfigError(Problem("experts.z_loss", statistics.z_loss, rule, f"{remedy} 0"))
+    if statistics.is_global:
+        raise ConfigError(Problem("experts.balance", "global", rule, f'{remedy} "micro_batch"'))
+    if statistics.balances:
+        rule = (
+            "with parallel.pp or parallel.cp the balance loss is a sum over ranks, which no"
+            f" output holds; {rule}"
+        )
+        raise ConfigError(
+            Problem("model.config.output_router_logits", True, rule, f"{remedy} False")
+        )
+
+
+def without_balance_loss(loss: Any) -> Any:
+    """Return the loss of the tokens, without the losses of the routers.
+
+    A pipeline checks only this part, because router statistics are sent with the activations.
+    """
+    return loss.inner if isinstance(loss, BalancedLoss) else loss
+
+
 @dataclass(frozen=True)
 class BalancedLoss:
     """Loss of tokens plus the losses of routers, which count once per target of a micro-batch."""
@@ -47,72 +103,8 @@ class BalancedLoss:
         if balance is None or not self.coefficient:
             return total, weight
         # The order matters: a number times the integer weight would be float32.
-        return (total + balance * weight * self.coefficient, weight)
+        return total + balance * weight * self.coefficient, weight
 
     def weight(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the number of targets, int64."""
         return self.inner.weight(batch)
-
-
-def with_balance_loss(
-    loss: Loss | None, model: nn.Module, statistics: RouterStatistics | None = None
-) -> Loss | None:
-    """Add the balance loss of a Transformers model to its loss, if the model has one.
-
-    It is added to `CausalLMLoss` only, because another loss may add `output.aux_loss` itself.
-
-    Args:
-        loss: The loss of the tokens.
-        model: The model.
-        statistics: Statistics of its routers if the model's own balance loss is not enough.
-
-    Raises:
-        ConfigError: A setting needs the statistics, and they cannot be added to this loss.
-    """
-    coefficient = balance_coefficient(model)
-    # Another loss may add `output.aux_loss` itself.
-    if not isinstance(loss, CausalLMLoss) or _is_user_defined(loss):
-        if statistics is not None:
-            _refuse_statistics(loss, statistics)
-        return loss
-    if statistics is None:
-        if coefficient is None:
-            return loss
-        return BalancedLoss(loss, coefficient)
-    if coefficient is None or not statistics.balances:
-        coefficient = 0.0
-    return BalancedLoss(loss, coefficient, statistics)
-
-
-def _refuse_statistics(loss: Loss | None, statistics: RouterStatistics) -> None:
-    """Refuse settings whose losses cannot be added to this loss."""
-    name = "none" if loss is None else type(loss).__name__
-    rule = f"it is added to plait.causal_lm_loss, and the loss is {name}"
-    remedy = "pass loss_fn=plait.causal_lm_loss, or use"
-    if statistics.z_loss:
-        raise ConfigError(Problem("experts.z_loss", statistics.z_loss, rule, f"{remedy} 0"))
-    if statistics.is_global:
-        raise ConfigError(Problem("experts.balance", "global", rule, f'{remedy} "micro_batch"'))
-    if statistics.balances:
-        rule = (
-            "with parallel.pp or parallel.cp the balance loss is a sum over ranks, which no"
-            f" output holds; {rule}"
-        )
-        raise ConfigError(
-            Problem("model.config.output_router_logits", True, rule, f"{remedy} False")
-        )
-
-
-def without_balance_loss(loss: Any) -> Any:
-    """Return the loss of the tokens, without the losses of the routers.
-
-    A pipeline checks only this part, because router statistics are sent with the activations.
-    """
-    if isinstance(loss, BalancedLoss):
-        return loss.inner
-    return loss
-
-
-def _is_user_defined(loss: CausalLMLoss) -> bool:
-    """Return True if the class of the user computes the loss itself."""
-    return not type(loss).__module__.startswith("plait.losses.")

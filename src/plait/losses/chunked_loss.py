@@ -139,13 +139,11 @@ def _chunks(
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return chunks of ([tokens, hidden], [tokens])."""
     hidden_chunks = hidden.reshape(-1, hidden.shape[-1]).split(size)
-    target_chunks = targets.reshape(-1).split(size)
-    return list(zip(hidden_chunks, target_chunks, strict=True))
+    return list(zip(hidden_chunks, targets.reshape(-1).split(size), strict=True))
 
 
 def _sum_of_chunks(head: Head, chunks: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    losses = [cross_entropy_sum(head(chunk), targets) for chunk, targets in chunks]
-    return torch.stack(losses).sum()
+    return torch.stack([cross_entropy_sum(head(chunk), targets) for chunk, targets in chunks]).sum()
 
 
 def _computes_in_float16(logits: DeferredLogits) -> bool:
@@ -172,10 +170,8 @@ def _with_gradients(
 
     Returns:
         The sum, and a pair (tensor, gradient) for every tensor that needs a gradient, parameters
-        first.
-        A gradient of a parameter may be wider than the parameter. It is None if the head does not
-        use
-        the parameter.
+        first. A gradient of a parameter may be wider than the parameter. It is None if the head
+        does not use the parameter.
     """
     hidden = logits.hidden
     parameters = logits.parameters
@@ -293,10 +289,7 @@ class _KnownGradient(torch.autograd.Function):
         (gradient,) = ctx.saved_tensors
         # The gradient of a head is large, so it is scaled in place unless another pass through the
         # graph will read it.
-        if keeps_graph():
-            scaled = gradient * grad
-        else:
-            scaled = gradient.mul_(grad)
+        scaled = gradient * grad if keeps_graph() else gradient.mul_(grad)
         return scaled.to(ctx.dtype), None, None
 
 
@@ -341,9 +334,7 @@ class _GradientsInBackward(torch.autograd.Function):
             if gradient is not None:
                 gradient = gradient.to(tensor.dtype)
             gradients.append(gradient)
-        hidden_gradient = None
-        if hidden.requires_grad:
-            hidden_gradient = gradients.pop()
+        hidden_gradient = gradients.pop() if hidden.requires_grad else None
         return hidden_gradient, None, None, None, *gradients
 
 
@@ -513,8 +504,17 @@ _ELEMENTWISE = frozenset(
         "iadd",
         "sub",
         "isub",
+        "neg",
+        "tanh",
+        "float",
+        "double",
+        "half",
+        "bfloat16",
+        "to",
+        "type",
+        "clone",
+        "contiguous",
     }
-    | {"neg", "tanh", "float", "double", "half", "bfloat16", "to", "type", "clone", "contiguous"}
 )
 _QUERIES = frozenset(
     {"__get__", "register_hook", "is_floating_point", "is_complex", "_is_view", "__hash__"}

@@ -8,8 +8,6 @@ Note [Streaming step]
     memory. The optimizer is torch's own and sees ordinary tensors, so the results are bitwise equal
     to those of a step in memory. An elementwise optimizer is stepped on slices of parameters, any
     other one on full parameters.
-
-Construction of the `DiskTier` that a configuration describes, for a sharded model.
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from types import MethodType
 from typing import Any, TypeVar
@@ -33,7 +32,7 @@ from plait.cluster.host_memory import trim_heap
 from plait.config.resolving.resolve import Resolved
 from plait.errors import ConfigError, ModelError, Problem
 from plait.optim.gradient_math import multiply_all
-from plait.optim.optimizer import build_optimizer
+from plait.optim.optimizer import build_optimizer, make_fake_states
 from plait.parallel.hooks import StepHook
 from plait.parallel.offload.arena import Arena, ShardPrefetcher, in_pages
 from plait.parallel.parameter_layout import like_parameter
@@ -42,8 +41,11 @@ from plait.sizes import format_bytes
 
 T = TypeVar("T")
 
+
 ELEMENTWISE = ("Adam", "AdamW", "SGD", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta")
 """torch's optimizers that update each element by itself, so that slices can be updated."""
+
+
 ALIGNED = 4096
 """Alignment of slices in elements.
 
@@ -51,38 +53,109 @@ Vectorised kernels then process the same elements in the same lanes as in a full
 """
 
 
-@dataclass(frozen=True)
-class _ParameterSlice:
-    """Elements `start` to `end` of the flattened local shard of a parameter."""
+def build_disk_tier(
+    resolved: Resolved, model: nn.Module, units: Collection[str]
+) -> DiskTier | None:
+    """Create the files of a model, or return None if the configuration stores nothing in files.
 
-    parameter: nn.Parameter
-    start: int
-    end: int
+    Args:
+        resolved: The configuration.
+        model: The sharded model. It may not have its weights yet.
+        units: Paths of the units whose states are in files. "" stands for the full model.
 
-    @property
-    def gradient(self) -> torch.Tensor:
-        """Gradient of the full parameter."""
-        assert self.parameter.grad is not None
-        return self.parameter.grad
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return these elements of a tensor of the parameter's shape: a flat view."""
-        return local_tensor(tensor).view(-1)[self.start : self.end]
-
-
-@dataclass(frozen=True)
-class _TensorUse:
-    """A mapped tensor, or a slice of one, that is needed in memory for a while.
-
-    Attributes:
-        tensor: The tensor.
-        changes: Whether it is written to.
-        lasts: Whether it is read again later, so that changes have to reach the disk.
+    Raises:
+        ConfigError: The buffers are too small for the parameters that are gathered together.
     """
+    states = resolved.optimizer_offload
+    parameters = resolved.parameter_offload
+    if states.device != "nvme" and parameters.device != "nvme":
+        return None
 
-    tensor: torch.Tensor
-    changes: bool = True
-    lasts: bool = True
+    arena = None
+    if states.device == "nvme":
+        arena = Arena(Path(states.path or "."))
+    shards = None
+    if parameters.device == "nvme":
+        _refuse_small_pool(parameters, model)
+        if arena is not None and parameters.path == states.path:
+            shards = arena
+        else:
+            shards = Arena(
+                Path(parameters.path or "."), field="zero_optimization.offload_param.nvme_path"
+            )
+
+    buffers = states if arena is not None else parameters
+    tier = DiskTier(
+        arena,
+        buffer_bytes=buffers.buffer_bytes,
+        buffer_count=buffers.buffer_count,
+        shards=shards,
+        pool_bytes=parameters.pool_bytes,
+    )
+    tier.adopt(
+        model,
+        states=large_states(lambda named: build_optimizer(resolved.optimizer, named)),
+        units=units,
+        shards_of=units if parameters.with_states else ("",),
+    )
+    return tier
+
+
+def _refuse_small_pool(offload: ParameterOffload, model: nn.Module) -> None:
+    """Raise ConfigError if the shards of a unit do not fit into the buffers.
+
+    The shards of a unit are in memory together while it is gathered.
+    """
+    if offload.with_states:
+        return
+    names = {
+        module: name or "what is outside of the blocks" for name, module in model.named_modules()
+    }
+    units = [
+        (sum(map(attrgetter("nbytes"), shard_buffers(unit))), names[unit])
+        for unit in sharded_modules(model)
+    ]
+    size, name = max(units, default=(0, ""))
+    if size <= offload.pool_bytes:
+        return
+    # The setting counts elements of 4 bytes.
+    least = -(-size // offload.buffer_count // 4)
+    rule = (
+        f"{offload.buffer_count} buffers hold {format_bytes(offload.pool_bytes)}, and {name},"
+        f" gathered as one, has {format_bytes(size)}"
+    )
+    raise ConfigError(
+        Problem(
+            "zero_optimization.offload_param.buffer_size",
+            offload.buffer_bytes // 4,
+            rule,
+            f"set it to {least} or more",
+        )
+    )
+
+
+def large_states(make: Callable[[list[tuple[str, nn.Parameter]]], Optimizer]) -> int:
+    """Return the largest number of states with the shape of a parameter that one parameter has.
+
+    It is counted after a step on a small matrix and a small vector, because some optimizers keep
+    different states for them (Adafactor, Muon).
+
+    Args:
+        make: Builds the optimizer from (name, parameter) pairs.
+    """
+    parameters = {
+        "weight": nn.Parameter(torch.zeros(8, 8)),
+        "bias": nn.Parameter(torch.zeros(8)),
+    }
+    optimizer = make(list(parameters.items()))
+    make_fake_states(optimizer)
+    counts = []
+    for parameter in parameters.values():
+        values = optimizer.state[parameter].values()
+        counts.append(
+            sum(isinstance(v, torch.Tensor) and v.shape == parameter.shape for v in values)
+        )
+    return max(counts)
 
 
 class DiskTier(StepHook):
@@ -122,8 +195,9 @@ class DiskTier(StepHook):
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="plait-disk-write")
         self._leaving: deque[tuple[Future[None], int]] = deque()
         """Gradients that are being written to the disk, with their sizes in bytes."""
-        self._optimizer: Optimizer | None = None
-        self._inner_step: Callable[..., Any] | None = None
+        # Set by `drive`.
+        self._optimizer: Optimizer
+        self._inner_step: Callable[..., Any]
         """The optimizer's original `step`."""
         self._factor: torch.Tensor | float = 1.0
         """Factor of the gradients in the coming step."""
@@ -191,8 +265,7 @@ class DiskTier(StepHook):
     @property
     def arenas(self) -> tuple[Arena, ...]:
         """Files in use, each once."""
-        arenas = [arena for arena in (self.arena, self.shards) if arena is not None]
-        return tuple(dict.fromkeys(arenas))
+        return tuple({arena: None for arena in (self.arena, self.shards) if arena is not None})
 
     def close(self) -> None:
         """End the threads and close the files.
@@ -248,8 +321,7 @@ class DiskTier(StepHook):
         if gradient.data_ptr() != mapped.data_ptr():
             mapped.copy_(gradient)
             parameter.grad = like_parameter(mapped, parameter)
-        size = mapped.numel() * mapped.element_size()
-        self._leaving.append((self._writer.submit(self.arena.evict, mapped), size))
+        self._leaving.append((self._writer.submit(self.arena.evict, mapped), mapped.nbytes))
         # The backward is faster than the disk, so it waits for the oldest.
         while sum(size for _, size in self._leaving) > self.buffer_bytes:
             self._leaving.popleft()[0].result()
@@ -268,12 +340,11 @@ class DiskTier(StepHook):
         chunks: list[list[torch.Tensor]] = []
         chunk_bytes = 0
         for tensor in tensors:
-            size = tensor.numel() * tensor.element_size()
-            if not chunks or chunk_bytes + size > self.buffer_bytes:
+            if not chunks or chunk_bytes + tensor.nbytes > self.buffer_bytes:
                 chunks.append([])
                 chunk_bytes = 0
             chunks[-1].append(tensor)
-            chunk_bytes += size
+            chunk_bytes += tensor.nbytes
 
         def uses_of(chunk: list[torch.Tensor]) -> list[_TensorUse]:
             return [_TensorUse(tensor, changes=write) for tensor in chunk]
@@ -349,9 +420,10 @@ class DiskTier(StepHook):
         self._map_states()
 
     def scale_in_step(self, factor: torch.Tensor | float) -> None:
-        """Multiply all gradients by a factor in the coming step.
+        """Multiply all gradients by a factor in the coming step, which saves a pass over the files.
 
-        This saves a pass over the files.
+        Args:
+            factor: A number, or a 0-dimensional tensor.
         """
         self._factor = factor
 
@@ -364,7 +436,6 @@ class DiskTier(StepHook):
             ModelError: A closure is passed.
         """
         optimizer = self._optimizer
-        assert optimizer is not None
         if closure is not None:
             raise ModelError(
                 "an optimizer whose states are on disk takes no closure; compute the gradients"
@@ -385,7 +456,7 @@ class DiskTier(StepHook):
                 partial(self._uses_of, scaled=scaled),
             ):
                 if scaled:
-                    multiply_all([part.of(part.gradient) for part in chunk], factor)
+                    multiply_all([part.view_of(part.gradient) for part in chunk], factor)
                 if elementwise:
                     self._step_slices(optimizer, chunk)
                 else:
@@ -429,7 +500,6 @@ class DiskTier(StepHook):
 
     def _large_states(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """Return the states that are shaped like the parameter."""
-        assert self._optimizer is not None
         states = self._optimizer.state.get(parameter, {})
         return {
             name: value
@@ -440,11 +510,11 @@ class DiskTier(StepHook):
     def _uses_of(self, chunk: list[_ParameterSlice], *, scaled: bool) -> list[_TensorUse]:
         uses = []
         for part in chunk:
-            uses.append(_TensorUse(part.of(part.parameter.detach())))
+            uses.append(_TensorUse(part.view_of(part.parameter.detach())))
             states = self._large_states(part.parameter).values()
-            uses += [_TensorUse(part.of(state)) for state in states]
+            uses += [_TensorUse(part.view_of(state)) for state in states]
             # The gradient ends with the step, so a scaled one need not reach the disk.
-            uses.append(_TensorUse(part.of(part.gradient), changes=scaled, lasts=False))
+            uses.append(_TensorUse(part.view_of(part.gradient), changes=scaled, lasts=False))
         return uses
 
     def _select(self, optimizer: Optimizer, members: Sequence[tuple[int, nn.Parameter]]) -> None:
@@ -454,9 +524,7 @@ class DiskTier(StepHook):
 
     def _step_parameters(self, optimizer: Optimizer, chunk: list[_ParameterSlice]) -> None:
         """Step the full parameters of a chunk."""
-        assert self._inner_step is not None
-        members = [(self._group_of[part.parameter], part.parameter) for part in chunk]
-        self._select(optimizer, members)
+        self._select(optimizer, [(self._group_of[p.parameter], p.parameter) for p in chunk])
         self._inner_step()
         for part in chunk:
             for name, value in self._large_states(part.parameter).items():
@@ -464,15 +532,14 @@ class DiskTier(StepHook):
 
     def _step_slices(self, optimizer: Optimizer, chunk: list[_ParameterSlice]) -> None:
         """Step plain parameters in place of the slices, with slices of the states."""
-        assert self._inner_step is not None
         members = []
         for part in chunk:
-            sliced = nn.Parameter(part.of(part.parameter.detach()))
-            sliced.grad = part.of(part.gradient)
+            sliced = nn.Parameter(part.view_of(part.parameter.detach()))
+            sliced.grad = part.view_of(part.gradient)
             if part.parameter not in self._new:
                 large = self._large_states(part.parameter)
                 optimizer.state[sliced] = {
-                    name: part.of(value) if name in large else _copy(value)
+                    name: part.view_of(value) if name in large else _copy(value)
                     for name, value in optimizer.state[part.parameter].items()
                 }
             members.append((self._group_of[part.parameter], sliced))
@@ -496,7 +563,7 @@ class DiskTier(StepHook):
             ):
                 if name not in states:
                     states[name] = self._mapped(parameter, name, None)
-                mapped = part.of(states[name])
+                mapped = part.view_of(states[name])
                 if mapped.data_ptr() != value.data_ptr():
                     mapped.copy_(value)
             # Step counts advance with the last slice: the others must read the old ones.
@@ -564,11 +631,44 @@ class DiskTier(StepHook):
 
         A loaded checkpoint has them, and an optimizer that makes its states when it is built.
         """
-        assert self._optimizer is not None
         for parameter in list(self._optimizer.state):
             assert isinstance(parameter, nn.Parameter)
             for name, value in self._large_states(parameter).items():
                 self._optimizer.state[parameter][name] = self._mapped(parameter, name, value)
+
+
+@dataclass(frozen=True)
+class _ParameterSlice:
+    """Elements `start` to `end` of the flattened local shard of a parameter."""
+
+    parameter: nn.Parameter
+    start: int
+    end: int
+
+    @property
+    def gradient(self) -> torch.Tensor:
+        """Gradient of the full parameter."""
+        assert self.parameter.grad is not None
+        return self.parameter.grad
+
+    def view_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return these elements of a tensor of the parameter's shape: a flat view."""
+        return local_tensor(tensor).view(-1)[self.start : self.end]
+
+
+@dataclass(frozen=True)
+class _TensorUse:
+    """A mapped tensor, or a slice of one, that is needed in memory for a while.
+
+    Attributes:
+        tensor: The tensor.
+        changes: Whether it is written to.
+        lasts: Whether it is read again later, so that changes have to reach the disk.
+    """
+
+    tensor: torch.Tensor
+    changes: bool = True
+    lasts: bool = True
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
@@ -580,112 +680,3 @@ def is_elementwise(optimizer: Optimizer) -> bool:
 
 def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def build_disk_tier(
-    resolved: Resolved, model: nn.Module, units: Collection[str]
-) -> DiskTier | None:
-    """Create the files of a model, or return None if the configuration stores nothing in files.
-
-    Args:
-        resolved: The configuration.
-        model: The sharded model. It may not have its weights yet.
-        units: Paths of the units whose states are in files. "" stands for the full model.
-
-    Raises:
-        ConfigError: The buffers are too small for the parameters that are gathered together.
-    """
-    states = resolved.optimizer_offload
-    parameters = resolved.parameter_offload
-    if states.device != "nvme" and parameters.device != "nvme":
-        return None
-
-    arena = None
-    if states.device == "nvme":
-        arena = Arena(Path(states.path or "."))
-    shards = None
-    if parameters.device == "nvme":
-        _refuse_small_pool(parameters, model)
-        if arena is not None and parameters.path == states.path:
-            shards = arena
-        else:
-            shards = Arena(
-                Path(parameters.path or "."), field="zero_optimization.offload_param.nvme_path"
-            )
-
-    buffers = states if arena is not None else parameters
-    tier = DiskTier(
-        arena,
-        buffer_bytes=buffers.buffer_bytes,
-        buffer_count=buffers.buffer_count,
-        shards=shards,
-        pool_bytes=parameters.pool_bytes,
-    )
-    state_count = large_states(lambda named: build_optimizer(resolved.optimizer, named))
-    tier.adopt(
-        model,
-        states=state_count,
-        units=units,
-        shards_of=units if parameters.with_states else ("",),
-    )
-    return tier
-
-
-def _refuse_small_pool(offload: ParameterOffload, model: nn.Module) -> None:
-    """Raise ConfigError if the shards of a unit do not fit into the buffers.
-
-    The shards of a unit are in memory together while it is gathered.
-    """
-    if offload.with_states:
-        return
-    names = {
-        module: name or "what is outside of the blocks" for name, module in model.named_modules()
-    }
-    units = []
-    for unit in sharded_modules(model):
-        unit_bytes = sum(shard.nbytes for shard in shard_buffers(unit))
-        units.append((unit_bytes, names[unit]))
-    size, name = max(units, default=(0, ""))
-    if size <= offload.pool_bytes:
-        return
-    # The setting counts elements of 4 bytes.
-    least = -(-size // offload.buffer_count // 4)
-    rule = (
-        f"{offload.buffer_count} buffers hold {format_bytes(offload.pool_bytes)}, and {name},"
-        f" gathered as one, has {format_bytes(size)}"
-    )
-    raise ConfigError(
-        Problem(
-            "zero_optimization.offload_param.buffer_size",
-            offload.buffer_bytes // 4,
-            rule,
-            f"set it to {least} or more",
-        )
-    )
-
-
-def large_states(make: Callable[[list[tuple[str, nn.Parameter]]], Optimizer]) -> int:
-    """Return the largest number of states with the shape of a parameter that one parameter has.
-
-    It is counted after a step on a small matrix and a small vector, because some optimizers keep
-    different states for them (Adafactor, Muon).
-
-    Args:
-        make: Builds the optimizer from (name, parameter) pairs.
-    """
-    parameters = {
-        "weight": nn.Parameter(torch.zeros(8, 8)),
-        "bias": nn.Parameter(torch.zeros(8)),
-    }
-    optimizer = make(list(parameters.items()))
-    for parameter in parameters.values():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-
-    counts = []
-    for parameter in parameters.values():
-        values = optimizer.state[parameter].values()
-        counts.append(
-            sum(isinstance(v, torch.Tensor) and v.shape == parameter.shape for v in values)
-        )
-    return max(counts)

@@ -35,6 +35,22 @@ def norms_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [norms[index] for index in range(len(tensors))]
 
 
+def _norms_of_group(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return the norms of tensors of one device and dtype."""
+    if tensors[0].dtype.itemsize >= 4:
+        return foreach_norm(tensors, 2.0)
+    if tensors[0].device.type != "cpu":
+        return foreach_norm(tensors, 2.0, dtype=torch.float32)
+    return [_norm_in_float32(tensor) for tensor in tensors]
+
+
+def _norm_in_float32(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.numel() <= _CHUNK:
+        return torch.linalg.vector_norm(tensor, 2.0, dtype=torch.float32)
+    norms = [_norm_in_float32(chunk) for chunk in tensor.reshape(-1).split(_CHUNK)]
+    return torch.linalg.vector_norm(torch.stack(norms), 2.0)
+
+
 def joined_norm(norms: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the norm of a vector from the norms of its parts: 0-dimensional, float64.
 
@@ -52,23 +68,6 @@ def joined_norm(norms: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in joined]), 2.0)
 
 
-def _norms_of_group(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return the norms of tensors of one device and dtype."""
-    if tensors[0].dtype.itemsize >= 4:
-        return foreach_norm(tensors, 2.0)
-    if tensors[0].device.type != "cpu":
-        return foreach_norm(tensors, 2.0, dtype=torch.float32)
-    return [_norm_in_float32(tensor) for tensor in tensors]
-
-
-def _norm_in_float32(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.numel() <= _CHUNK:
-        return torch.linalg.vector_norm(tensor, 2.0, dtype=torch.float32)
-    chunks = tensor.reshape(-1).split(_CHUNK)
-    norms = [torch.linalg.vector_norm(chunk, 2.0, dtype=torch.float32) for chunk in chunks]
-    return torch.linalg.vector_norm(torch.stack(norms), 2.0)
-
-
 def multiply_all(tensors: Sequence[torch.Tensor], factor: torch.Tensor | float) -> None:
     """Multiply plain tensors by one factor in place, in as few kernels as possible."""
     for indices in grouped_by_device_and_dtype(tensors):
@@ -78,15 +77,12 @@ def multiply_all(tensors: Sequence[torch.Tensor], factor: torch.Tensor | float) 
         if dtype.itemsize < 4:
             # `mul` would round the factor to the dtype. This kernel of the gradient scaler
             # multiplies in float32, and raises a flag for infinities, which nobody reads here.
-            found_inf = torch.zeros((), dtype=torch.float32, device=device)
-            foreach_unscale_(group, found_inf, _in_float32(factor, device))
+            if isinstance(factor, torch.Tensor):
+                scale = factor.to(device, torch.float32)
+            else:
+                scale = accelerator.tensor_of(factor, dtype=torch.float32, device=device)
+            foreach_unscale_(group, torch.zeros((), dtype=torch.float32, device=device), scale)
         elif isinstance(factor, torch.Tensor):
             foreach_mul_(group, factor.to(device, dtype))
         else:
             foreach_mul_(group, factor)
-
-
-def _in_float32(factor: torch.Tensor | float, device: torch.device) -> torch.Tensor:
-    if isinstance(factor, torch.Tensor):
-        return factor.to(device, torch.float32)
-    return accelerator.tensor_of(factor, dtype=torch.float32, device=device)

@@ -7,12 +7,10 @@ parameter. States are plain tensors, or DTensors placed as the parameter is, so 
 any layout. The result of a block depends on that block only, and blocks are never split between
 ranks, so a step computes the same on every layout.
 
-Quantization to 8 bits with a scale per block, for AdamW's moments (`optimizer.states`).
-
+The codecs quantize to 8 bits with a scale per block: a block is divided by its largest magnitude.
 int8 is the dynamic map of 8-bit Adam (arXiv 2110.02861, as in bitsandbytes and torchao): 256 levels
 between -1 and 1, or 0 and 1, with more levels in every higher power of ten from 1e-6 on. float8 is
-e4m3. A block is divided by its largest magnitude. Only plain operators are used; nothing is
-compiled.
+e4m3. Only plain operators are used; nothing is compiled.
 
 Note [Second moments are not 0]
     The smallest code of a second moment is 1, not 0. Otherwise a small moment in a block with a
@@ -23,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Protocol
 
@@ -37,129 +36,21 @@ from plait.errors import InputError
 from plait.parallel.precision.optimizer_states import CODED, StateForm, block_of
 
 _TINY = torch.finfo(torch.float32).tiny
+
+
 _FLOAT8 = torch.float8_e4m3fn
 
 
-class Codec(Protocol):
-    """Quantizes blocks of elements and dequantizes them."""
-
-    def encode(self, numbers: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Quantize a flat tensor.
-
-        Args:
-            numbers: Floating point, [n]. A block with non-finite numbers decodes to NaN or
-                infinity.
-            block: Number of elements per block, a divisor of n.
-
-        Returns:
-            Codes (uint8, [n]) and scales (float32, [n / block]).
-        """
-
-    def decode(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """Return the numbers of codes [n] and scales [n / block]: a new tensor, float32, [n]."""
-
-
-def levels(*, signed: bool) -> torch.Tensor:
-    """Return the numbers that the codes of int8 stand for, before the scale.
-
-    They are rounded once, so they are the same on every machine.
-
-    Args:
-        signed: Whether half of the numbers are negative.
-
-    Returns:
-        float32, [256], ascending.
-    """
-    numbers = [0.0, 1.0]
-    for power in range(7):
-        exponent = power if signed else power + 1
-        edges = np.linspace(0.1, 1, 2**exponent + 1)
-        middles = 10.0 ** (power - 6) * (edges[:-1] + edges[1:]) / 2
-        numbers += middles.tolist()
-        if signed:
-            numbers += (-middles).tolist()
-    return torch.tensor(sorted(numbers), dtype=torch.float32)
-
-
-class DynamicInt8:
-    """Codec that rounds to the nearest of 256 levels.
-
-    The code is looked up by the upper 16 bits of an element. At most one border between two codes
-    lies among the values that share them, so one table look-up and one comparison replace a search.
-
-    Args:
-        signed: Whether numbers may be negative.
-        device: Device of the tables.
-    """
-
-    def __init__(self, *, signed: bool, device: torch.device) -> None:
-        table = levels(signed=signed)
-        borders = (table[1:] + table[:-1]) / 2
-        upper_halves = torch.arange(1 << 16, dtype=torch.int32) << 16
-        # The smallest float32 with each upper half. For negative numbers it has all lower bits set.
-        lower_bits = torch.where(upper_halves < 0, upper_halves | 0xFFFF, upper_halves)
-        smallest = lower_bits.view(torch.float32)
-        codes = torch.bucketize(smallest, borders, right=True)
-        self._levels = table.to(device)
-        self._code = codes.to(torch.uint8).to(device)
-        """Code of the smallest number with each upper half, [65536]."""
-        self._border = torch.cat([borders, borders.new_tensor([torch.inf])])[codes].to(device)
-        """Next border above that number, [65536]."""
-        # See Note [Second moments are not 0].
-        self._least = 0 if signed else 1
-
-    def encode(self, numbers: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Quantize a flat tensor. See `Codec.encode`."""
-        scaled, scales = _scaled(numbers, block)
-        upper_half = scaled.view(torch.int32).bitwise_right_shift(16).bitwise_and_(0xFFFF)
-        codes = torch.index_select(self._code, 0, upper_half)
-        codes.add_(scaled >= torch.index_select(self._border, 0, upper_half))
-        return codes.clamp_(min=self._least), scales
-
-    def decode(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """Dequantize codes. See `Codec.decode`."""
-        numbers = torch.index_select(self._levels, 0, codes.int())
-        return numbers.view(scales.numel(), -1).mul_(scales.unsqueeze(1)).view(-1)
-
-
-class Float8:
-    """Codec of e4m3, whose largest number is 448."""
-
-    def __init__(self, *, signed: bool) -> None:
-        self._least = 0 if signed else 1
-
-    def encode(self, numbers: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Quantize a flat tensor. See `Codec.encode`."""
-        scaled, scales = _scaled(numbers, block, largest=torch.finfo(_FLOAT8).max)
-        return scaled.to(_FLOAT8).view(torch.uint8).clamp_(min=self._least), scales
-
-    def decode(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """Dequantize codes. See `Codec.decode`."""
-        numbers = codes.view(_FLOAT8).float()
-        return numbers.view(scales.numel(), -1).mul_(scales.unsqueeze(1)).view(-1)
-
-
-def _scaled(
-    numbers: torch.Tensor, block: int, *, largest: float = 1.0
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Divide each block by its scale.
-
-    Returns:
-        Numbers of at most `largest` in magnitude (float32, [n]), and the scales (float32,
-        [n / block]).
-    """
-    # [blocks, block]
-    blocked = numbers.float().view(-1, block)
-    scales = (blocked.abs().amax(1) / largest).clamp_(min=_TINY)
-    return (blocked / scales.unsqueeze(1)).view(-1), scales
-
-
 _CHUNK_ON_CPU = 1 << 18
+
+
 _CHUNK_ON_DEVICE = 1 << 22
 """Number of elements per chunk: what fits a CPU's cache, and what occupies a GPU.
 
 Both are multiples of the block size.
 """
+
+
 _MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))
 """Name of each moment, and whether it has a sign."""
 
@@ -193,8 +84,8 @@ class SmallStateAdam(Optimizer):
         )
         self.states = states
         self.decoupled = decoupled
-        self._codecs: dict[tuple[bool, torch.device], Codec] = {}
-        """Codecs, keyed by sign and device."""
+        self._codecs: dict[tuple[bool, torch.device], DynamicInt8] = {}
+        """Codecs of int8, keyed by sign and device."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -242,8 +133,8 @@ class SmallStateAdam(Optimizer):
             for moment, exact in zip(moments, (mean, square), strict=True):
                 moment.write(part, exact)
             # With the exact moments, not with those that were rounded for the state.
-            update = mean.div(square.sqrt().div_(root).add_(group["eps"])).mul_(rate)
-            value.sub_(update)
+            denominator = square.sqrt().div_(root).add_(group["eps"])
+            value.sub_(mean.div(denominator).mul_(rate))
             if value.dtype != values.dtype:
                 values[part] = value
 
@@ -257,16 +148,17 @@ class SmallStateAdam(Optimizer):
             return _StoredMoment(local_tensor(state[name]).view(-1))
         codes = local_tensor(state[f"{name}_{self.states}"]).view(-1)
         scales = local_tensor(state[f"{name}_{self.states}_scale"]).view(-1)
-        codec = self._codec(signed, parameter.device)
-        return _StoredMoment(codes, scales, block_of(parameter.shape), codec)
+        return _StoredMoment(
+            codes, scales, block_of(parameter.shape), self._codec(signed, parameter.device)
+        )
 
     def _codec(self, signed: bool, device: torch.device) -> Codec:
+        if self.states == "float8":
+            return Float8(signed=signed)
+        # Its tables are made once per sign and device.
         key = (signed, device)
         if key not in self._codecs:
-            if self.states == "float8":
-                self._codecs[key] = Float8(signed=signed)
-            else:
-                self._codecs[key] = DynamicInt8(signed=signed, device=device)
+            self._codecs[key] = DynamicInt8(signed=signed, device=device)
         return self._codecs[key]
 
     def _init_state(self, parameter: nn.Parameter, state: dict[str, Any]) -> None:
@@ -312,48 +204,6 @@ class SmallStateAdam(Optimizer):
                 self.state[parameter] = dict(state_dict["state"][key])
 
 
-class _StoredMoment:
-    """Moment of a parameter's local shard, flat, quantized or not.
-
-    Args:
-        stored: Numbers or codes, [n].
-        scales: Scales of the blocks, [n / block], or None for plain numbers.
-        block: Number of elements per block.
-        codec: Codec of the codes, or None for plain numbers.
-    """
-
-    def __init__(
-        self,
-        stored: torch.Tensor,
-        scales: torch.Tensor | None = None,
-        block: int = 1,
-        codec: Codec | None = None,
-    ) -> None:
-        self.stored = stored
-        self.scales = scales
-        self.block = block
-        self.codec = codec
-
-    def read(self, part: slice, dtype: torch.dtype) -> torch.Tensor:
-        """Return a part as numbers. It is a view of the stored numbers if they have this dtype."""
-        if self.codec is None or self.scales is None:
-            return self.stored[part].to(dtype)
-        return self.codec.decode(self.stored[part], self.scales[self._blocks(part)]).to(dtype)
-
-    def write(self, part: slice, numbers: torch.Tensor) -> None:
-        """Store new numbers for a part that was read with `read`."""
-        if self.codec is not None and self.scales is not None:
-            codes, scales = self.codec.encode(numbers, self.block)
-            self.stored[part] = codes
-            self.scales[self._blocks(part)] = scales
-        # Numbers of the same dtype were changed in place.
-        elif self.stored.dtype != numbers.dtype:
-            self.stored[part] = numbers
-
-    def _blocks(self, part: slice) -> slice:
-        return slice(part.start // self.block, part.stop // self.block)
-
-
 def _sharded_like(
     parameter: torch.Tensor, local: torch.Tensor, shape: Iterable[int]
 ) -> torch.Tensor:
@@ -376,3 +226,156 @@ def _sharded_like(
         shape=full_shape,
         stride=tuple(stride),
     )
+
+
+@dataclass(frozen=True)
+class _StoredMoment:
+    """Moment of a parameter's local shard, flat, quantized or not.
+
+    Attributes:
+        stored: Numbers or codes, [n].
+        scales: Scales of the blocks, [n / block], or None for plain numbers.
+        block: Number of elements per block.
+        codec: Codec of the codes, or None for plain numbers.
+    """
+
+    stored: torch.Tensor
+    scales: torch.Tensor | None = None
+    block: int = 1
+    codec: Codec | None = None
+
+    def read(self, part: slice, dtype: torch.dtype) -> torch.Tensor:
+        """Return a part as numbers. It is a view of the stored numbers if they have this dtype."""
+        if self.codec is None or self.scales is None:
+            return self.stored[part].to(dtype)
+        return self.codec.decode(self.stored[part], self.scales[self._blocks(part)]).to(dtype)
+
+    def write(self, part: slice, numbers: torch.Tensor) -> None:
+        """Store new numbers for a part that was read with `read`."""
+        if self.codec is not None and self.scales is not None:
+            codes, scales = self.codec.encode(numbers, self.block)
+            self.stored[part] = codes
+            self.scales[self._blocks(part)] = scales
+        # Numbers of the same dtype were changed in place.
+        elif self.stored.dtype != numbers.dtype:
+            self.stored[part] = numbers
+
+    def _blocks(self, part: slice) -> slice:
+        return slice(part.start // self.block, part.stop // self.block)
+
+
+class Codec(Protocol):
+    """Quantizes blocks of elements and dequantizes them."""
+
+    def encode(self, numbers: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Quantize a flat tensor.
+
+        Args:
+            numbers: Floating point, [n]. A block with non-finite numbers decodes to NaN or
+                infinity.
+            block: Number of elements per block, a divisor of n.
+
+        Returns:
+            Codes (uint8, [n]) and scales (float32, [n / block]).
+        """
+
+    def decode(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """Return the numbers of codes [n] and scales [n / block]: a new tensor, float32, [n]."""
+
+
+class DynamicInt8:
+    """Codec that rounds to the nearest of 256 levels.
+
+    The code is looked up by the upper 16 bits of an element. At most one border between two codes
+    lies among the values that share them, so one table look-up and one comparison replace a search.
+
+    Args:
+        signed: Whether numbers may be negative.
+        device: Device of the tables.
+    """
+
+    def __init__(self, *, signed: bool, device: torch.device) -> None:
+        table = levels(signed=signed)
+        borders = (table[1:] + table[:-1]) / 2
+        upper_halves = torch.arange(1 << 16, dtype=torch.int32) << 16
+        # The smallest float32 with each upper half. For negative numbers it has all lower bits set.
+        lower_bits = torch.where(upper_halves < 0, upper_halves | 0xFFFF, upper_halves)
+        smallest = lower_bits.view(torch.float32)
+        codes = torch.bucketize(smallest, borders, right=True)
+        self._levels = table.to(device)
+        self._code = codes.to(torch.uint8).to(device)
+        """Code of the smallest number with each upper half, [65536]."""
+        self._border = torch.cat([borders, borders.new_tensor([torch.inf])])[codes].to(device)
+        """Next border above that number, [65536]."""
+        # See Note [Second moments are not 0].
+        self._least = 0 if signed else 1
+
+    def encode(self, numbers: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Quantize a flat tensor. See `Codec.encode`."""
+        scaled, scales = _scaled(numbers, block)
+        upper_half = scaled.view(torch.int32).bitwise_right_shift(16).bitwise_and_(0xFFFF)
+        codes = torch.index_select(self._code, 0, upper_half)
+        codes.add_(scaled >= torch.index_select(self._border, 0, upper_half))
+        return codes.clamp_(min=self._least), scales
+
+    def decode(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """Dequantize codes. See `Codec.decode`."""
+        return _multiplied(torch.index_select(self._levels, 0, codes.int()), scales)
+
+
+def levels(*, signed: bool) -> torch.Tensor:
+    """Return the numbers that the codes of int8 stand for, before the scale.
+
+    They are rounded once, so they are the same on every machine.
+
+    Args:
+        signed: Whether half of the numbers are negative.
+
+    Returns:
+        float32, [256], ascending.
+    """
+    numbers = [0.0, 1.0]
+    for power in range(7):
+        exponent = power if signed else power + 1
+        edges = np.linspace(0.1, 1, 2**exponent + 1)
+        middles = 10.0 ** (power - 6) * (edges[:-1] + edges[1:]) / 2
+        numbers += middles.tolist()
+        if signed:
+            numbers += (-middles).tolist()
+    return torch.tensor(sorted(numbers), dtype=torch.float32)
+
+
+class Float8:
+    """Codec of e4m3, whose largest number is 448."""
+
+    def __init__(self, *, signed: bool) -> None:
+        self._least = 0 if signed else 1
+
+    def encode(self, numbers: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Quantize a flat tensor. See `Codec.encode`."""
+        scaled, scales = _scaled(numbers, block, largest=torch.finfo(_FLOAT8).max)
+        return scaled.to(_FLOAT8).view(torch.uint8).clamp_(min=self._least), scales
+
+    def decode(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """Dequantize codes. See `Codec.decode`."""
+        return _multiplied(codes.view(_FLOAT8).float(), scales)
+
+
+def _scaled(
+    numbers: torch.Tensor, block: int, *, largest: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Divide each block by its scale.
+
+    Returns:
+        Numbers of at most `largest` in magnitude (float32, [n]), and the scales (float32,
+        [n / block]).
+    """
+    # [blocks, block]
+    blocked = numbers.float().view(-1, block)
+    scales = (blocked.abs().amax(1) / largest).clamp_(min=_TINY)
+    return (blocked / scales.unsqueeze(1)).view(-1), scales
+
+
+def _multiplied(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Multiply each block of numbers [n] by its scale, in place."""
+    return numbers.view(scales.numel(), -1).mul_(scales.unsqueeze(1)).view(-1)

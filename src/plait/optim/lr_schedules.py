@@ -27,13 +27,258 @@ from plait.config.schema.lr_schedules import (
     WarmupDecayLR,
 )
 from plait.config.schema.optimization import SchedulerSpec
-from plait.errors import CheckpointError, ConfigError, Problem
+from plait.errors import CheckpointError, ConfigError, Problem, raise_problems
 from plait.optim.lr_formulas import learning_rate, one_cycle_momentum
 
 log = logging.getLogger(__name__)
 
+
 BETA2 = 0.99
 """Second of `betas` while DeepSpeed's OneCycle cycles the first."""
+
+
+def build_scheduler(
+    spec: SchedulerSpec, optimizer: Optimizer, *, total_steps: int | None
+) -> LRScheduler:
+    """Build the schedule of a configuration, and set the rates of the first step.
+
+    Args:
+        spec: Specification of the schedule.
+        optimizer: The optimizer, whose groups are changed.
+        total_steps: Length of the run in optimizer steps, for schedules that do not specify it.
+
+    Raises:
+        ConfigError: `total_steps` is required and None, or a value does not fit the schedule or the
+            optimizer.
+    """
+    if spec.type in lr_schedules.DEEPSPEED:
+        return _build_deepspeed(spec, optimizer, total_steps=total_steps)
+    params = {name: _parameter_value(spec, name, total_steps) for name in spec.params}
+    try:
+        if spec.type in lr_schedules.TRANSFORMERS:
+            return _build_transformers(spec, params, optimizer, total_steps=total_steps)
+        return _build_torch(spec, params, optimizer, total_steps=total_steps)
+    except (TypeError, ValueError, KeyError, ArithmeticError) as error:
+        raise ConfigError(
+            Problem(
+                "scheduler.params", spec.params, f"{spec.type} says: {error}", "correct the value"
+            )
+        ) from error
+
+
+def _parameter_value(spec: SchedulerSpec, name: str, total_steps: int | None) -> Any:
+    """Return the value of a parameter of a specification, or the value that `auto` stands for."""
+    if spec.params[name] != lr_schedules.AUTO:
+        return spec.params[name]
+    if name in lr_schedules.RUN_LENGTH:
+        return _run_length(spec, name, total_steps)
+    return lr_schedules.auto_value(name)
+
+
+def _run_length(spec: SchedulerSpec, name: str, total_steps: int | None) -> int:
+    if total_steps is None:
+        raise ConfigError(
+            Problem(
+                f"scheduler.params.{name}",
+                spec.params.get(name),
+                f"{spec.type} needs the length of the run, and it is not known",
+                f"set {name} to the number of optimizer steps, or pass total_steps= to"
+                " plait.initialize",
+            )
+        )
+    return total_steps
+
+
+def _build_torch(
+    spec: SchedulerSpec, params: dict[str, Any], optimizer: Optimizer, *, total_steps: int | None
+) -> LRScheduler:
+    if spec.type == "CosineAnnealingLR" and "T_max" not in params:
+        params["T_max"] = _run_length(spec, "T_max", total_steps)
+    if spec.type == "OneCycleLR" and not {"total_steps", "epochs"} & set(params):
+        params["total_steps"] = _run_length(spec, "total_steps", total_steps)
+    # The constructors have different arguments, so a value that does not fit is a TypeError.
+    build: Callable[..., LRScheduler] = lr_schedules.TORCH[spec.type]
+    return build(optimizer, **params)
+
+
+def _build_transformers(
+    spec: SchedulerSpec, params: dict[str, Any], optimizer: Optimizer, *, total_steps: int | None
+) -> LRScheduler:
+    """Build a schedule with `transformers.get_scheduler`.
+
+    The default number of warm-up steps is 0, as in `TrainingArguments`.
+    """
+    try:
+        from transformers import get_scheduler
+    except ImportError as error:
+        raise ConfigError(
+            Problem(
+                "scheduler.type",
+                spec.type,
+                "it is a schedule of Transformers, which is not installed",
+                "pip install transformers, or use WarmupCosineLR",
+            )
+        ) from error
+    accepted = lr_schedules.TRANSFORMERS[spec.type]
+    length = params.pop("num_training_steps", None)
+    if length is None and "num_training_steps" in accepted and "num_stable_steps" not in params:
+        length = _run_length(spec, "num_training_steps", total_steps)
+    warmup = params.pop("num_warmup_steps", 0)
+    scheduler: LRScheduler = get_scheduler(
+        spec.type,
+        optimizer,
+        num_warmup_steps=warmup,
+        num_training_steps=length,
+        scheduler_specific_kwargs=params,
+    )
+    return scheduler
+
+
+def _build_deepspeed(
+    spec: SchedulerSpec, optimizer: Optimizer, *, total_steps: int | None
+) -> LRScheduler:
+    schedule = lr_schedules.deepspeed_schedule(spec.type, spec.params)
+    total = 0  # For schedules without a length.
+    if isinstance(schedule, WarmupCosineLR | WarmupDecayLR):
+        total = schedule.total_num_steps or _run_length(spec, "total_num_steps", total_steps)
+        if total < schedule.warmup_num_steps:
+            log.warning(
+                "%s: the run has %d steps, fewer than the %d of the warm-up",
+                spec.type,
+                total,
+                schedule.warmup_num_steps,
+            )
+    if isinstance(schedule, MegatronLR):
+        total = schedule.total_num_steps or _run_length(spec, "total_num_steps", total_steps)
+        _refuse_megatron(schedule, optimizer, total)
+    bounds = _bounds(schedule, optimizer)
+    momenta = None
+    if isinstance(schedule, OneCycle):
+        momenta = _momenta(schedule, optimizer, total_steps=total_steps)
+
+    def rates(index: int) -> list[float]:
+        return [
+            learning_rate(schedule, index, low=low, high=high, total_steps=total)
+            for low, high in bounds
+        ]
+
+    return DeepSpeedScheduler(optimizer, rates=rates, momenta=momenta)
+
+
+def _bounds(schedule: DeepSpeedSchedule, optimizer: Optimizer) -> list[tuple[float, float]]:
+    """Return the lowest and highest rate of every parameter group."""
+    optimizer_rates = [float(group["lr"]) for group in optimizer.param_groups]
+    groups = len(optimizer_rates)
+    match schedule:
+        case WarmupCosineLR() | MegatronLR():
+            return [(0.0, lr) for lr in optimizer_rates]
+        case LRRangeTest():
+            lows = _per_group("lr_range_test_min_lr", schedule.lr_range_test_min_lr, groups)
+            highs = lows
+        case OneCycle():
+            lows = _per_group("cycle_min_lr", schedule.cycle_min_lr, groups)
+            highs = _per_group("cycle_max_lr", schedule.cycle_max_lr, groups)
+        case _:
+            lows = _per_group("warmup_min_lr", schedule.warmup_min_lr, groups)
+            highs = optimizer_rates
+            if schedule.warmup_max_lr is not None:
+                highs = _per_group("warmup_max_lr", schedule.warmup_max_lr, groups)
+    return list(zip(lows, highs, strict=True))
+
+
+def _refuse_megatron(schedule: MegatronLR, optimizer: Optimizer, total: int) -> None:
+    """Raise ConfigError for settings that Megatron-LM's assertions refuse."""
+    highest = min(float(group["lr"]) for group in optimizer.param_groups)
+    problems = []
+
+    def add(name: str, value: Any, rule: str, remedy: str) -> None:
+        problems.append(Problem(f"scheduler.params.{name}", value, rule, remedy))
+
+    for name, value in (("min_lr", schedule.min_lr), ("init_lr", schedule.init_lr)):
+        if value > highest:
+            rule = f"the optimizer's lr is {highest:g}, which is the highest rate"
+            add(name, value, rule, f"use at most {highest:g}")
+
+    warmup = schedule.warmup_num_steps
+    if schedule.warmup_fraction is not None and warmup:
+        rule = f"scheduler.params.warmup_num_steps = {warmup:g} sets the same length"
+        add("warmup_fraction", schedule.warmup_fraction, rule, "keep one of them")
+
+    decay = schedule.wsd_decay_steps
+    if schedule.decay_style == "WSD" and (decay is None or decay + warmup > total):
+        rule = (
+            f"WSD needs the steps in which the rate falls: at most {total}, less those of the"
+            f" warm-up ({warmup:g})"
+        )
+        add("wsd_decay_steps", decay, rule, "set it, for example to a tenth of the steps")
+
+    if warmup >= total and schedule.decay_style != "constant":
+        rule = f"the decay ends at step {total}, before a warm-up of {warmup:g} steps does"
+        add("warmup_num_steps", warmup, rule, f"use less than {total}")
+    raise_problems(problems)
+
+
+def _per_group(name: str, value: float | tuple[float, ...], groups: int) -> list[float]:
+    if not isinstance(value, tuple):
+        return [value] * groups
+    if len(value) != groups:
+        rule = (
+            f"it has {len(value)} values and the optimizer has {groups} parameter"
+            f" group{'s' if groups > 1 else ''}"
+        )
+        remedy = "use one number for all groups, or one for each"
+        raise ConfigError(Problem(f"scheduler.params.{name}", value, rule, remedy))
+    return list(value)
+
+
+def _momenta(
+    schedule: OneCycle, optimizer: Optimizer, *, total_steps: int | None
+) -> Callable[[int], list[float]] | None:
+    """Return a function from the index to the first of `betas` of every parameter group.
+
+    A momentum that decays upwards reaches 1 at some step, and Adam would divide by zero there.
+    DeepSpeed allows it. Here it is refused: when the schedule is made if the length of the run is
+    known, and at that step otherwise.
+
+    Returns:
+        The function, or None if momentum is not cycled or the optimizer has no betas.
+    """
+    has_betas = all("betas" in group for group in optimizer.param_groups)
+    if schedule.cycle_momentum and not has_betas:
+        raise ConfigError(
+            Problem(
+                "scheduler.params.cycle_momentum",
+                True,
+                f"{type(optimizer).__name__} has no betas, so there is no momentum to cycle",
+                "set it to false, or leave it out",
+            )
+        )
+    if schedule.cycle_momentum is False or not has_betas:
+        return None
+    groups = len(optimizer.param_groups)
+    lows = _per_group("cycle_min_mom", schedule.cycle_min_mom, groups)
+    highs = _per_group("cycle_max_mom", schedule.cycle_max_mom, groups)
+
+    def momenta(index: int) -> list[float]:
+        values = [
+            one_cycle_momentum(schedule, index, low=low, high=high)
+            for low, high in zip(lows, highs, strict=True)
+        ]
+        if not all(0 <= value < 1 for value in values):
+            raise ConfigError(
+                Problem(
+                    "scheduler.params.decay_mom_rate",
+                    schedule.decay_mom_rate,
+                    f"the momentum is {max(values, key=abs):.4g} at step {index + 1}, outside 0"
+                    " to 1",
+                    "use a smaller rate, or 0",
+                )
+            )
+        return values
+
+    if total_steps is not None:
+        momenta(total_steps - 1)
+    return momenta
 
 
 class Scheduler(Protocol):
@@ -133,233 +378,3 @@ class DeepSpeedScheduler(LRScheduler):
                 group["lr"] = rate
         self._last_lr = rates
         self._set_momenta()
-
-
-def build_scheduler(
-    spec: SchedulerSpec, optimizer: Optimizer, *, total_steps: int | None
-) -> LRScheduler:
-    """Build the schedule of a configuration, and set the rates of the first step.
-
-    Args:
-        spec: Specification of the schedule.
-        optimizer: The optimizer, whose groups are changed.
-        total_steps: Length of the run in optimizer steps, for schedules that do not specify it.
-
-    Raises:
-        ConfigError: `total_steps` is required and None, or a value does not fit the schedule or the
-            optimizer.
-    """
-    if spec.type in lr_schedules.DEEPSPEED:
-        return _build_deepspeed(spec, optimizer, total_steps=total_steps)
-    params = {name: _parameter_value(spec, name, total_steps) for name in spec.params}
-    try:
-        if spec.type in lr_schedules.TRANSFORMERS:
-            return _build_transformers(spec, params, optimizer, total_steps=total_steps)
-        return _build_torch(spec, params, optimizer, total_steps=total_steps)
-    except (TypeError, ValueError, KeyError, ArithmeticError) as error:
-        raise ConfigError(
-            Problem(
-                "scheduler.params", spec.params, f"{spec.type} says: {error}", "correct the value"
-            )
-        ) from error
-
-
-def _parameter_value(spec: SchedulerSpec, name: str, total_steps: int | None) -> Any:
-    """Return the value of a parameter of a specification, or the value that `auto` stands for."""
-    if spec.params[name] != lr_schedules.AUTO:
-        return spec.params[name]
-    if name in lr_schedules.RUN_LENGTH:
-        return _run_length(spec, name, total_steps)
-    return lr_schedules.auto_value(name)
-
-
-def _run_length(spec: SchedulerSpec, name: str, total_steps: int | None) -> int:
-    if total_steps is None:
-        rule = f"{spec.type} needs the length of the run, and it is not known"
-        remedy = (
-            f"set {name} to the number of optimizer steps, or pass total_steps= to plait.initialize"
-        )
-        raise ConfigError(Problem(f"scheduler.params.{name}", spec.params.get(name), rule, remedy))
-    return total_steps
-
-
-def _build_torch(
-    spec: SchedulerSpec, params: dict[str, Any], optimizer: Optimizer, *, total_steps: int | None
-) -> LRScheduler:
-    if spec.type == "CosineAnnealingLR" and "T_max" not in params:
-        params["T_max"] = _run_length(spec, "T_max", total_steps)
-    if spec.type == "OneCycleLR" and not {"total_steps", "epochs"} & set(params):
-        params["total_steps"] = _run_length(spec, "total_steps", total_steps)
-    # The constructors have different arguments, so a value that does not fit is a TypeError.
-    build: Callable[..., LRScheduler] = lr_schedules.TORCH[spec.type]
-    return build(optimizer, **params)
-
-
-def _build_transformers(
-    spec: SchedulerSpec, params: dict[str, Any], optimizer: Optimizer, *, total_steps: int | None
-) -> LRScheduler:
-    """Build a schedule with `transformers.get_scheduler`.
-
-    The default number of warm-up steps is 0, as in `TrainingArguments`.
-    """
-    try:
-        from transformers import get_scheduler
-    except ImportError as error:
-        rule = "it is a schedule of Transformers, which is not installed"
-        raise ConfigError(
-            Problem(
-                "scheduler.type", spec.type, rule, "pip install transformers, or use WarmupCosineLR"
-            )
-        ) from error
-    accepted = lr_schedules.TRANSFORMERS[spec.type]
-    length = params.pop("num_training_steps", None)
-    if length is None and "num_training_steps" in accepted and "num_stable_steps" not in params:
-        length = _run_length(spec, "num_training_steps", total_steps)
-    warmup = params.pop("num_warmup_steps", 0)
-    scheduler: LRScheduler = get_scheduler(
-        spec.type,
-        optimizer,
-        num_warmup_steps=warmup,
-        num_training_steps=length,
-        scheduler_specific_kwargs=params,
-    )
-    return scheduler
-
-
-def _build_deepspeed(
-    spec: SchedulerSpec, optimizer: Optimizer, *, total_steps: int | None
-) -> LRScheduler:
-    schedule = lr_schedules.deepspeed_schedule(spec.type, spec.params)
-    total = 0  # For schedules without a length.
-    if isinstance(schedule, WarmupCosineLR | WarmupDecayLR):
-        total = schedule.total_num_steps or _run_length(spec, "total_num_steps", total_steps)
-        if total < schedule.warmup_num_steps:
-            log.warning(
-                "%s: the run has %d steps, fewer than the %d of the warm-up",
-                spec.type,
-                total,
-                schedule.warmup_num_steps,
-            )
-    if isinstance(schedule, MegatronLR):
-        total = schedule.total_num_steps or _run_length(spec, "total_num_steps", total_steps)
-        _refuse_megatron(schedule, optimizer, total)
-    bounds = _bounds(schedule, optimizer)
-    momenta = None
-    if isinstance(schedule, OneCycle):
-        momenta = _momenta(schedule, optimizer, total_steps=total_steps)
-
-    def rates(index: int) -> list[float]:
-        return [
-            learning_rate(schedule, index, low=low, high=high, total_steps=total)
-            for low, high in bounds
-        ]
-
-    return DeepSpeedScheduler(optimizer, rates=rates, momenta=momenta)
-
-
-def _bounds(schedule: DeepSpeedSchedule, optimizer: Optimizer) -> list[tuple[float, float]]:
-    """Return the lowest and highest rate of every parameter group."""
-    optimizer_rates = [float(group["lr"]) for group in optimizer.param_groups]
-    groups = len(optimizer_rates)
-    match schedule:
-        case WarmupCosineLR() | MegatronLR():
-            return [(0.0, lr) for lr in optimizer_rates]
-        case LRRangeTest():
-            lows = _per_group("lr_range_test_min_lr", schedule.lr_range_test_min_lr, groups)
-            highs = lows
-        case OneCycle():
-            lows = _per_group("cycle_min_lr", schedule.cycle_min_lr, groups)
-            highs = _per_group("cycle_max_lr", schedule.cycle_max_lr, groups)
-        case _:
-            lows = _per_group("warmup_min_lr", schedule.warmup_min_lr, groups)
-            highs = optimizer_rates
-            if schedule.warmup_max_lr is not None:
-                highs = _per_group("warmup_max_lr", schedule.warmup_max_lr, groups)
-    return list(zip(lows, highs, strict=True))
-
-
-def _refuse_megatron(schedule: MegatronLR, optimizer: Optimizer, total: int) -> None:
-    """Raise ConfigError for settings that Megatron-LM's assertions refuse."""
-    highest = min(float(group["lr"]) for group in optimizer.param_groups)
-    problems = []
-
-    def add(name: str, value: Any, rule: str, remedy: str) -> None:
-        problems.append(Problem(f"scheduler.params.{name}", value, rule, remedy))
-
-    for name, value in (("min_lr", schedule.min_lr), ("init_lr", schedule.init_lr)):
-        if value > highest:
-            rule = f"the optimizer's lr is {highest:g}, which is the highest rate"
-            add(name, value, rule, f"use at most {highest:g}")
-
-    warmup = schedule.warmup_num_steps
-    if schedule.warmup_fraction is not None and warmup:
-        rule = f"scheduler.params.warmup_num_steps = {warmup:g} sets the same length"
-        add("warmup_fraction", schedule.warmup_fraction, rule, "keep one of them")
-
-    decay = schedule.wsd_decay_steps
-    if schedule.decay_style == "WSD" and (decay is None or decay + warmup > total):
-        rule = (
-            f"WSD needs the steps in which the rate falls: at most {total}, less those of the"
-            f" warm-up ({warmup:g})"
-        )
-        add("wsd_decay_steps", decay, rule, "set it, for example to a tenth of the steps")
-
-    if warmup >= total and schedule.decay_style != "constant":
-        rule = f"the decay ends at step {total}, before a warm-up of {warmup:g} steps does"
-        add("warmup_num_steps", warmup, rule, f"use less than {total}")
-    if problems:
-        raise ConfigError(*problems)
-
-
-def _per_group(name: str, value: float | tuple[float, ...], groups: int) -> list[float]:
-    if not isinstance(value, tuple):
-        return [value] * groups
-    if len(value) != groups:
-        rule = (
-            f"it has {len(value)} values and the optimizer has {groups} parameter"
-            f" group{'s' if groups > 1 else ''}"
-        )
-        remedy = "give one number for all groups, or one for each"
-        raise ConfigError(Problem(f"scheduler.params.{name}", value, rule, remedy))
-    return list(value)
-
-
-def _momenta(
-    schedule: OneCycle, optimizer: Optimizer, *, total_steps: int | None
-) -> Callable[[int], list[float]] | None:
-    """Return a function from the index to the first of `betas` of every parameter group.
-
-    A momentum that decays upwards reaches 1 at some step, and Adam would divide by zero there.
-    DeepSpeed allows it. Here it is refused: when the schedule is made if the length of the run is
-    known, and at that step otherwise.
-
-    Returns:
-        The function, or None if momentum is not cycled or the optimizer has no betas.
-    """
-    has_betas = all("betas" in group for group in optimizer.param_groups)
-    if schedule.cycle_momentum and not has_betas:
-        rule = f"{type(optimizer).__name__} has no betas, so there is no momentum to cycle"
-        remedy = "set it to false, or leave it out"
-        raise ConfigError(Problem("scheduler.params.cycle_momentum", True, rule, remedy))
-    if schedule.cycle_momentum is False or not has_betas:
-        return None
-    groups = len(optimizer.param_groups)
-    lows = _per_group("cycle_min_mom", schedule.cycle_min_mom, groups)
-    highs = _per_group("cycle_max_mom", schedule.cycle_max_mom, groups)
-
-    def momenta(index: int) -> list[float]:
-        values = [
-            one_cycle_momentum(schedule, index, low=low, high=high)
-            for low, high in zip(lows, highs, strict=True)
-        ]
-        if not all(0 <= value < 1 for value in values):
-            rule = f"the momentum is {max(values, key=abs):.4g} at step {index + 1}, outside 0 to 1"
-            rate = schedule.decay_mom_rate
-            raise ConfigError(
-                Problem("scheduler.params.decay_mom_rate", rate, rule, "use a smaller rate, or 0")
-            )
-        return values
-
-    if total_steps is not None:
-        momenta(total_steps - 1)
-    return momenta

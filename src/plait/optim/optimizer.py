@@ -7,15 +7,12 @@ Note [Choice of kernels]
     `fused` is chosen here for this device and layout. It is never taken from a checkpoint, because
     a checkpoint of another layout may name a kernel that these parameters do not support.
 
-Steps of torch's optimizers over plain and sharded parameters in one group.
-
-A fused or foreach call accepts either plain tensors or shards of one device mesh. The layout
-decides which parameters are plain: under tensor parallelism, for example, the norms and the biases
-of row-split layers. If plain parameters had permanent groups, the number of groups would depend on
-the layout too. An LR scheduler's state has one rate per group, so it could not be loaded on another
-layout. Groups are therefore split for the duration of a step only.
-
-Optimizer states on fake tensors, for predictions of the peak.
+Note [Groups during a step]
+    A fused or foreach call accepts either plain tensors or shards of one device mesh. The layout
+    decides which parameters are plain: under tensor parallelism, for example, the norms and the
+    biases of row-split layers. If plain parameters had permanent groups, the number of groups would
+    depend on the layout too. An LR scheduler's state has one rate per group, so it could not be
+    loaded on another layout. Groups are therefore split for the duration of a step only.
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ from plait._torch.tensors import local_tensor
 from plait.cluster import accelerator
 from plait.config.schema import optimizers
 from plait.config.schema.optimization import OptimizerSpec
-from plait.errors import ConfigError, ModelError, Problem
+from plait.errors import ConfigError, ModelError, Problem, raise_problems
 from plait.names import suggest_names
 from plait.optim.low_bit_adam import SmallStateAdam
 from plait.parallel.parameter_layout import dims_in_memory
@@ -43,74 +40,29 @@ from plait.parallel.precision.optimizer_states import refuse_cut_blocks
 Group = dict[str, Any]
 
 
-def step_by_placement(optimizer: Optimizer) -> None:
-    """Split an optimizer's groups by the placement of their parameters during every step.
-
-    Args:
-        optimizer: Any optimizer. Only torch's are changed, because others may keep values of their
-            own in their groups.
-    """
-    if type(optimizer).__module__.startswith("torch.optim"):
-        _GroupSplitter(optimizer)
-
-
-class _GroupSplitter:
-    """Replaces an optimizer's groups before its step and puts them back after it."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._groups: list[Group] | None = None
-        """The optimizer's groups before the split. None outside of a step."""
-        optimizer.register_step_pre_hook(self._split)
-        optimizer.register_step_post_hook(self._restore)
-
-    def _split(self, optimizer: Optimizer, *_: object) -> None:
-        # torch calls no post hook after a step that raises.
-        self._restore(optimizer)
-        groups = [split for group in optimizer.param_groups for split in _by_placement(group)]
-        if len(groups) > len(optimizer.param_groups):
-            self._groups = optimizer.param_groups
-            optimizer.param_groups = groups
-
-    def _restore(self, optimizer: Optimizer, *_: object) -> None:
-        if self._groups is not None:
-            optimizer.param_groups = self._groups
-            self._groups = None
-
-
-def _by_placement(group: Group) -> list[Group]:
-    by_mesh: dict[Any, list[nn.Parameter]] = {}
-    for parameter in group["params"]:
-        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        by_mesh.setdefault(mesh, []).append(parameter)
-    if len(by_mesh) <= 1:
-        return [group]
-    return [{**group, "params": members} for members in by_mesh.values()]
-
-
 Named = tuple[str, nn.Parameter]
 """A parameter with its name."""
+
+
 _KERNEL_KEYS = ("fused", "foreach")
+
+
 _FUSED = {**dict.fromkeys(("Adam", "AdamW", "SGD"), ("cpu", accelerator.NAME)), "Adagrad": ("cpu",)}
 """Devices on which the fused kernel of an optimizer is used by default."""
+
+
 _FUSED_SHARDED = ("Adam", "AdamW")
 """Optimizers whose fused kernel supports shards.
 
 torch 2.13 has no rule for the others (`aten._fused_sgd_ does not have a sharding strategy`).
 """
+
+
 _EMBEDDING = ("embed", "lm_head", "wte", "wpe")
 """Parts of the names of parameters that Muon leaves to AdamW.
 
 They are DeepSpeed's, and GPT-2's names for its embeddings.
 """
-
-
-def refuse_nothing_to_train(model: nn.Module) -> None:
-    """Raise ModelError for a model without a parameter that requires a gradient."""
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ModelError(
-            "no parameter of the model requires a gradient, so there is nothing to train; unfreeze"
-            " some (requires_grad_(True))"
-        )
 
 
 def build_optimizer(spec: OptimizerSpec, named_parameters: Iterable[Named]) -> Optimizer:
@@ -149,29 +101,6 @@ def build_optimizer(spec: OptimizerSpec, named_parameters: Iterable[Named]) -> O
     return _keep_kernel(_build(kind, params, named))
 
 
-def _build_small_state_adam(
-    spec: OptimizerSpec, params: dict[str, Any], named: Sequence[Named]
-) -> Optimizer:
-    """Build Adam or AdamW with low-bit moments.
-
-    The configuration has refused parameters that only torch's kernels support.
-    """
-    assert spec.states is not None
-    kind, params = _adam(spec.type, params)
-    supported = ("lr", "betas", "eps", "weight_decay")
-    arguments = {name: value for name, value in params.items() if name in supported}
-    is_adamw = kind is torch.optim.AdamW
-    if is_adamw and "weight_decay" not in arguments:
-        # torch's default, which `torch_adam` selects.
-        arguments["weight_decay"] = 0.01
-    # A block of codes must not be divided between ranks.
-    refuse_cut_blocks(spec.states, named)
-    parameters = [parameter for _, parameter in named]
-    return SmallStateAdam(
-        parameters or [{"params": []}], states=spec.states, decoupled=is_adamw, **arguments
-    )
-
-
 def _class_and_params(kind: str, params: dict[str, Any]) -> tuple[type[Optimizer], dict[str, Any]]:
     if kind in ("Adam", "AdamW"):
         return _adam(kind, params)
@@ -202,8 +131,9 @@ def _import_class(path: str, remedy: str) -> type[Optimizer]:
     try:
         kind = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        rule = f"it cannot be imported ({error})"
-        raise ConfigError(Problem("optimizer.type", path, rule, remedy)) from error
+        raise ConfigError(
+            Problem("optimizer.type", path, f"it cannot be imported ({error})", remedy)
+        ) from error
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
         rule = "it is not a subclass of torch.optim.Optimizer"
         raise ConfigError(Problem("optimizer.type", path, rule, "name an optimizer class"))
@@ -212,30 +142,30 @@ def _import_class(path: str, remedy: str) -> type[Optimizer]:
 
 def _build(kind: type[Optimizer], params: Mapping[str, Any], named: Sequence[Named]) -> Optimizer:
     allowed = optimizers.settable_params(kind)
-    unknown = [name for name in params if name not in allowed]
-    if unknown:
-        rule = f"{kind.__name__} has no such parameter"
+    rule = f"{kind.__name__} has no such parameter"
+    raise_problems(
+        Problem(f"optimizer.params.{name}", value, rule, suggest_names(name, allowed))
+        for name, value in params.items()
+        if name not in allowed
+    )
+    if needs_closure(kind):
         raise ConfigError(
-            *(
-                Problem(
-                    f"optimizer.params.{name}", params[name], rule, suggest_names(name, allowed)
-                )
-                for name in unknown
+            Problem(
+                "optimizer.type",
+                kind.__name__,
+                "its step calls a function that computes the loss again, and a training step has"
+                " none to pass",
+                "use an optimizer that needs one gradient per step, such as AdamW",
             )
         )
-    if needs_closure(kind):
-        rule = (
-            "its step calls a function that computes the loss again, and a training step has none"
-            " to pass"
-        )
-        remedy = "use an optimizer that needs one gradient per step, such as AdamW"
-        raise ConfigError(Problem("optimizer.type", kind.__name__, rule, remedy))
     refuse_sharded(kind, named)
 
     constructor: Callable[..., Optimizer] = kind
     try:
-        groups = _groups(kind, params, [parameter for _, parameter in named])
-        optimizer = constructor(groups, **params)
+        parameters = [parameter for _, parameter in named]
+        kernel = _kernel(kind, params, parameters) if parameters else {}
+        # One group on every layout: a schedule's state and a script's code count groups.
+        optimizer = constructor([{"params": parameters, **kernel}], **params)
     except (TypeError, ValueError, RuntimeError, AssertionError) as error:
         shown = ", ".join(f"{name}={value!r}" for name, value in params.items())
         rule = f"{kind.__name__}({shown}) says: {str(error) or type(error).__name__}"
@@ -245,66 +175,6 @@ def _build(kind: type[Optimizer], params: Mapping[str, Any], named: Sequence[Nam
     if kind is torch.optim.SGD:
         optimizer.register_step_pre_hook(_start_late_momentum)
     return optimizer
-
-
-@torch.no_grad()
-def _start_late_momentum(optimizer: Optimizer, *_: object) -> None:
-    """Create the momentum of parameters of fused SGD that get their first gradient late.
-
-    torch's fused kernel creates all momenta of a group in one step, and fails if only some of them
-    exist (an unused branch, a block that is unfrozen). The other kernels of SGD create each by
-    itself, equal to the gradient. The buffer is set so that the kernel's own update makes it the
-    gradient.
-    """
-    for group in optimizer.param_groups:
-        momentum = group["momentum"]
-        if not (group["fused"] and momentum):
-            continue
-        trained = [p for p in group["params"] if p.grad is not None]
-        late = [p for p in trained if optimizer.state.get(p, {}).get("momentum_buffer") is None]
-        if len(late) == len(trained):
-            continue  # torch creates all of them in this step.
-
-        for parameter in late:
-            gradient = -parameter.grad if group["maximize"] else parameter.grad
-            gradient = gradient.add(parameter, alpha=group["weight_decay"])
-            # momentum * buffer + (1 - dampening) * gradient is what the kernel computes.
-            optimizer.state[parameter]["momentum_buffer"] = gradient.mul_(
-                group["dampening"] / momentum
-            )
-
-
-def needs_closure(kind: type[Optimizer]) -> bool:
-    """Return True if an optimizer's `step` requires a closure, as LBFGS does."""
-    closure = inspect.signature(kind.step).parameters.get("closure")
-    return closure is not None and closure.default is closure.empty
-
-
-def refuse_sharded(kind: type[Optimizer], named: Sequence[Named]) -> None:
-    """Raise ModelError if an optimizer of torch would fail at its first step on shards.
-
-    Args:
-        kind: Class of the optimizer.
-        named: (name, parameter) pairs.
-    """
-    if not kind.__module__.startswith("torch.optim"):
-        return
-    reason = optimizers.NOT_SHARDED.get(kind.__name__)
-    sharded = [name for name, parameter in named if isinstance(parameter, DTensor)]
-    if reason and sharded:
-        raise ModelError(
-            f"the optimizer {kind.__name__}: {reason}, and torch cannot do that on sharded"
-            f" parameters ({len(sharded)} here, first `{sharded[0]}`); use AdamW, or"
-            " zero_optimization.stage 0 without tensor parallelism"
-        )
-
-
-def _groups(
-    kind: type[Optimizer], params: Mapping[str, Any], parameters: Sequence[nn.Parameter]
-) -> list[dict[str, Any]]:
-    # One group on every layout: a schedule's state and a script's code count groups.
-    kernel = _kernel(kind, params, parameters) if parameters else {}
-    return [{"params": list(parameters), **kernel}]
 
 
 def _kernel(
@@ -349,6 +219,122 @@ def _why_not_fused(name: str, parameters: Sequence[nn.Parameter]) -> str | None:
     return None
 
 
+@torch.no_grad()
+def _start_late_momentum(optimizer: Optimizer, *_: object) -> None:
+    """Create the momentum of parameters of fused SGD that get their first gradient late.
+
+    torch's fused kernel creates all momenta of a group in one step, and fails if only some of them
+    exist (an unused branch, a block that is unfrozen). The other kernels of SGD create each by
+    itself, equal to the gradient. The buffer is set so that the kernel's own update makes it the
+    gradient.
+    """
+    for group in optimizer.param_groups:
+        momentum = group["momentum"]
+        if not (group["fused"] and momentum):
+            continue
+        trained = [p for p in group["params"] if p.grad is not None]
+        late = [p for p in trained if optimizer.state.get(p, {}).get("momentum_buffer") is None]
+        if len(late) == len(trained):
+            continue  # torch creates all of them in this step.
+
+        for parameter in late:
+            gradient = -parameter.grad if group["maximize"] else parameter.grad
+            gradient = gradient.add(parameter, alpha=group["weight_decay"])
+            # momentum * buffer + (1 - dampening) * gradient is what the kernel computes.
+            optimizer.state[parameter]["momentum_buffer"] = gradient.mul_(
+                group["dampening"] / momentum
+            )
+
+
+def _keep_kernel(optimizer: Optimizer) -> Optimizer:
+    """Make an optimizer keep its own kernels when a state is loaded.
+
+    See Note [Choice of kernels]. The state is changed before torch looks at it, because a fused
+    kernel requires its step counts on the device of the parameters.
+    """
+
+    def keep(receiver: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        if len(receiver.param_groups) != len(state["param_groups"]):
+            return state  # torch's own message about the number of groups follows.
+        groups = []
+        for saved, group in zip(state["param_groups"], receiver.param_groups, strict=True):
+            kernel = {key: group[key] for key in _KERNEL_KEYS if key in group}
+            groups.append({**saved, **kernel})
+        return {**state, "param_groups": groups}
+
+    optimizer.register_load_state_dict_pre_hook(keep)
+    return optimizer
+
+
+def step_by_placement(optimizer: Optimizer) -> None:
+    """Split an optimizer's groups by the placement of their parameters during every step.
+
+    See Note [Groups during a step].
+
+    Args:
+        optimizer: Any optimizer. Only torch's are changed, because others may keep values of their
+            own in their groups.
+    """
+    if type(optimizer).__module__.startswith("torch.optim"):
+        _GroupSplitter(optimizer)
+
+
+class _GroupSplitter:
+    """Replaces an optimizer's groups before its step and puts them back after it."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._groups: list[Group] | None = None
+        """The optimizer's groups before the split. None outside of a step."""
+        optimizer.register_step_pre_hook(self._split)
+        optimizer.register_step_post_hook(self._restore)
+
+    def _split(self, optimizer: Optimizer, *_: object) -> None:
+        # torch calls no post hook after a step that raises.
+        self._restore(optimizer)
+        groups = [split for group in optimizer.param_groups for split in _by_placement(group)]
+        if len(groups) > len(optimizer.param_groups):
+            self._groups = optimizer.param_groups
+            optimizer.param_groups = groups
+
+    def _restore(self, optimizer: Optimizer, *_: object) -> None:
+        if self._groups is not None:
+            optimizer.param_groups = self._groups
+            self._groups = None
+
+
+def _by_placement(group: Group) -> list[Group]:
+    by_mesh: dict[Any, list[nn.Parameter]] = {}
+    for parameter in group["params"]:
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        by_mesh.setdefault(mesh, []).append(parameter)
+    if len(by_mesh) <= 1:
+        return [group]
+    return [{**group, "params": members} for members in by_mesh.values()]
+
+
+def _build_small_state_adam(
+    spec: OptimizerSpec, params: dict[str, Any], named: Sequence[Named]
+) -> Optimizer:
+    """Build Adam or AdamW with low-bit moments.
+
+    The configuration has refused parameters that only torch's kernels support.
+    """
+    assert spec.states is not None
+    kind, params = _adam(spec.type, params)
+    supported = ("lr", "betas", "eps", "weight_decay")
+    arguments = {name: value for name, value in params.items() if name in supported}
+    is_adamw = kind is torch.optim.AdamW
+    if is_adamw and "weight_decay" not in arguments:
+        # torch's default, which `torch_adam` selects.
+        arguments["weight_decay"] = 0.01
+    # A block of codes must not be divided between ranks.
+    refuse_cut_blocks(spec.states, named)
+    parameters = [parameter for _, parameter in named]
+    return SmallStateAdam(
+        parameters or [{"params": []}], states=spec.states, decoupled=is_adamw, **arguments
+    )
+
+
 def _build_muon(params: dict[str, Any], named: Sequence[Named]) -> Optimizer:
     """Build Muon for the matrices inside the model, and AdamW for all other parameters.
 
@@ -362,10 +348,10 @@ def _build_muon(params: dict[str, Any], named: Sequence[Named]) -> Optimizer:
     matrices = [
         (name, p)
         for name, p in named
-        if p.ndim == 2 and not any(word in name.lower() for word in _EMBEDDING)
+        if p.ndim == 2 and not any(part in name.lower() for part in _EMBEDDING)
     ]
-    matrix_ids = {id(parameter) for _, parameter in matrices}
-    others = [(name, p) for name, p in named if id(p) not in matrix_ids]
+    matrix_names = {name for name, _ in matrices}
+    others = [(name, p) for name, p in named if name not in matrix_names]
     if named and not matrices:
         raise ModelError(
             "optimizer.type = 'Muon': it trains two-dimensional weights inside a model, and this"
@@ -439,31 +425,44 @@ class JoinedOptimizer(Optimizer):
         self._share()
 
 
-def _keep_kernel(optimizer: Optimizer) -> Optimizer:
-    """Make an optimizer keep its own kernels when a state is loaded.
+def refuse_nothing_to_train(model: nn.Module) -> None:
+    """Raise ModelError for a model without a parameter that requires a gradient."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ModelError(
+            "no parameter of the model requires a gradient, so there is nothing to train; unfreeze"
+            " some (requires_grad_(True))"
+        )
 
-    See Note [Choice of kernels]. The state is changed before torch looks at it, because a fused
-    kernel requires its step counts on the device of the parameters.
+
+def needs_closure(kind: type[Optimizer]) -> bool:
+    """Return True if an optimizer's `step` requires a closure, as LBFGS does."""
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    return closure is not None and closure.default is closure.empty
+
+
+def refuse_sharded(kind: type[Optimizer], named: Sequence[Named]) -> None:
+    """Raise ModelError if an optimizer of torch would fail at its first step on shards.
+
+    Args:
+        kind: Class of the optimizer.
+        named: (name, parameter) pairs.
     """
-
-    def keep(receiver: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        own_groups = receiver.param_groups
-        if len(own_groups) != len(state["param_groups"]):
-            return state  # torch's own message about the number of groups follows.
-        groups = []
-        for saved, group in zip(state["param_groups"], own_groups, strict=True):
-            kernel = {key: group[key] for key in _KERNEL_KEYS if key in group}
-            groups.append({**saved, **kernel})
-        return {**state, "param_groups": groups}
-
-    optimizer.register_load_state_dict_pre_hook(keep)
-    return optimizer
+    if not kind.__module__.startswith("torch.optim"):
+        return
+    reason = optimizers.NOT_SHARDED.get(kind.__name__)
+    sharded = [name for name, parameter in named if isinstance(parameter, DTensor)]
+    if reason and sharded:
+        raise ModelError(
+            f"the optimizer {kind.__name__}: {reason}, and torch cannot do that on sharded"
+            f" parameters ({len(sharded)} here, first `{sharded[0]}`); use AdamW, or"
+            " zero_optimization.stage 0 without tensor parallelism"
+        )
 
 
 def make_fake_states(optimizer: torch.optim.Optimizer) -> None:
     """Create the states of an optimizer by a step on zero gradients.
 
-    It changes the parameters, so it is only for fake tensors and dry runs.
+    It changes the parameters, so it is for fake tensors, dry runs and measurements only.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for parameter in parameters:

@@ -1,21 +1,21 @@
-"""Check that all ranks have the same model, configuration and versions.
+"""Checks that ranks which must be equal are equal: their inputs at the start, their replicas later.
 
-Ranks that differ would exchange tensors of different shapes, or wrong tensors of the same shape,
-and no collective would detect it. The check runs once, before anything else is sent between ranks.
-It compares the objects that the user built, before they are split, so they must be equal on every
-rank of every layout. The optimizer is built afterwards, so it is compared within a pipeline stage.
-The check costs one all-gather of a digest; the facts themselves are sent only if digests differ.
-
-Comparison of replicas: ranks that hold the same tensor must hold the same bits.
+Ranks with different models, configurations or versions would exchange tensors of different shapes,
+or wrong tensors of the same shape, and no collective would detect it. The check of inputs runs
+once, before anything else is sent between ranks. It compares the objects that the user built,
+before they are split, so they must be equal on every rank of every layout. The optimizer is built
+afterwards, so it is compared within a pipeline stage. The check costs one all-gather of a digest;
+the facts themselves are sent only if digests differ.
 
 Replicas are computed from the same bits by the same operations, so a difference is a fault of
-memory, of a processor, or of code that treats ranks differently. The comparison is of a sum over
-the bits of every parameter and optimizer state. A tensor that is sharded over all mesh dimensions
-has no replica and is not compared.
+memory, of a processor, or of code that treats ranks differently. `compare_replicas` compares a sum
+over the bits of every parameter and optimizer state. A tensor that is sharded over all mesh
+dimensions has no replica and is not compared.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
 import sys
@@ -36,7 +36,7 @@ from plait.cluster.layout import AXES, EXPERT_AXES, STAGE_AXES
 from plait.cluster.mesh import Mesh
 from plait.cluster.process_groups import is_fake
 from plait.cluster.small_messages import all_gather_bytes, all_gather_objects, max_over_ranks
-from plait.comm.hang import format_ranks as rank_names
+from plait.comm.hang import format_ranks
 from plait.config.resolving.resolve import Resolved
 from plait.errors import ConfigError, InputError, NumbersError, Problem
 from plait.parallel.parameter_layout import sharded_axes
@@ -45,14 +45,22 @@ from plait.version import __version__
 
 Fact = tuple[str, str]
 """A subject and its value, both as text for a message."""
+
+
 _DIGEST_BYTES = 16
+
+
 _RANK_SPECIFIC = ("sources", "model", "data", "run", "path", "kept_links")
 """Fields of a configuration that may differ between ranks.
 
 They are folders and files, and settings that are not used if the caller builds the model.
 """
+
+
 _SAMPLED_BYTES = 2**20
 """Number of bytes that are compared at the start and at the end of a file of weights."""
+
+
 _SHOWN_SETS = 3
 """Largest number of differing sets of ranks that a message describes."""
 
@@ -129,21 +137,6 @@ def _code_facts() -> tuple[Fact, ...]:
     return tuple(facts)
 
 
-def _file_facts(folder: str | Path | None) -> Iterator[Fact]:
-    # The size, the start and the end of a file are enough: files of another model, or of another
-    # step, differ in their header or in their first or last values.
-    if folder is None:
-        return
-    for path in sorted(Path(folder).glob("*.safetensors")):
-        with open(path, "rb") as stream:
-            size = stream.seek(0, os.SEEK_END)
-            digest = blake2b(size.to_bytes(8, "little"), digest_size=_DIGEST_BYTES)
-            for offset in (0, max(0, size - _SAMPLED_BYTES)):
-                stream.seek(offset)
-                digest.update(stream.read(_SAMPLED_BYTES))
-        yield f"the file of weights {path.name}", digest.hexdigest()
-
-
 def _setting_facts(path: str, value: Any) -> Iterator[Fact]:
     if not isinstance(value, Mapping):
         yield f"setting `{path}`", repr(value)
@@ -182,16 +175,29 @@ def _dtype_and_shape(tensor: torch.Tensor) -> str:
     return f"{dtype_name(tensor.dtype)} {list(tensor.shape)}{suffix}"
 
 
+def _file_facts(folder: str | Path | None) -> Iterator[Fact]:
+    # The size, the start and the end of a file are enough: files of another model, or of another
+    # step, differ in their header or in their first or last values.
+    if folder is None:
+        return
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        with open(path, "rb") as stream:
+            size = stream.seek(0, os.SEEK_END)
+            digest = blake2b(size.to_bytes(8, "little"), digest_size=_DIGEST_BYTES)
+            for offset in (0, max(0, size - _SAMPLED_BYTES)):
+                stream.seek(offset)
+                digest.update(stream.read(_SAMPLED_BYTES))
+        yield f"the file of weights {path.name}", digest.hexdigest()
+
+
 def _comparable_values(values: Mapping[str, Any]) -> Iterator[Fact]:
     # Other values may contain addresses in their representation.
     plain = bool | int | float | str | None
     for name, value in values.items():
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             value = value.item()
-        is_sequence = isinstance(value, tuple | list)
-        if isinstance(value, plain) or (
-            is_sequence and all(isinstance(entry, plain) for entry in value)
-        ):
+        entries = value if isinstance(value, tuple | list) else [value]
+        if all(isinstance(entry, plain) for entry in entries):
             yield name, repr(value)
 
 
@@ -251,22 +257,17 @@ def _describe_difference(
     usual: list[Fact], other: list[Fact], usual_ranks: list[int], ranks: list[int]
 ) -> str:
     """Return a description of the first fact that differs between two sets of ranks."""
-    index = min(len(usual), len(other))
-    for position, pair in enumerate(zip(usual, other, strict=False)):
-        if pair[0] != pair[1]:
-            index = position
-            break
-    usual_subject, usual_value = _fact_at(usual, index)
-    subject, value = _fact_at(other, index)
+    pairs = itertools.zip_longest(usual, other, fillvalue=("nothing more", ""))
+    usual_fact, fact = next(pair for pair in pairs if pair[0] != pair[1])
+    usual_subject, usual_value = usual_fact
+    subject, value = fact
 
     others_have = _with_verb(ranks)
     most_have = _with_verb(usual_ranks)
     if subject == usual_subject:
         return f"{others_have} {subject} {value}, {most_have} {usual_value}"
 
-    usual_subjects = {name for name, _ in usual}
-    subjects = {name for name, _ in other}
-    if subject in usual_subjects and usual_subject in subjects:
+    if subject in dict(usual) and usual_subject in dict(other):
         return f"{others_have} {subject} where {most_have} {usual_subject}: the order differs"
     # A value is empty at the end of the list.
     left = f"{others_have} {subject} {value}".rstrip()
@@ -274,35 +275,9 @@ def _describe_difference(
     return f"{left} where {right}"
 
 
-def _fact_at(facts: list[Fact], index: int) -> Fact:
-    return facts[index] if index < len(facts) else ("nothing more", "")
-
-
 def _with_verb(ranks: list[int]) -> str:
     verb = "has" if len(ranks) == 1 else "have"
-    return f"{_rank_list(ranks)} {verb}"
-
-
-def _rank_list(ranks: Sequence[int]) -> str:
-    """Return a text such as `rank 3` or `ranks 0-2, 5`."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    texts = []
-    for low, high in runs:
-        texts.append(f"{low}" if low == high else f"{low}-{high}")
-    noun = "ranks" if len(ranks) > 1 else "rank"
-    return f"{noun} {', '.join(texts)}"
-
-
-_INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer dtype for each element size in bytes."""
-
-Difference = tuple[str, str]
-"""Name of a tensor, and a description of the ranks that differ."""
+    return f"{format_ranks(ranks)} {verb}"
 
 
 def refuse_without_replicas(resolved: Resolved) -> None:
@@ -310,20 +285,18 @@ def refuse_without_replicas(resolved: Resolved) -> None:
     layout = resolved.layout
     every = resolved.faults.compare_replicas_every
     if every and layout.dp_replicate == layout.cp == layout.tp == 1:
-        rule = f"no process has a copy of what another one has: the layout is {layout}"
-        remedy = "use 0, or a layout with dp_replicate, tp or cp"
-        raise ConfigError(Problem("faults.compare_replicas_every", every, rule, remedy))
+        raise ConfigError(
+            Problem(
+                "faults.compare_replicas_every",
+                every,
+                f"no process has a copy of what another one has: the layout is {layout}",
+                "use 0, or a layout with dp_replicate, tp or cp",
+            )
+        )
 
 
-def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of a tensor's elements, read as integers, modulo 2**64: 0-dimensional, int64.
-
-    One flipped bit changes it.
-    """
-    flat = tensor.detach().contiguous().reshape(-1)
-    if flat.dtype.is_complex:
-        flat = torch.view_as_real(flat).reshape(-1)
-    return flat.view(_INTEGER_DTYPES[flat.element_size()]).sum(dtype=torch.int64)
+Difference = tuple[str, str]
+"""Name of a tensor, and a description of the ranks that differ."""
 
 
 def compare_replicas(
@@ -341,10 +314,10 @@ def compare_replicas(
         NumbersError: Replicas differ. It names the first tensor and the ranks, on all ranks.
     """
     local = _local_differences(model, optimizer, mesh)
-    differences = _all_gather_differences(local, mesh)
-    if not differences:
+    # Usually there is none. One number is cheaper to exchange than Python objects.
+    if not max_over_ranks([len(local)], dist.group.WORLD, device=mesh.device)[0]:
         return
-    name, description = differences[0]
+    name, description = next(itertools.chain.from_iterable(all_gather_objects(local)))
     error = NumbersError(
         f"step {step}: replicas of {name} differ: {description}. A bit was flipped there (memory,"
         " processor), or code treats ranks differently. Go on from the last checkpoint; if it"
@@ -385,13 +358,6 @@ def _local_differences(
     return differences
 
 
-def _all_gather_differences(local: list[Difference], mesh: Mesh) -> list[Difference]:
-    # Usually there is none. One number is cheaper to exchange than Python objects.
-    if not max_over_ranks([len(local)], dist.group.WORLD, device=mesh.device)[0]:
-        return []
-    return [difference for differences in all_gather_objects(local) for difference in differences]
-
-
 def _tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, torch.Tensor, tuple[str, ...]]]:
@@ -418,6 +384,21 @@ def _is_replicated(axes: tuple[str, ...], *, over: str) -> bool:
     return over not in axes and over not in other_view
 
 
+_INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integer dtype for each element size in bytes."""
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum of a tensor's elements, read as integers, modulo 2**64: 0-dimensional, int64.
+
+    One flipped bit changes it.
+    """
+    flat = tensor.detach().contiguous().reshape(-1)
+    if flat.dtype.is_complex:
+        flat = torch.view_as_real(flat).reshape(-1)
+    return flat.view(_INTEGER_DTYPES[flat.element_size()]).sum(dtype=torch.int64)
+
+
 def _describe_minority(sums: torch.Tensor, ranks: list[int], axis: str) -> str:
     """Return a description of the ranks whose sum is not that of most ranks.
 
@@ -431,6 +412,5 @@ def _describe_minority(sums: torch.Tensor, ranks: list[int], axis: str) -> str:
     usual_count = values.count(usual)
     others = [rank for rank, value in zip(ranks, values, strict=True) if value != usual]
     if 2 * usual_count <= len(values):
-        return f"{rank_names(ranks)} along {axis}, of which none is the majority"
-    verb = "has" if len(others) == 1 else "have"
-    return f"{rank_names(others)} {verb} other bits than the {usual_count} others along {axis}"
+        return f"{format_ranks(ranks)} along {axis}, of which none is the majority"
+    return f"{_with_verb(others)} other bits than the {usual_count} others along {axis}"

@@ -1,15 +1,9 @@
 """Sharding of a checked model in place: its layout, its weights, and the hooks of its steps.
 
-All checks of a model and a configuration that need no process group, run once.
-
-`plait train` runs them before it starts any process, `initialize` and `parallelize` before they
-change the model. The results of the checks (the plan of tensor parallelism, the stages of a
-pipeline) are kept, so that nothing is traced twice.
-
-`load_state_dict` of full tensors into a sharded model.
-
-Each rank loads its slice of every parameter. torch itself cannot copy a plain tensor into a
-DTensor.
+`checked_model` runs all checks of a model and a configuration that need no process group, once.
+`plait train` calls it before it starts any process, `initialize` and `parallelize` before they
+change the model. `shard` then splits the model. The results of the checks (the plan of tensor
+parallelism, the stages of a pipeline) are passed on, so that nothing is traced twice.
 """
 
 from __future__ import annotations
@@ -65,6 +59,15 @@ from plait.sharded.shards_as_weights import (
     refuse_pickled_shards,
 )
 
+ConfigLike = str | Path | Mapping[str, Any] | Config | Resolved
+
+
+WeightFiller = Callable[..., None]
+"""Function (model, unsplit_model=, filled=) that fills all parameters and persistent buffers.
+
+`unsplit_model` is on meta. The function calls `filled` with each tensor that has its values.
+"""
+
 
 @dataclass(frozen=True)
 class CheckedModel:
@@ -97,70 +100,6 @@ class CheckedModel:
         return replace(self, resolved=resolved)
 
 
-def checked_model(model: nn.Module, resolved: Resolved) -> CheckedModel:
-    """Check a model against a configuration. Changes nothing.
-
-    Raises:
-        ConfigError: A setting does not fit the model or the layout.
-        ModelError: The model cannot be trained, or cannot be split as the configuration says.
-    """
-    refuse_nothing_to_train(model)
-    refuse_without_replicas(resolved)
-    blocks = find_blocks(model, resolved.blocks or None)
-    refuse_unfit_layers(model, resolved)
-    context = resolved.context(device_type=accelerator.available_type(), model=model, blocks=blocks)
-    plans = check_all(context)
-    return CheckedModel(model, resolved, blocks, plans, groups_of(replace(context, plans=plans)))
-
-
-def accept_full_tensors(model: nn.Module) -> None:
-    """Let `load_state_dict` of a model, or of a part of it, also take full tensors."""
-    for module in model.modules():
-        if any(isinstance(parameter, DTensor) for parameter in own_parameters(module).values()):
-            module.register_load_state_dict_pre_hook(_slice_full_tensors)
-
-
-def _slice_full_tensors(
-    module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
-) -> None:
-    """Replace full tensors of the right shape by this rank's slice.
-
-    Tensors of a wrong shape stay, because torch's error names them.
-    """
-    own_parameters_by_name: dict[str, Any] = {**own_parameters(module)}
-    for leaf, parameter in own_parameters_by_name.items():
-        value: Any = state_dict.get(f"{prefix}{leaf}")
-        if not isinstance(parameter, DTensor) or type(value) not in (torch.Tensor, nn.Parameter):
-            continue
-        # torch's error names a tensor of another shape.
-        if value.shape == parameter.shape:
-            local = value.detach()[local_window(parameter)].to(parameter.device)
-            state_dict[f"{prefix}{leaf}"] = like_parameter(local, parameter)
-
-
-WeightFiller = Callable[..., None]
-"""Function (model, unsplit_model=, filled=) that fills all parameters and persistent buffers.
-
-`unsplit_model` is on meta. The function calls `filled` with each tensor that has its values.
-"""
-ConfigLike = str | Path | Mapping[str, Any] | Config | Resolved
-
-
-@contextmanager
-def destroying_new_group() -> Iterator[None]:
-    """Destroy a process group that was made inside of the context if it ends with an error.
-
-    A corrected call then starts as the first one did.
-    """
-    existed = dist.is_initialized()
-    try:
-        yield
-    except BaseException:
-        if not existed and dist.is_initialized():
-            dist.destroy_process_group()
-        raise
-
-
 def resolved_for(
     model: nn.Module, config: ConfigLike, *, total_steps: int | None = None
 ) -> Resolved:
@@ -186,6 +125,37 @@ def resolved_for(
         # For a file without any batch size. A step then takes as many samples as it is passed.
         micro_batch_size=1,
     )
+
+
+def checked_model(model: nn.Module, resolved: Resolved) -> CheckedModel:
+    """Check a model against a configuration. Changes nothing.
+
+    Raises:
+        ConfigError: A setting does not fit the model or the layout.
+        ModelError: The model cannot be trained, or cannot be split as the configuration says.
+    """
+    refuse_nothing_to_train(model)
+    refuse_without_replicas(resolved)
+    blocks = find_blocks(model, resolved.blocks or None)
+    refuse_unfit_layers(model, resolved)
+    context = resolved.context(device_type=accelerator.available_type(), model=model, blocks=blocks)
+    plans = check_all(context)
+    return CheckedModel(model, resolved, blocks, plans, groups_of(replace(context, plans=plans)))
+
+
+@contextmanager
+def destroying_new_group() -> Iterator[None]:
+    """Destroy a process group that was made inside of the context if it ends with an error.
+
+    A corrected call then starts as the first one did.
+    """
+    existed = dist.is_initialized()
+    try:
+        yield
+    except BaseException:
+        if not existed and dist.is_initialized():
+            dist.destroy_process_group()
+        raise
 
 
 def shard(
@@ -245,7 +215,11 @@ def shard(
 
     parts = attach_all(resolved.techniques, parts.with_shard(mean=mean), mesh)
     accept_full_tensors(model)
-    _refuse_uses_of_shards(model, resolved)
+    # Calls that would take shards for full weights raise InputError.
+    refuse_copies(model)
+    explain_methods(model)
+    refuse_partial_folders(model, pp=resolved.layout.pp, tp=resolved.layout.tp)
+    refuse_pickled_shards(model)
     watch_shards_of(model)
     if tier is not None:
         parts = parts.with_hooks(tier)
@@ -311,14 +285,6 @@ def split(
     return mesh, apply_all(techniques, checked.parts, mesh), seed
 
 
-def _refuse_uses_of_shards(model: nn.Module, resolved: Resolved) -> None:
-    """Make calls that would take shards for full weights raise InputError."""
-    refuse_copies(model)
-    explain_methods(model)
-    refuse_partial_folders(model, pp=resolved.layout.pp, tp=resolved.layout.tp)
-    refuse_pickled_shards(model)
-
-
 def _warn_if_little_is_split(plan: TensorPlan | None, model: nn.Module, *, ep: int) -> None:
     if plan is None:
         return
@@ -329,3 +295,31 @@ def _warn_if_little_is_split(plan: TensorPlan | None, model: nn.Module, *, ep: i
     message = small_split_warning(plan, model, besides=over_ep)
     if message is not None and place().rank == 0:
         warn(message)
+
+
+def accept_full_tensors(model: nn.Module) -> None:
+    """Let `load_state_dict` of a model, or of a part of it, also take full tensors.
+
+    Each rank loads its slice of every parameter. torch itself cannot copy a plain tensor into a
+    DTensor.
+    """
+    for module in model.modules():
+        if any(isinstance(parameter, DTensor) for parameter in own_parameters(module).values()):
+            module.register_load_state_dict_pre_hook(_slice_full_tensors)
+
+
+def _slice_full_tensors(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
+) -> None:
+    """Replace full tensors of the right shape by this rank's slice.
+
+    Tensors of a wrong shape stay, because torch's error names them.
+    """
+    parameters: dict[str, Any] = {**own_parameters(module)}
+    for leaf, parameter in parameters.items():
+        value: Any = state_dict.get(f"{prefix}{leaf}")
+        if not isinstance(parameter, DTensor) or type(value) not in (torch.Tensor, nn.Parameter):
+            continue
+        if value.shape == parameter.shape:
+            local = value.detach()[local_window(parameter)].to(parameter.device)
+            state_dict[f"{prefix}{leaf}"] = like_parameter(local, parameter)

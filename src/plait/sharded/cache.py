@@ -22,145 +22,6 @@ from plait.parallel.micro_batches import CACHES
 from plait.parallel.pipeline.stage import StageCaches, StagedModel
 
 
-def arguments_of(model: nn.Module) -> frozenset[str]:
-    """Return the names of the arguments that a model's forward accepts.
-
-    A PEFT model passes arguments that it does not name on to its base model, so those of the base
-    model are included.
-    """
-    arguments = frozenset(inspect.signature(type(model).forward).parameters)
-    base = without_wrapper(model)
-    return arguments if base is model else arguments | arguments_of(base)
-
-
-def keep_rows(cache: Any, rows: torch.Tensor) -> bool:
-    """Drop all requests of a cache except for some rows.
-
-    Args:
-        cache: The cache.
-        rows: Indices of the rows to keep, [rows], int64.
-
-    Returns:
-        False, without any change, if a layer of the cache does not support it.
-    """
-    if isinstance(cache, StageCaches):
-        layers = cache.own_layers()
-    else:
-        layers = list(cache.layers)
-    can_select = all(
-        callable(getattr(layer, "batch_select_indices", None)) and not _has_state(layer)
-        for layer in layers
-    )
-    if not can_select:
-        return False
-    wait_for_layers(cache)
-    for layer in layers:
-        layer.batch_select_indices(rows.to(layer.keys.device) if layer.is_initialized else rows)
-    return True
-
-
-def wait_for_layers(cache: Any) -> None:
-    """Wait until no layer of a cache in host memory is being copied to or from the device."""
-    filled = [layer for layer in getattr(cache, "layers", ()) if layer.is_initialized]
-    if getattr(cache, "offloading", False) and filled:
-        accelerator.synchronize(filled[0].device)
-
-
-def cache_argument(model: nn.Module) -> str | None:
-    """Return the name of the argument for a KV cache, or None if the model's forward has none."""
-    old, new = CACHES
-    arguments = arguments_of(model)
-    if old in arguments:
-        return old
-    if new in arguments and _is_output_field(new):
-        return new
-    return None
-
-
-@functools.cache
-def _is_output_field(argument: str) -> bool:
-    """Return whether models of the installed Transformers return a KV cache under this name.
-
-    Before 5.24 some models (XLM) have an argument `cache` that is not a KV cache.
-    """
-    if find_spec("transformers") is None:
-        return False
-    from transformers.modeling_outputs import CausalLMOutputWithPast
-
-    return argument in {field.name for field in fields(CausalLMOutputWithPast)}
-
-
-def supports_cache(model: nn.Module) -> bool:
-    """Return True if a model supports Transformers' `DynamicCache`.
-
-    Some models have a cache class of their own, or keep a state in their modules.
-    """
-    if cache_argument(model) is None or getattr(model, "config", None) is None:
-        return False
-    supports_default: Any = getattr(model, "_supports_default_dynamic_cache", lambda: True)
-    return supports_default() and not any(
-        hasattr(module, "_setup_cache") for module in model.modules()
-    )
-
-
-def has_recurrent_state(model: nn.Module) -> bool:
-    """Return True if some layers keep a recurrent state, with or without keys and values.
-
-    Every token changes the state. Not all such layers continue from it with more than one token
-    (Jamba, Zamba), and none of them can drop requests.
-    """
-    return any(map(_has_state, _layers(model)))
-
-
-def requires_single_prefill(model: nn.Module) -> bool:
-    """Return True if a model has to read a prompt in one forward.
-
-    Models with recurrent states do, and models whose tokens attend to later ones.
-    """
-    return attends_to_later_tokens(model) or has_recurrent_state(model)
-
-
-def attends_to_later_tokens(model: nn.Module) -> bool:
-    """Return True if every token attends to later tokens, as in BERT with `is_decoder=False`.
-
-    Such models have attention with `is_causal=False`, a field of their configuration that says so,
-    or `is_decoder=False` and no attention with `is_causal=True`.
-    """
-    config = getattr(model, "config", None)
-    if (
-        getattr(config, "use_bidirectional_attention", None) in (True, "all")
-        or getattr(config, "is_causal", None) is False
-    ):
-        return True
-    # XLM and XLNet have fields of their own.
-    if getattr(config, "causal", None) is False or getattr(config, "attn_type", None) == "bi":
-        return True
-    causal = {module.is_causal for module in model.modules() if hasattr(module, "is_causal")}
-    return True not in causal and (False in causal or getattr(config, "is_decoder", True) is False)
-
-
-def counts_tokens(model: nn.Module) -> bool:
-    """Return True if every layer of a model's cache knows the number of tokens it has seen.
-
-    If only some of them know it, a pipeline stage may have none of these.
-    """
-    return all(hasattr(layer, "get_seq_length") for layer in _layers(model))
-
-
-def _layers(model: nn.Module) -> list[Any]:
-    """Return the layers of an empty cache, or nothing if the model does not support one."""
-    if not supports_cache(model):
-        return []
-    from transformers import DynamicCache
-
-    config: Any = model.config
-    return list(DynamicCache(config=config).layers)
-
-
-def _has_state(layer: Any) -> bool:
-    return hasattr(layer, "recurrent_states")
-
-
 def new_cache(model: nn.Module, staged: StagedModel | None, *, on_host: bool = False) -> Any:
     """Return an empty cache for a model, or None if the model does not support one.
 
@@ -215,10 +76,7 @@ def _copying_subclass(layer_class: Any) -> type:
         # Some models share one tensor for keys and values. It must stay one.
         is_shared = self.values is self.keys
         self.keys = _without_larger_storage(self.keys)
-        if is_shared:
-            self.values = self.keys
-        else:
-            self.values = _without_larger_storage(self.values)
+        self.values = self.keys if is_shared else _without_larger_storage(self.values)
         return result
 
     members = {"update": update, "__module__": layer_class.__module__}
@@ -229,3 +87,139 @@ def _without_larger_storage(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.untyped_storage().nbytes() > tensor.nbytes:
         return tensor.clone(memory_format=torch.contiguous_format)
     return tensor
+
+
+def supports_cache(model: nn.Module) -> bool:
+    """Return True if a model supports Transformers' `DynamicCache`.
+
+    Some models have a cache class of their own, or keep a state in their modules.
+    """
+    if cache_argument(model) is None or getattr(model, "config", None) is None:
+        return False
+    supports_default: Any = getattr(model, "_supports_default_dynamic_cache", lambda: True)
+    return supports_default() and not any(
+        hasattr(module, "_setup_cache") for module in model.modules()
+    )
+
+
+def cache_argument(model: nn.Module) -> str | None:
+    """Return the name of the argument for a KV cache, or None if the model's forward has none."""
+    old, new = CACHES
+    arguments = arguments_of(model)
+    if old in arguments:
+        return old
+    if new in arguments and _is_output_field(new):
+        return new
+    return None
+
+
+def arguments_of(model: nn.Module) -> frozenset[str]:
+    """Return the names of the arguments that a model's forward accepts.
+
+    A PEFT model passes arguments that it does not name on to its base model, so those of the base
+    model are included.
+    """
+    arguments = frozenset(inspect.signature(type(model).forward).parameters)
+    base = without_wrapper(model)
+    return arguments if base is model else arguments | arguments_of(base)
+
+
+@functools.cache
+def _is_output_field(argument: str) -> bool:
+    """Return whether models of the installed Transformers return a KV cache under this name.
+
+    Before 5.24 some models (XLM) have an argument `cache` that is not a KV cache.
+    """
+    if find_spec("transformers") is None:
+        return False
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    return argument in {field.name for field in fields(CausalLMOutputWithPast)}
+
+
+def requires_single_prefill(model: nn.Module) -> bool:
+    """Return True if a model has to read a prompt in one forward.
+
+    Models with recurrent states do, and models whose tokens attend to later ones.
+    """
+    return attends_to_later_tokens(model) or has_recurrent_state(model)
+
+
+def attends_to_later_tokens(model: nn.Module) -> bool:
+    """Return True if every token attends to later tokens, as in BERT with `is_decoder=False`.
+
+    Such models have attention with `is_causal=False`, a field of their configuration that says so,
+    or `is_decoder=False` and no attention with `is_causal=True`.
+    """
+    config = getattr(model, "config", None)
+    if (
+        getattr(config, "use_bidirectional_attention", None) in (True, "all")
+        or getattr(config, "is_causal", None) is False
+    ):
+        return True
+    # XLM and XLNet have fields of their own.
+    if getattr(config, "causal", None) is False or getattr(config, "attn_type", None) == "bi":
+        return True
+    causal = {module.is_causal for module in model.modules() if hasattr(module, "is_causal")}
+    return True not in causal and (False in causal or getattr(config, "is_decoder", True) is False)
+
+
+def has_recurrent_state(model: nn.Module) -> bool:
+    """Return True if some layers keep a recurrent state, with or without keys and values.
+
+    Every token changes the state. Not all such layers continue from it with more than one token
+    (Jamba, Zamba), and none of them can drop requests.
+    """
+    return any(map(_has_state, _layers(model)))
+
+
+def counts_tokens(model: nn.Module) -> bool:
+    """Return True if every layer of a model's cache knows the number of tokens it has seen.
+
+    If only some of them know it, a pipeline stage may have none of these.
+    """
+    return all(hasattr(layer, "get_seq_length") for layer in _layers(model))
+
+
+def _layers(model: nn.Module) -> list[Any]:
+    """Return the layers of an empty cache, or nothing if the model does not support one."""
+    if not supports_cache(model):
+        return []
+    from transformers import DynamicCache
+
+    config: Any = model.config
+    return list(DynamicCache(config=config).layers)
+
+
+def _has_state(layer: Any) -> bool:
+    return hasattr(layer, "recurrent_states")
+
+
+def keep_rows(cache: Any, rows: torch.Tensor) -> bool:
+    """Drop all requests of a cache except for some rows.
+
+    Args:
+        cache: The cache.
+        rows: Indices of the rows to keep, [rows], int64.
+
+    Returns:
+        False, without any change, if a layer of the cache does not support it.
+    """
+    if isinstance(cache, StageCaches):
+        layers = cache.own_layers()
+    else:
+        layers = list(cache.layers)
+    for layer in layers:
+        if _has_state(layer) or not hasattr(layer, "batch_select_indices"):
+            return False
+    wait_for_layers(cache)
+    for layer in layers:
+        layer.batch_select_indices(rows.to(layer.keys.device) if layer.is_initialized else rows)
+    return True
+
+
+def wait_for_layers(cache: Any) -> None:
+    """Wait until no layer of a cache in host memory is being copied to or from the device."""
+    filled = [layer for layer in getattr(cache, "layers", ()) if layer.is_initialized]
+    if getattr(cache, "offloading", False) and filled:
+        accelerator.synchronize(filled[0].device)

@@ -59,7 +59,7 @@ def iterate_weights(
 def gathered(
     sharded: ShardedModel, tensors: Callable[[], Mapping[str, torch.Tensor]], *, bucket_bytes: int
 ) -> Iterator[WeightBucket]:
-    """Yield the full tensors of the given shards, as `iterate_weights` does. Collective.
+    """Yield the full tensors of some shards, as `iterate_weights` does. Collective.
 
     Args:
         sharded: A model on the same mesh.
@@ -105,7 +105,8 @@ def _buckets(
         full = _full_tensor(sharded, facts, local)
         bucket.update(dict.fromkeys(facts.names, full))
         filled_bytes += tensor_bytes
-        del full  # the bucket alone keeps it, so that a consumer can free what it has used
+        # Only the bucket refers to it, so that a consumer can free the tensors that it has used.
+        del full
 
     if bucket:
         yield bucket
@@ -133,7 +134,7 @@ def local_tensors(model: nn.Module, trained_only: bool = False) -> dict[str, tor
 
 
 def _agreed_order(sharded: ShardedModel, local: Mapping[str, torch.Tensor]) -> list[_TensorFacts]:
-    """Return the tensors of all stages, in the same order on every rank. Collective.
+    """Return descriptions of the tensors of all stages, in one order on all ranks. Collective.
 
     A name belongs to the first stage that has it. See Note [Order of gathers].
     """

@@ -1,11 +1,12 @@
 """Guards of a training loop: failed steps leave nothing behind, and wrong calls are refused.
 
+`Guard` watches the calls of one handle, `RunningForwards` the forwards of its model, and
+`UnchangedParameters` warns about parameters that training does not change.
+
 Note [Clearing a failed step]
     A failure is cleared when the handle is used again (`Guard.recover`) and not when it happens.
     When it happens, other ranks may be at another point of the step, and the exception must reach
     the user at once. Clearing is collective, so only a failure of all ranks can be cleared.
-
-Warning about parameters that training does not change.
 """
 
 from __future__ import annotations
@@ -191,8 +192,7 @@ class Guard(StepHook):
         if not unfrozen:
             return  # The usual case, which needs no look at the optimizer.
 
-        groups = optimizer.param_groups
-        updated = {id(parameter) for group in groups for parameter in group["params"]}
+        updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
         untrained = [
             name
             for name in unfrozen
@@ -218,16 +218,15 @@ class Guard(StepHook):
                     )
 
     def _refuse_unreduced_gradients(self) -> None:
+        remedy = (
+            "run the forward and backward of a step's last micro-batch outside of"
+            f" {self._handle}.accumulate()"
+        )
         if self._handle == "engine":
             remedy = (
                 "call engine.step() after every backward, or"
                 " engine.set_gradient_accumulation_boundary(True) before the forward and backward"
                 " of the last micro-batch"
-            )
-        else:
-            remedy = (
-                "run the forward and backward of a step's last micro-batch outside of"
-                f" {self._handle}.accumulate()"
             )
         raise InputError(
             f"{self._handle}.step() was called after a backward that was not marked as the last of"
@@ -257,36 +256,6 @@ class _RecoveryHook:
 
     def __reduce__(self) -> tuple[type[_RecoveryHook], tuple[()]]:
         return _RecoveryHook, ()
-
-
-class RunningForwards:
-    """Counter of the forwards of a model that are running, nested ones included.
-
-    It lets calls that need all ranks be refused in the middle of a forward, before they do harm.
-
-    Attributes:
-        running: Number of forwards that are running.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.running = 0
-
-        def begin(*_: object) -> None:
-            self.running += 1
-
-        def end(*_: object) -> None:
-            # It runs without `begin` if a pre-hook that was prepended later raises.
-            self.running = max(0, self.running - 1)
-
-        self._handles = [
-            model.register_forward_pre_hook(begin, prepend=True),
-            model.register_forward_hook(end, always_call=True),
-        ]
-
-    def close(self) -> None:
-        """Stop counting."""
-        for handle in self._handles:
-            handle.remove()
 
 
 def _mixed_tensors_message(error: Exception, parts: Parts) -> str:
@@ -340,6 +309,36 @@ def checked_loss(loss: Any, handle: str = "engine") -> torch.Tensor:
     return loss
 
 
+class RunningForwards:
+    """Counter of the forwards of a model that are running, nested ones included.
+
+    It lets calls that need all ranks be refused in the middle of a forward, before they do harm.
+
+    Attributes:
+        running: Number of forwards that are running.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.running = 0
+
+        def begin(*_: object) -> None:
+            self.running += 1
+
+        def end(*_: object) -> None:
+            # It runs without `begin` if a pre-hook that was prepended later raises.
+            self.running = max(0, self.running - 1)
+
+        self._handles = [
+            model.register_forward_pre_hook(begin, prepend=True),
+            model.register_forward_hook(end, always_call=True),
+        ]
+
+    def close(self) -> None:
+        """Stop counting."""
+        for handle in self._handles:
+            handle.remove()
+
+
 STEPS = 10
 """Number of updates after which parameters are compared with their first values."""
 
@@ -363,12 +362,11 @@ class UnchangedParameters:
     def before_update(self) -> None:
         """Record the parameters before the first update."""
         if self._updates == 0 and self._before is None:
-            names = [
+            self._names = [
                 name
                 for name, parameter in self._model.named_parameters()
                 if _can_be_compared(parameter)
             ]
-            self._names = names
             self._before = self._digests()
 
     def after_update(self, optimizer: torch.optim.Optimizer, *, skipped: bool) -> None:

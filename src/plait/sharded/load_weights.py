@@ -75,7 +75,7 @@ def weight_files(folder: Path) -> dict[str, Path]:
 
 
 def _raise_missing(folder: Path) -> None:
-    remedy = "give a folder written by save_pretrained"
+    remedy = "pass a folder written by save_pretrained"
     pickles = sorted(folder.glob("pytorch_model*.bin*"))
     if pickles:
         remedy = (
@@ -257,8 +257,9 @@ def _raise_misfit(folder: Path, missing: list[str], left_over: list[str]) -> Non
 def stored_names(model: nn.Module, files: Collection[str]) -> Callable[[str], str]:
     """Return a function from a name in the model to the name in the files.
 
-    They differ for a base model that was saved alone, without its prefix: GPT-2's `transformer.h.0`
-    is `h.0` in the hub's files of GPT-2 and BLOOM. Transformers decides by the names as well.
+    They differ for a base model that was saved by itself, without its prefix: GPT-2's
+    `transformer.h.0` is `h.0` in the hub's files of GPT-2 and BLOOM. Transformers decides by the
+    names as well.
     """
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     has_prefix = any(name.startswith(prefix) for name in files)
@@ -290,8 +291,7 @@ def _refuse_unequal(tied: list[str], files: dict[str, Path]) -> None:
         # The modification times and sizes are a part of the cache's key.
         versions = tuple((path.stat().st_mtime_ns, path.stat().st_size) for path in paths)
         # A new file may be written again with the same modification time.
-        newest = max(mtime for mtime, _ in versions)
-        is_new = time.time_ns() - newest < _CLOCK_TICK_NS
+        is_new = time.time_ns() - max(versions)[0] < _CLOCK_TICK_NS
         are_equal = _are_equal.__wrapped__ if is_new else _are_equal
         if not are_equal(paths[0], tied[0], paths[1], other, versions):
             raise CheckpointError(

@@ -26,8 +26,14 @@ from plait.parallel.pipeline.stage import StageCaches
 
 MIXED_TENSORS = "got mixed torch.Tensor and DTensor"
 """Part of torch's message for an operator that receives a shard and a full tensor."""
+
+
 _USER_SEED_LIMIT = 1 << 32
 """Larger seeds were not chosen by a user: an unseeded generator has 64 random bits."""
+
+
+GATHERED_AT_ONCE = 2**24
+"""Number of parameters from which `warn_of_no_blocks` warns."""
 
 
 def refuse_unfit_layers(model: nn.Module, resolved: Resolved) -> None:
@@ -74,6 +80,23 @@ def check_placement(resolved: Resolved) -> None:
     note = crossing_warning(resolved.layout, machines)
     if note and place().rank == 0:
         warn(note)
+
+
+def warn_of_no_blocks(model: nn.Module, blocks: Sequence[str], *, stage: int) -> None:
+    """Warn on rank 0 of a large model without blocks, which ZeRO stage 3 gathers all at once.
+
+    Args:
+        model: The model.
+        blocks: Names of its repeated blocks.
+        stage: ZeRO stage.
+    """
+    size = sum(parameter.numel() for parameter in model.parameters())
+    if stage == 3 and not blocks and size >= GATHERED_AT_ONCE and place().rank == 0:
+        warn(
+            f"zero_optimization.stage = 3: {type(model).__name__} has no list of repeated layers,"
+            f" so all of its {size:,} parameters are gathered at once; name its layers in"
+            " parallel.blocks"
+        )
 
 
 def explain_methods(model: nn.Module) -> None:
@@ -206,12 +229,15 @@ def refuse_loss_of_samples(loss: Any, resolved: Resolved) -> None:
         ConfigError: The loss is `plait.per_sample` and `parallel.cp` is larger than 1.
     """
     if resolved.layout.cp > 1 and isinstance(loss, PerSample):
-        rule = (
-            "the loss is a mean over samples (plait.per_sample), and each of the ranks would count"
-            " every sample as its own"
+        raise ConfigError(
+            Problem(
+                "parallel.cp",
+                resolved.layout.cp,
+                "the loss is a mean over samples (plait.per_sample), and each of the ranks would"
+                " count every sample as its own",
+                "use plait.causal_lm_loss or another loss that counts tokens, or 1",
+            )
         )
-        remedy = "use plait.causal_lm_loss or another loss that counts tokens, or 1"
-        raise ConfigError(Problem("parallel.cp", resolved.layout.cp, rule, remedy))
 
 
 def refuse_trained_loss(loss: Any, model: nn.Module) -> None:
@@ -273,27 +299,6 @@ def checked_optimizer(optimizer: Any, model: nn.Module) -> torch.optim.Optimizer
         )
     refuse_sharded(type(optimizer), list(model.named_parameters()))
     return optimizer
-
-
-GATHERED_AT_ONCE = 2**24
-"""Number of parameters from which `warn_of_no_blocks` warns."""
-
-
-def warn_of_no_blocks(model: nn.Module, blocks: Sequence[str], *, stage: int) -> None:
-    """Warn on rank 0 of a large model without blocks, which ZeRO stage 3 gathers all at once.
-
-    Args:
-        model: The model.
-        blocks: Names of its repeated blocks.
-        stage: ZeRO stage.
-    """
-    size = sum(parameter.numel() for parameter in model.parameters())
-    if stage == 3 and not blocks and size >= GATHERED_AT_ONCE and place().rank == 0:
-        warn(
-            f"zero_optimization.stage = 3: {type(model).__name__} has no list of repeated layers,"
-            f" so all of its {size:,} parameters are gathered at once; name its layers in"
-            " parallel.blocks"
-        )
 
 
 def warn_of_unused_sections(resolved: Resolved, *, optimizer: Any, lr_scheduler: Any) -> None:

@@ -3,11 +3,11 @@
 It knows micro-batches, gradients and step hooks. It has no LR schedule and no files, which belong
 to the engine, and no optimizer: its caller passes one to `stepper`, and the result to `update`.
 
-Ownership of a model: it belongs to the engine or `ParallelModel` that it was passed to last.
-
-A replicated model is a plain module and may be passed on. Its previous owner removes its hooks, and
-raises an error when it is used. A model that was split (shards, tensor or pipeline parallelism) has
-changed for good and is refused.
+Note [Owner of a model]
+    A model belongs to the engine or `ParallelModel` that it was passed to last. A replicated model
+    is a plain module and may be passed on. Its previous owner removes its hooks, and raises an
+    error when it is used. A model that was split (shards, tensor or pipeline parallelism) has
+    changed for good and is refused.
 """
 
 from __future__ import annotations
@@ -120,9 +120,9 @@ class ShardedModel:
         # global table, and all names stay as they are.
         object.__setattr__(parts.model, _ATTRIBUTE, self)
 
-    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
         # A copy of the model, or a model from a file, has no owner.
-        return _nobody, ()
+        return type(None), ()
 
     @property
     def model(self) -> nn.Module:
@@ -159,18 +159,17 @@ class ShardedModel:
         return to_device(self.hooks.prepare(batch), self.device)
 
     def micro_batches(self, batch: Any) -> list[Any]:
-        """Cut the batch of a step into micro-batches, and prepare each.
+        """Split the batch of a step into micro-batches, and prepare each.
 
         Args:
             batch: Samples of this data-parallel rank. If the configuration has no batch size, any
                 number of samples is accepted.
         """
-        sizes = self.config.batch
-        size = (
-            sizes.micro_batch_size if self.config.sources.get(MICRO_KEY) != CALLER_SOURCE else None
-        )
-        cut = micro_batches(batch, count=sizes.accumulation, size=size)
-        return [self.prepared(micro_batch) for micro_batch in cut]
+        size = None
+        if self.config.sources.get(MICRO_KEY) != CALLER_SOURCE:
+            size = self.config.batch.micro_batch_size
+        batches = micro_batches(batch, count=self.config.batch.accumulation, size=size)
+        return [self.prepared(micro_batch) for micro_batch in batches]
 
     def before_microbatch(self, *, last: bool) -> None:
         """Announce the forward of a micro-batch to the step hooks.
@@ -487,8 +486,8 @@ class ShardedModel:
         group = self.mesh.group("pp")
         if self.pipeline is None or group is None:
             return value
-        own_value = value if self.holds_output else None
-        return broadcast_object(own_value, group, source=self.pipeline.output_rank)
+        # Only the value of the source rank is sent.
+        return broadcast_object(value, group, source=self.pipeline.output_rank)
 
     @property
     def is_cut(self) -> bool:
@@ -535,11 +534,6 @@ def owner_of(model: nn.Module) -> ShardedModel | None:
     return getattr(model, _ATTRIBUTE, None)
 
 
-# Pickled models refer to this name.
-def _nobody() -> None:
-    return None
-
-
 def refuse_taken(model: nn.Module) -> None:
     """Raise ModelError for a model that is already wrapped or split."""
     if isinstance(model, DistributedDataParallel | TorchDataParallel):
@@ -551,9 +545,9 @@ def refuse_taken(model: nn.Module) -> None:
     # DeepSpeed marks the parameters that it has partitioned with `ds_id`.
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise ModelError(
-            "the model's parameters were cut by DeepSpeed itself (its zero.Init, or Transformers' "
-            "HfDeepSpeedConfig), and this process has a part of them; leave that out, and build "
-            "the model with plait.from_pretrained(name)"
+            "the model's parameters were split by DeepSpeed itself (its zero.Init, or Transformers'"
+            " HfDeepSpeedConfig), and this process has a part of them; leave that out, and build"
+            " the model with plait.from_pretrained(name)"
         )
     owner = owner_of(model)
     if owner is not None and owner.is_cut:

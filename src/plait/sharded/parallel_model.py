@@ -6,11 +6,9 @@ need to see the step (see `reason_for_step`). There the loop calls `sharded.back
 `sharded.forward_backward(batch, loss_fn)`, and then `sharded.step(optimizer)`. These calls work
 with every configuration.
 
-Checks of a user's own training loop when an optimizer is about to step.
-
-With `plait.parallelize` the loop calls the optimizer itself. Some mistakes would train silently
-wrong weights: an optimizer that was built before sharding, a parameter that was added or unfrozen
-later, a step in the middle of gradient accumulation.
+Some mistakes of a loop would train silently wrong weights: an optimizer that was built before
+sharding, a parameter that was added or unfrozen later, a step in the middle of gradient
+accumulation. `StepWatch` refuses them when an optimizer is about to step.
 """
 
 from __future__ import annotations
@@ -55,151 +53,113 @@ from plait.sharded.misuse import checked_optimizer, refuse_own_batches
 from plait.sharded.model import ShardedModel, refuse_taken, take_over
 from plait.sharded.step import StepOutcome, Stepper, clip_factor
 
-
-class StepWatch(StepHook):
-    """Checks every step of every torch optimizer in this process that holds the model's parameters.
-
-    It ends when the model is deleted or passed to another engine.
-
-    Args:
-        model: The sharded model.
-        before: Parameters of the model before it was sharded.
-        reducer: Reducer of the model's gradients, if there is one.
-        why_called: The reason why a step has to be `ParallelModel.step`, or None.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        before: list[nn.Parameter],
-        reducer: Reducer | None,
-        *,
-        why_called: str | None = None,
-    ) -> None:
-        self._reducer = reducer
-        self._why_called = why_called
-        self.in_handle_step = False
-        """True while `ParallelModel.step` runs."""
-        self._model = weakref.ref(model)
-
-        # Keyed by id, because parameters compare element by element. An id may be reused after a
-        # parameter is deleted; the weak reference tells whether it is still the same one.
-        self._current = {id(parameter): weakref.ref(parameter) for parameter in model.parameters()}
-        self._replaced = {
-            id(parameter): weakref.ref(parameter)
-            for parameter in before
-            if id(parameter) not in self._current
-        }
-        self._frozen: dict[int, str] = {}
-        if reducer is not None:
-            self._frozen = {
-                id(p): name for name, p in model.named_parameters() if not p.requires_grad
-            }
-
-        self._is_relevant: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
-        self._handle = register_optimizer_step_pre_hook(self._before_step)
-        # The hook itself stays: a model may be collected while torch iterates over its hooks.
-        for references in (self._current, self._replaced):
-            weakref.finalize(model, references.clear).atexit = False
-
-    def release(self) -> None:
-        """Stop checking."""
-        self._handle.remove()
-
-    def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        model = self._model()
-        if model is None:
-            return
-        if optimizer not in self._is_relevant:
-            self._is_relevant[optimizer] = self._holds_parameters_of(model, optimizer)
-        if not self._is_relevant[optimizer]:
-            return
-
-        if self._why_called is not None and not self.in_handle_step:
-            raise InputError(
-                f"{self._why_called}: call sharded.step(optimizer) instead of optimizer.step()"
-            )
-
-        updated = [
-            parameter
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None
-        ]
-        self._refuse_added_parameters(model, optimizer, updated)
-        self._refuse_unfrozen_parameters(updated)
-        unreduced = (self._reducer is not None and self._reducer.unfinished) or has_unreduced(model)
-        if (updated or unreduced) and self._backward_failed(model):
-            raise InputError(
-                "optimizer.step() was called after a backward that ended with an exception, so some"
-                " gradients are missing or not reduced; call optimizer.zero_grad() and run the next"
-                " forward before the step"
-            )
-        if unreduced:
-            raise InputError(
-                "optimizer.step() was called after backwards inside accumulate() only, which does"
-                " not reduce gradients; run the forward and backward of a step's last micro-batch"
-                " outside of it"
-            )
-
-        # A forward between the last backward and this step would otherwise keep the old values, or
-        # read parameters while they change.
-        free_gathered(model)
-
-    def _backward_failed(self, model: nn.Module) -> bool:
-        if self._reducer is not None and self._reducer.backward_failed():
-            return True
-        return backward_was_interrupted(model)
-
-    def _refuse_added_parameters(
-        self, model: nn.Module, optimizer: Optimizer, updated: list[torch.Tensor]
-    ) -> None:
-        added = {id(p) for p in updated if not self._is_current(p)}
-        if added and any(id(parameter) in added for parameter in model.parameters()):
-            raise InputError(
-                f"this {type(optimizer).__name__} has {len(added)} parameters that were put"
-                " into the model after plait.parallelize, so their gradients are not reduced;"
-                " change the model before that call"
-            )
-
-    def _refuse_unfrozen_parameters(self, updated: list[torch.Tensor]) -> None:
-        unfrozen = [
-            self._frozen[id(p)] for p in updated if id(p) in self._frozen and self._is_current(p)
-        ]
-        if unfrozen:
-            raise InputError(
-                f"{unfrozen[0]} ({len(unfrozen)} parameters in all) was frozen when"
-                " plait.parallelize was called and has a gradient now, which is not reduced;"
-                " call requires_grad_(True) before plait.parallelize, and requires_grad_(False)"
-                " after it for as long as the parameter is not trained"
-            )
-
-    def _holds_parameters_of(self, model: nn.Module, optimizer: Optimizer) -> bool:
-        """Return True if an optimizer holds parameters of the model.
-
-        Raises:
-            InputError: It holds parameters that sharding has replaced.
-        """
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        for parameter in parameters:
-            reference = self._replaced.get(id(parameter))
-            if reference is not None and reference() is parameter:
-                raise InputError(
-                    f"this {type(optimizer).__name__} was built before plait.parallelize, which put"
-                    " shards in place of its parameters: it would train nothing; build the"
-                    " optimizer afterwards, over model.parameters()"
-                )
-        ids = {id(parameter) for parameter in model.parameters()}
-        return any(self._is_current(p) or id(p) in ids for p in parameters)
-
-    def _is_current(self, parameter: torch.Tensor) -> bool:
-        """Return True if the model had the parameter when the watch began."""
-        reference = self._current.get(id(parameter))
-        return reference is not None and reference() is parameter
-
-
 MeanLoss = Callable[[Any, Any], torch.Tensor]
 """Function (output, micro-batch) -> mean loss of the micro-batch, 0-dimensional."""
+
+
+@destroying_new_group()
+def parallelize(
+    model: nn.Module,
+    config: ConfigLike,
+    *,
+    weights: str | Path | None = None,
+    forward: Forward = default_forward,
+) -> ParallelModel:
+    """Shard a model in place, for your own training loop. Collective.
+
+    `loss.backward()` then leaves gradients that are means over the data-parallel ranks, as
+    DistributedDataParallel does. Build the optimizer afterwards. Buffers that the forward changes
+    are those of rank 0 at the start of every step.
+
+    Args:
+        model: A model with real weights, or built under `torch.device("meta")`.
+        config: A path, a mapping or a loaded Config. See `plait.initialize`.
+        weights: Folder of safetensors for a model on meta. See `plait.initialize`.
+        forward: Maps (model, micro-batch) to the output. `forward_backward` and `predict` call it.
+
+    Returns:
+        The handle of the sharded model. The model itself stays the user's object.
+
+    Raises:
+        ConfigError: The configuration needs an engine, or does not fit the model or the processes.
+        ModelError: The model cannot be split as the configuration says.
+        InputError: An argument is wrong, or ranks differ.
+    """
+    refuse_taken(model)
+    resolved = resolved_for(model, config)
+    _refuse_engine_settings(resolved)
+    _refuse_router_losses(model, resolved)
+
+    before = list(model.parameters())
+    take_over(model)
+    mesh, parts, _ = shard(
+        checked_model(model, resolved),
+        weights=weights,
+        forward=forward,
+        mean=reason_for_step(resolved) is None,
+    )
+    refuse_own_batches(parts, "plait.parallelize")
+    return ParallelModel(parts, mesh, resolved, forward=forward, before=before)
+
+
+def _refuse_engine_settings(resolved: Resolved) -> None:
+    """Refuse settings that need the engine's loss, optimizer or loop."""
+    if resolved.loss_chunk_tokens:
+        raise ConfigError(
+            Problem(
+                "parallel.loss_chunk_tokens",
+                resolved.loss_chunk_tokens,
+                "only plait.causal_lm_loss is computed in chunks, and no loss is given",
+                "use 0, and call plait.chunked_causal_lm_loss in your own training loop",
+            )
+        )
+
+    every = resolved.faults.compare_replicas_every
+    if every:
+        rule = "plait.parallelize makes no optimizer, whose states are compared too"
+        raise ConfigError(
+            Problem("faults.compare_replicas_every", every, rule, "use plait.initialize, or 0")
+        )
+
+    rule = "plait.parallelize does not see the steps of the loop, which has its own tracker"
+    remedy = "leave it out, or use plait.initialize"
+    raise_problems(
+        Problem(f"{spec.name}.enabled", True, rule, remedy) for spec in resolved.trackers
+    )
+
+    if resolved.data_parallel.update_in_backward:
+        raise ModelError(
+            "parallel.optimizer_in_backward: plait.parallelize makes no optimizer; use"
+            " plait.initialize, or false"
+        )
+
+    if resolved.layout.ep > 1:
+        raise ConfigError(
+            Problem(
+                "parallel.ep",
+                resolved.layout.ep,
+                "plait.parallelize with experts on different processes is not proven",
+                "use plait.initialize and engine.train_batch, or 1",
+            )
+        )
+
+
+def _refuse_router_losses(model: nn.Module, resolved: Resolved) -> None:
+    """Refuse auxiliary losses of routers, which the loss of your own loop would leave out."""
+    rule = "Plait adds it to plait.causal_lm_loss, and your own loop computes its loss"
+    remedy = "use plait.initialize and engine.train_batch"
+    raise_problems(
+        Problem(setting, value, rule, f"{remedy}, or {json.dumps(off)}")
+        for setting, value, off in resolved.routing.loss_settings
+    )
+    if resolved.layout.pp > 1 and enables_balance_loss(model):
+        rule = (
+            f"with parallel.pp = {resolved.layout.pp} the balance loss is a sum over the stages;"
+            f" {rule}"
+        )
+        raise ConfigError(
+            Problem("model.config.output_router_logits", True, rule, f"{remedy}, or False")
+        )
 
 
 def reason_for_step(config: Resolved) -> str | None:
@@ -441,96 +401,143 @@ class _WithUnitWeight:
         return self._loss_fn(output, micro_batch), 1
 
 
-@destroying_new_group()
-def parallelize(
-    model: nn.Module,
-    config: ConfigLike,
-    *,
-    weights: str | Path | None = None,
-    forward: Forward = default_forward,
-) -> ParallelModel:
-    """Shard a model in place, for your own training loop. Collective.
+class StepWatch(StepHook):
+    """Checks every step of every torch optimizer in this process that holds the model's parameters.
 
-    `loss.backward()` then leaves gradients that are means over the data-parallel ranks, as
-    DistributedDataParallel does. Build the optimizer afterwards. Buffers that the forward changes
-    are those of rank 0 at the start of every step.
+    It ends when the model is deleted or passed to another engine.
 
     Args:
-        model: A model with real weights, or built under `torch.device("meta")`.
-        config: A path, a mapping or a loaded Config. See `plait.initialize`.
-        weights: Folder of safetensors for a model on meta. See `plait.initialize`.
-        forward: Maps (model, micro-batch) to the output. `forward_backward` and `predict` call it.
-
-    Returns:
-        The handle of the sharded model. The model itself stays the user's object.
-
-    Raises:
-        ConfigError: The configuration needs an engine, or does not fit the model or the processes.
-        ModelError: The model cannot be split as the configuration says.
-        InputError: An argument is wrong, or ranks differ.
+        model: The sharded model.
+        before: Parameters of the model before it was sharded.
+        reducer: Reducer of the model's gradients, if there is one.
+        why_called: The reason why a step has to be `ParallelModel.step`, or None.
     """
-    refuse_taken(model)
-    resolved = resolved_for(model, config)
-    _refuse_engine_settings(resolved)
-    _refuse_router_losses(model, resolved)
 
-    before = list(model.parameters())
-    take_over(model)
-    checked = checked_model(model, resolved)
-    mesh, parts, _ = shard(
-        checked, weights=weights, forward=forward, mean=reason_for_step(resolved) is None
-    )
-    refuse_own_batches(parts, "plait.parallelize")
-    return ParallelModel(parts, mesh, resolved, forward=forward, before=before)
+    def __init__(
+        self,
+        model: nn.Module,
+        before: list[nn.Parameter],
+        reducer: Reducer | None,
+        *,
+        why_called: str | None = None,
+    ) -> None:
+        self._reducer = reducer
+        self._why_called = why_called
+        self.in_handle_step = False
+        """True while `ParallelModel.step` runs."""
+        self._model = weakref.ref(model)
 
+        # Keyed by id, because parameters compare element by element. An id may be reused after a
+        # parameter is deleted; the weak reference tells whether it is still the same one.
+        self._current = {id(parameter): weakref.ref(parameter) for parameter in model.parameters()}
+        self._replaced = {
+            id(parameter): weakref.ref(parameter)
+            for parameter in before
+            if id(parameter) not in self._current
+        }
+        self._frozen: dict[int, str] = {}
+        if reducer is not None:
+            self._frozen = {
+                id(p): name for name, p in model.named_parameters() if not p.requires_grad
+            }
 
-def _refuse_engine_settings(resolved: Resolved) -> None:
-    """Refuse settings that need the engine's loss, optimizer or loop."""
-    if resolved.loss_chunk_tokens:
-        rule = "only plait.causal_lm_loss is computed in chunks, and no loss is given"
-        remedy = "use 0, and call plait.chunked_causal_lm_loss in your own training loop"
-        raise ConfigError(
-            Problem("parallel.loss_chunk_tokens", resolved.loss_chunk_tokens, rule, remedy)
-        )
+        self._is_relevant: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
+        self._handle = register_optimizer_step_pre_hook(self._before_step)
+        # The hook itself stays: a model may be collected while torch iterates over its hooks.
+        for references in (self._current, self._replaced):
+            weakref.finalize(model, references.clear).atexit = False
 
-    every = resolved.faults.compare_replicas_every
-    if every:
-        rule = "plait.parallelize makes no optimizer, whose states are compared too"
-        raise ConfigError(
-            Problem("faults.compare_replicas_every", every, rule, "use plait.initialize, or 0")
-        )
+    def release(self) -> None:
+        """Stop checking."""
+        self._handle.remove()
 
-    rule = "plait.parallelize does not see the steps of the loop, which has its own tracker"
-    remedy = "leave it out, or use plait.initialize"
-    raise_problems(
-        Problem(f"{spec.name}.enabled", True, rule, remedy) for spec in resolved.trackers
-    )
+    def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        model = self._model()
+        if model is None:
+            return
+        if optimizer not in self._is_relevant:
+            self._is_relevant[optimizer] = self._holds_parameters_of(model, optimizer)
+        if not self._is_relevant[optimizer]:
+            return
 
-    if resolved.data_parallel.update_in_backward:
-        raise ModelError(
-            "parallel.optimizer_in_backward: plait.parallelize makes no optimizer; use"
-            " plait.initialize, or false"
-        )
+        if self._why_called is not None and not self.in_handle_step:
+            raise InputError(
+                f"{self._why_called}: call sharded.step(optimizer) instead of optimizer.step()"
+            )
 
-    if resolved.layout.ep > 1:
-        rule = "plait.parallelize with experts on different processes is not proven"
-        remedy = "use plait.initialize and engine.train_batch, or 1"
-        raise ConfigError(Problem("parallel.ep", resolved.layout.ep, rule, remedy))
+        updated = [
+            parameter
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+        self._refuse_added_parameters(model, optimizer, updated)
+        self._refuse_unfrozen_parameters(updated)
+        unreduced = (self._reducer is not None and self._reducer.unfinished) or has_unreduced(model)
+        if (updated or unreduced) and self._backward_failed(model):
+            raise InputError(
+                "optimizer.step() was called after a backward that ended with an exception, so some"
+                " gradients are missing or not reduced; call optimizer.zero_grad() and run the next"
+                " forward before the step"
+            )
+        if unreduced:
+            raise InputError(
+                "optimizer.step() was called after backwards inside accumulate() only, which does"
+                " not reduce gradients; run the forward and backward of a step's last micro-batch"
+                " outside of it"
+            )
 
+        # A forward between the last backward and this step would otherwise keep the old values, or
+        # read parameters while they change.
+        free_gathered(model)
 
-def _refuse_router_losses(model: nn.Module, resolved: Resolved) -> None:
-    """Refuse auxiliary losses of routers, which the loss of your own loop would leave out."""
-    rule = "Plait adds it to plait.causal_lm_loss, and your own loop computes its loss"
-    remedy = "use plait.initialize and engine.train_batch"
-    raise_problems(
-        Problem(setting, value, rule, f"{remedy}, or {json.dumps(off)}")
-        for setting, value, off in resolved.routing.loss_settings
-    )
-    if resolved.layout.pp > 1 and enables_balance_loss(model):
-        rule = (
-            f"with parallel.pp = {resolved.layout.pp} the balance loss is a sum over the stages;"
-            f" {rule}"
-        )
-        raise ConfigError(
-            Problem("model.config.output_router_logits", True, rule, f"{remedy}, or False")
-        )
+    def _backward_failed(self, model: nn.Module) -> bool:
+        if self._reducer is not None and self._reducer.backward_failed():
+            return True
+        return backward_was_interrupted(model)
+
+    def _refuse_added_parameters(
+        self, model: nn.Module, optimizer: Optimizer, updated: list[torch.Tensor]
+    ) -> None:
+        added = {id(p) for p in updated if not self._is_current(p)}
+        if added and any(id(parameter) in added for parameter in model.parameters()):
+            raise InputError(
+                f"this {type(optimizer).__name__} has {len(added)} parameters that were put"
+                " into the model after plait.parallelize, so their gradients are not reduced;"
+                " change the model before that call"
+            )
+
+    def _refuse_unfrozen_parameters(self, updated: list[torch.Tensor]) -> None:
+        unfrozen = [
+            self._frozen[id(p)] for p in updated if id(p) in self._frozen and self._is_current(p)
+        ]
+        if unfrozen:
+            raise InputError(
+                f"{unfrozen[0]} ({len(unfrozen)} parameters in all) was frozen when"
+                " plait.parallelize was called and has a gradient now, which is not reduced;"
+                " call requires_grad_(True) before plait.parallelize, and requires_grad_(False)"
+                " after it for as long as the parameter is not trained"
+            )
+
+    def _holds_parameters_of(self, model: nn.Module, optimizer: Optimizer) -> bool:
+        """Return True if an optimizer holds parameters of the model.
+
+        Raises:
+            InputError: It holds parameters that sharding has replaced.
+        """
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for parameter in parameters:
+            reference = self._replaced.get(id(parameter))
+            if reference is not None and reference() is parameter:
+                raise InputError(
+                    f"this {type(optimizer).__name__} was built before plait.parallelize, which put"
+                    " shards in place of its parameters: it would train nothing; build the"
+                    " optimizer afterwards, over model.parameters()"
+                )
+        ids = {id(parameter) for parameter in model.parameters()}
+        return any(self._is_current(p) or id(p) in ids for p in parameters)
+
+    def _is_current(self, parameter: torch.Tensor) -> bool:
+        """Return True if the model had the parameter when the watch began."""
+        reference = self._current.get(id(parameter))
+        return reference is not None and reference() is parameter

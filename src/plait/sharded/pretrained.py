@@ -1,9 +1,8 @@
 """`plait.from_pretrained`: a Transformers model that receives its weights when it is sharded.
 
-The model is built on `meta`. An attribute of it (`_WEIGHTS_FOLDER`) names the folder of its
-weights, and `assemble.shard` fills it from there, each rank with its own slices.
-
-Folders of `save_pretrained`, on this machine or on the Hugging Face hub.
+The model is built on `meta` from a folder of `save_pretrained`, on this machine or on the Hugging
+Face hub. An attribute of it (`_WEIGHTS_FOLDER`) names that folder, and `assemble.shard` fills the
+model from there, each rank with its own slices.
 """
 
 from __future__ import annotations
@@ -21,46 +20,6 @@ from plait.errors import CheckpointError, InputError, first_line, warn
 from plait.files import is_path, user_path
 from plait.model.described import require_transformers
 from plait.sharded.load_weights import sources_of, weight_files
-
-
-def saved_folder(name: str | Path, field: str) -> Path:
-    """Return the folder of a saved model on this machine. Fetches it from the hub if necessary.
-
-    Args:
-        name: A folder, or the model's name on the hub.
-        field: Setting or call that the name comes from, for messages.
-
-    Raises:
-        InputError: There is no such folder, or it has no weights in safetensors.
-    """
-    folder = user_path(name, field)
-    if not folder.is_dir():
-        folder = _fetch(str(name), field)
-    if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
-        rule = f"{field} = {str(name)!r}: the folder needs config.json and *.safetensors"
-        raise InputError(f"{rule}; save the model with save_pretrained")
-    return folder
-
-
-def _fetch(name: str, field: str) -> Path:
-    remedy = "name a folder with config.json and safetensors weights"
-    if is_path(name):
-        raise InputError(f"{field} = {name!r}: there is no such folder; {remedy}")
-
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(
-            snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt"])
-        )
-    except Exception as error:
-        # The hub and the network raise a dozen classes.
-        rule = (
-            f"{field} = {name!r}: there is no such folder, and it cannot be fetched from the hub"
-            f" ({first_line(error)})"
-        )
-        raise InputError(f"{rule}; {remedy}") from error
-
 
 _WEIGHTS_FOLDER = "_plait_weights"
 
@@ -119,7 +78,7 @@ def from_pretrained(
         try:
             return _load_in_full(name, folder, kind, dtype, fields, quantisation=quantisation)
         except SafetensorError:
-            # The files are damaged, which `error` already says with a remedy.
+            # The files are damaged. `error` describes it with a remedy.
             raise error from None
 
     if getattr(model, "generation_config", None) is not None:
@@ -193,27 +152,10 @@ def _load_in_full(
     except ValueError as error:
         if quantisation is None:
             raise
-        rule = f"Transformers cannot load its quantised weights ({first_line(error)})"
         raise InputError(
-            f"plait.from_pretrained({str(name)!r}): {rule}; correct quantization_config in its"
-            " config.json"
+            f"plait.from_pretrained({str(name)!r}): Transformers cannot load its quantised weights"
+            f" ({first_line(error)}); correct quantization_config in its config.json"
         ) from error
-
-
-def resize_remedy(folder: Path, tokens: int) -> str:
-    """Return the remedy for a saved model that has too few rows for a tokenizer.
-
-    Args:
-        folder: The folder of the model.
-        tokens: Number of rows that are needed.
-
-    Returns:
-        A sentence without its end, for a message.
-    """
-    return (
-        f'resize and save it once: model = AutoModelForCausalLM.from_pretrained("{folder}"), '
-        f"model.resize_token_embeddings({tokens}), model.save_pretrained(another folder),"
-    )
 
 
 def _refuse_resize(
@@ -237,38 +179,19 @@ def _refuse_resize(
     )
 
 
-def quantisation_of(config: Any) -> str | None:
-    """Return the quantisation method of a configuration of Transformers.
+def resize_remedy(folder: Path, tokens: int) -> str:
+    """Return the remedy for a saved model that has too few rows for a tokenizer.
+
+    Args:
+        folder: The folder of the model.
+        tokens: Number of rows that are needed.
 
     Returns:
-        The name in config.json ("torchao", "bitsandbytes", ...), or None for weights that are not
-        quantised.
+        A sentence without its end, for a message.
     """
-    quantisation = getattr(config, "quantization_config", None)
-    if quantisation is None:
-        # A model with images may have it in the configuration of its language model.
-        text_config = config.get_text_config(decoder=True)
-        quantisation = getattr(text_config, "quantization_config", None)
-    if quantisation is None:
-        return None
-    if isinstance(quantisation, dict):
-        method = quantisation.get("quant_method")
-    else:
-        method = getattr(quantisation, "quant_method", None)
-    return str(getattr(method, "value", method) or "quantization_config")
-
-
-def generation_settings(folder: Path) -> Any:
-    """Return Transformers' GenerationConfig of a folder.
-
-    It is read from generation_config.json, or from config.json if there is no such file.
-    """
-    from transformers import GenerationConfig
-
-    if (folder / "generation_config.json").is_file():
-        return GenerationConfig.from_pretrained(folder)
-    return GenerationConfig.from_pretrained(
-        folder, config_file_name="config.json", _from_model_config=True
+    return (
+        f'resize and save it once: model = AutoModelForCausalLM.from_pretrained("{folder}"), '
+        f"model.resize_token_embeddings({tokens}), model.save_pretrained(another folder),"
     )
 
 
@@ -291,3 +214,77 @@ def weights_of(model: nn.Module) -> Path | None:
             )
         return folder
     return None
+
+
+def saved_folder(name: str | Path, field: str) -> Path:
+    """Return the folder of a saved model on this machine. Fetches it from the hub if necessary.
+
+    Args:
+        name: A folder, or the model's name on the hub.
+        field: Setting or call that the name comes from, for messages.
+
+    Raises:
+        InputError: There is no such folder, or it has no weights in safetensors.
+    """
+    folder = user_path(name, field)
+    if not folder.is_dir():
+        folder = _fetch(str(name), field)
+    if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
+        raise InputError(
+            f"{field} = {str(name)!r}: the folder needs config.json and *.safetensors; save the"
+            " model with save_pretrained"
+        )
+    return folder
+
+
+def _fetch(name: str, field: str) -> Path:
+    remedy = "name a folder with config.json and safetensors weights"
+    if is_path(name):
+        raise InputError(f"{field} = {name!r}: there is no such folder; {remedy}")
+
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt"])
+        )
+    except Exception as error:
+        # The hub and the network raise a dozen classes.
+        raise InputError(
+            f"{field} = {name!r}: there is no such folder, and it cannot be fetched from the hub"
+            f" ({first_line(error)}); {remedy}"
+        ) from error
+
+
+def quantisation_of(config: Any) -> str | None:
+    """Return the quantisation method of a configuration of Transformers.
+
+    Returns:
+        The name in config.json ("torchao", "bitsandbytes", ...), or None for weights that are not
+        quantised.
+    """
+    quantisation = getattr(config, "quantization_config", None)
+    if quantisation is None:
+        # A model with images may have it in the configuration of its language model.
+        quantisation = getattr(config.get_text_config(decoder=True), "quantization_config", None)
+    if quantisation is None:
+        return None
+    if isinstance(quantisation, dict):
+        method = quantisation.get("quant_method")
+    else:
+        method = getattr(quantisation, "quant_method", None)
+    return str(getattr(method, "value", method) or "quantization_config")
+
+
+def generation_settings(folder: Path) -> Any:
+    """Return Transformers' GenerationConfig of a folder.
+
+    It is read from generation_config.json, or from config.json if there is no such file.
+    """
+    from transformers import GenerationConfig
+
+    if (folder / "generation_config.json").is_file():
+        return GenerationConfig.from_pretrained(folder)
+    return GenerationConfig.from_pretrained(
+        folder, config_file_name="config.json", _from_model_config=True
+    )

@@ -1,13 +1,10 @@
-"""Refusals of `torch.save(model.state_dict())` and `copy.deepcopy(model)` on sharded models.
+"""Refusals of calls that would take the shards of a model for its full weights.
 
-torch pickles a DTensor as the local shard with the full shape. The names and shapes in such a file
-look complete, although it holds one rank's part of every weight. A copy fails with an error of
-torch that names no remedy.
-
-Refusals of methods of Transformers' models that need full weights, on a sharded model.
-
+torch pickles a DTensor as the local shard with the full shape. The names and shapes in a file of
+`torch.save(model.state_dict())` look complete, although it holds one rank's part of every weight.
+`copy.deepcopy(model)` fails with an error of torch that names no remedy. Transformers'
 `save_pretrained` would write one process's shards, or fail with an error about storages, unless the
-full weights are passed. `resize_token_embeddings` would fail with an error about operators.
+full weights are passed, and `resize_token_embeddings` would fail with an error about operators.
 """
 
 from __future__ import annotations
@@ -35,10 +32,82 @@ FULL_STATE = (
     "options=StateDictOptions(full_state_dict=True)) on every process, and save it in one"
 )
 """Remedy for callers that have no object of Plait with a call that returns full weights."""
+
+
+_TORCH_CHECKPOINT = "torch.distributed.checkpoint"
+
+
 _HOOKS: weakref.WeakKeyDictionary[nn.Module, RemovableHandle] = weakref.WeakKeyDictionary()
 """Hooks that refuse shards, one per model. A later caller has a better remedy."""
+
+
 _REMEDIES: weakref.WeakKeyDictionary[DeviceMesh, str] = weakref.WeakKeyDictionary()
 """Remedies for pickling a parameter, keyed by its device mesh."""
+
+
+_REMEDY = (
+    "trainer.save_model(folder) on every process, or pass"
+    " state_dict=accelerator.get_state_dict(model)"
+)
+
+
+def refuse_shards_as_weights(model: nn.Module, *, remedy: str, is_partial: bool = False) -> None:
+    """Make `model.state_dict()` raise InputError if it would return shards to the user's code.
+
+    If every rank holds all of the weights, it returns plain tensors. Pickling is refused too.
+
+    Args:
+        model: A sharded model.
+        remedy: What to call instead, for the message.
+        is_partial: The model lacks layers that other ranks have, as a pipeline stage does.
+    """
+
+    def refuse(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+        sharded = {name: value for name, value in state.items() if isinstance(value, DTensor)}
+        if not (sharded or is_partial) or _is_called_from("plait", _TORCH_CHECKPOINT):
+            return
+        if is_partial or not all(map(is_full_here, sharded.values())):
+            raise InputError(
+                "state_dict() of the model: each process holds a part of the weights; call"
+                f" {remedy}, or use ZeRO stage 0{' without a pipeline' if is_partial else ''}"
+            )
+        state.update({name: local_tensor(value) for name, value in sharded.items()})
+
+    if is_partial or any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        earlier = _HOOKS.pop(model, None)
+        if earlier is not None:
+            earlier.remove()
+        # Only if needed: the hook is a local function, with which the model cannot be pickled.
+        _HOOKS[model] = model.register_state_dict_post_hook(refuse)
+    refuse_pickled_shards(model, remedy=remedy)
+
+
+def refuse_pickled_shards(model: nn.Module, *, remedy: str = FULL_STATE) -> None:
+    """Make `torch.save` and other uses of pickle raise InputError for shards of the model.
+
+    Args:
+        model: A sharded model.
+        remedy: What to call instead, for the message.
+    """
+    meshes = {
+        parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)
+    }
+    _REMEDIES.update((mesh, remedy) for mesh in meshes)
+    if meshes:
+        copyreg.pickle(DTensor, _reduce_shard)
+
+
+def _reduce_shard(tensor: DTensor) -> Any:
+    """Reduce a DTensor for pickle, in place of torch's own method."""
+    if tensor.device_mesh not in _REMEDIES or _is_called_from("copy", _TORCH_CHECKPOINT):
+        return tensor.__reduce_ex__(2)
+    if is_full_here(tensor):
+        return local_tensor(tensor).__reduce_ex__(2)
+    raise InputError(
+        f"a sharded tensor of shape {tuple(tensor.shape)} cannot be pickled: this process has only "
+        "its own shard, so the shards of other processes would be missing; call "
+        f"{_REMEDIES[tensor.device_mesh]}"
+    )
 
 
 def is_full_here(tensor: DTensor) -> bool:
@@ -48,6 +117,23 @@ def is_full_here(tensor: DTensor) -> bool:
         placement.is_replicate() or size == 1
         for placement, size in zip(tensor.placements, sizes, strict=True)
     )
+
+
+def _is_called_from(*packages: str) -> bool:
+    """Return True if a module of one of the packages is on the stack.
+
+    The search starts at the caller, and ends at the first module outside of torch.
+    """
+    # Two frames up: the caller of the function that calls this one.
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__"))
+        if any(f"{name}.".startswith(f"{package}.") for package in packages):
+            return True
+        if name.partition(".")[0] not in ("torch", "copyreg", "pickle"):
+            return False
+        frame = frame.f_back
+    return False
 
 
 def refuse_copies(model: nn.Module) -> None:
@@ -66,120 +152,6 @@ def _refuse_copy(self: Any, memo: dict[int, Any]) -> Any:
     )
 
 
-def refuse_pickled_shards(model: nn.Module, *, remedy: str = FULL_STATE) -> None:
-    """Make `torch.save` and other uses of pickle raise InputError for shards of the model.
-
-    Args:
-        model: A sharded model.
-        remedy: What to call instead, for the message.
-    """
-    meshes = {
-        parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)
-    }
-    _REMEDIES.update((mesh, remedy) for mesh in meshes)
-    if meshes:
-        copyreg.pickle(DTensor, _reduce_shard)
-
-
-def refuse_shards_as_weights(model: nn.Module, *, remedy: str, is_partial: bool = False) -> None:
-    """Make `model.state_dict()` raise InputError if it would return shards to the user's code.
-
-    If every rank holds all of the weights, it returns plain tensors. Pickling is refused too.
-
-    Args:
-        model: A sharded model.
-        remedy: What to call instead, for the message.
-        is_partial: The model lacks layers that other ranks have, as a pipeline stage does.
-    """
-
-    def refuse(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-        sharded = {name: value for name, value in state.items() if isinstance(value, DTensor)}
-        if not (sharded or is_partial) or _is_called_from(_handles_shards):
-            return
-        if is_partial or not all(map(is_full_here, sharded.values())):
-            raise InputError(
-                "state_dict() of the model: each process holds a part of the weights; call"
-                f" {remedy}, or use ZeRO stage 0{' without a pipeline' if is_partial else ''}"
-            )
-        state.update({name: local_tensor(value) for name, value in sharded.items()})
-
-    if is_partial or any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        earlier = _HOOKS.pop(model, None)
-        if earlier is not None:
-            earlier.remove()
-        # Only if needed: the hook is a local function, with which the model cannot be pickled.
-        _HOOKS[model] = model.register_state_dict_post_hook(refuse)
-    refuse_pickled_shards(model, remedy=remedy)
-
-
-def refuse_given_shards(call: str, weights: Any, *, remedy: str) -> None:
-    """Raise InputError if the weights that a call is to write are shards.
-
-    Args:
-        call: The call, for the message.
-        weights: Tensors by name, or None.
-        remedy: What to pass instead, for the message.
-    """
-    shards = [
-        name
-        for name, value in (weights or {}).items()
-        if isinstance(value, DTensor) and not is_full_here(value)
-    ]
-    if shards:
-        raise InputError(
-            f"{call} was given {len(shards)} sharded weights, first {shards[0]}: the shards of "
-            f"other processes would be missing; {remedy}"
-        )
-
-
-def _reduce_shard(tensor: DTensor) -> Any:
-    """Reduce a DTensor for pickle, in place of torch's own method."""
-    if tensor.device_mesh not in _REMEDIES or _is_called_from(_copies_or_checkpoints):
-        return tensor.__reduce_ex__(2)
-    if is_full_here(tensor):
-        return local_tensor(tensor).__reduce_ex__(2)
-    raise InputError(
-        f"a sharded tensor of shape {tuple(tensor.shape)} cannot be pickled: this process has only "
-        "its own shard, so the shards of other processes would be missing; call "
-        f"{_REMEDIES[tensor.device_mesh]}"
-    )
-
-
-def _is_torch_checkpoint(module: str) -> bool:
-    return module.startswith("torch.distributed.checkpoint")
-
-
-def _copies_or_checkpoints(module: str) -> bool:
-    return module == "copy" or _is_torch_checkpoint(module)
-
-
-def _handles_shards(module: str) -> bool:
-    return _is_torch_checkpoint(module) or module.partition(".")[0] == "plait"
-
-
-def _is_called_from(accepts: Callable[[str], bool]) -> bool:
-    """Return True if `accepts` accepts the name of a module on the stack.
-
-    The search goes from the caller outwards, and ends at the first module outside of torch.
-    """
-    # Two frames up: the caller of the function that asks.
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        name = str(frame.f_globals.get("__name__"))
-        if accepts(name):
-            return True
-        if name.partition(".")[0] not in ("torch", "copyreg", "pickle"):
-            return False
-        frame = frame.f_back
-    return False
-
-
-_REMEDY = (
-    "trainer.save_model(folder) on every process, or pass"
-    " state_dict=accelerator.get_state_dict(model)"
-)
-
-
 def refuse_partial_folders(model: nn.Module, *, pp: int, tp: int = 1) -> None:
     """Make `save_pretrained` of a model and of its modules raise InputError without full weights.
 
@@ -194,22 +166,18 @@ def refuse_partial_folders(model: nn.Module, *, pp: int, tp: int = 1) -> None:
     if pp == 1 and not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         return
     for module in model.modules():
-        if _has_method(module, "save_pretrained"):
-            _replace_method(module, "save_pretrained", _save_full_weights)
-        if _has_method(module, "resize_token_embeddings"):
-            _replace_method(module, "resize_token_embeddings", _refuse_resize)
-        if tp > 1 and _has_method(module, "merge_and_unload"):
+        _replace_method(module, "save_pretrained", _save_full_weights)
+        _replace_method(module, "resize_token_embeddings", _refuse_resize)
+        if tp > 1:
             _replace_method(module, "merge_and_unload", _refuse_merge)
             _replace_method(module, "merge_adapter", _refuse_merge)
 
 
-def _has_method(module: nn.Module, name: str) -> bool:
-    return callable(getattr(type(module), name, None))
-
-
 def _replace_method(module: nn.Module, name: str, function: Callable[..., Any]) -> None:
-    # On the object, because its class may have other objects that are not sharded.
-    object.__setattr__(module, name, types.MethodType(function, module))
+    """Replace a method of a module, if its class has the method."""
+    if callable(getattr(type(module), name, None)):
+        # On the object, because its class may have other objects that are not sharded.
+        object.__setattr__(module, name, types.MethodType(function, module))
 
 
 def _save_full_weights(self: Any, *args: Any, **settings: Any) -> Any:
@@ -247,15 +215,24 @@ def _refuse_merge(self: Any, *_: Any, **__: Any) -> Any:
     )
 
 
-def class_before_sharding(kind: type) -> type:
-    """Return the class that a module had before `fully_shard`.
+def refuse_given_shards(call: str, weights: Any, *, remedy: str) -> None:
+    """Raise InputError if the weights that a call is to write are shards.
 
     Args:
-        kind: The class now, such as FSDPLlamaModel for LlamaModel.
+        call: The call, for the message.
+        weights: Tensors by name, or None.
+        remedy: What to pass instead, for the message.
     """
-    while issubclass(kind, FSDPModule):
-        kind = kind.__bases__[-1]
-    return kind
+    shards = [
+        name
+        for name, value in (weights or {}).items()
+        if isinstance(value, DTensor) and not is_full_here(value)
+    ]
+    if shards:
+        raise InputError(
+            f"{call} was given {len(shards)} sharded weights, first {shards[0]}: the shards of "
+            f"other processes would be missing; {remedy}"
+        )
 
 
 @contextmanager
@@ -275,3 +252,14 @@ def own_classes(model: nn.Module) -> Iterator[None]:
     finally:
         for module, sharded_class in classes:
             module.__class__ = sharded_class
+
+
+def class_before_sharding(kind: type) -> type:
+    """Return the class that a module had before `fully_shard`.
+
+    Args:
+        kind: The class now, such as FSDPLlamaModel for LlamaModel.
+    """
+    while issubclass(kind, FSDPModule):
+        kind = kind.__bases__[-1]
+    return kind

@@ -1,15 +1,13 @@
 """Optimizer step on reduced gradients: norm, decision, clipping, update.
 
+The global norm counts each element once on every layout and needs one all-reduce. The error of a
+step that is not finite names the ranks whose loss is not finite and the first bad gradient.
+
 Note [Skipping a step]
     All ranks must apply or skip a step together, otherwise their weights diverge. The decision
     depends on the global norm and on the global loss only, and both are the same number on every
     rank after their all-reduce. A skipped step changes no state except the loss scale: neither
     parameters nor optimizer states nor the LR schedule.
-
-The global norm counts each element once on every layout and needs one all-reduce.
-
-The error of a step that is not finite names the ranks whose loss is not finite and the first bad
-gradient.
 """
 
 from __future__ import annotations
@@ -34,78 +32,6 @@ from plait.optim.gradient_math import joined_norm, multiply_all, norms_of
 from plait.optim.lr_schedules import Scheduler, ScheduleSource
 from plait.parallel.parameter_layout import Reduction, sharded_axes
 from plait.parallel.techniques.mixed_precision import LossScaler
-
-
-def clip_factor(norm: torch.Tensor, largest: float) -> torch.Tensor:
-    """Return min(1, largest / (norm + 1e-6)), as torch and DeepSpeed do."""
-    return torch.clamp(largest / (norm + 1e-6), max=1.0)
-
-
-@torch.no_grad()
-def global_norm(
-    grads: Iterable[torch.Tensor], mesh: Mesh, *, tier: DiskTier | None = None
-) -> torch.Tensor:
-    """Return the Euclidean norm over all gradients: 0-dimensional, float64.
-
-    Collective over the model-parallel ranks.
-
-    Args:
-        grads: Gradients of this rank, plain or DTensor.
-        mesh: Mesh of the ranks.
-        tier: Files with the gradients, if they are not all in memory at once.
-    """
-    by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
-    for grad in grads:
-        by_axes.setdefault(sharded_axes(grad), []).append(local_tensor(grad))
-
-    local_norms: dict[tuple[str, ...], torch.Tensor] = {}
-    for axes, members in by_axes.items():
-        if tier is None:
-            norms = norms_of(members)
-        else:
-            norms = [norm for buffered in tier.walk(members) for norm in norms_of(buffered)]
-        local_norms[axes] = joined_norm(norms)
-    return _norm_over_ranks(local_norms, mesh)
-
-
-@torch.no_grad()
-def norm_of_norms(
-    norms: Iterable[tuple[tuple[str, ...], torch.Tensor]], mesh: Mesh
-) -> torch.Tensor:
-    """Return the result of `global_norm`, with the same bits, from norms of local gradients.
-
-    Collective over the model-parallel ranks.
-
-    Args:
-        norms: (sharded mesh dimensions, `norms_of` this rank's shard) of every gradient, in the
-            order of `global_norm`.
-        mesh: Mesh of the ranks.
-    """
-    by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
-    for axes, norm in norms:
-        by_axes.setdefault(axes, []).append(norm)
-    return _norm_over_ranks({axes: joined_norm(members) for axes, members in by_axes.items()}, mesh)
-
-
-def _norm_over_ranks(by_axes: Mapping[tuple[str, ...], torch.Tensor], mesh: Mesh) -> torch.Tensor:
-    """Return the global norm from local norms, keyed by the mesh dimensions of their shards."""
-    squares = []
-    # Sorted, so that the rounding of the sum does not depend on the order of parameters.
-    for axes, norm in sorted(by_axes.items(), key=lambda entry: entry[0]):
-        square = (norm**2).to(mesh.device)  # Gradients may be on the host.
-        # If another rank counts a replica, 0 times the square is added here. This keeps NaN and
-        # infinity.
-        squares.append(square if Reduction(axes).counts_in_norm(mesh.coordinates) else square * 0)
-
-    if squares:
-        total = sum(squares[1:], squares[0])
-    else:
-        # A pipeline stage may have nothing to train.
-        total = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    group = mesh.group(*mesh.norm_axes)
-    if group is not None:
-        dist.all_reduce(total, group=group)
-    return total.sqrt()
 
 
 @dataclass(frozen=True)
@@ -200,11 +126,18 @@ class Stepper:
             for parameter in group["params"]
             if parameter.grad is not None
         ]
-        norm = self._unscaled_norm(updated, unscale)
+        counted = [p for p in updated if p not in self.counted_by_other_stage]
+        norm = global_norm([p.grad for p in counted], self.mesh, tier=self.tier)
+        # The norm is multiplied instead of every gradient. Gradients are unscaled once, together
+        # with clipping.
+        if unscale != 1.0:
+            norm = norm * unscale
 
         # See Note [Skipping a step].
         skipped = self.checks_finite and not _are_finite(norm, loss)
-        if skipped and self._raises_on_non_finite and non_finite_error is not None:
+        # An overflow is an ordinary event of dynamic loss scaling, which skips the step.
+        raises = self.scaler is None and self.non_finite == "raise"
+        if skipped and raises and non_finite_error is not None:
             raise non_finite_error(norm.item())
 
         if not skipped:
@@ -224,22 +157,6 @@ class Stepper:
         """Drop all gradients, also those of parameters that the optimizer does not hold."""
         for parameter in self.parameters:
             parameter.grad = None
-
-    @property
-    def _raises_on_non_finite(self) -> bool:
-        # An overflow is an ordinary event of dynamic loss scaling.
-        return self.scaler is None and self.non_finite == "raise"
-
-    def _unscaled_norm(self, updated: list[nn.Parameter], unscale: float) -> torch.Tensor:
-        grads = [
-            p.grad for p in updated if p.grad is not None and p not in self.counted_by_other_stage
-        ]
-        norm = global_norm(grads, self.mesh, tier=self.tier)
-        # The norm is multiplied instead of every gradient. Gradients are unscaled once, together
-        # with clipping.
-        if unscale != 1.0:
-            norm = norm * unscale
-        return norm
 
     def _finish_update_in_backward(
         self, optimizer: BackwardOptimizer, divisor: float
@@ -307,8 +224,80 @@ def _are_finite(norm: torch.Tensor, loss: Callable[[], torch.Tensor] | None) -> 
     return all(map(math.isfinite, torch.stack([norm, loss()]).tolist()))
 
 
+def clip_factor(norm: torch.Tensor, largest: float) -> torch.Tensor:
+    """Return min(1, largest / (norm + 1e-6)), as torch and DeepSpeed do."""
+    return torch.clamp(largest / (norm + 1e-6), max=1.0)
+
+
+@torch.no_grad()
+def global_norm(
+    grads: Iterable[torch.Tensor], mesh: Mesh, *, tier: DiskTier | None = None
+) -> torch.Tensor:
+    """Return the Euclidean norm over all gradients: 0-dimensional, float64.
+
+    Collective over the model-parallel ranks.
+
+    Args:
+        grads: Gradients of this rank, plain or DTensor.
+        mesh: Mesh of the ranks.
+        tier: Files with the gradients, if they are not all in memory at once.
+    """
+    by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
+    for grad in grads:
+        by_axes.setdefault(sharded_axes(grad), []).append(local_tensor(grad))
+
+    local_norms: dict[tuple[str, ...], torch.Tensor] = {}
+    for axes, members in by_axes.items():
+        if tier is None:
+            norms = norms_of(members)
+        else:
+            norms = [norm for buffered in tier.walk(members) for norm in norms_of(buffered)]
+        local_norms[axes] = joined_norm(norms)
+    return _norm_over_ranks(local_norms, mesh)
+
+
+@torch.no_grad()
+def norm_of_norms(
+    norms: Iterable[tuple[tuple[str, ...], torch.Tensor]], mesh: Mesh
+) -> torch.Tensor:
+    """Return the result of `global_norm`, with the same bits, from norms of local gradients.
+
+    Collective over the model-parallel ranks.
+
+    Args:
+        norms: (sharded mesh dimensions, `norms_of` this rank's shard) of every gradient, in the
+            order of `global_norm`.
+        mesh: Mesh of the ranks.
+    """
+    by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
+    for axes, norm in norms:
+        by_axes.setdefault(axes, []).append(norm)
+    return _norm_over_ranks({axes: joined_norm(members) for axes, members in by_axes.items()}, mesh)
+
+
+def _norm_over_ranks(by_axes: Mapping[tuple[str, ...], torch.Tensor], mesh: Mesh) -> torch.Tensor:
+    """Return the global norm from local norms, keyed by the mesh dimensions of their shards."""
+    squares = []
+    # Sorted, so that the rounding of the sum does not depend on the order of parameters.
+    for axes, norm in sorted(by_axes.items(), key=lambda entry: entry[0]):
+        square = (norm**2).to(mesh.device)  # Gradients may be on the host.
+        # If another rank counts a replica, 0 times the square is added here. This keeps NaN and
+        # infinity.
+        squares.append(square if Reduction(axes).counts_in_norm(mesh.coordinates) else square * 0)
+
+    if squares:
+        total = sum(squares[1:], squares[0])
+    else:
+        # A pipeline stage may have nothing to train.
+        total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    group = mesh.group(*mesh.norm_axes)
+    if group is not None:
+        dist.all_reduce(total, group=group)
+    return total.sqrt()
+
+
 _ROW_BYTES = 256
-"""Bytes that each rank sends: a flag for the loss, and a parameter's name, which may be cut."""
+"""Bytes that each rank sends: a flag for the loss, and a truncated name of a parameter."""
 
 
 def non_finite_error(

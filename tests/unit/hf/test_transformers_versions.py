@@ -56,7 +56,7 @@ def test_an_older_trainer_keeps_its_arguments(monkeypatch: pytest.MonkeyPatch) -
     changes: list[str] = []
     monkeypatch.setattr("plait.hf.arguments.reroute", lambda: changes.append("rerouted"))
     with monkeypatch.context() as older:
-        older.setattr("plait.hf.transformers_versions.version", lambda name: "5.16.1")
+        older.setattr("plait.hf.transformers_trainer.version", lambda name: "5.16.1")
         execute_mixin(older)
         assert not changes
     execute_mixin(monkeypatch)
@@ -64,8 +64,8 @@ def test_an_older_trainer_keeps_its_arguments(monkeypatch: pytest.MonkeyPatch) -
 
 
 def execute_mixin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Execute plait.hf.mixin, which changes Transformers, as a process that imports it first does."""
-    spec = importlib.util.find_spec("plait.hf.mixin")
+    """Execute plait.hf.trainer, which changes Transformers, as a process that imports it first does."""
+    spec = importlib.util.find_spec("plait.hf.trainer")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, module)  # where dataclasses look names up

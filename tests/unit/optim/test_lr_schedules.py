@@ -350,7 +350,7 @@ def test_each_group_has_its_own_rates():
 def test_a_list_of_another_length_than_the_groups_is_refused():
     with pytest.raises(
         ConfigError,
-        match=r"warmup_min_lr = \[?.*: it has 2 values and the optimizer has 1 parameter group; give one",
+        match=r"warmup_min_lr = \[?.*: it has 2 values and the optimizer has 1 parameter group; use one",
     ):
         make("WarmupLR", {"warmup_min_lr": [0.0, 0.1]})
 

@@ -245,7 +245,7 @@ def test_weights_that_differ_are_found() -> None:
     check(divided_by=one, returned=one, step=1)
     with pytest.raises(
         InputError,
-        match=r"step 2: the loss returned weights that add up to 1023, and its weight function .* said 1024",
+        match=r"step 2: the loss returned weights that add up to 1023, and its weight function .* returned 1024",
     ):
         check(divided_by=one, returned=one - 1, step=2)
     check.note(torch.tensor(1.0, dtype=torch.bfloat16))

@@ -13,7 +13,6 @@ from plait.sharded.alike import (
     Fact,
     _describe_difference,
     _model_facts,
-    _rank_list,
     _setting_facts,
     _version_facts,
 )
@@ -82,7 +81,6 @@ def test_names_and_lengths() -> None:
     assert (
         _describe_difference(a, a[:1], [0], [1]) == "rank 1 has nothing more where rank 0 has `b` x"
     )
-    assert _rank_list([0, 1, 2, 5, 7, 8]) == "ranks 0-2, 5, 7-8"
 
 
 def facts_of(config: dict[str, Any]) -> list[Fact]:

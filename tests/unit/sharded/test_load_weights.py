@@ -145,7 +145,7 @@ def test_a_folder_of_pickles(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(
         CheckpointError,
-        match=r"model.safetensors is there; pytorch_model.bin is a pickle, .*: give a folder written by save",
+        match=r"model.safetensors is there; pytorch_model.bin is a pickle, .*: pass a folder written by save",
     ):
         module.weight_files(tmp_path)
 

@@ -193,7 +193,7 @@ def dry_run(
         samples=full.batch.micro_batch_size,
         length=request.sequence,
         real=on_device,
-        tell=print_phase,
+        on_phase=print_phase,
     )
     return DryRun(
         rank=rank,

@@ -23,8 +23,7 @@ from plait.cluster.topology import place
 from plait.compat.deepspeed.loaders import StreamLoader, build_loader
 from plait.compat.deepspeed.refused import METHODS, missing
 from plait.compat.deepspeed.saved import CheckpointMethods
-from plait.engine.engine import Engine
-from plait.engine.optimizer_proxy import OptimizerProxy
+from plait.engine.engine import Engine, OptimizerProxy
 from plait.errors import InputError, warn
 from plait.parallel.techniques.data_parallel import free_gathered
 

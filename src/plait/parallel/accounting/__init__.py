@@ -1,5 +1,5 @@
-"""Accounts of memory and traffic in numbers, without tensors.
+"""Ledgers of memory and traffic in numbers, without tensors.
 
 `ledger` holds the bytes of candidate layouts, and every technique adds its own. `activations` and
-`peak` put measured figures of one micro-batch together along the schedule of a step.
+`peak` combine measured figures of one micro-batch along the schedule of a step.
 """

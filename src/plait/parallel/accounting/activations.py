@@ -24,15 +24,19 @@ from plait.parallel.schedules.schedule import Action, Kind, Schedule
 BlockMode = Literal["none", "selective", "full"]
 """Recomputation mode of a block: what it keeps from forward to backward.
 
-none: everything that backward needs. selective: the results of selected operators. full: the input
-alone.
+none: everything that backward needs. selective: the results of selected operators. full: only the
+input.
 """
+
+
+Assignment = tuple[BlockMode, ...]
+"""Mode of every block of a rank, in the order of its stages."""
+
+
 ONE_STAGE = Schedule(
     "one stage", 1, 1, (0,), ((Action(0, Kind.FORWARD, 0), Action(0, Kind.BACKWARD, 0)),)
 )
 """Schedule of a model without a pipeline."""
-Assignment = tuple[BlockMode, ...]
-"""Mode of every block of a rank, in the order of its stages."""
 
 
 @dataclass(frozen=True)
@@ -129,141 +133,9 @@ class StageFacts:
             blocks = assignment.count(mode)
             for collective, sent in self.modes[mode].traffic.items():
                 additional = sent - base.get(collective, 0)
-                repeated.setdefault(collective, 0)
-                repeated[collective] += additional * blocks // len(assignment)
+                share = additional * blocks // len(assignment)
+                repeated[collective] = repeated.get(collective, 0) + share
         return repeated
-
-
-@dataclass(frozen=True)
-class _StageBytes:
-    """Bytes of one micro-batch in a stage whose blocks have their modes."""
-
-    saved: int
-    """Bytes between forward and backward."""
-    deferred: int
-    """Bytes between the halves of a split backward."""
-    in_backward: int
-    """Most bytes besides `saved` during an unsplit backward."""
-    in_first_half: int
-    """Most bytes besides `saved` during the first half of a split backward."""
-    in_second_half: int
-    """Most bytes besides `deferred` during the second half of a split backward."""
-    received: int
-
-
-def _stage_bytes(facts: StageFacts, modes: Assignment) -> _StageBytes:
-    saved = [facts.modes[mode].kept[index] for index, mode in enumerate(modes)]
-    returning = [facts.modes[mode].returning[index] for index, mode in enumerate(modes)]
-    total_saved = facts.kept(modes) + facts.modes["none"].head
-    in_backward = facts.returning(modes)
-
-    deferred = 0
-    in_first_half = 0
-    if facts.modes["none"].deferred:
-        block_deferred = [facts.modes[mode].deferred[index] for index, mode in enumerate(modes)]
-        outside = max(facts.modes[mode].deferred_outside for mode in {"none", *modes})
-        deferred = outside + sum(block_deferred)
-        # During the first half of a block, later blocks have had theirs and earlier ones have not.
-        growth = [new - old for new, old in zip(block_deferred, saved, strict=True)]
-        in_first_half = max(0, deferred - total_saved)
-        later_growth = 0
-        for block_growth, block_returning in zip(
-            reversed(growth), reversed(returning), strict=True
-        ):
-            in_first_half = max(in_first_half, later_growth + block_returning)
-            later_growth += block_growth
-    if not facts.differentiable:
-        return _StageBytes(total_saved, deferred, in_backward, 0, in_backward, facts.received)
-
-    # The second half recomputes all blocks of the stage before it frees any.
-    in_second_half = sum(
-        block_returning
-        for mode, block_returning in zip(modes, returning, strict=True)
-        if mode != "none"
-    )
-    return _StageBytes(
-        total_saved, deferred, in_backward, in_first_half, in_second_half, facts.received
-    )
-
-
-@dataclass(frozen=True)
-class _RankMoment:
-    """Micro-batches in flight on a rank, per stage of the rank, during or after an action."""
-
-    waiting: tuple[int, ...]
-    """Micro-batches between forward and backward."""
-    deferred: tuple[int, ...]
-    """Micro-batches between the halves of their backward."""
-    shared: tuple[int, ...]
-    """Micro-batches whose input is the output of another stage of this rank."""
-    running: int
-    """Position of the action's stage among those of the rank."""
-    kind: Kind
-    """Kind of the action."""
-
-
-def _moments(schedule: Schedule, rank: int) -> Iterator[tuple[Action, _RankMoment, _RankMoment]]:
-    """Yield every action of a row, with the activations in flight while it runs and after it.
-
-    A micro-batch in its backward is still in flight.
-    """
-    stages = schedule.stages_of(rank)
-    positions = {stage: index for index, stage in enumerate(stages)}
-    # (stage, micro-batch) in flight -> the last computation of it
-    in_flight: dict[tuple[int, int], Kind] = {}
-
-    def moment(action: Action) -> _RankMoment:
-        waiting = [0] * len(stages)
-        deferred = [0] * len(stages)
-        shared = [0] * len(stages)
-        for (stage, microbatch), kind in in_flight.items():
-            if kind is Kind.FORWARD:
-                waiting[positions[stage]] += 1
-            else:
-                deferred[positions[stage]] += 1
-            if (stage - 1, microbatch) in in_flight:
-                shared[positions[stage]] += 1
-        return _RankMoment(
-            tuple(waiting), tuple(deferred), tuple(shared), positions[action.stage], action.kind
-        )
-
-    for action in schedule.ranks[rank]:
-        key = (action.stage, action.microbatch)
-        if action.kind is Kind.FORWARD:
-            in_flight[key] = Kind.FORWARD
-        during = moment(action)
-        if action.kind is Kind.INPUT:
-            in_flight[key] = Kind.INPUT
-        elif action.kind is not Kind.FORWARD:
-            del in_flight[key]
-        yield action, during, moment(action)
-
-
-def _kept_bytes(moment: _RankMoment, stages: Sequence[_StageBytes]) -> int:
-    """Return the bytes that all micro-batches in flight keep."""
-    total = 0
-    for waiting, deferred, shared, stage in zip(
-        moment.waiting, moment.deferred, moment.shared, stages, strict=True
-    ):
-        # A tensor that passes between two stages of this rank exists once.
-        total += waiting * stage.saved + deferred * stage.deferred - shared * stage.received
-    return total
-
-
-def _peak_bytes(moments: Iterable[_RankMoment], stages: Sequence[_StageBytes]) -> int:
-    """Return the most bytes of any moment, with those of the running action."""
-    peak = 0
-    for moment in moments:
-        total = _kept_bytes(moment, stages)
-        running = stages[moment.running]
-        if moment.kind is Kind.BACKWARD:
-            total += running.in_backward
-        elif moment.kind is Kind.INPUT:
-            total += running.in_first_half
-        elif moment.kind is Kind.WEIGHT:
-            total += running.in_second_half
-        peak = max(peak, total)
-    return peak
 
 
 @dataclass(frozen=True)
@@ -288,7 +160,7 @@ class RankActivations:
         """
         stages = self._stage_bytes(assignment)
         return [
-            (action, _kept_bytes(after, stages))
+            (action, _bytes_in_flight(after, stages))
             for action, _, after in _moments(self.schedule, self.rank)
         ]
 
@@ -344,11 +216,10 @@ class RankActivations:
         no_recomputation: Assignment = ("none",)
         has_selective = all("selective" in stage.modes for stage in self.stages)
         for full in range(self.blocks + 1):
-            most_selective = 0
-            if has_selective:
-                most_selective = self.blocks - full
+            other_blocks = self.blocks - full
+            most_selective = other_blocks if has_selective else 0
             for selective in range(most_selective + 1):
-                none = self.blocks - full - selective
+                none = other_blocks - selective
                 yield full_mode * full + selective_mode * selective + no_recomputation * none
 
     def repeated(self, assignment: Assignment) -> float:
@@ -369,3 +240,135 @@ class RankActivations:
         for stage in self.stages:
             yield stage, assignment[start : start + stage.blocks]
             start += stage.blocks
+
+
+@dataclass(frozen=True)
+class _RankMoment:
+    """Micro-batches in flight on a rank, per stage of the rank, during or after an action."""
+
+    waiting: tuple[int, ...]
+    """Micro-batches between forward and backward."""
+    deferred: tuple[int, ...]
+    """Micro-batches between the halves of their backward."""
+    shared: tuple[int, ...]
+    """Micro-batches whose input is the output of another stage of this rank."""
+    running: int
+    """Position of the action's stage among those of the rank."""
+    kind: Kind
+    """Kind of the action."""
+
+
+def _moments(schedule: Schedule, rank: int) -> Iterator[tuple[Action, _RankMoment, _RankMoment]]:
+    """Yield every action of a row, with the activations in flight while it runs and after it.
+
+    A micro-batch in its backward is still in flight.
+    """
+    stages = schedule.stages_of(rank)
+    positions = {stage: index for index, stage in enumerate(stages)}
+    # (stage, micro-batch) in flight -> the last computation of it
+    in_flight: dict[tuple[int, int], Kind] = {}
+
+    def moment(action: Action) -> _RankMoment:
+        waiting = [0] * len(stages)
+        deferred = [0] * len(stages)
+        shared = [0] * len(stages)
+        for (stage, microbatch), kind in in_flight.items():
+            if kind is Kind.FORWARD:
+                waiting[positions[stage]] += 1
+            else:
+                deferred[positions[stage]] += 1
+            if (stage - 1, microbatch) in in_flight:
+                shared[positions[stage]] += 1
+        return _RankMoment(
+            tuple(waiting), tuple(deferred), tuple(shared), positions[action.stage], action.kind
+        )
+
+    for action in schedule.ranks[rank]:
+        key = (action.stage, action.microbatch)
+        if action.kind is Kind.FORWARD:
+            in_flight[key] = Kind.FORWARD
+        during = moment(action)
+        if action.kind is Kind.INPUT:
+            in_flight[key] = Kind.INPUT
+        elif action.kind is not Kind.FORWARD:
+            del in_flight[key]
+        yield action, during, moment(action)
+
+
+@dataclass(frozen=True)
+class _StageBytes:
+    """Bytes of one micro-batch in a stage whose blocks have their modes."""
+
+    saved: int
+    """Bytes between forward and backward."""
+    deferred: int
+    """Bytes between the halves of a split backward."""
+    in_backward: int
+    """Most bytes besides `saved` during an unsplit backward."""
+    in_first_half: int
+    """Most bytes besides `saved` during the first half of a split backward."""
+    in_second_half: int
+    """Most bytes besides `deferred` during the second half of a split backward."""
+    received: int
+
+
+def _stage_bytes(facts: StageFacts, modes: Assignment) -> _StageBytes:
+    saved = [facts.modes[mode].kept[index] for index, mode in enumerate(modes)]
+    returning = [facts.modes[mode].returning[index] for index, mode in enumerate(modes)]
+    total_saved = facts.kept(modes) + facts.modes["none"].head
+    in_backward = facts.returning(modes)
+
+    deferred = 0
+    in_first_half = 0
+    if facts.modes["none"].deferred:
+        block_deferred = [facts.modes[mode].deferred[index] for index, mode in enumerate(modes)]
+        outside = max(facts.modes[mode].deferred_outside for mode in {"none", *modes})
+        deferred = outside + sum(block_deferred)
+        # During the first half of a block, later blocks have had theirs and earlier ones have not.
+        growth = [new - old for new, old in zip(block_deferred, saved, strict=True)]
+        in_first_half = max(0, deferred - total_saved)
+        later_growth = 0
+        for block_growth, block_returning in zip(
+            reversed(growth), reversed(returning), strict=True
+        ):
+            in_first_half = max(in_first_half, later_growth + block_returning)
+            later_growth += block_growth
+    if not facts.differentiable:
+        return _StageBytes(total_saved, deferred, in_backward, 0, in_backward, facts.received)
+
+    # The second half recomputes all blocks of the stage before it frees any.
+    in_second_half = sum(
+        block_returning
+        for mode, block_returning in zip(modes, returning, strict=True)
+        if mode != "none"
+    )
+    return _StageBytes(
+        total_saved, deferred, in_backward, in_first_half, in_second_half, facts.received
+    )
+
+
+def _bytes_in_flight(moment: _RankMoment, stages: Sequence[_StageBytes]) -> int:
+    """Return the bytes that all micro-batches in flight keep."""
+    total = 0
+    for waiting, deferred, shared, stage in zip(
+        moment.waiting, moment.deferred, moment.shared, stages, strict=True
+    ):
+        # A tensor that passes between two stages of this rank exists once.
+        total += waiting * stage.saved + deferred * stage.deferred - shared * stage.received
+    return total
+
+
+def _peak_bytes(moments: Iterable[_RankMoment], stages: Sequence[_StageBytes]) -> int:
+    """Return the most bytes of any moment, with those of the running action."""
+    peak = 0
+    for moment in moments:
+        total = _bytes_in_flight(moment, stages)
+        running = stages[moment.running]
+        if moment.kind is Kind.BACKWARD:
+            total += running.in_backward
+        elif moment.kind is Kind.INPUT:
+            total += running.in_first_half
+        elif moment.kind is Kind.WEIGHT:
+            total += running.in_second_half
+        peak = max(peak, total)
+    return peak

@@ -177,6 +177,4 @@ def error_bytes(scheme: Scheme, shape: Sequence[int], numel: Numbers, ranks: Num
 
 def copies(scheme: Scheme) -> int:
     """Return the number of tensors for each tensor that is carried from step to step."""
-    if scheme.revocable:
-        return 2
-    return 1
+    return 1 + scheme.revocable

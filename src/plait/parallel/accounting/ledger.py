@@ -1,33 +1,29 @@
-"""Account of layouts in bytes. Every technique writes to it, and the planner reads it.
+"""Ledger of layouts in bytes. Every technique writes to it, and the planner reads it.
 
 All figures are NumPy arrays with one entry per candidate layout, so that a search space is priced
-in one call. Figures are per rank and exact: they are what a process measures, which `verify`
-compares.
+in one call. Figures are per rank and exact: they are the bytes that a process measures, which
+`verify` compares. Expert parameters are split over ep along their first dimension, like a dimension
+that tensor parallelism splits. They are replicated or sharded over the ranks that have the same
+experts (`of_experts`).
 
-Degrees by which a layout splits the parameters of experts.
+`unit_bytes` are the bytes of the units of `fully_shard` (a block, an outer unit, the root):
+gathered, sent, reduced. They follow torch 2.13 (`torch/distributed/fsdp/_fully_shard`). An
+all-gather copies shards into one flat buffer of the full size, and from there into one tensor per
+parameter. A reduction copies gradients into one flat buffer in the reduction's dtype. The result is
+cast to the parameters' dtype, and the parameters' gradients are views of it.
 
-Expert parameters are split over ep along their first dimension, like a dimension that tensor
-parallelism splits. They are replicated or sharded over the ranks that have the same experts.
-
-Bytes of the units of `fully_shard` (a block, an outer unit, the root): gathered, sent, reduced.
-
-They follow torch 2.13 (`torch/distributed/fsdp/_fully_shard`). An all-gather copies shards into one
-flat buffer of the full size, and from there into one tensor per parameter. A reduction copies
-gradients into one flat buffer in the reduction's dtype. The result is cast to the parameters'
-dtype, and the parameters' gradients are views of it.
-
-Rule for what a ZeRO stage reduces and frees after a backward.
-
-The run, the account of bytes and the prediction of the peak memory share it.
-
-Without a pipeline a rank has one stage, whose micro-batches are the accumulation steps, and each
-unit ends its step with the last of them. In a pipeline the stages of a rank end their steps at
-different times, and the root unit (all outside of the blocks) belongs to several of them.
+Note [Units after a backward]
+    The run, the ledger and the prediction of the peak memory share the rule for what a ZeRO stage
+    reduces and frees after a backward (`after_block_backward`, `after_root_backward`). Without a
+    pipeline a rank has one stage, whose micro-batches are the accumulation steps, and each unit
+    ends its step with the last of them. In a pipeline the stages of a rank end their steps at
+    different times, and the root unit (all outside of the blocks) belongs to several of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from types import MappingProxyType
@@ -37,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait.cluster.layout import shard_length, shard_size
-from plait.model.facts import ROOT, ModelFacts
+from plait.model.facts import ROOT, ModelFacts, ParameterFacts
 from plait.parallel.accounting.compression_scheme import Scheme
 
 if TYPE_CHECKING:
@@ -121,15 +117,15 @@ class Ledger:
     accumulation: Array
     """Micro-batches per optimizer step."""
     shard_rank: Array
-    """Coordinate along dp_shard of the rank that is accounted; 0 holds the most."""
+    """Coordinate along dp_shard of the rank of the ledger; 0 holds the most."""
     tp: Array
     tp_rank: Array
-    """Coordinate along tp of the rank that is accounted; 0 holds the most."""
+    """Coordinate along tp of the rank of the ledger; 0 holds the most."""
     cp: Array
     ep: Array
     """Number of ranks of a stage with different experts."""
     edp_rank: Array
-    """Coordinate of the accounted rank among those with the same experts; 0 holds the most."""
+    """Coordinate of the rank of the ledger among those with the same experts; 0 holds the most."""
     tokens: Array
     """Tokens of a micro-batch on one data-parallel rank: samples x sequence length.
 
@@ -205,7 +201,7 @@ class Ledger:
     def of_rank(
         cls,
         layout: Layout,
-        at: Mapping[str, int] | None = None,
+        coordinates: Mapping[str, int] | None = None,
         *,
         accumulation: int,
         tokens: int = 0,
@@ -215,22 +211,22 @@ class Ledger:
 
         Args:
             layout: The layout.
-            at: Coordinates of the rank by axis, by default those of rank 0.
+            coordinates: Coordinates of the rank by axis, by default those of rank 0.
             accumulation: Micro-batches per optimizer step.
             tokens: Tokens of a micro-batch on one data-parallel rank.
             fields: Other fields of the ledger.
         """
-        at = at or layout.coordinates(0)
+        coordinates = coordinates or layout.coordinates(0)
         return cls.start(
             dp_replicate=layout.dp_replicate,
             dp_shard=layout.dp_shard,
             accumulation=accumulation,
-            shard_rank=at["dp_shard"],
+            shard_rank=coordinates["dp_shard"],
             tp=layout.tp,
-            tp_rank=at["tp"],
+            tp_rank=coordinates["tp"],
             cp=layout.cp,
             ep=layout.ep,
-            edp_rank=at.get("edp", 0),
+            edp_rank=coordinates.get("edp", 0),
             tokens=tokens,
             **fields,
         )
@@ -273,7 +269,7 @@ class ParameterPart:
     """Elements of a row."""
     padded: Array
     """Rows of the first rank's shard, to which other shards are padded in memory and messages."""
-    held: Array
+    local: Array
     """Rows of this rank's shard."""
 
 
@@ -299,7 +295,7 @@ def gradient_bytes(facts: ModelFacts, ledger: Ledger) -> Array:
     total = np.zeros_like(ledger.dp_shard)
     for parameter in facts.trainable:
         part = parameter_part(parameter.shape, ledger.tensor_dims.get(parameter.name), ledger)
-        total = total + parameter.itemsize * part.held * part.row
+        total = total + parameter.itemsize * part.local * part.row
     return total
 
 
@@ -389,7 +385,7 @@ def unit_bytes(facts: ModelFacts, ledger: Ledger) -> dict[int | str, UnitBytes]:
 
     Args:
         facts: The rank's part of the model.
-        ledger: The account of one candidate.
+        ledger: The ledger of one candidate.
     """
     units: dict[int | str, UnitBytes] = {ROOT: UnitBytes()}
     n = int(ledger.dp_shard[0])
@@ -448,7 +444,7 @@ def frees_parameters(zero: Any, *, last: Any) -> Any:
 
 
 def after_block_backward(
-    zero: int, left: Mapping[int, int], *, ran: int, own: int
+    zero: int, left: Mapping[int, int], *, ran: int, block_stage: int
 ) -> AfterBackward:
     """Return the actions on a block after a backward.
 
@@ -457,12 +453,12 @@ def after_block_backward(
         left: Backwards that each pipeline stage of the rank has to run in this step, this one
             included.
         ran: The pipeline stage that ran.
-        own: The pipeline stage of the block.
+        block_stage: The pipeline stage of the block.
     """
     # Backwards of other stages of the rank do not touch the block.
-    if own != ran:
+    if block_stage != ran:
         return AfterBackward(False, False, False)
-    last = left[own] == 1
+    last = left[ran] == 1
     return AfterBackward(
         reduces_gradients(zero, last=last), last, frees_parameters(zero, last=last)
     )
@@ -488,3 +484,48 @@ def after_root_backward(
         last,
         frees_parameters(zero, last=sum(left.values()) == 1),
     )
+
+
+def offloaded_units(facts: ModelFacts, ratio: float) -> frozenset[int]:
+    """Return the units whose optimizer states are offloaded (`offload_optimizer.ratio`).
+
+    These are first the blocks, then everything outside of them (-1). Units are added until their
+    share of the parameters is at least `ratio`. Unsharded shapes are counted, so that every rank of
+    a pipeline stage selects the same units.
+    """
+    sizes = Counter[int]()
+    for parameter in facts.parameters:
+        sizes[parameter.unit] += prod(parameter.shape) * parameter.itemsize
+    total = sum(sizes.values())
+
+    units: set[int] = set()
+    offloaded_bytes = 0
+    # Blocks come in their order, and -1 comes last.
+    for unit in sorted(sizes, key=lambda unit: (unit < 0, unit)):
+        if offloaded_bytes < ratio * total:
+            units.add(unit)
+            offloaded_bytes += sizes[unit]
+    return frozenset(units)
+
+
+def offloaded_bytes_of(
+    facts: ModelFacts, ledger: Ledger, ratio: float
+) -> Iterator[tuple[ParameterFacts, Array, Array]]:
+    """Yield every parameter of the offloaded units with its bytes on this rank.
+
+    Yields:
+        (parameter, bytes of its shard padded to that of the first rank, bytes of this rank's
+        shard).
+    """
+    units = offloaded_units(facts, ratio)
+    ledger_of = ledger_view_of(ledger)
+    for parameter in facts.parameters:
+        if parameter.unit not in units:
+            continue
+        view = ledger_of(parameter.name)
+        part = parameter_part(parameter.shape, view.tensor_dims.get(parameter.name), view)
+        yield (
+            parameter,
+            part.padded * part.row * parameter.itemsize,
+            part.local * part.row * parameter.itemsize,
+        )

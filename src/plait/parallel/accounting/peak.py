@@ -1,16 +1,14 @@
 """Peak memory of a rank in a training step, and the moment when it occurs.
 
-The account follows the tensors in flight through the step, in order. It combines what a micro-batch
-keeps and needs (`timeline_points`, measured), what ranks hold and move of parameters and gradients
-(`unit_bytes`, arithmetic, in the order of torch 2.13's `FSDPParamGroup` and of `reducer.Reducer`),
-and in a pipeline the rank's row of the schedule. Bytes are those of storages. What an allocator
-rounds up or cannot reuse is not included.
+`step_peak` follows the tensors in flight through the step, in order. It combines what a micro-batch
+keeps and needs, what ranks hold and move of parameters and gradients (`unit_bytes`, arithmetic, in
+the order of torch 2.13's `FSDPParamGroup` and of `reducer.Reducer`), and in a pipeline the rank's
+row of the schedule. Bytes are those of storages. What an allocator rounds up or cannot reuse is not
+included.
 
-Points of a forward and a backward, with the bytes that are allocated at each, as numbers.
-
-`dryrun.predicted_peak` measures them for one micro-batch of a stage on fake tensors, and `peak`
-combines them to a full step. A point ends where something about the parameters changes: a block
-begins or ends, the loss is reached, a gradient arrives.
+`dryrun.predicted_peak` measures the moments of one micro-batch of a stage on fake tensors. A moment
+ends where something about the parameters changes: a block begins or ends, the loss is reached, a
+gradient arrives.
 """
 
 from __future__ import annotations
@@ -37,14 +35,16 @@ from plait.parallel.schedules.schedule import (
     messages,
 )
 
-BESIDE = -1
+OUTSIDE = -1
 HEAD = -2
 LOSS = -3
 """Units that are not blocks.
 
-BESIDE: before, between and outside of the blocks. HEAD: from the last block's output to the model's
-output. LOSS: the loss.
+OUTSIDE: before, between and outside of the blocks. HEAD: from the last block's output to the
+model's output. LOSS: the loss.
 """
+
+_NAMES = {OUTSIDE: "what is outside of the blocks", HEAD: "the head", LOSS: "the loss"}
 
 Direction = Literal["forward", "backward", "weights"]
 """Direction of a computation.
@@ -99,7 +99,7 @@ class Moment:
 
     direction: Direction
     unit: int
-    """Index of the block on the rank, or BESIDE, HEAD or LOSS."""
+    """Index of the block on the rank, or OUTSIDE, HEAD or LOSS."""
     peak: Alive
     """Peak if a parameter's gradient is gone at once, added to another or moved to a bucket."""
     peak_with_gradients: Alive
@@ -174,7 +174,7 @@ def step_peak(
 
     Args:
         facts: Measurements of the rank's step.
-        ledger: The account of one candidate.
+        ledger: The ledger of one candidate.
         model: The rank's part of the model.
         zero: The ZeRO stage.
         schedule: The schedule of a pipeline, or None.
@@ -215,7 +215,12 @@ class _StepSimulation:
         self.expected: dict[int, list[Message]] = {}
         """Messages that are still to be received, by the rank that sends them."""
         if schedule is None:
-            self.row = _without_pipeline(count)
+            # Forward and backward of each micro-batch in turn.
+            self.row = [
+                Action(0, kind, index)
+                for index in range(count)
+                for kind in (Kind.FORWARD, Kind.BACKWARD)
+            ]
             self.last_stage = 0
         else:
             self.row = schedule.ranks[pp_rank]
@@ -298,9 +303,7 @@ class _StepSimulation:
             unsharded_gradients: Unsharded gradients that exist at this moment only.
             gradient_shards: Shards of gradients that exist at this moment only.
         """
-        if alive is None:
-            alive = self.now
-        total = _sum([alive, *self.in_flight.values()])
+        total = _sum([alive or self.now, *self.in_flight.values()])
         local_gradients = [m for m in self.local_messages if m.payload is Payload.GRADIENT]
         message_count = len(self.receiving) + len(local_gradients)
         kinds = {
@@ -348,8 +351,7 @@ class _StepSimulation:
             return unit
         if unit >= 0:
             return self.names[unit]
-        names = {BESIDE: "what is outside of the blocks", HEAD: "the head", LOSS: "the loss"}
-        return names[unit]
+        return _NAMES[unit]
 
     def peak(self) -> Peak:
         """Return the peak so far."""
@@ -377,8 +379,9 @@ class _StepSimulation:
         """Simulate the optimizer step."""
         self.phase = "optimizer step"
         self.place = ""
-        alive = Alive(temporaries=self.facts.optimizer_temporary_bytes)
-        self._record("optimizer step", alive=alive)
+        self._record(
+            "optimizer step", alive=Alive(temporaries=self.facts.optimizer_temporary_bytes)
+        )
 
     def _forward(self, action: Action, stage: StageMoments) -> None:
         shared = 0
@@ -418,13 +421,10 @@ class _StepSimulation:
     def _backward(self, action: Action, stage: StageMoments) -> None:
         if action.stage < self.last_stage:
             self._receive(Message(Payload.GRADIENT, action.stage + 1, action.microbatch))
-        saved = self.in_flight.pop((action.stage, action.microbatch))
-        self.now = saved
-        shared = stage.forward[-1].end.activations - saved.activations
+        self.now = self.in_flight.pop((action.stage, action.microbatch))
+        shared = stage.forward[-1].end.activations - self.now.activations
         is_first_half = action.kind is Kind.INPUT
-        moments = stage.backward
-        if is_first_half:
-            moments = stage.inputs
+        moments = stage.inputs if is_first_half else stage.backward
         # If some backwards of a schedule are split, the others reduce at their end too
         # (`techniques.pipeline_parallel.StagedZero`).
         reduces_late = self.schedule is not None and self.schedule.splits_backward
@@ -463,9 +463,8 @@ class _StepSimulation:
             self._send(Message(Payload.GRADIENT, action.stage, action.microbatch))
 
     def _weights(self, action: Action, stage: StageMoments) -> None:
-        saved = self.in_flight.pop((action.stage, action.microbatch))
-        self.now = saved
-        shared = stage.inputs[-1].end.activations - saved.activations
+        self.now = self.in_flight.pop((action.stage, action.microbatch))
+        shared = stage.inputs[-1].end.activations - self.now.activations
         blocks = self.blocks[action.stage]
         for moment in stage.weights:
             self._compute(moment, blocks=blocks, shared=shared, is_second_half=True)
@@ -530,9 +529,7 @@ class _StepSimulation:
         if forward:
             self.last_gather = 0
         self.gathered[unit] = sizes.gathered
-        buffers = 0
-        if self.ranks == 1:
-            buffers = sizes.last_parameter
+        buffers = sizes.last_parameter if self.ranks == 1 else 0
         self._record(f"gather of {self._unit_name(unit)}", buffers=buffers)
         flat = self.gathering.pop(unit, 0)
         if forward:
@@ -633,9 +630,7 @@ class _StepSimulation:
         if self.ranks == 1 or self.facts.exchanges_reductions:
             # On one rank torch divides into a separate buffer, and copies.
             buffers += sizes.reduce_input
-        gradient_shards = 0
-        if casts:
-            gradient_shards = sizes.sharded_gradients
+        gradient_shards = sizes.sharded_gradients if casts else 0
         self._record(name, buffers=buffers, gradient_shards=gradient_shards)
 
         if self.replicas > 1:
@@ -656,7 +651,7 @@ class _StepSimulation:
             return after_root_backward(
                 self.zero, self.backwards_left, ran=stage, users=self.root_users
             )
-        return after_block_backward(self.zero, self.backwards_left, ran=stage, own=stage)
+        return after_block_backward(self.zero, self.backwards_left, ran=stage, block_stage=stage)
 
     def _receive(self, message: Message) -> int:
         """Receive a message as the runtime does: in the order of the sender, one ahead.
@@ -687,13 +682,6 @@ class _StepSimulation:
         else:
             # An activation stays for the backward anyway, and is counted there.
             self.sending = 0
-
-
-def _without_pipeline(count: int) -> tuple[Action, ...]:
-    """Return the row of a rank without a pipeline: forward and backward in turn."""
-    return tuple(
-        Action(0, kind, index) for index in range(count) for kind in (Kind.FORWARD, Kind.BACKWARD)
-    )
 
 
 def _without_shared(alive: Alive, shared: int) -> Alive:

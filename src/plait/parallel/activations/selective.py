@@ -1,18 +1,15 @@
-"""Selective recomputation: the results of chosen operators are kept during a block's forward.
+"""Results of a block's forward that its recomputation reuses.
 
-The recomputation returns the kept results instead of calling the operators.
+Selective recomputation keeps the results of chosen operators during the forward. The recomputation
+returns them instead of calling the operators. torch's `create_selective_checkpoint_contexts` is not
+used: it returns a wrong value if something writes into a kept result through another view (as the
+in-place all-reduce after a row-split matrix product does), and it lets dropout drift if a kept
+operator draws random numbers. Here a result that is written into is dropped and recomputed, and the
+generator is set to the state in which the kept operator left it.
 
-torch's `create_selective_checkpoint_contexts` is not used: it returns a wrong value if something
-writes into a kept result through another view (as the in-place all-reduce after a row-split matrix
-product does), and it lets dropout drift if a kept operator draws random numbers. Here a result that
-is written into is dropped and recomputed, and the generator is set to the state in which the kept
-operator left it.
-
-Reuse of decisions of a block's forward in its recomputation.
-
-A forward may have to read a number from the device, such as how many tokens go to each expert. The
-recomputation would wait for the device again, and could decide differently. It reads the decision
-that the forward recorded instead.
+Decisions are reused as well (`decide_once`). A forward may have to read a number from the device,
+such as how many tokens go to each expert. The recomputation would wait for the device again, and
+could decide differently. It reads the decision that the forward recorded instead.
 """
 
 from __future__ import annotations
@@ -54,26 +51,38 @@ GROUPS: dict[str, tuple[str, ...]] = {
 follows, are not among them, because their results are the large ones.
 """
 
+
 EVERY_SECOND = "every_second_matmul"
 """Name of the matrix products with weights that come first, third, fifth ... in a block.
 
 They are half of the arithmetic for half of the memory.
 """
 
+
 DEFAULT_KEEP = ("attention", EVERY_SECOND)
 """Operators whose results are kept by default."""
+
 
 _KEEPS_NOTHING = ContextVar("nothing is kept", default=False)
 
 
-@contextmanager
-def recompute_everything() -> Iterator[None]:
-    """Recompute a part of a block completely, although its operators may be chosen to be kept."""
-    token = _KEEPS_NOTHING.set(True)
-    try:
-        yield
-    finally:
-        _KEEPS_NOTHING.reset(token)
+Result = TypeVar("Result")
+
+
+ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+"""`context_fn` of `torch.utils.checkpoint`.
+
+It returns the context managers around the forward of one call of a block and around its
+recomputations.
+"""
+
+
+_DECISIONS: ContextVar[list[Any] | Iterator[Any] | None] = ContextVar("decisions", default=None)
+"""Decisions of the block that runs.
+
+In a forward it is the list of its decisions so far, in a recomputation an iterator over those that
+it has not read yet.
+"""
 
 
 @dataclass(frozen=True)
@@ -124,8 +133,41 @@ def kept_operators(names: Sequence[str]) -> KeptOperators:
 
 def _operators(names: Sequence[str]) -> set[Any]:
     """Return the operators of a group that this release of torch has."""
-    operators = {operator_named(name) for name in names}
-    return operators - {None}
+    return {operator_named(name) for name in names} - {None}
+
+
+def selective_contexts(operators: KeptOperators) -> Callable[[], tuple[Any, Any]]:
+    """Return a `context_fn` for torch's checkpoint that keeps the results of operators."""
+
+    def make_contexts() -> tuple[Any, Any]:
+        calls = _KeptCalls(operators)
+        return _KeepResults(calls), _ReuseResults(calls)
+
+    return make_contexts
+
+
+@dataclass
+class _KeptCalls:
+    """Kept calls of one forward of a block, in order. A recomputation makes the same calls."""
+
+    operators: KeptOperators
+    results: list[_CallResult] = field(default_factory=list)
+
+    def counter(self) -> Callable[[Any], bool]:
+        """Return a function that returns True for each call of an operator that is kept."""
+        count = 0
+
+        def is_kept(operator: Any) -> bool:
+            nonlocal count
+            if _KEEPS_NOTHING.get():
+                return False
+            packet = operator.overloadpacket
+            if packet in self.operators.alternating:
+                count += 1
+                return count % 2 == 1
+            return packet in self.operators.always
+
+        return is_kept
 
 
 @dataclass
@@ -141,30 +183,6 @@ class _CallResult:
     value: Any
     generator_state: torch.Tensor | None = None
     device: torch.device | None = None
-
-
-@dataclass
-class _KeptCalls:
-    """Kept calls of one forward of a block, in order. A recomputation makes the same calls."""
-
-    operators: KeptOperators
-    results: list[_CallResult] = field(default_factory=list)
-
-    def counter(self) -> Callable[[Any], bool]:
-        """Return a function that says of each call of an operator whether it is kept."""
-        count = 0
-
-        def is_kept(operator: Any) -> bool:
-            nonlocal count
-            if _KEEPS_NOTHING.get():
-                return False
-            packet = operator.overloadpacket
-            if packet in self.operators.alternating:
-                count += 1
-                return count % 2 == 1
-            return packet in self.operators.always
-
-        return is_kept
 
 
 class _KeepResults(TorchDispatchMode):
@@ -222,16 +240,6 @@ class _ReuseResults(TorchDispatchMode):
         return _detach(result.value)
 
 
-def selective_contexts(operators: KeptOperators) -> Callable[[], tuple[Any, Any]]:
-    """Return a `context_fn` for torch's checkpoint that keeps the results of operators."""
-
-    def make_contexts() -> tuple[Any, Any]:
-        calls = _KeptCalls(operators)
-        return _KeepResults(calls), _ReuseResults(calls)
-
-    return make_contexts
-
-
 def _detach(value: Any) -> Any:
     """Return the same values without their autograd graph, which a kept result must not hold."""
     return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, value)
@@ -257,33 +265,14 @@ def _generator(device: torch.device | None) -> torch.Generator:
     return torch.default_generator
 
 
-Result = TypeVar("Result")
-
-ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
-"""`context_fn` of `torch.utils.checkpoint`.
-
-It returns the context managers around the forward of one call of a block and around its
-recomputations.
-"""
-
-
-def decide_once(decide: Callable[[], Result]) -> Result:
-    """Return `decide()`, or in a recomputation the value that it returned in the original forward.
-
-    A block must make the same calls in the same order in its forward and in its recomputation.
-    Without recomputation this function only calls `decide`.
-    """
-    current = _CURRENT.get()
-    if isinstance(current, _Replay):
-        return next(current.decisions)
-    if current is None:
-        return decide()
-    # Selective recomputation stores results of operators by their order, and the recomputation does
-    # not call the operators of `decide`.
-    with recompute_everything():
-        result = decide()
-    current.decisions.append(result)
-    return result
+@contextmanager
+def recompute_everything() -> Iterator[None]:
+    """Recompute a part of a block completely, although its operators may be chosen to be kept."""
+    token = _KEEPS_NOTHING.set(True)
+    try:
+        yield
+    finally:
+        _KEEPS_NOTHING.reset(token)
 
 
 def recording_contexts(inner: ContextFn | None) -> ContextFn:
@@ -299,28 +288,12 @@ def recording_contexts(inner: ContextFn | None) -> ContextFn:
         recomputation: AbstractContextManager[Any] = nullcontext()
         if inner is not None:
             forward, recomputation = inner()
-        recording = _DecisionContext(lambda: _Recording(decisions), forward)
-        replay = _DecisionContext(lambda: _Replay(iter(decisions)), recomputation)
-        return recording, replay
+        return (
+            _DecisionContext(lambda: decisions, forward),
+            _DecisionContext(lambda: iter(decisions), recomputation),
+        )
 
     return make_contexts
-
-
-@dataclass(frozen=True)
-class _Recording:
-    """State of a forward: its decisions so far."""
-
-    decisions: list[Any]
-
-
-@dataclass(frozen=True)
-class _Replay:
-    """State of a recomputation: the decisions that it has not read yet."""
-
-    decisions: Iterator[Any]
-
-
-_CURRENT: ContextVar[_Recording | _Replay | None] = ContextVar("the block that runs", default=None)
 
 
 @dataclass
@@ -330,15 +303,34 @@ class _DecisionContext:
     Every recomputation reads the decisions from the first one on.
     """
 
-    begin: Callable[[], _Recording | _Replay]
+    begin: Callable[[], list[Any] | Iterator[Any]]
     inner: AbstractContextManager[Any]
     _exits: list[ExitStack] = field(default_factory=list)
 
     def __enter__(self) -> None:
         with ExitStack() as stack:
             stack.enter_context(self.inner)
-            stack.callback(_CURRENT.reset, _CURRENT.set(self.begin()))
+            stack.callback(_DECISIONS.reset, _DECISIONS.set(self.begin()))
             self._exits.append(stack.pop_all())
 
     def __exit__(self, *error: Any) -> None:
         self._exits.pop().__exit__(*error)
+
+
+def decide_once(decide: Callable[[], Result]) -> Result:
+    """Return `decide()`, or in a recomputation the value that it returned in the original forward.
+
+    A block must make the same calls in the same order in its forward and in its recomputation.
+    Without recomputation this function only calls `decide`.
+    """
+    decisions = _DECISIONS.get()
+    if decisions is None:
+        return decide()
+    if not isinstance(decisions, list):
+        return next(decisions)
+    # Selective recomputation stores results of operators by their order, and the recomputation does
+    # not call the operators of `decide`.
+    with recompute_everything():
+        result = decide()
+    decisions.append(result)
+    return result

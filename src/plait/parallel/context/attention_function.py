@@ -1,14 +1,12 @@
 """Attention function that Transformers' models call for a part of a sequence.
 
-Transformers has one table of attention functions by name, for all models of the process. What
-differs between models is attached to their modules.
+Transformers has one table of attention functions by name, for all models of the process. Settings
+that differ between models are attached to their modules (`install`).
 
-Keys that each token may see: those before it in its own document, as Transformers decides it.
-
-They are described by one number per token, the position at which its document begins, so that no
-mask [seq, seq] exists. The description is made from the full batch.
-
-A sliding window is not part of it, because layers of one model may have different ones. Padding on
+The keys that each token may see are those before it in its own document, as Transformers decides
+it. They are described by one number per token, the position at which its document begins, so that
+no mask [seq, seq] exists. The description is made from the full batch (`document_starts`). A
+sliding window is not part of it, because layers of one model may have different ones. Padding on
 the right is not either: no token follows it, and its own results enter no loss.
 """
 
@@ -24,12 +22,7 @@ from torch import nn
 
 from plait._torch.operators import FakeTensor
 from plait.errors import InputError, ModelError
-from plait.parallel.context.families import (
-    IMPLEMENTATIONS,
-    PackedDocuments,
-    flash_attention,
-    kernel_named,
-)
+from plait.parallel.context.families import IMPLEMENTATIONS, kernel_named
 from plait.parallel.context.kernel import AttentionRule
 from plait.parallel.context.kinds import Kind, SequencePlacement, attention, exchange_heads
 from plait.parallel.micro_batches import (
@@ -40,8 +33,272 @@ from plait.parallel.micro_batches import (
     token_mask_of,
 )
 
+NAME = "plait_context_parallel"
+"""Name of the attention function in Transformers' table."""
+
+
+_ATTRIBUTE = "_plait_context"
+
+
+_DOCUMENTS = "_plait_documents"
+
+
 # Size of the second dimension of a mask without documents. It is 1 with documents.
 _NO_DOCUMENTS = 2
+
+
+@dataclass(frozen=True)
+class InstalledAttention:
+    """Record of what `ContextParallel.apply` has changed."""
+
+    original: str
+    """Name of the model's attention implementation before the change."""
+    implementation: str
+    """Result of `implementation_of`."""
+    place: SequencePlacement
+    """Layout of sequences, and process group."""
+
+
+@dataclass(frozen=True)
+class PartialAttention:
+    """Settings of the attention of one model.
+
+    Attributes:
+        kind: How queries reach the keys of other ranks.
+        place: Layout of sequences and process group.
+        implementation: Transformers' name of the implementation, see `implementation_of`.
+    """
+
+    kind: Kind
+    place: SequencePlacement
+    implementation: str
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        # A copy of the model, or a model from a file, has no ranks.
+        return type(None), ()
+
+
+def install(model: Any, attention: PartialAttention) -> None:
+    """Replace the attention of a model."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, attend)
+    model.set_attn_implementation(NAME)
+    for module in model.modules():
+        object.__setattr__(module, _ATTRIBUTE, attention)
+
+
+def remove(model: Any, original: str) -> None:
+    """Give a model the attention implementation that it had before `install`."""
+    model.set_attn_implementation(original)
+    for module in model.modules():
+        if hasattr(module, _ATTRIBUTE):
+            object.__delattr__(module, _ATTRIBUTE)
+
+
+def attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **other: Any,
+) -> tuple[torch.Tensor, None]:
+    """Compute attention with the signature of Transformers' attention functions. Collective.
+
+    Args:
+        module: Attention module of a layer.
+        query: [batch, heads, tokens, head_dim], tokens of this rank.
+        key: [batch, kv_heads, tokens, head_dim].
+        value: [batch, kv_heads, tokens, width].
+        attention_mask: Result of `as_mask`.
+        scaling: Factor of the scores; head_dim ** -0.5 by default.
+        dropout: Must be 0.
+        sliding_window: Number of tokens that a token sees, itself included.
+        softcap: Cap of the scores.
+        s_aux: [heads], attention sinks.
+        other: Further arguments that a model passes.
+
+    Returns:
+        The output [batch, tokens, heads, width], and no attention weights.
+
+    Raises:
+        InputError: The batch was not split.
+        ModelError: The module belongs to a copy of the model, or needs what is not supported.
+    """
+    settings: PartialAttention | None = getattr(module, _ATTRIBUTE, None)
+    if settings is None:
+        raise ModelError(
+            f"this {type(module).__name__} belongs to a copy of a model under parallel.cp, and has"
+            " no ranks with the other parts of a sequence; call"
+            ' model.set_attn_implementation("sdpa") on the copy'
+        )
+    _refuse_unsupported(module, dropout, other)
+    if attention_mask is None or not is_document_mask(attention_mask):
+        raise InputError(
+            "parallel.cp: the model was called with a batch that is not split over cp ranks; call"
+            " engine.train_batch, engine.eval_batch or engine.predict, which select this rank's"
+            " part of every sequence"
+        )
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5
+    if query.is_meta:
+        # Only shapes are of interest, so no other rank takes part.
+        output = F.scaled_dot_product_attention(query, key, value, scale=scaling, enable_gqa=True)
+        return output.transpose(1, 2).contiguous(), None
+
+    rule = AttentionRule(
+        float(scaling), sliding_window, softcap, kernel_named(settings.implementation)
+    )
+    place = settings.place
+    if settings.implementation in IMPLEMENTATIONS:
+        documents = _documents_of(attention_mask)
+
+        def flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            return _flash_attention(query, key, value, documents, rule, settings.implementation)
+
+        output = exchange_heads(query, key, value, place, flash)
+    else:
+        starts = starts_of_mask(attention_mask)
+        output = attention(settings.kind, query, key, value, starts, place, rule, s_aux)
+    # [batch, heads, tokens, width] to [batch, tokens, heads, width]
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _refuse_unsupported(module: nn.Module, dropout: float, other: dict[str, Any]) -> None:
+    reason = None
+    if other.get("position_bias") is not None:
+        reason = "`position_bias`"
+    if dropout:
+        reason = f"dropout of {dropout:g}"
+    causal = other.get("is_causal")
+    if causal is None:
+        causal = getattr(module, "is_causal", True)
+    if causal is False:
+        reason = "attention in both directions"
+    if reason is not None:
+        raise ModelError(
+            f"parallel.cp: {type(module).__name__} computes attention with {reason}, which is not"
+            " supported for split sequences; use parallel.cp = 1"
+        )
+
+
+def _flash_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    documents: PackedDocuments | None,
+    rule: AttentionRule,
+    implementation: str,
+) -> torch.Tensor:
+    """Compute causal attention of complete sequences. The result is differentiable.
+
+    The function is the one that Transformers finds for a name: that of the package, or a kernel of
+    the Hub.
+
+    Args:
+        query: [batch, heads, tokens, head_dim].
+        key: [batch, kv_heads, tokens, head_dim].
+        value: [batch, kv_heads, tokens, width].
+        documents: Documents of the rows, or None if each row is one document.
+        rule: Rule of the layer.
+        implementation: Transformers' name of the implementation.
+
+    Returns:
+        [batch, heads, tokens, width].
+    """
+    from transformers.modeling_flash_attention_utils import lazy_import_flash_attention
+
+    functions, (process_arguments, _) = lazy_import_flash_attention(implementation)
+    row_function, document_function, *_ = functions
+    batch, _, length, head_dim = query.shape
+    # FlashAttention requires values as wide as queries.
+    padding = head_dim - value.shape[3]
+    # [batch, tokens, heads, head_dim]
+    inputs = [x.transpose(1, 2) for x in (query, key, F.pad(value, (0, padding)))]
+    settings = {"softmax_scale": rule.scale, "sliding_window": rule.window, "softcap": rule.softcap}
+    if documents is None:
+        output = row_function(*inputs, **process_arguments(length, length, True, **settings))
+    else:
+        bounds = documents.bounds
+        settings |= {"max_seqlen_q": documents.longest, "max_seqlen_k": documents.longest}
+        # [batch * tokens, heads, head_dim]
+        packed = [x.reshape(-1, *x.shape[2:]) for x in inputs]
+        arguments = process_arguments(length, length, True, **settings)
+        output = document_function(*packed, cu_seqlens_q=bounds, cu_seqlens_k=bounds, **arguments)
+    # Some versions also return the log-sum-exp.
+    if isinstance(output, tuple):
+        output = output[0]
+    output = output.view(batch, length, *output.shape[-2:])
+    return output[..., : head_dim - padding].transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class PackedDocuments:
+    """Documents of a micro-batch as FlashAttention takes them: all rows are concatenated.
+
+    Attributes:
+        bounds: Start of each document, and end of the last one: [documents + 1] int32, on the
+            device.
+        longest: Number of tokens of the longest document.
+    """
+
+    bounds: torch.Tensor
+    longest: int
+
+    @classmethod
+    def from_starts(cls, starts: torch.Tensor, device: torch.device) -> PackedDocuments:
+        """Find the documents of a micro-batch. Waits for the device of `starts`.
+
+        Args:
+            starts: [batch, tokens], position at which the document of each token begins.
+            device: Device of the result.
+        """
+        is_first = starts == torch.arange(starts.shape[1], device=starts.device)
+        first_tokens = is_first.flatten().nonzero().flatten()
+        bounds = F.pad(first_tokens, (0, 1), value=starts.numel()).to(torch.int32)
+        return cls(to_device(bounds, device), int(torch.diff(bounds).max()))
+
+
+def on_device(model: nn.Module, part: Any, device: torch.device) -> Any:
+    """Move this rank's part of a micro-batch to the device.
+
+    If the attention of `model` is FlashAttention, the documents of the rows are computed once for
+    all layers and attached to the mask. This does not wait for the device if the part is on the
+    host.
+
+    Args:
+        model: The model, after `install`.
+        part: Result of `ContextParallel.part`.
+        device: Device of the model.
+    """
+    mask = part["attention_mask"]
+    moved = to_device(part, device)
+    attach_token_mask(moved["attention_mask"], to_device(token_mask_of(mask), device))
+    settings: PartialAttention = getattr(model, _ATTRIBUTE)
+    starts = starts_of_mask(mask)
+    if starts is not None and settings.implementation in IMPLEMENTATIONS:
+        setattr(moved["attention_mask"], _DOCUMENTS, PackedDocuments.from_starts(starts, device))
+    return moved
+
+
+def _documents_of(mask: torch.Tensor) -> PackedDocuments | None:
+    """Return the documents that are attached to a mask.
+
+    A copy of the mask has lost them. They are then computed again and attached to the copy.
+    """
+    attached: PackedDocuments | None = getattr(mask, _DOCUMENTS, None)
+    starts = starts_of_mask(mask)
+    if starts is None or attached is not None:
+        return attached
+    documents = PackedDocuments.from_starts(starts, mask.device)
+    setattr(mask, _DOCUMENTS, documents)
+    return documents
 
 
 def document_starts(batch: Mapping[str, Any]) -> torch.Tensor | None:
@@ -140,191 +397,3 @@ def is_document_mask(mask: torch.Tensor | None) -> bool:
         and mask.shape[1] <= _NO_DOCUMENTS
         and mask.shape[3] == 1
     )
-
-
-NAME = "plait_context_parallel"
-"""Name of the attention function in Transformers' table."""
-
-_ATTRIBUTE = "_plait_context"
-_DOCUMENTS = "_plait_documents"
-
-
-@dataclass(frozen=True)
-class PartialAttention:
-    """Settings of the attention of one model.
-
-    Attributes:
-        kind: How queries reach the keys of other ranks.
-        place: Layout of sequences and process group.
-        implementation: Transformers' name of the implementation, see `implementation_of`.
-    """
-
-    kind: Kind
-    place: SequencePlacement
-    implementation: str
-
-    def __reduce__(self) -> tuple[Any, tuple[()]]:
-        # A copy of the model, or a model from a file, has no ranks.
-        return _no_attention, ()
-
-
-def _no_attention() -> None:
-    return None
-
-
-def install(model: Any, attention: PartialAttention) -> None:
-    """Replace the attention of a model."""
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(NAME, attend)
-    model.set_attn_implementation(NAME)
-    for module in model.modules():
-        object.__setattr__(module, _ATTRIBUTE, attention)
-
-
-def remove(model: Any, original: str) -> None:
-    """Give a model the attention implementation that it had before `install`."""
-    model.set_attn_implementation(original)
-    for module in model.modules():
-        if hasattr(module, _ATTRIBUTE):
-            object.__delattr__(module, _ATTRIBUTE)
-
-
-def on_device(model: nn.Module, part: Any, device: torch.device) -> Any:
-    """Move this rank's part of a micro-batch to the device.
-
-    If the attention of `model` is FlashAttention, the documents of the rows are computed once for
-    all layers and attached to the mask. This does not wait for the device if the part is on the
-    host.
-
-    Args:
-        model: The model, after `install`.
-        part: Result of `ContextParallel.part`.
-        device: Device of the model.
-    """
-    mask = part["attention_mask"]
-    moved = to_device(part, device)
-    attach_token_mask(moved["attention_mask"], to_device(token_mask_of(mask), device))
-    settings: PartialAttention = getattr(model, _ATTRIBUTE)
-    starts = starts_of_mask(mask)
-    if starts is not None and settings.implementation in IMPLEMENTATIONS:
-        setattr(moved["attention_mask"], _DOCUMENTS, PackedDocuments.of(starts, device))
-    return moved
-
-
-def _documents_of(mask: torch.Tensor) -> PackedDocuments | None:
-    """Return the documents that are attached to a mask.
-
-    A copy of the mask has lost them. They are then computed again and attached to the copy.
-    """
-    attached: PackedDocuments | None = getattr(mask, _DOCUMENTS, None)
-    starts = starts_of_mask(mask)
-    if starts is None or attached is not None:
-        return attached
-    documents = PackedDocuments.of(starts, mask.device)
-    setattr(mask, _DOCUMENTS, documents)
-    return documents
-
-
-def attend(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    **other: Any,
-) -> tuple[torch.Tensor, None]:
-    """Compute attention with the signature of Transformers' attention functions. Collective.
-
-    Args:
-        module: Attention module of a layer.
-        query: [batch, heads, tokens, head_dim], tokens of this rank.
-        key: [batch, kv_heads, tokens, head_dim].
-        value: [batch, kv_heads, tokens, width].
-        attention_mask: Result of `visible.as_mask`.
-        scaling: Factor of the scores; head_dim ** -0.5 by default.
-        dropout: Must be 0.
-        sliding_window: Number of tokens that a token sees, itself included.
-        softcap: Cap of the scores.
-        s_aux: [heads], attention sinks.
-        other: Further arguments that a model passes.
-
-    Returns:
-        The output [batch, tokens, heads, width], and no attention weights.
-
-    Raises:
-        InputError: The batch was not cut.
-        ModelError: The module belongs to a copy of the model, or needs what is not supported.
-    """
-    settings: PartialAttention | None = getattr(module, _ATTRIBUTE, None)
-    if settings is None:
-        raise ModelError(
-            f"this {type(module).__name__} belongs to a copy of a model under parallel.cp, and has"
-            " no ranks with the other parts of a sequence; call"
-            ' model.set_attn_implementation("sdpa") on the copy'
-        )
-    _refuse_unsupported(module, dropout, other)
-    if attention_mask is None or not is_document_mask(attention_mask):
-        raise InputError(
-            "parallel.cp: the model was called with a batch that is not split over cp ranks; call"
-            " engine.train_batch, engine.eval_batch or engine.predict, which select this rank's"
-            " part of every sequence"
-        )
-    if scaling is None:
-        scaling = query.shape[-1] ** -0.5
-    if query.is_meta:
-        # Only shapes are of interest, so no other rank takes part.
-        output = F.scaled_dot_product_attention(query, key, value, scale=scaling, enable_gqa=True)
-        return output.transpose(1, 2).contiguous(), None
-
-    rule = AttentionRule(
-        float(scaling), sliding_window, softcap, kernel_named(settings.implementation)
-    )
-    place = settings.place
-    if settings.implementation in IMPLEMENTATIONS:
-        documents = _documents_of(attention_mask)
-
-        def flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            return flash_attention(query, key, value, documents, rule, settings.implementation)
-
-        output = exchange_heads(query, key, value, place, flash)
-    else:
-        starts = starts_of_mask(attention_mask)
-        output = attention(settings.kind, query, key, value, starts, place, rule, s_aux)
-    # [batch, heads, tokens, width] to [batch, tokens, heads, width]
-    return output.transpose(1, 2).contiguous(), None
-
-
-def _refuse_unsupported(module: nn.Module, dropout: float, other: dict[str, Any]) -> None:
-    reason = None
-    if other.get("position_bias") is not None:
-        reason = "`position_bias`"
-    if dropout:
-        reason = f"dropout of {dropout:g}"
-    causal = other.get("is_causal")
-    if causal is None:
-        causal = getattr(module, "is_causal", True)
-    if causal is False:
-        reason = "attention in both directions"
-    if reason is not None:
-        raise ModelError(
-            f"parallel.cp: {type(module).__name__} computes attention with {reason}, which is not"
-            " supported for cut sequences; use parallel.cp = 1"
-        )
-
-
-@dataclass(frozen=True)
-class InstalledAttention:
-    """Record of what `ContextParallel.apply` has changed."""
-
-    original: str
-    """Name of the model's attention implementation before the change."""
-    implementation: str
-    """Result of `implementation_of`."""
-    place: SequencePlacement
-    """Layout of sequences, and process group."""

@@ -1,107 +1,25 @@
-"""Models whose sequences can be cut, decided from the class and the configuration of a model.
+"""Models whose sequences can be split, decided from the class and the configuration of a model.
 
 Between the parts of a sequence only attention may pass information, and the model must call it
 through Transformers' attention interface, with masks that are causal, of a window or of documents.
 The listed families are those that tests compare with one process.
-
-FlashAttention on complete sequences.
-
-The function is the one that Transformers finds for a name: that of the package, or a kernel of the
-Hub.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from plait.errors import ConfigError, ModelError, Problem
 from plait.model.adapters import without_wrapper
 from plait.parallel.context.kernel import AttentionRule, Kernel, kernel_for
 from plait.parallel.context.kinds import Kind
-from plait.parallel.micro_batches import to_device
 
 IMPLEMENTATIONS = ("flash_attention_2", "flash_attention_3")
 """Transformers' names of the implementations."""
-
-
-@dataclass(frozen=True)
-class PackedDocuments:
-    """Documents of a micro-batch as FlashAttention takes them: all rows are concatenated.
-
-    Attributes:
-        bounds: Start of each document, and end of the last one: [documents + 1] int32, on the
-            device.
-        longest: Number of tokens of the longest document.
-    """
-
-    bounds: torch.Tensor
-    longest: int
-
-    @classmethod
-    def of(cls, starts: torch.Tensor, device: torch.device) -> PackedDocuments:
-        """Find the documents of a micro-batch. Waits for the device of `starts`.
-
-        Args:
-            starts: [batch, tokens], position at which the document of each token begins.
-            device: Device of the result.
-        """
-        is_first = starts == torch.arange(starts.shape[1], device=starts.device)
-        first_tokens = is_first.flatten().nonzero().flatten()
-        bounds = F.pad(first_tokens, (0, 1), value=starts.numel()).to(torch.int32)
-        return cls(to_device(bounds, device), int(torch.diff(bounds).max()))
-
-
-def flash_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    documents: PackedDocuments | None,
-    rule: AttentionRule,
-    implementation: str,
-) -> torch.Tensor:
-    """Compute causal attention of complete sequences. The result is differentiable.
-
-    Args:
-        query: [batch, heads, tokens, head_dim].
-        key: [batch, kv_heads, tokens, head_dim].
-        value: [batch, kv_heads, tokens, width].
-        documents: Documents of the rows, or None if each row is one document.
-        rule: Rule of the layer.
-        implementation: Transformers' name of the implementation.
-
-    Returns:
-        [batch, heads, tokens, width].
-    """
-    from transformers.modeling_flash_attention_utils import lazy_import_flash_attention
-
-    functions, (process_arguments, _) = lazy_import_flash_attention(implementation)
-    row_function, document_function, *_ = functions
-    batch, _, length, head_dim = query.shape
-    # FlashAttention requires values as wide as queries.
-    padding = head_dim - value.shape[3]
-    # [batch, tokens, heads, head_dim]
-    inputs = [x.transpose(1, 2) for x in (query, key, F.pad(value, (0, padding)))]
-    settings = {"softmax_scale": rule.scale, "sliding_window": rule.window, "softcap": rule.softcap}
-    if documents is None:
-        output = row_function(*inputs, **process_arguments(length, length, True, **settings))
-    else:
-        bounds = documents.bounds
-        settings |= {"max_seqlen_q": documents.longest, "max_seqlen_k": documents.longest}
-        # [batch * tokens, heads, head_dim]
-        packed = [x.reshape(-1, *x.shape[2:]) for x in inputs]
-        arguments = process_arguments(length, length, True, **settings)
-        output = document_function(*packed, cu_seqlens_q=bounds, cu_seqlens_k=bounds, **arguments)
-    # Some versions also return the log-sum-exp.
-    if isinstance(output, tuple):
-        output = output[0]
-    output = output.view(batch, length, *output.shape[-2:])
-    return output[..., : head_dim - padding].transpose(1, 2)
 
 
 FAMILIES = (
@@ -123,14 +41,17 @@ FAMILIES = (
 )
 """`config.model_type` of the causal language models that are compared with one process."""
 
+
 WITHOUT_DOCUMENTS = ("gpt_oss",)
 """Families whose masks Transformers makes without `position_ids`.
 
 In one process the documents of a row see each other, without a warning.
 """
 
+
 WITH_CAPPED_SCORES = ("gemma2",)
 """Families whose attention caps its scores. On GPUs FlexAttention computes them."""
+
 
 KERNELS = ("sdpa", "eager", "flex_attention", *IMPLEMENTATIONS)
 """Supported values of `attn_implementation`.
@@ -138,16 +59,22 @@ KERNELS = ("sdpa", "eager", "flex_attention", *IMPLEMENTATIONS)
 They are SDPA's kernels, matrix products and a softmax, FlexAttention, and FlashAttention.
 """
 
+
 WITHOUT_FLEX_BACKWARD = ("cpu",)
 """Device types for which torch's FlexAttention has no backward (it raises NotImplementedError)."""
 
-# Kernels of `Rule.kernel`, keyed by Transformers' names. "sdpa" stands for all other names.
+
+# Kernels of a rule by Transformers' names. "sdpa" stands for all other names.
 _KERNEL_NAMES: Mapping[str, Kernel] = {"eager": "products", "flex_attention": "flex"}
+
 
 # Rotary embeddings whose frequencies follow from the longest position of a batch.
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 
+
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+
+
 _LAYERS = ("full_attention", "sliding_attention")
 
 
@@ -245,7 +172,7 @@ def _why_no_kernel(config: Any, kind: Kind, device_type: str) -> str | None:
 
 
 def _unsupported_settings(config: Any) -> Iterator[str]:
-    """Yield an explanation for each setting that is not supported for cut sequences."""
+    """Yield an explanation for each setting that is not supported for split sequences."""
     for name in _DROPOUTS:
         value = getattr(config, name, 0) or 0
         if value:
@@ -261,9 +188,11 @@ def _unsupported_settings(config: Any) -> Iterator[str]:
             )
     is_bidirectional = getattr(config, "use_bidirectional_attention", False)
     if is_bidirectional or getattr(config, "is_causal", True) is False:
-        yield "attends in both directions, and only causal attention is cut; use a causal model"
+        yield (
+            "attends in both directions, and only causal attention is supported; use a causal model"
+        )
     if getattr(config, "add_cross_attention", False):
-        yield "has cross-attention, which is not cut; set config.add_cross_attention = False"
+        yield "has cross-attention, which is not split; set config.add_cross_attention = False"
     if getattr(config, "reorder_and_upcast_attn", False):
         yield (
             "has config.reorder_and_upcast_attn, which does not call the attention interface; set"
@@ -272,9 +201,20 @@ def _unsupported_settings(config: Any) -> Iterator[str]:
     for layer_type in getattr(config, "layer_types", None) or ():
         if layer_type not in _LAYERS:
             yield (
-                f"has layers of type {layer_type!r}, and only {' and '.join(_LAYERS)} are cut; use"
-                " another model"
+                f"has layers of type {layer_type!r}, and only {' and '.join(_LAYERS)} are"
+                " supported; use another model"
             )
+
+
+def _rope_types(parameters: Any) -> Iterator[str]:
+    """Yield the types of rotary embeddings. Parameters may be nested, one entry per layer type."""
+    if not isinstance(parameters, Mapping):
+        return
+    rope_type = parameters.get("rope_type", parameters.get("type"))
+    if isinstance(rope_type, str):
+        yield rope_type
+    for nested in parameters.values():
+        yield from _rope_types(nested)
 
 
 def implementation_of(model: nn.Module) -> str:
@@ -316,9 +256,7 @@ def why_in_tiles(
     softcap = getattr(config, "attn_logit_softcapping", None)
     rule = AttentionRule(1.0, _window(config), softcap, kernel_named(implementation))
     kernel, reason = kernel_for(device, dtype, _head_widths(config), rule, documents=documents)
-    if kernel != "products":
-        return ""
-    return reason
+    return reason if kernel == "products" else ""
 
 
 def _window(config: Any) -> int | None:
@@ -339,14 +277,3 @@ def _head_widths(config: Any) -> tuple[int, int]:
         return config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return width, width
-
-
-def _rope_types(parameters: Any) -> Iterator[str]:
-    """Yield the types of rotary embeddings. Parameters may be nested, one entry per layer type."""
-    if not isinstance(parameters, Mapping):
-        return
-    rope_type = parameters.get("rope_type", parameters.get("type"))
-    if isinstance(rope_type, str):
-        yield rope_type
-    for nested in parameters.values():
-        yield from _rope_types(nested)

@@ -5,14 +5,13 @@ one fused kernel computes a complete block. If the kernel does not support its s
 divided into parts that are fully visible or causal, or into tiles that are small enough for a mask.
 Scores are computed in float32 or wider. This module does not communicate.
 
-FlexAttention of torch as a part of a softmax over more keys: outputs, log-sum-exps, gradients.
-
-Visibility is a function of positions, so that blocks of scores without a visible pair are skipped.
-FlexAttention is compiled, except on CPUs, where torch has no backward for it.
+FlexAttention skips blocks of scores without a visible pair, because visibility is a function of
+positions there too. It is compiled, except on CPUs, where torch has no backward for it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from typing import Any, Literal
@@ -35,181 +34,18 @@ from plait._torch.operators import FakeTensor, view_base
 from plait.cluster import accelerator
 from plait.sizes import wide_dtype
 
-# Block masks of a micro-batch, keyed by its tensor of document starts. All layers share them.
-_document_masks: Any = WeakIdKeyDictionary()
-
-
-@dataclass(frozen=True)
-class FlexScores:
-    """Visibility and scaling of the scores of some queries and keys.
-
-    Attributes:
-        query_at: Position of the first query in the sequence.
-        key_at: Position of the first key in the sequence.
-        starts: [batch, queries], position at which the document of a query begins, or None.
-        window: Number of tokens that a query sees, itself included; None for all.
-        scale: Factor of the scores.
-        softcap: Cap of the scores, see `kernel.Rule`.
-    """
-
-    query_at: int
-    key_at: int
-    starts: torch.Tensor | None
-    window: int | None
-    scale: float
-    softcap: float | None
-
-
-def attend_flex(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: FlexScores
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute attention. The result is differentiable.
-
-    Args:
-        query: [batch, heads, queries, head_dim].
-        key: [batch, kv_heads, keys, head_dim].
-        value: [batch, kv_heads, keys, width].
-        scores: Visibility and scaling of the scores.
-
-    Returns:
-        The output [batch, heads, queries, width], and the log-sum-exp [batch, heads, queries],
-        which is -inf where a query sees no key.
-    """
-    from torch.nn.attention.flex_attention import AuxRequest
-
-    softcap = _scalar(scores.softcap or 1.0, query.device)
-
-    def cap_score(score: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(score / softcap) * softcap
-
-    output, auxiliary = _function("flex_attention", query.device.type)(
-        query,
-        key,
-        value,
-        score_mod=None if scores.softcap is None else cap_score,
-        block_mask=_block_mask(query, key, scores),
-        scale=scores.scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-        return_aux=AuxRequest(lse=True),
-    )
-    return output, auxiliary.lse
-
-
-def flex_gradients(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    output: torch.Tensor,
-    log_sum_exp: torch.Tensor,
-    scores: FlexScores,
-) -> tuple[torch.Tensor, ...]:
-    """Return the share of the gradients of query, key and value that flows through these keys.
-
-    Let o and l be the output and the log-sum-exp over these keys, and O and L those over all keys.
-    O is the sum of w o over all parts of the keys, with w = exp(l - L). A gradient g of O therefore
-    gives the gradient w g for o, and w (g o - g O) for l.
-
-    Args:
-        grad: Gradient of `output`.
-        query: See `attention`.
-        key: See `attention`.
-        value: See `attention`.
-        output: Output over all keys.
-        log_sum_exp: Log-sum-exp over all keys.
-        scores: Visibility and scaling of the scores.
-    """
-    query, key, value = (x.detach().requires_grad_() for x in (query, key, value))
-    with torch.enable_grad():
-        part, part_log_sum_exp = attend_flex(query, key, value, scores)
-    wide = part_log_sum_exp.dtype
-    weight = torch.exp(part_log_sum_exp.detach() - log_sum_exp.to(wide))
-    part_grad = weight.unsqueeze(-1) * grad.to(wide)
-    log_sum_exp_grad = (part_grad * (part.detach().to(wide) - output.to(wide))).sum(-1)
-    return torch.autograd.grad(
-        (part, part_log_sum_exp), (query, key, value), (part_grad.to(part.dtype), log_sum_exp_grad)
-    )
-
-
-def _block_mask(query: torch.Tensor, key: torch.Tensor, scores: FlexScores) -> Any:
-    sizes = (query.shape[2], key.shape[2], scores.query_at, scores.key_at, scores.window)
-    starts = scores.starts
-    if starts is None:
-        # A dry run's tensors have no values, so its masks are not shared with real runs.
-        if isinstance(query, FakeTensor):
-            return _new_mask(query.device, *sizes, None)
-        return _position_mask(query.device, *sizes, None)
-    masks = _document_masks.setdefault(view_base(starts), {})
-    if sizes not in masks:
-        # The mask refers to a copy, because an entry that refers to its own weak key would live
-        # forever.
-        masks[sizes] = _new_mask(query.device, *sizes, starts.clone())
-    return masks[sizes]
-
-
-# A mask that an evaluation makes is used by training too.
-@torch.inference_mode(False)
-def _new_mask(
-    device: torch.device,
-    queries: int,
-    keys: int,
-    query_at: int,
-    key_at: int,
-    window: int | None,
-    starts: torch.Tensor | None,
-) -> Any:
-    # Numbers are tensors, because code would be recompiled for each of them, and torch runs a
-    # function uncompiled after it has compiled it eight times.
-    first_query = _scalar(query_at, device)
-    first_key = _scalar(key_at, device)
-    # Without a window the last query sees all tokens before it.
-    window_tokens = _scalar(query_at + queries if window is None else window, device)
-
-    def is_visible(
-        batch: torch.Tensor, _head: torch.Tensor, query_index: torch.Tensor, key_index: torch.Tensor
-    ) -> torch.Tensor:
-        query_position = query_index + first_query
-        key_position = key_index + first_key
-        visible = (key_position <= query_position) & (key_position > query_position - window_tokens)
-        if starts is not None:
-            visible = visible & (key_position >= starts[batch, query_index])
-        return visible
-
-    rows = None if starts is None else len(starts)
-    return _function("create_block_mask", device.type)(
-        is_visible, rows, None, queries, keys, device=device
-    )
-
-
-# Block masks that depend on positions only. All layers and micro-batches share them.
-_position_mask = lru_cache(maxsize=64)(_new_mask)
-
-
-def _scalar(number: float, device: torch.device) -> torch.Tensor:
-    """Return a 0-dimensional tensor."""
-    # `torch.full` fills it on the device. A copy from the host would wait.
-    return torch.full((), number, device=device)
-
-
-@cache
-def _function(name: str, device_type: str) -> Any:
-    from torch.nn.attention import flex_attention
-
-    function = getattr(flex_attention, name)
-    if device_type == "cpu":
-        return function
-    return torch.compile(function)
-
-
 TILE_ELEMENTS = 2**22
 """Largest number of scores of a tile; 2^22 are 16 MiB of float32."""
+
 
 # Log-sum-exp of a query that sees no key. It is finite, so that the difference of two of them is
 # not NaN.
 LOWEST = -1e30
 
+
 Kernel = Literal["sdpa", "cpu", "flash", "efficient", "flex", "products"]
 """Kernels of a layer: "sdpa" stands for the best one, "products" for matrix products in tiles."""
+
 
 FUSED: dict[Kernel, FusedAttention] = {"cpu": CPU, "flash": FLASH, "efficient": EFFICIENT}
 """Fused kernels of torch that return the log-sum-exp."""
@@ -285,56 +121,86 @@ class AttentionBlock:
         return self.query.shape[1] // self.key.shape[1]
 
 
-def kernel_for(
-    device: torch.device,
-    dtype: torch.dtype,
-    widths: tuple[int, int],
-    rule: AttentionRule,
-    *,
-    documents: bool,
-) -> tuple[Kernel, str]:
-    """Choose the kernel of a layer.
+def attend(block: AttentionBlock, rule: AttentionRule, into: PartialSoftmax) -> None:
+    """Add the keys of a block to the softmax of its queries.
 
     Args:
-        device: Device of the tensors.
-        dtype: Dtype of queries, keys and values.
-        widths: Head dimensions of queries and of values.
+        block: Queries and keys.
         rule: Rule of the layer.
-        documents: Whether sequences consist of several documents.
-
-    Returns:
-        The kernel, and for "products" on a GPU the reason why no fused kernel is used.
+        into: Softmax of the tensor of queries that `block.row` is an index of.
     """
-    if rule.kernel == "products":
-        return "products", 'attn_implementation is "eager"'
-    if rule.kernel != "sdpa":
-        return rule.kernel, ""
+    visible = _drop_invisible(block, rule)
+    if visible is None:
+        return
+    block = visible
+    kernel = _choose_kernel(block, rule)
+    if kernel == "flex":
+        output, log_sum_exp = _attend_flex(block, rule)
+        into.add(block.row, output, log_sum_exp.clamp_(min=LOWEST))
+        return
 
-    has_mask = documents or rule.softcap is not None
-    if device.type == "cpu":
-        if has_mask or widths[0] != widths[1]:
-            return "products", ""
-        return "cpu", ""
-    if not accelerator.is_accelerator(device):
-        return "products", f"no fused kernel of torch is known for devices of type {device.type!r}"
+    fused = FUSED.get(kernel)
+    band = _band(block, rule)
+    if fused is not None and _supports(fused, block, band):
+        key, value = _heads_for(fused, block)
+        into.add(block.row, *fused.forward((block.query, key, value), band, rule.scale))
+        return
 
-    why_not = []
-    if not has_mask:
-        reason = why_not_flash(device, dtype, max(widths))
-        if not reason and (rule.window is None or FLASH.bands):
-            return "flash", ""
-        why_not.append(
-            reason or "ROCm's FlashAttention takes no window between parts of a sequence"
-        )
-        reason = why_not_efficient(dtype)
-        if not reason and rule.window is None:
-            return "efficient", ""
-        why_not.append(reason or "efficient attention takes no window between parts of a sequence")
+    # Without a window the keys before the first query are fully visible and the others causal.
+    # Fused kernels support both.
+    halves = _divide_keys(block)
+    if halves is not None:
+        for half in halves:
+            attend(half, rule, into)
+        return
 
-    reason = why_not_flex(dtype, min(widths))
-    if not reason:
-        return "flex", ""
-    return "products", "; ".join([*why_not, reason])
+    results = [_attend_tile(tile, rule) for tile in _divide_queries(block)]
+    outputs, log_sum_exps = zip(*results, strict=True)
+    into.add(block.row, torch.cat(outputs, 2), torch.cat(log_sum_exps, 2))
+
+
+def attend_backward(
+    block: AttentionBlock, rule: AttentionRule, outputs: BackwardInputs, into: GradientSums
+) -> None:
+    """Add the gradients that flow through the keys of a block.
+
+    Args:
+        block: Queries and keys.
+        rule: Rule of the layer.
+        outputs: Inputs of the backward for the tensor of queries that `block.row` is an index of.
+        into: Sums that receive the gradients.
+    """
+    visible = _drop_invisible(block, rule)
+    if visible is None:
+        return
+    block = visible
+    kernel = _choose_kernel(block, rule)
+    first_row = block.row
+    end_row = first_row + block.query.shape[2]
+    if kernel == "flex":
+        into.add(block, *_flex_gradients(block, rule, outputs.rows(first_row, end_row)))
+        return
+
+    fused = FUSED.get(kernel)
+    band = _band(block, rule)
+    if fused is not None and _supports(fused, block, band):
+        key, value = _heads_for(fused, block)
+        rows = outputs.rows(first_row, end_row)
+        softmax = Softmax(rows.grad, rows.output, rows.log_sum_exp)
+        gradients = fused.backward((block.query, key, value), softmax, band, rule.scale)
+        into.add(block, *gradients)
+        return
+
+    halves = _divide_keys(block)
+    if halves is not None:
+        for half in halves:
+            attend_backward(half, rule, outputs, into)
+        return
+
+    for tile in _divide_queries(block):
+        visible = _drop_invisible(tile, rule)
+        if visible is not None:
+            into.add(visible, *_tile_gradients(visible, rule, outputs))
 
 
 class PartialSoftmax:
@@ -388,8 +254,7 @@ class PartialSoftmax:
         output = self._output
         log_sum_exp = self._log_sum_exp
         # Each token sees itself, so something was added.
-        assert output is not None
-        assert log_sum_exp is not None
+        assert output is not None and log_sum_exp is not None
         if sinks is not None:
             total = torch.logaddexp(log_sum_exp, sinks.to(log_sum_exp.dtype)[:, None])
             output = output * torch.exp(log_sum_exp - total).unsqueeze(-1)
@@ -435,9 +300,9 @@ def _pack_tokens(x: torch.Tensor) -> torch.Tensor:
 
 
 class GradientSum:
-    """Gradient of one tensor, summed over pieces.
+    """Gradient of one tensor, summed over blocks.
 
-    The sum is in the dtype of `wide` as soon as it has more than one term.
+    The sum is in the dtype of `wide_dtype` as soon as it has more than one term.
     """
 
     def __init__(self, like: torch.Tensor, total: torch.Tensor | None = None) -> None:
@@ -471,13 +336,13 @@ class GradientSum:
         return self._total
 
 
+@dataclass(frozen=True)
 class GradientSums:
     """Sums of the gradients of queries, keys and values."""
 
-    def __init__(self, query: GradientSum, key: GradientSum, value: GradientSum) -> None:
-        self.query = query
-        self.key = key
-        self.value = value
+    query: GradientSum
+    key: GradientSum
+    value: GradientSum
 
     def add(
         self, block: AttentionBlock, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -492,97 +357,11 @@ class GradientSums:
         self.value.add(block.column, _sum_heads(value, block.value.shape[1]))
 
 
-def attend(block: AttentionBlock, rule: AttentionRule, into: PartialSoftmax) -> None:
-    """Add the keys of a block to the softmax of its queries.
-
-    Args:
-        block: Queries and keys.
-        rule: Rule of the layer.
-        into: Softmax of the tensor of queries that `block.row` is an index of.
-    """
-    visible = _drop_invisible(block, rule)
-    if visible is None:
-        return
-    block = visible
-    kernel = _choose_kernel(block, rule)
-    if kernel == "flex":
-        output, log_sum_exp = attend_flex(
-            block.query, block.key, block.value, _flex_scores(block, rule)
-        )
-        into.add(block.row, output, log_sum_exp.clamp_(min=LOWEST))
-        return
-
-    fused = FUSED.get(kernel)
-    band = _band(block, rule)
-    if fused is not None and _supports(fused, block, band):
-        key, value = _heads_for(fused, block)
-        into.add(block.row, *fused.forward((block.query, key, value), band, rule.scale))
-        return
-
-    # Without a window the keys before the first query are fully visible and the others causal.
-    # Fused kernels support both.
-    halves = _divide_keys(block)
-    if halves is not None:
-        for half in halves:
-            attend(half, rule, into)
-        return
-
-    results = [_attend_tile(tile, rule) for tile in _divide_queries(block)]
-    outputs, log_sum_exps = zip(*results, strict=True)
-    into.add(block.row, torch.cat(outputs, 2), torch.cat(log_sum_exps, 2))
-
-
-def attend_backward(
-    block: AttentionBlock, rule: AttentionRule, outputs: BackwardInputs, into: GradientSums
-) -> None:
-    """Add the gradients that flow through the keys of a block.
-
-    Args:
-        block: Queries and keys.
-        rule: Rule of the layer.
-        outputs: Inputs of the backward for the tensor of queries that `block.row` is an index of.
-        into: Sums that receive the gradients.
-    """
-    visible = _drop_invisible(block, rule)
-    if visible is None:
-        return
-    block = visible
-    kernel = _choose_kernel(block, rule)
-    first_row = block.row
-    end_row = first_row + block.query.shape[2]
-    if kernel == "flex":
-        rows = outputs.rows(first_row, end_row)
-        scores = _flex_scores(block, rule)
-        gradients = flex_gradients(
-            rows.grad, block.query, block.key, block.value, rows.output, rows.log_sum_exp, scores
-        )
-        into.add(block, *gradients)
-        return
-
-    fused = FUSED.get(kernel)
-    band = _band(block, rule)
-    if fused is not None and _supports(fused, block, band):
-        key, value = _heads_for(fused, block)
-        rows = outputs.rows(first_row, end_row)
-        softmax = Softmax(rows.grad, rows.output, rows.log_sum_exp)
-        gradients = fused.backward((block.query, key, value), softmax, band, rule.scale)
-        into.add(block, *gradients)
-        return
-
-    halves = _divide_keys(block)
-    if halves is not None:
-        for half in halves:
-            attend_backward(half, rule, outputs, into)
-        return
-
-    for tile in _divide_queries(block):
-        visible = _drop_invisible(tile, rule)
-        if visible is not None:
-            into.add(visible, *_tile_gradients(visible, rule, outputs))
-
-
 def sink_gradient(
-    sinks: torch.Tensor | None, grad: torch.Tensor, output: torch.Tensor, log_sum_exp: torch.Tensor
+    sinks: torch.Tensor | None,
+    grad: torch.Tensor,
+    output: torch.Tensor,
+    log_sum_exps: Sequence[torch.Tensor],
 ) -> torch.Tensor | None:
     """Return the gradient of the attention sinks that flows through these queries.
 
@@ -590,13 +369,66 @@ def sink_gradient(
         sinks: [heads], or None for a layer without sinks.
         grad: Gradient of `output`.
         output: First result of `PartialSoftmax.finished`.
-        log_sum_exp: Second result of `PartialSoftmax.finished`.
+        log_sum_exps: Second results of `PartialSoftmax.finished`, of consecutive queries.
     """
     if sinks is None:
         return None
+    log_sum_exp = torch.cat(list(log_sum_exps), 2)
     weights = torch.exp(sinks.to(log_sum_exp.dtype)[:, None] - log_sum_exp)
     grad_dot_output = (grad.to(weights.dtype) * output.to(weights.dtype)).sum(-1)
     return -(weights * grad_dot_output).sum((0, 2)).to(sinks.dtype)
+
+
+def kernel_for(
+    device: torch.device,
+    dtype: torch.dtype,
+    widths: tuple[int, int],
+    rule: AttentionRule,
+    *,
+    documents: bool,
+) -> tuple[Kernel, str]:
+    """Choose the kernel of a layer.
+
+    Args:
+        device: Device of the tensors.
+        dtype: Dtype of queries, keys and values.
+        widths: Head dimensions of queries and of values.
+        rule: Rule of the layer.
+        documents: Whether sequences consist of several documents.
+
+    Returns:
+        The kernel, and for "products" on a GPU the reason why no fused kernel is used.
+    """
+    if rule.kernel == "products":
+        return "products", 'attn_implementation is "eager"'
+    if rule.kernel != "sdpa":
+        return rule.kernel, ""
+
+    has_mask = documents or rule.softcap is not None
+    if device.type == "cpu":
+        if has_mask or widths[0] != widths[1]:
+            return "products", ""
+        return "cpu", ""
+    if not accelerator.is_accelerator(device):
+        return "products", f"no fused kernel of torch is known for devices of type {device.type!r}"
+
+    why_not = []
+    if not has_mask:
+        reason = why_not_flash(device, dtype, max(widths))
+        if not reason and (rule.window is None or FLASH.bands):
+            return "flash", ""
+        why_not.append(
+            reason or "ROCm's FlashAttention takes no window between parts of a sequence"
+        )
+        reason = why_not_efficient(dtype)
+        if not reason and rule.window is None:
+            return "efficient", ""
+        why_not.append(reason or "efficient attention takes no window between parts of a sequence")
+
+    reason = why_not_flex(dtype, min(widths))
+    if not reason:
+        return "flex", ""
+    return "products", "; ".join([*why_not, reason])
 
 
 def _choose_kernel(block: AttentionBlock, rule: AttentionRule) -> Kernel:
@@ -654,6 +486,12 @@ def _supports(fused: FusedAttention, block: AttentionBlock, band: Band) -> bool:
     )
 
 
+def _heads_for(fused: FusedAttention, block: AttentionBlock) -> tuple[torch.Tensor, torch.Tensor]:
+    if fused.shares_heads:
+        return block.key, block.value
+    return _repeat_heads(block.key, block.groups), _repeat_heads(block.value, block.groups)
+
+
 def _divide_keys(block: AttentionBlock) -> tuple[AttentionBlock, AttentionBlock] | None:
     """Divide the keys at the position of the first query.
 
@@ -675,36 +513,8 @@ def _divide_queries(block: AttentionBlock) -> list[AttentionBlock]:
     return [block.rows(start, min(start + step, count)) for start in range(0, count, step)]
 
 
-def _heads_for(fused: FusedAttention, block: AttentionBlock) -> tuple[torch.Tensor, torch.Tensor]:
-    if fused.shares_heads:
-        return block.key, block.value
-    return _repeat_heads(block.key, block.groups), _repeat_heads(block.value, block.groups)
-
-
-def _flex_scores(block: AttentionBlock, rule: AttentionRule) -> FlexScores:
-    return FlexScores(
-        block.query_at, block.key_at, block.starts, rule.window, rule.scale, rule.softcap
-    )
-
-
-def _mask(block: AttentionBlock, rule: AttentionRule) -> torch.Tensor | None:
-    """Return the mask [1 or batch, 1, queries, keys] of visible keys, or None if all are."""
-    if block.starts is None and _band(block, rule) == Band():
-        return None
-    query = torch.arange(
-        block.query_at, block.query_at + block.query.shape[2], device=block.query.device
-    )[:, None]
-    key = torch.arange(block.key_at, block.key_at + block.key.shape[2], device=block.query.device)
-    is_visible = (key <= query)[None]
-    if block.starts is not None:
-        is_visible = is_visible & (key >= block.starts[..., None])
-    if rule.window is not None:
-        is_visible = is_visible & (key > query - rule.window)
-    return is_visible[:, None]
-
-
 def _attend_tile(block: AttentionBlock, rule: AttentionRule) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output and the log-sum-exp of a tile in the dtype of `wide`."""
+    """Return the output and the log-sum-exp of a tile in the dtype of `wide_dtype`."""
     visible = _drop_invisible(block, rule)
     # Every query of the tile needs a result, also one that sees no key.
     if visible is None or visible.query.shape[2] < block.query.shape[2]:
@@ -714,24 +524,6 @@ def _attend_tile(block: AttentionBlock, rule: AttentionRule) -> tuple[torch.Tens
     weights = torch.exp(scores - log_sum_exp.unsqueeze(-1))
     output = weights.to(visible.value.dtype) @ _repeat_heads(visible.value, visible.groups)
     return output.to(scores.dtype), log_sum_exp
-
-
-def _scores(block: AttentionBlock, rule: AttentionRule) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the scores [batch, heads, queries, keys] and the derivative of their cap.
-
-    Scores of invisible keys are -inf. The derivative is None without a cap.
-    """
-    key = _repeat_heads(block.key, block.groups)
-    scores = (block.query @ key.transpose(-1, -2)).to(wide_dtype(block.query.dtype)) * rule.scale
-    slope = None
-    if rule.softcap is not None:
-        capped = torch.tanh(scores / rule.softcap)
-        scores = capped * rule.softcap
-        slope = 1 - capped * capped
-    mask = _mask(block, rule)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf)
-    return scores, slope
 
 
 def _tile_gradients(
@@ -759,6 +551,40 @@ def _tile_gradients(
     return grad_query, grad_key, grad_value
 
 
+def _scores(block: AttentionBlock, rule: AttentionRule) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the scores [batch, heads, queries, keys] and the derivative of their cap.
+
+    Scores of invisible keys are -inf. The derivative is None without a cap.
+    """
+    key = _repeat_heads(block.key, block.groups)
+    scores = (block.query @ key.transpose(-1, -2)).to(wide_dtype(block.query.dtype)) * rule.scale
+    slope = None
+    if rule.softcap is not None:
+        capped = torch.tanh(scores / rule.softcap)
+        scores = capped * rule.softcap
+        slope = 1 - capped * capped
+    mask = _mask(block, rule)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    return scores, slope
+
+
+def _mask(block: AttentionBlock, rule: AttentionRule) -> torch.Tensor | None:
+    """Return the mask [1 or batch, 1, queries, keys] of visible keys, or None if all are."""
+    if block.starts is None and _band(block, rule) == Band():
+        return None
+    query = torch.arange(
+        block.query_at, block.query_at + block.query.shape[2], device=block.query.device
+    )[:, None]
+    key = torch.arange(block.key_at, block.key_at + block.key.shape[2], device=block.query.device)
+    is_visible = (key <= query)[None]
+    if block.starts is not None:
+        is_visible = is_visible & (key >= block.starts[..., None])
+    if rule.window is not None:
+        is_visible = is_visible & (key > query - rule.window)
+    return is_visible[:, None]
+
+
 def _repeat_heads(x: torch.Tensor, groups: int) -> torch.Tensor:
     """Repeat [batch, kv_heads, ...] for every query head."""
     if groups == 1:
@@ -771,3 +597,134 @@ def _sum_heads(gradient: torch.Tensor, kv_heads: int) -> torch.Tensor:
     if gradient.shape[1] == kv_heads:
         return gradient
     return gradient.unflatten(1, (kv_heads, -1)).sum(2)
+
+
+def _attend_flex(block: AttentionBlock, rule: AttentionRule) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the attention of a block with FlexAttention. The result is differentiable.
+
+    Returns:
+        The output [batch, heads, queries, width], and the log-sum-exp [batch, heads, queries],
+        which is -inf where a query sees no key.
+    """
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    device = block.query.device
+    softcap = _scalar(rule.softcap or 1.0, device)
+
+    def cap_score(score: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(score / softcap) * softcap
+
+    output, auxiliary = _function("flex_attention", device.type)(
+        block.query,
+        block.key,
+        block.value,
+        score_mod=None if rule.softcap is None else cap_score,
+        block_mask=_block_mask(block, rule),
+        scale=rule.scale,
+        enable_gqa=block.groups > 1,
+        return_aux=AuxRequest(lse=True),
+    )
+    return output, auxiliary.lse
+
+
+def _flex_gradients(
+    block: AttentionBlock, rule: AttentionRule, outputs: BackwardInputs
+) -> tuple[torch.Tensor, ...]:
+    """Return the share of the gradients of query, key and value that flows through a block.
+
+    Let o and l be the output and the log-sum-exp over these keys, and O and L those over all keys.
+    O is the sum of w o over all parts of the keys, with w = exp(l - L). A gradient g of O therefore
+    gives the gradient w g for o, and w (g o - g O) for l.
+
+    Args:
+        block: Queries and keys.
+        rule: Rule of the layer.
+        outputs: Inputs of the backward for the queries of the block.
+    """
+    query, key, value = (x.detach().requires_grad_() for x in (block.query, block.key, block.value))
+    with torch.enable_grad():
+        part, part_log_sum_exp = _attend_flex(
+            replace(block, query=query, key=key, value=value), rule
+        )
+    wide = part_log_sum_exp.dtype
+    weight = torch.exp(part_log_sum_exp.detach() - outputs.log_sum_exp.to(wide))
+    part_grad = weight.unsqueeze(-1) * outputs.grad.to(wide)
+    log_sum_exp_grad = (part_grad * (part.detach().to(wide) - outputs.output.to(wide))).sum(-1)
+    return torch.autograd.grad(
+        (part, part_log_sum_exp), (query, key, value), (part_grad.to(part.dtype), log_sum_exp_grad)
+    )
+
+
+# Block masks of a micro-batch, keyed by its tensor of document starts. All layers share them.
+_document_masks: Any = WeakIdKeyDictionary()
+
+
+def _block_mask(block: AttentionBlock, rule: AttentionRule) -> Any:
+    device = block.query.device
+    sizes = (block.query.shape[2], block.key.shape[2], block.query_at, block.key_at, rule.window)
+    starts = block.starts
+    if starts is None:
+        # A dry run's tensors have no values, so its masks are not shared with real runs.
+        if isinstance(block.query, FakeTensor):
+            return _new_mask(device, *sizes, None)
+        return _position_mask(device, *sizes, None)
+    masks = _document_masks.setdefault(view_base(starts), {})
+    if sizes not in masks:
+        # The mask refers to a copy, because an entry that refers to its own weak key would live
+        # forever.
+        masks[sizes] = _new_mask(device, *sizes, starts.clone())
+    return masks[sizes]
+
+
+# A mask that an evaluation makes is used by training too.
+@torch.inference_mode(False)
+def _new_mask(
+    device: torch.device,
+    queries: int,
+    keys: int,
+    query_at: int,
+    key_at: int,
+    window: int | None,
+    starts: torch.Tensor | None,
+) -> Any:
+    # Numbers are tensors, because code would be recompiled for each of them, and torch runs a
+    # function uncompiled after it has compiled it eight times.
+    first_query = _scalar(query_at, device)
+    first_key = _scalar(key_at, device)
+    # Without a window the last query sees all tokens before it.
+    window_tokens = _scalar(query_at + queries if window is None else window, device)
+
+    def is_visible(
+        batch: torch.Tensor, _head: torch.Tensor, query_index: torch.Tensor, key_index: torch.Tensor
+    ) -> torch.Tensor:
+        query_position = query_index + first_query
+        key_position = key_index + first_key
+        visible = (key_position <= query_position) & (key_position > query_position - window_tokens)
+        if starts is not None:
+            visible = visible & (key_position >= starts[batch, query_index])
+        return visible
+
+    rows = None if starts is None else len(starts)
+    return _function("create_block_mask", device.type)(
+        is_visible, rows, None, queries, keys, device=device
+    )
+
+
+# Block masks that depend on positions only. All layers and micro-batches share them.
+_position_mask = lru_cache(maxsize=64)(_new_mask)
+
+
+def _scalar(number: float, device: torch.device) -> torch.Tensor:
+    """Return a 0-dimensional tensor."""
+    # `torch.full` fills it on the device. A copy from the host would wait.
+    return torch.full((), number, device=device)
+
+
+@cache
+def _function(name: str, device_type: str) -> Any:
+    from torch.nn.attention import flex_attention
+
+    function = getattr(flex_attention, name)
+    if device_type == "cpu":
+        return function
+    return torch.compile(function)

@@ -10,12 +10,10 @@ Each kind is an autograd function of local tensors:
 For each layer a rank stores its local queries, keys, values and outputs. Tensors are
 [batch, heads, tokens, head_dim].
 
-Tokens of a sequence that each rank of the cp axis has, and cutting and joining of tensors.
-
-A sequence is padded at its end to equal chunks. With one chunk per rank, rank r has the r-th chunk.
-With two (zigzag), it has the r-th from the front and the r-th from the end: a token sees the tokens
-before it, so every rank then has the same amount of attention to compute. This module knows nothing
-else about attention.
+`SequenceLayout` assigns the tokens of a sequence to the ranks of the cp axis. A sequence is padded
+at its end to equal chunks. With one chunk per rank, rank r has the r-th chunk. With two (zigzag),
+it has the r-th from the front and the r-th from the end: a token sees the tokens before it, so
+every rank then has the same amount of attention to compute.
 """
 
 from __future__ import annotations
@@ -46,34 +44,55 @@ from plait.parallel.context.kernel import (
 )
 from plait.sizes import wide_dtype
 
-
-@dataclass(frozen=True)
-class Chunk:
-    """Consecutive tokens of a rank.
-
-    Attributes:
-        local_start: Index of the first token in the rank's part.
-        start: Position of the first token in the padded sequence.
-        size: Number of tokens.
-    """
-
-    local_start: int
-    start: int
-    size: int
+Kind = Literal["all-gather-kv", "ulysses", "ring"]
+"""How queries reach the keys of other ranks."""
 
 
 @dataclass(frozen=True)
-class VisibleBlock:
-    """Smallest rectangle of this rank's queries and another rank's keys with all visible pairs.
+class SequencePlacement:
+    """Layout of a sequence over ranks, and their process group.
 
     Attributes:
-        first_query: Index of the first query in this rank's part. The block extends to the last
-            query.
-        keys: Number of keys, counted from the first key of the other rank.
+        layout: Tokens of each rank.
+        group: Process group of the cp axis.
     """
 
-    first_query: int
-    keys: int
+    layout: SequenceLayout
+    group: ProcessGroup
+
+
+def attention(
+    kind: Kind,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    starts: torch.Tensor | None,
+    place: SequencePlacement,
+    rule: AttentionRule,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute causal attention of this rank's queries to the keys of all ranks. Collective.
+
+    Args:
+        kind: How queries reach the keys of other ranks.
+        query: [batch, heads, tokens, head_dim].
+        key: [batch, kv_heads, tokens, head_dim].
+        value: [batch, kv_heads, tokens, width].
+        starts: [batch, tokens], position at which the document of each query begins (see
+            `attention_function.document_starts`). With `ulysses` it has all tokens of the sequence.
+        place: Layout and process group.
+        rule: Rule of the layer.
+        sinks: [heads], see `PartialSoftmax.finished`. Their gradient covers the queries of this
+            rank, with `ulysses` the heads of this rank.
+
+    Returns:
+        [batch, heads, tokens, width].
+    """
+    if kind == "ulysses":
+        return _ulysses(query, key, value, starts, place, rule, sinks)
+    if kind == "ring":
+        return _RingAttention.apply(query, key, value, starts, place, rule, sinks)
+    return _GatheredAttention.apply(query, key, value, starts, place, rule, sinks)
 
 
 @dataclass(frozen=True)
@@ -184,67 +203,33 @@ class SequenceLayout:
         return in_order.unflatten(dim, (self.ranks, -1)).movedim(dim, 0).flatten(0, 1).contiguous()
 
 
-Kind = Literal["all-gather-kv", "ulysses", "ring"]
-"""How queries reach the keys of other ranks."""
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive tokens of a rank.
+
+    Attributes:
+        local_start: Index of the first token in the rank's part.
+        start: Position of the first token in the padded sequence.
+        size: Number of tokens.
+    """
+
+    local_start: int
+    start: int
+    size: int
 
 
 @dataclass(frozen=True)
-class SequencePlacement:
-    """Layout of a sequence over ranks, and their process group.
+class VisibleBlock:
+    """Smallest rectangle of this rank's queries and another rank's keys with all visible pairs.
 
     Attributes:
-        layout: Tokens of each rank.
-        group: Process group of the cp axis.
+        first_query: Index of the first query in this rank's part. The block extends to the last
+            query.
+        keys: Number of keys, counted from the first key of the other rank.
     """
 
-    layout: SequenceLayout
-    group: ProcessGroup
-
-
-def attention(
-    kind: Kind,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    starts: torch.Tensor | None,
-    place: SequencePlacement,
-    rule: AttentionRule,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Compute causal attention of this rank's queries to the keys of all ranks. Collective.
-
-    Args:
-        kind: How queries reach the keys of other ranks.
-        query: [batch, heads, tokens, head_dim].
-        key: [batch, kv_heads, tokens, head_dim].
-        value: [batch, kv_heads, tokens, width].
-        starts: [batch, tokens], position at which the document of each query begins (see
-            `visible`). With `ulysses` it has all tokens of the sequence.
-        place: Layout and process group.
-        rule: Rule of the layer.
-        sinks: [heads], see `PartialSoftmax.finished`. Their gradient covers the queries of this
-            rank, with `ulysses` the heads of this rank.
-
-    Returns:
-        [batch, heads, tokens, width].
-    """
-    if kind == "ulysses":
-        return _ulysses(query, key, value, starts, place, rule, sinks)
-    if kind == "ring":
-        return _RingAttention.apply(query, key, value, starts, place, rule, sinks)
-    return _GatheredAttention.apply(query, key, value, starts, place, rule, sinks)
-
-
-def kv_copies(kv_heads: int, ranks: int) -> int:
-    """Return how often `ulysses` repeats a key-value head, so that heads divide over the ranks."""
-    return lcm(kv_heads, ranks) // kv_heads
-
-
-def _concatenate(chunks: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenate the results of consecutive queries."""
-    if len(chunks) == 1:
-        return chunks[0]
-    return torch.cat(list(chunks), 2)
+    first_query: int
+    keys: int
 
 
 class _GatheredAttention(torch.autograd.Function):
@@ -307,9 +292,6 @@ class _GatheredAttention(torch.autograd.Function):
         local_grad_kv = stacked.new_empty(*key.shape[:3], grad_kv.shape[3])
         reduce_scatter(local_grad_kv, stacked, place.group)
         grad_key, grad_value = local_grad_kv.split([width, value.shape[3]], -1)
-        grad_sinks = None
-        if sinks is not None:
-            grad_sinks = sink_gradient(sinks, grad, output, _concatenate(log_sum_exps))
         return (
             _concatenate(grad_queries).to(query.dtype),
             grad_key,
@@ -317,7 +299,7 @@ class _GatheredAttention(torch.autograd.Function):
             None,
             None,
             None,
-            grad_sinks,
+            sink_gradient(sinks, grad, output, log_sum_exps),
         )
 
 
@@ -349,6 +331,13 @@ def _query_chunks(
         yield AttentionBlock(query[:, :, rows], key, value, chunk.start, 0, chunk_starts)
 
 
+def _concatenate(chunks: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Concatenate the results of consecutive queries."""
+    if len(chunks) == 1:
+        return chunks[0]
+    return torch.cat(list(chunks), 2)
+
+
 class _RingAttention(torch.autograd.Function):
     """Attention to keys and values that move from rank to rank."""
 
@@ -370,9 +359,8 @@ class _RingAttention(torch.autograd.Function):
         for source, kv in _ring_steps(torch.cat([key, value], -1), place):
             for run, block in ring.blocks(kv, source):
                 attend(block, rule, softmaxes[run])
-        outputs, log_sum_exps = zip(
-            *(softmax.finished(sinks) for softmax in softmaxes), strict=True
-        )
+        results = [softmax.finished(sinks) for softmax in softmaxes]
+        outputs, log_sum_exps = zip(*results, strict=True)
         output = _concatenate(outputs)
         ctx.place = place
         ctx.rule = rule
@@ -411,9 +399,7 @@ class _RingAttention(torch.autograd.Function):
         assert exchange is not None
         grad_key, grad_value = exchange.wait().to(key.dtype).split([width, value.shape[3]], -1)
         grad_query = _concatenate([gradient.total for gradient in grad_queries]).to(query.dtype)
-        grad_sinks = None
-        if sinks is not None:
-            grad_sinks = sink_gradient(sinks, grad, output, _concatenate(log_sum_exps))
+        grad_sinks = sink_gradient(sinks, grad, output, log_sum_exps)
         return grad_query, grad_key, grad_value, None, None, None, grad_sinks
 
 
@@ -581,12 +567,12 @@ def _ulysses(
     rule: AttentionRule,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    local_sinks = None
     if sinks is not None:
-        local_sinks = sinks.chunk(place.layout.ranks)[place.layout.rank]
+        # Those of this rank's heads.
+        sinks = sinks.chunk(place.layout.ranks)[place.layout.rank]
 
     def compute(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return _SequenceAttention.apply(query, key, value, starts, rule, local_sinks)
+        return _SequenceAttention.apply(query, key, value, starts, rule, sinks)
 
     return exchange_heads(query, key, value, place, compute)
 
@@ -611,7 +597,8 @@ def exchange_heads(
     Returns:
         [batch, heads, tokens / n, width].
     """
-    copies = kv_copies(key.shape[1], place.layout.ranks)
+    # A key-value head is repeated so often that heads divide over the ranks.
+    copies = lcm(key.shape[1], place.layout.ranks) // key.shape[1]
     if copies > 1:
         key, value = (x.repeat_interleave(copies, dim=1) for x in (key, value))
     query, key, value = (_HeadExchange.apply(x, place, True) for x in (query, key, value))
@@ -640,11 +627,10 @@ class _HeadExchange(torch.autograd.Function):
 
 def _all_to_all(x: torch.Tensor, place: SequencePlacement, *, to_tokens: bool) -> torch.Tensor:
     ranks = place.layout.ranks
-    heads_dim = 1
-    tokens_dim = 2
-    cut_dim, joined_dim = (heads_dim, tokens_dim) if to_tokens else (tokens_dim, heads_dim)
+    # Tensors are [batch, heads, tokens, width].
+    split_dim, joined_dim = (1, 2) if to_tokens else (2, 1)
     # [ranks, batch, ...]
-    sent = torch.stack(x.chunk(ranks, cut_dim))
+    sent = torch.stack(x.chunk(ranks, split_dim))
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=place.group)
     return torch.cat(received.unbind(), joined_dim)
@@ -680,6 +666,8 @@ class _SequenceAttention(torch.autograd.Function):
             BackwardInputs(grad, output, log_sum_exp),
             into,
         )
-        sums = (into.query, into.key, into.value)
-        grads = [gradient.total.to(gradient.like.dtype) for gradient in sums]
-        return *grads, None, None, sink_gradient(sinks, grad, output, log_sum_exp)
+        grads = [
+            gradient.total.to(gradient.like.dtype)
+            for gradient in (into.query, into.key, into.value)
+        ]
+        return *grads, None, None, sink_gradient(sinks, grad, output, [log_sum_exp])

@@ -31,7 +31,42 @@ from plait.parallel.tensor.hook_checks import is_foreign
 from plait.parallel.tensor.styles import Region, own_values
 
 Forward = Callable[..., torch.Tensor]
+
+
+Sizes = tuple[list[int], list[int]]
+"""Numbers of rows to each rank, and of rows from each rank."""
+
+
 _SEES_OUTPUT: tuple[HookKind, ...] = ("forward", "backward_pre", "backward")
+
+
+def install(
+    module: nn.Module,
+    group: ProcessGroup,
+    *,
+    experts_per_rank: int,
+    tp: ProcessGroup | None,
+    sequence: Region | None,
+) -> None:
+    """Replace the forward of a module of experts by `Dispatch`.
+
+    Args:
+        module: The module, which has the parameters of this rank's experts.
+        group: The ranks of ep.
+        experts_per_rank: Number of experts of each rank.
+        tp: The ranks with the same tokens, or None.
+        sequence: The region of sequence parallelism if the output is a shard of the sequence, or
+            None.
+    """
+    module.forward = Dispatch(module, module.forward, group, experts_per_rank, tp, sequence)
+    module.num_experts = experts_per_rank  # type: ignore[assignment]  # grouped products count them
+
+
+def remove(module: nn.Module, *, count: int) -> None:
+    """Restore the original forward and the number of experts."""
+    if isinstance(module.__dict__.get("forward"), Dispatch):
+        del module.__dict__["forward"]
+        module.num_experts = count  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)
@@ -150,58 +185,47 @@ class Dispatch:
             flat: Expert of every row [rows].
         """
         ranks = self.group.size()
+        counts = torch.zeros(ranks * self.experts_per_rank, dtype=torch.int64, device=flat.device)
         if isinstance(flat, FakeTensor) or flat.is_meta or is_fake(self.group):
             # The choices of a router have no values, so all experts get equally many tokens.
-            exchange_counts(
-                torch.zeros(ranks, self.experts_per_rank, dtype=torch.int64, device=flat.device),
-                self.group,
-            )
+            exchange_counts(counts.view(ranks, -1), self.group)
             return _EvenDispatchPlan(
                 torch.sort(flat, stable=True).indices, ranks, self.experts_per_rank
             )
-        counts = torch.zeros(ranks * self.experts_per_rank, dtype=torch.int64, device=flat.device)
-        counts = counts.scatter_add_(0, flat, torch.ones_like(flat)).view(
-            ranks, self.experts_per_rank
-        )
+        counts = counts.scatter_add_(0, flat, torch.ones_like(flat)).view(ranks, -1)
         received_counts = exchange_counts(counts, self.group)
         # The copy is queued before the sort, so that reading it does not wait for the sort.
         sizes = HostCopy(torch.stack([counts.sum(1), received_counts.sum(1)]))
         return _DispatchPlan(torch.sort(flat, stable=True).indices, received_counts, sizes)
 
 
-Sizes = tuple[list[int], list[int]]
-"""Numbers of rows to each rank, and of rows from each rank."""
-
-
+@dataclass(frozen=True)
 class _DispatchPlan:
     """Destinations of the rows of one call.
 
     A recomputation uses the plan of its forward, even if its router would choose differently. The
     ranks then agree on the sizes of their messages, and no rank waits for its device again.
+
+    Attributes:
+        order: Indices of the rows in the order of their experts [rows].
+        received_counts: Rows from each rank for each expert [ranks, experts of this rank].
+        sizes: Rows to each rank and rows from each rank [2, ranks].
     """
 
-    def __init__(self, order: torch.Tensor, received_counts: torch.Tensor, sizes: HostCopy) -> None:
-        """Create the plan.
-
-        Args:
-            order: Indices of the rows in the order of their experts [rows].
-            received_counts: Rows from each rank for each expert [ranks, experts of this rank].
-            sizes: Rows to each rank and rows from each rank [2, ranks].
-        """
-        self.order = order
-        self._received_counts = received_counts
-        self._sizes = sizes
+    order: torch.Tensor
+    received_counts: torch.Tensor
+    sizes: HostCopy
 
     def rows(self) -> Sizes:
         """Return the sizes of the messages. The first call waits for the device."""
-        sent, received = self._sizes.values().tolist()
+        sent, received = self.sizes.values().tolist()
         return sent, received
 
     def experts(self, received: list[int]) -> torch.Tensor:
         """Return the local expert of every row that arrives."""
-        ranks, count = self._received_counts.shape
-        experts = torch.arange(count, device=self._received_counts.device).repeat(ranks)
-        return experts.repeat_interleave(self._received_counts.view(-1), output_size=sum(received))
+        ranks, count = self.received_counts.shape
+        experts = torch.arange(count, device=self.received_counts.device).repeat(ranks)
+        return experts.repeat_interleave(self.received_counts.view(-1), output_size=sum(received))
 
 
 @dataclass(frozen=True)
@@ -231,32 +255,3 @@ def _is_watched(module: nn.Module) -> bool:
     return any(
         is_foreign(hook) for kind in _SEES_OUTPUT for hook in hooks_of(module, kind).values()
     )
-
-
-def install(
-    module: nn.Module,
-    group: ProcessGroup,
-    *,
-    experts_per_rank: int,
-    tp: ProcessGroup | None,
-    sequence: Region | None,
-) -> None:
-    """Replace the forward of a module of experts by `Dispatch`.
-
-    Args:
-        module: The module, which has the parameters of this rank's experts.
-        group: The ranks of ep.
-        experts_per_rank: Number of experts of each rank.
-        tp: The ranks with the same tokens, or None.
-        sequence: The region of sequence parallelism if the output is a shard of the sequence, or
-            None.
-    """
-    module.forward = Dispatch(module, module.forward, group, experts_per_rank, tp, sequence)
-    module.num_experts = experts_per_rank  # type: ignore[assignment]  # grouped products count them
-
-
-def remove(module: nn.Module, *, count: int) -> None:
-    """Restore the original forward and the number of experts."""
-    if isinstance(module.__dict__.get("forward"), Dispatch):
-        del module.__dict__["forward"]
-        module.num_experts = count  # type: ignore[assignment]

@@ -7,10 +7,10 @@ have.
 Note [Balance loss over stages and ranks]
     Transformers sums over all routers of a model how many tokens each expert was chosen for, and
     the probabilities that it was given, and multiplies the two sums. A stage therefore cannot
-    compute its part of the loss alone. The sums of earlier stages are sent with the activations,
-    and the gradient of the probabilities returns with theirs. The last stage adds the sums of other
-    ranks. Order and dtypes are those of Transformers' `load_balancing_loss_func`, so that the value
-    is the same.
+    compute its part of the loss by itself. The sums of earlier stages are sent with the
+    activations, and the gradient of the probabilities returns with theirs. The last stage adds the
+    sums of other ranks. Order and dtypes are those of Transformers' `load_balancing_loss_func`, so
+    that the value is the same.
 """
 
 from __future__ import annotations
@@ -128,13 +128,9 @@ class RouterStatistics:
         return output, self._zeros(device)
 
     def _zeros(self, device: torch.device | None) -> Sums:
-        tokens = torch.zeros(self.experts, dtype=torch.float32, device=device)
-        return (
-            tokens,
-            torch.zeros_like(tokens),
-            torch.zeros_like(tokens[0]),
-            torch.zeros_like(tokens[0]),
-        )
+        per_expert = torch.zeros(self.experts, dtype=torch.float32, device=device)
+        scalar = torch.zeros((), dtype=torch.float32, device=device)
+        return per_expert, torch.zeros_like(per_expert), scalar, torch.zeros_like(scalar)
 
     def sums(self) -> Sums:
         """Return the sums over all routers so far, those of earlier stages included."""
@@ -146,7 +142,8 @@ class RouterStatistics:
             device = all_logits[0].device if all_logits else None
             tokens, probabilities, rows, squares = self._zeros(device)
 
-        for logits in all_logits:  # [tokens, experts]
+        # Each [tokens, experts].
+        for logits in all_logits:
             weights = torch.softmax(logits, dim=-1)
             chosen = torch.topk(weights, self.top_k, dim=-1).indices.reshape(-1)
             wide = weights.to(wide_dtype(weights.dtype))

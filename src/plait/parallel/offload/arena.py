@@ -1,23 +1,21 @@
-"""Arena of tensors in memory-mapped files.
+"""Arena of tensors in memory-mapped files, and prefetching of the parameter shards in it.
 
 A mapped tensor is an ordinary CPU tensor, so optimizers, checkpoints and collectives work on it
 unchanged. The order of accesses bounds the memory: `fetch` reads a range before it is used, and
-`evict` starts to write it to the disk and releases its pages.
+`evict` starts to write it to the disk and releases its pages. Disk space is reserved when a tensor
+is made, so a full disk raises an error there and never faults in the middle of a step. The files
+have no name: a process that dies leaves nothing behind.
 
-Disk space is reserved when a tensor is made, so a full disk raises an error there and never faults
-in the middle of a step. The files have no name: a process that dies leaves nothing behind.
-
-Prefetching of parameter shards that are stored in files.
-
-A training step gathers its units in the same order every time, so the unit that followed an
-all-gather in the previous step is prefetched: in forward, in backward and between the two. A shard
-is evicted as soon as the all-gather has read it. A changed order costs needless reads and never a
-wrong result, because the files are mapped.
+A training step gathers its units in the same order every time. `ShardPrefetcher` therefore reads
+the unit that followed an all-gather in the previous step: in forward, in backward and between the
+two. A shard is evicted as soon as the all-gather has read it. A changed order costs needless reads
+and never a wrong result, because the files are mapped.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import os
 import tempfile
@@ -51,7 +49,7 @@ _WRITE_RANGE = 2
 
 def in_pages(tensor: torch.Tensor) -> int:
     """Return the bytes that a copy of a tensor takes in an arena, which are complete pages."""
-    return _pages(tensor.numel() * tensor.element_size())
+    return _pages(tensor.nbytes)
 
 
 def _pages(size: int) -> int:
@@ -91,15 +89,13 @@ class Arena:
     def empty(self, shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised contiguous mapped tensor, which shares no page with others."""
         shape = tuple(shape)
-        count = 1
-        for length in shape:
-            count *= length
-        size = _pages(count * dtype.itemsize)
+        used_bytes = math.prod(shape) * dtype.itemsize
+        size = _pages(used_bytes)
         segment = next((s for s in self._segments if s.used + size <= s.size), None)
         if segment is None:
             self.reserve(size)
             segment = self._segments[-1]
-        flat = segment.bytes[segment.used : segment.used + count * dtype.itemsize]
+        flat = segment.bytes[segment.used : segment.used + used_bytes]
         segment.used += size
         return flat.view(dtype).view(shape)
 
@@ -125,11 +121,8 @@ class Arena:
         """
         if not tensor.numel():
             return
-        self.transfer(tensor.numel() * tensor.element_size(), reading=True)
-        advice = _POPULATE_READ
-        if write:
-            advice = _POPULATE_WRITE
-        if self._advise(tensor, advice) != 0:
+        self.transfer(tensor.nbytes, reading=True)
+        if self._advise(tensor, _POPULATE_WRITE if write else _POPULATE_READ) != 0:
             # Older kernels can only read ahead without waiting.
             self._advise(tensor, _WILLNEED)
 
@@ -144,15 +137,14 @@ class Arena:
         segment = self._segment(tensor)
         if segment is None or not tensor.numel():
             return
-        size = tensor.numel() * tensor.element_size()
         if written:
-            self.transfer(size, reading=False)
-            offset = tensor.data_ptr() - segment.bytes.data_ptr()
+            self.transfer(tensor.nbytes, reading=False)
             if hasattr(self._libc, "sync_file_range"):
+                offset = tensor.data_ptr() - segment.bytes.data_ptr()
                 self._libc.sync_file_range(
                     segment.file.fileno(),
                     ctypes.c_longlong(offset),
-                    ctypes.c_longlong(size),
+                    ctypes.c_longlong(tensor.nbytes),
                     _WRITE_RANGE,
                 )
         # In a shared mapping the pages leave this process, and their content stays in the file.
@@ -189,8 +181,7 @@ class Arena:
 
     def _advise(self, tensor: torch.Tensor, advice: int) -> int:
         start = tensor.data_ptr() // PAGE * PAGE
-        end = tensor.data_ptr() + tensor.numel() * tensor.element_size()
-        length = -(-(end - start) // PAGE) * PAGE
+        length = _pages(tensor.data_ptr() + tensor.nbytes - start)
         return int(self._libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), advice))
 
 
@@ -239,7 +230,7 @@ class ShardPrefetcher:
         self._shards = [shard_buffers(unit) for unit in units]
         self._sizes = []
         for shards in self._shards:
-            self._sizes.append(sum(shard.numel() * shard.element_size() for shard in shards))
+            self._sizes.append(sum(shard.nbytes for shard in shards))
         self._pool_bytes = pool_bytes
         self._reader = reader
         self._follows: dict[_Gather, tuple[Moment, int] | None] = {}
@@ -266,16 +257,14 @@ class ShardPrefetcher:
             self._follows[self._last] = (when, unit)
             previous_unit = self._last[2]
         self._last = (when, previous_unit, unit)
-        read = self._ahead.pop(unit, None) or self._fetch(unit)
+        read = self._ahead.pop(unit, None) or self._reader.submit(self._fetch, unit)
         # The next reads are queued before the wait for this one, so that the thread goes on.
         self._prefetch(unit)
         read.result()
 
     def _after(self, unit: int) -> None:
-        if self._stays:
-            return
-        for shard in self._shards[unit]:
-            self._arena.evict(shard, written=False)
+        if not self._stays:
+            self._evict(unit)
 
     def _prefetch(self, current: int) -> None:
         """Start to read the units that will be gathered next, as many as the pool has room for."""
@@ -301,26 +290,22 @@ class ShardPrefetcher:
             self._drop(unit)
         for unit in next_units:
             if unit not in self._ahead:
-                self._ahead[unit] = self._fetch(unit)
+                self._ahead[unit] = self._reader.submit(self._fetch, unit)
         if self._stays:
             # It stays in memory, so the next all-gather finds a read that is complete.
             done: Future[None] = Future()
             done.set_result(None)
             self._ahead[current] = done
 
-    def _fetch(self, unit: int) -> Future[None]:
-        def fetch() -> None:
-            for shard in self._shards[unit]:
-                self._arena.fetch(shard, write=False)
+    def _fetch(self, unit: int) -> None:
+        for shard in self._shards[unit]:
+            self._arena.fetch(shard, write=False)
 
-        return self._reader.submit(fetch)
+    def _evict(self, unit: int) -> None:
+        for shard in self._shards[unit]:
+            self._arena.evict(shard, written=False)
 
     def _drop(self, unit: int) -> None:
         """Queue the eviction of a unit behind its read, which may still be running."""
-
-        def evict() -> None:
-            for shard in self._shards[unit]:
-                self._arena.evict(shard, written=False)
-
         del self._ahead[unit]
-        self._reader.submit(evict)
+        self._reader.submit(self._evict, unit)

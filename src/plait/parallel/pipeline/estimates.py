@@ -349,7 +349,7 @@ def _shared_bytes(
                 dim = facts.tensor_plan.dims[parameter.name]
             # tp splits it along `dim`, and dp_shard along the first dimension.
             part = parameter_part(parameter.shape, dim, ledger)
-            local_bytes = int(part.held[0] * part.row[0]) * parameter.itemsize
+            local_bytes = int(part.local[0] * part.row[0]) * parameter.itemsize
             total += 2 * (len(ranks) - 1) * local_bytes // len(ranks)
     return total
 

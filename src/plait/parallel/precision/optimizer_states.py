@@ -9,7 +9,7 @@
 A block consists of consecutive elements of a row that share one float32 scale. The blocks depend
 only on the unsharded shape of a parameter, and no layout splits one: shards are complete rows, and
 tensor parallelism that would split a block is refused. States therefore have the same values on
-every layout. `optim.low_bit_codes` computes the codes, and `optim.low_bit_adam` is the optimizer.
+every layout. `optim.low_bit_adam` computes the codes and is the optimizer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FEWEST_NUMBERS = 4096
 Smaller parameters (norms, biases) keep float32 moments, as in bitsandbytes and torchao.
 """
 TENSOR_PARALLEL_DEGREE = 8
-"""Largest degree, a power of two, up to which splitting rows over tp cuts no block."""
+"""Largest degree, a power of two, up to which splitting rows over tp divides no block."""
 _SCALE_BYTES = 4
 
 
@@ -96,7 +96,6 @@ def refuse_cut_blocks(form: str | None, named: Iterable[tuple[str, torch.Tensor]
     """
     if form not in CODED:
         return
-    problems = []
     for name, parameter in named:
         block = block_of(parameter.shape)
         if not block or not isinstance(parameter, DTensor):
@@ -108,20 +107,13 @@ def refuse_cut_blocks(form: str | None, named: Iterable[tuple[str, torch.Tensor]
             size = parameter.device_mesh.size(axis)
             row = prod(parameter.shape[1:])
             # Only an even split of the second dimension leaves equal and contiguous parts of rows.
-            even = placement.dim == 1 and parameter.shape[1] % size == 0  # type: ignore[attr-defined]
-            if not even or row // size % block:
+            is_even = placement.dim == 1 and parameter.shape[1] % size == 0  # type: ignore[attr-defined]
+            if not is_even or row // size % block:
                 rule = (
                     f"{name} has rows of {row} elements in blocks of {block}, and {size} processes"
                     " would cut a block"
                 )
-                problems.append(
-                    Problem(
-                        FIELD,
-                        form,
-                        rule,
-                        f'use parallel.tp up to {TENSOR_PARALLEL_DEGREE}, or "bf16", or leave'
-                        " it out",
-                    )
+                remedy = (
+                    f'use parallel.tp up to {TENSOR_PARALLEL_DEGREE}, or "bf16", or leave it out'
                 )
-    if problems:
-        raise ConfigError(problems[0])
+                raise ConfigError(Problem(FIELD, form, rule, remedy))

@@ -291,7 +291,7 @@ class ShardedSteps(StepHook):
         backwards_left = 2
         if last:
             backwards_left = 1
-        after_backward = after_block_backward(self.stage, {0: backwards_left}, ran=0, own=0)
+        after_backward = after_block_backward(self.stage, {0: backwards_left}, ran=0, block_stage=0)
         self.model.set_requires_gradient_sync(after_backward.reduce)
         self.model.set_requires_all_reduce(after_backward.last)
         self.model.set_reshard_after_backward(after_backward.free)
@@ -533,7 +533,7 @@ def _account_parameters(
                 shape,
                 itemsize=itemsize,
                 tensors=ledger.optimizer_tensors,
-                numel=part.held * row_numel,
+                numel=part.local * row_numel,
             )
             total["optimizer"] += count * (states + ledger.optimizer_scalar_bytes)
             sent = count * n * sent_bytes(ledger.scheme.gradient_bits, shape, shard, reduce)

@@ -29,7 +29,7 @@ from plait.cluster import accelerator
 from plait.cluster.mesh import Mesh
 from plait.errors import ConfigError, ModelError, Problem
 from plait.model.facts import ModelFacts, model_facts
-from plait.parallel.accounting.ledger import Ledger
+from plait.parallel.accounting.ledger import Ledger, offloaded_bytes_of, offloaded_units
 from plait.parallel.activations.activation_store import (
     ActivationStore,
     DiskStore,
@@ -37,7 +37,6 @@ from plait.parallel.activations.activation_store import (
     OffloadedActivations,
 )
 from plait.parallel.hooks import StepHook
-from plait.parallel.offload.units import offloaded_bytes_of, offloaded_units
 from plait.parallel.parts import Parts
 from plait.parallel.technique import Technique, TechniqueContext
 from plait.parallel.techniques.compile import Compile

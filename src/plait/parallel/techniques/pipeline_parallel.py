@@ -390,7 +390,7 @@ class StagedZero:
         for unit in self._units:
             if reduce:
                 after = after_block_backward(
-                    self.zero, self._remaining, ran=stage, own=self._stage_of[unit]
+                    self.zero, self._remaining, ran=stage, block_stage=self._stage_of[unit]
                 )
             _set_unit_flags(unit, after)
         if self._root is None:

@@ -1,5 +1,6 @@
 """Tensor parallelism and sequence parallelism.
 
-`tensor_parallel` is the technique. It splits parameters by a plan (`model.plans`) and replaces the
-forward of each module by one of `styles`.
+`techniques.tensor_parallel` splits parameters by a plan (`model.plans`) and replaces the forward of
+each module by one of `styles`. `overlap` hides their all-reduces behind matrix products, and
+`hook_checks` refuses hooks that would see a part of a tensor.
 """

@@ -30,7 +30,7 @@ from plait.model.sequence import is_inside
 HookedModule = tuple[str, nn.Module, tuple[HookKind, ...], str]
 """(name, module, kinds of its hooks that receive a part, description of what is split)."""
 _SUPPORTED_PACKAGES = ("plait", "torch", "transformers")
-"""Packages whose hooks support shards, or whose hooks `outputs` handles."""
+"""Packages whose hooks support shards."""
 _BEFORE: tuple[HookKind, ...] = ("forward_pre",)
 _AFTER: tuple[HookKind, ...] = ("forward",)
 _BACKWARD: tuple[HookKind, ...] = ("backward", "backward_pre")
@@ -76,14 +76,13 @@ def watch(
 
     Call it last, because it wraps the current `forward` of the layers.
     """
-    styles = plan.styles
-    layers = {name for name, style in styles.items() if style != "replicated_with_grad_allreduce"}
+    layers = {
+        name for name, style in plan.styles.items() if style != "replicated_with_grad_allreduce"
+    }
     modules_of_layer: dict[str, list[HookedModule]] = {}
     for hooked in _hooked_modules(model, plan, blocks=blocks, sequence_parallel=sequence_parallel):
         name = hooked[0]
-        layer: str | None = name
-        if name not in layers:
-            layer = _first_layer(name, layers)
+        layer = name if name in layers else _first_layer(name, layers)
         if layer is not None:
             modules_of_layer.setdefault(layer, []).append(hooked)
     for name in layers:
@@ -140,7 +139,7 @@ def _hooked_modules(
         inner
         for name, style in styles.items()
         if style in ("colwise", "kv_replicated")
-        for inner in _between(model, name, plan)
+        for inner in _between(model, name)
     }
     for name, module in model.named_modules():
         in_blocks = name in blocks or is_inside(name, blocks)
@@ -161,7 +160,7 @@ def _hooked_modules(
             yield name, module, _ALL, "the features"
 
 
-def _between(model: nn.Module, layer: str, plan: TensorPlan) -> Iterator[str]:
+def _between(model: nn.Module, layer: str) -> Iterator[str]:
     """Yield modules without parameters or style next to a column-parallel layer.
 
     An activation function is one. Dropouts are excluded, because they may follow the row-parallel
@@ -171,10 +170,7 @@ def _between(model: nn.Module, layer: str, plan: TensorPlan) -> Iterator[str]:
     for leaf, child in model.get_submodule(parent).named_children():
         if isinstance(child, DROPOUTS) or next(child.parameters(), None) is not None:
             continue
-        if parent:
-            yield f"{parent}.{leaf}"
-        else:
-            yield leaf
+        yield f"{parent}.{leaf}" if parent else leaf
 
 
 def _refuse(name: str, module: nn.Module, kinds: tuple[HookKind, ...], split_values: str) -> None:
@@ -185,24 +181,21 @@ def _refuse(name: str, module: nn.Module, kinds: tuple[HookKind, ...], split_val
                 raise ModelError(
                     f"{name}: the {kind.replace('_', ' ')} hook {shown} would be given this rank's"
                     f" part of {split_values} only, because tensor parallelism splits the"
-                    f" computation there; hook {_remedy(name, split_values)}, or use"
-                    f" {_setting(split_values)}"
+                    f" computation there; hook {_remedy(name, split_values)}"
                 )
 
 
 def _remedy(name: str, split_values: str) -> str:
+    if split_values == "the sequence":
+        return (
+            "the final norm or the model, whose outputs are unsharded, or use"
+            " parallel.sequence_parallel = false"
+        )
     parent = name.rpartition(".")[0]
-    if split_values == "the sequence":
-        return "the final norm or the model, whose outputs are unsharded"
-    if not parent:
-        return "a module around it"
-    return f"{parent}, whose inputs and outputs are unsharded"
-
-
-def _setting(split_values: str) -> str:
-    if split_values == "the sequence":
-        return "parallel.sequence_parallel = false"
-    return "parallel.tp = 1"
+    container = "a module around it"
+    if parent:
+        container = f"{parent}, whose inputs and outputs are unsharded"
+    return f"{container}, or use parallel.tp = 1"
 
 
 def is_foreign(hook: Any) -> bool:

@@ -9,14 +9,14 @@ to the order of additions in a product.
 Note [Order of nodes in an overlapped backward]
     Of the nodes that are ready, autograd runs the one that was created last. The copy to the
     tensor-parallel region that siblings share therefore creates, in this order: the node that waits
-    for the all-reduce (`_Wait`), the node that computes the gradients of their weights (`_Later`),
-    and the node that starts the all-reduce (`_Start`). The backward of a sibling (`_Product`)
-    returns a placeholder as gradient of the weight, and `_Later` replaces it.
+    for the all-reduce, the nodes that compute the gradients of their weights, and the node that
+    starts the all-reduce. The backward of a sibling (`_Product`) returns a placeholder as gradient
+    of the weight, which the weight's node replaces.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ class DeferredGradient:
         """Store the gradient of the layer's output [.., out] and its input [.., in]."""
         self._operands = grad, x
 
-    def gradient(self) -> torch.Tensor:
+    def gradient(self, _placeholder: torch.Tensor) -> torch.Tensor:
         """Return the gradient of the weight [out, in], and drop the operands."""
         assert self._operands is not None
         operands = self._operands
@@ -68,33 +68,13 @@ def enter_overlapped(
     """
     # See Note [Order of nodes in an overlapped backward].
     gradient_sum = _GradientSum(group)
-    waiting = _Wait.apply(x, gradient_sum)
+    waiting = _Identity.apply(x, gradient_sum.wait)
     deferred: dict[int, Weight] = {}
     for key, weight in weights.items():
         operands = DeferredGradient()
-        deferred[key] = (_Later.apply(weight, operands), operands)
-    entered: torch.Tensor = _Start.apply(waiting, gradient_sum)
+        deferred[key] = (_Identity.apply(weight, operands.gradient), operands)
+    entered: torch.Tensor = _Identity.apply(waiting, gradient_sum.start)
     return entered, deferred
-
-
-class _GradientSum:
-    """Asynchronous sum of an input's gradient."""
-
-    def __init__(self, group: ProcessGroup) -> None:
-        self._group = group
-        self._sum: AsyncAllReduce | None = None
-
-    def start(self, grad: torch.Tensor) -> torch.Tensor:
-        """Start the all-reduce of a gradient, and return the tensor that will hold the sum."""
-        total = unshared(grad)
-        self._sum = AsyncAllReduce(total, self._group)
-        return total
-
-    def wait(self) -> None:
-        """Wait for the all-reduce."""
-        assert self._sum is not None
-        self._sum.value()
-        self._sum = None
 
 
 def product(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
@@ -120,37 +100,45 @@ def summed_product(
     return y
 
 
+class _GradientSum:
+    """Asynchronous sum of an input's gradient."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self._sum: AsyncAllReduce | None = None
+
+    def start(self, grad: torch.Tensor) -> torch.Tensor:
+        """Start the all-reduce of a gradient, and return the tensor that will hold the sum."""
+        total = unshared(grad)
+        self._sum = AsyncAllReduce(total, self._group)
+        return total
+
+    def wait(self, total: torch.Tensor) -> torch.Tensor:
+        """Wait for the all-reduce, and return the tensor that `start` has returned."""
+        assert self._sum is not None
+        self._sum.value()
+        self._sum = None
+        return total
+
+
 def _weight_gradient(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Return [out, in] from the gradient of a layer's output [.., out] and its input [.., in]."""
     return grad.reshape(-1, grad.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
 
 
 class _Identity(torch.autograd.Function):
-    """Identity whose backward calls a method of `owner`."""
+    """Identity whose backward maps the gradient by a function."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, owner: Any) -> torch.Tensor:
-        ctx.owner = owner
+    def forward(
+        ctx: Any, x: torch.Tensor, backward: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        ctx.map_gradient = backward
         return x.view_as(x)
 
-
-class _Later(_Identity):
-    @staticmethod
-    def backward(ctx: Any, placeholder: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.owner.gradient(), None
-
-
-class _Wait(_Identity):
-    @staticmethod
-    def backward(ctx: Any, total: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.owner.wait()
-        return total, None
-
-
-class _Start(_Identity):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.owner.start(grad), None
+        return ctx.map_gradient(grad), None
 
 
 class _Product(torch.autograd.Function):
@@ -167,7 +155,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         x, weight = ctx.saved_tensors
         ctx.deferred.put(grad, x)
-        # `_Later` replaces it by the gradient.
+        # The weight's `_Identity` replaces it by the gradient.
         placeholder = weight.new_zeros(()).expand(weight.shape)
         return grad @ weight, placeholder, None
 

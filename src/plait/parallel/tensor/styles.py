@@ -2,19 +2,17 @@
 
 Weights are DTensors over the tp axis, so that sharding, checkpoints and clipping know the global
 tensor. Computation uses plain local tensors with the collectives of `comm.collectives`: this takes
-fewer dispatches than DTensor arithmetic, and every collective is visible here.
-
-Siblings that read the same input (q, k, v; gate, up) share one copy to the tensor-parallel region
-(`RegionInput`), so that the input is gathered, and its gradient reduced, once.
-
-Random numbers of tensor parallelism (dropout).
+fewer dispatches than DTensor arithmetic, and every collective is visible here. Siblings that read
+the same input (q, k, v; gate, up) share one copy to the tensor-parallel region (`RegionInput`), so
+that the input is gathered, and its gradient reduced, once.
 
 Note [Random streams of tensor parallelism]
-    Tensors that all tp ranks replicate need the same random numbers on all of them. Tensors that
-    are split over the ranks need different numbers on each rank, so that heads, columns and tokens
-    of different ranks are dropped independently. Such split parts lie between a column-parallel
-    layer and the row-parallel layer after it, and on sequence shards. Ranks may draw any number of
-    random numbers in a split part, and all continue with the same shared stream after it.
+    Tensors that all tp ranks replicate need the same random numbers (dropout) on all of them.
+    Tensors that are split over the ranks need different numbers on each rank, so that heads,
+    columns and tokens of different ranks are dropped independently. Such split parts lie between a
+    column-parallel layer and the row-parallel layer after it, and on sequence shards. Ranks may
+    draw any number of random numbers in a split part, and all continue with the same shared stream
+    after it.
 
     Megatron-LM's `CudaRNGStatesTracker` does the same with a second generator state. Here the seed
     of a rank's stream is derived from the shared stream at the beginning of the split part, so
@@ -56,138 +54,11 @@ from plait.parallel.micro_batches import rebuild
 from plait.parallel.tensor.hook_checks import is_foreign
 from plait.parallel.tensor.overlap import Weight, enter_overlapped, product, summed_product
 
-_OFFSET = 4
-"""Step of the offset of a GPU's generator."""
-
-
-@dataclass
-class SplitStream:
-    """Random streams of one rank of tp. See Note [Random streams of tensor parallelism]."""
-
-    rank: int
-    _generator: torch.Generator | None = field(default=None, repr=False)
-    """Generator of the last split part."""
-    _own_seed: int | None = None
-    """Seed of the last split part.
-
-    While the generator has this seed, it is in a split part. After an exception `leave` may not
-    have been called. If the generator was restored since, its seed shows that the part has ended.
-    """
-    _resume: Callable[[], None] | None = field(default=None, repr=False)
-    """Returns the generator to the shared stream."""
-    _input: weakref.ref[torch.Tensor] | None = field(default=None, repr=False)
-    """Input of the split part, if it is known."""
-    _start_position: Any = field(default=None, repr=False)
-    """Position of the generator at the beginning of the part."""
-
-    def enter(self, like: torch.Tensor, *, read: torch.Tensor | None = None) -> None:
-        """Begin a split part. This does nothing if one has begun already.
-
-        Args:
-            like: A tensor on the device of the part.
-            read: The input of its first layer, if it is known.
-
-        Raises:
-            ModelError: Random numbers were drawn in the part, and then another of its layers reads
-                a replicated tensor, which each rank would have dropped differently.
-        """
-        generator = _generator(like)
-        if generator is None:
-            return
-        if generator.initial_seed() == self._own_seed:
-            self._refuse_late_input(generator, read)
-            return
-        self._generator = generator
-        seed, self._resume = _branch(generator)
-        self._own_seed = (seed + (self.rank + 1) * GOLDEN_RATIO) & WORD_MASK
-        generator.manual_seed(self._own_seed)
-        self._input = None
-        self._start_position = None
-        if read is not None:
-            self._input = weakref.ref(read)
-            self._start_position = _position(generator)
-
-    def leave(self) -> None:
-        """End a split part, after which all ranks draw the same numbers again.
-
-        Nothing happens outside of a part.
-        """
-        if (
-            self._generator is not None
-            and self._resume is not None
-            and self._generator.initial_seed() == self._own_seed
-        ):
-            self._resume()
-        self._generator = None
-        self._resume = None
-        self._input = None
-        self._start_position = None
-
-    def _refuse_late_input(self, generator: torch.Generator, read: torch.Tensor | None) -> None:
-        if read is None or self._input is None or self._input() is read:
-            return
-        if not _is_same_position(self._start_position, _position(generator)):
-            raise ModelError(
-                "tensor parallelism: random numbers were drawn (dropout) after a column-parallel"
-                " layer, and then another column-parallel layer read a different input: every rank"
-                " would drop other elements of a replicated tensor; call the column-parallel layers"
-                " one after the other, or use the style 'colwise_gather_output' for this one in"
-                " parallel.plan"
-            )
-
-
-def _generator(like: torch.Tensor) -> torch.Generator | None:
-    """Return the generator of dropout on the device of `like`, or None if nothing is computed."""
-    if isinstance(like, FakeTensor) or like.is_meta:
-        return None
-    if accelerator.is_accelerator(like.device):
-        return accelerator.generator(like.device)
-    if like.device.type == "cpu":
-        return torch.default_generator
-    return None
-
-
-def _branch(generator: torch.Generator) -> tuple[int, Callable[[], None]]:
-    """Return an unused seed of the shared stream, and a function that resumes the stream."""
-    if generator.device.type == "cpu":
-        seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator))
-        state = generator.get_state()
-
-        def restore() -> None:
-            generator.set_state(state)
-
-        return seed, restore
-    # Seed and offset are numbers on the host: no kernel runs, and nothing waits for the device.
-    shared_seed = generator.initial_seed()
-    offset = generator.get_offset()
-
-    def resume() -> None:
-        generator.manual_seed(shared_seed)
-        # Another offset, so that the next part gets another seed.
-        generator.set_offset(offset + _OFFSET)
-
-    return _mixed(_mixed(shared_seed) ^ offset), resume
-
-
-def _mixed(value: int) -> int:
-    return mix_bits((value + GOLDEN_RATIO) & WORD_MASK)
-
-
-def _position(generator: torch.Generator) -> Any:
-    """Return the state of a CPU's generator, or the offset of a GPU's."""
-    if generator.device.type == "cpu":
-        return generator.get_state()
-    return generator.get_offset()
-
-
-def _is_same_position(first: Any, second: Any) -> bool:
-    if isinstance(first, torch.Tensor):
-        return torch.equal(first, second)
-    return bool(first == second)
-
-
 SEQUENCE = 1
 """Dimension of hidden states [batch, seq, hidden] that sequence parallelism shards."""
+
+
+Forward = Callable[..., torch.Tensor]
 
 
 @dataclass
@@ -275,19 +146,17 @@ class RegionInput:
         """
         if self.opened:
             return x
-        if self._seen is x and self._remaining_uses:
-            entered = self._entered
-            self._remaining_uses -= 1
-        else:
-            entered = self._enter(x)
+        if self._seen is not x or not self._remaining_uses:
+            self._entered = self._enter(x)
             self._seen = x
-            self._entered = entered
-            self._remaining_uses = self.uses - 1
+            self._remaining_uses = self.uses
+        self._remaining_uses -= 1
+        entered = self._entered
+        assert entered is not None
         if not self._remaining_uses:
             # The last sibling has read it. A reference would keep the activations alive.
             self._seen = None
             self._entered = None
-        assert entered is not None
         return entered
 
     def _enter(self, x: torch.Tensor) -> torch.Tensor:
@@ -311,23 +180,6 @@ class RegionInput:
         input's gradient.
         """
         return self._deferred.pop(id(module), None)
-
-
-Forward = Callable[..., torch.Tensor]
-
-
-def _matmul(
-    module: nn.Module, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    return F.linear(x, _out_in(module, weight), bias)
-
-
-def _out_in(module: nn.Module, weight: torch.Tensor) -> torch.Tensor:
-    """Return a weight of the module as [out, in]."""
-    # Transformers' Conv1D stores [in, out].
-    if is_conv1d(module):
-        return weight.t()
-    return weight
 
 
 def colwise(
@@ -364,6 +216,38 @@ def colwise_gather_output(module: nn.Module, region: Region, region_input: Regio
     def forward(x: torch.Tensor) -> torch.Tensor:
         y = _matmul(module, region_input(x), _weight(module), _bias(module))
         return gather(y, region.group, dim=-1, length=features)
+
+    return forward
+
+
+def kv_replicated(
+    module: nn.Module, region: Region, region_input: RegionInput, *, heads: int, begins: bool
+) -> Forward:
+    """Return the forward of a key or value projection with fewer heads than ranks.
+
+    The weight is replicated, and each rank computes the one head that its queries use.
+
+    Args:
+        module: The projection.
+        region: The region of the model.
+        region_input: The input that siblings share.
+        heads: Number of key and value heads.
+        begins: See `colwise`.
+    """
+    head = region.group.rank() * heads // region.group.size()
+    rows = _out_features(module) // heads
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        weight = enter(_weight(module), region.group)
+        # [out, in] -> [head_dim, in]
+        weight = weight.narrow(_out_dim(module), head * rows, rows)
+        bias = _bias(module)
+        if bias is not None:
+            bias = enter(bias, region.group).narrow(0, head * rows, rows)
+        y = _matmul(module, region_input(x), weight, bias)
+        if begins:
+            region.enter_part(module, y, read=x)
+        return y
 
     return forward
 
@@ -458,6 +342,23 @@ def vocab_head(module: nn.Module, region: Region, region_input: RegionInput) -> 
     return forward
 
 
+def summed_gradient(module: nn.Module, region: Region) -> Forward:
+    """Return the forward of a replicated module whose ranks see different tokens or heads.
+
+    It is the original forward, with the gradients of its parameters summed over tp.
+    """
+    original = module.forward
+    names = [name for name, _ in module.named_parameters(recurse=False)]
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with own_values(
+            module, {name: enter(getattr(module, name), region.group) for name in names}
+        ):
+            return original(*args, **kwargs)
+
+    return forward
+
+
 def gather_at(module: nn.Module, region: Region) -> None:
     """Gather the sequence-sharded hidden states at the input of a container (attention, MLP).
 
@@ -517,23 +418,6 @@ def on_hidden(
     return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
 
 
-def summed_gradient(module: nn.Module, region: Region) -> Forward:
-    """Return the forward of a replicated module whose ranks see different tokens or heads.
-
-    It is the original forward, with the gradients of its parameters summed over tp.
-    """
-    original = module.forward
-    names = [name for name, _ in module.named_parameters(recurse=False)]
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        with own_values(
-            module, {name: enter(getattr(module, name), region.group) for name in names}
-        ):
-            return original(*args, **kwargs)
-
-    return forward
-
-
 @contextmanager
 def own_values(
     module: nn.Module, tensors: dict[str, torch.Tensor], **attributes: Any
@@ -557,38 +441,16 @@ def own_values(
         module.__dict__.update(previous)
 
 
-def kv_replicated(
-    module: nn.Module, region: Region, region_input: RegionInput, *, heads: int, begins: bool
-) -> Forward:
-    """Return the forward of a key or value projection with fewer heads than ranks.
+def _matmul(
+    module: nn.Module, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    return F.linear(x, _out_in(module, weight), bias)
 
-    The weight is replicated, and each rank computes the one head that its queries use.
 
-    Args:
-        module: The projection.
-        region: The region of the model.
-        region_input: The input that siblings share.
-        heads: Number of key and value heads.
-        begins: See `colwise`.
-    """
-    ranks = region.group.size()
-    rank = region.group.rank()
-    head = rank * heads // ranks
-    rows = _out_features(module) // heads
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        weight = enter(_weight(module), region.group)
-        # [out, in] -> [head_dim, in]
-        weight = weight.narrow(_out_dim(module), head * rows, rows)
-        bias = _bias(module)
-        if bias is not None:
-            bias = enter(bias, region.group).narrow(0, head * rows, rows)
-        y = _matmul(module, region_input(x), weight, bias)
-        if begins:
-            region.enter_part(module, y, read=x)
-        return y
-
-    return forward
+def _out_in(module: nn.Module, weight: torch.Tensor) -> torch.Tensor:
+    """Return a weight of the module as [out, in]."""
+    # Transformers' Conv1D stores [in, out].
+    return weight.t() if is_conv1d(module) else weight
 
 
 def _weight(module: nn.Module) -> torch.Tensor:
@@ -598,19 +460,141 @@ def _weight(module: nn.Module) -> torch.Tensor:
 
 def _bias(module: nn.Module) -> torch.Tensor | None:
     bias = getattr(module, "bias", None)
-    if bias is None:
-        return None
-    return local_tensor(bias)
+    return None if bias is None else local_tensor(bias)
 
 
 def _out_dim(module: nn.Module) -> int:
     """Return the dimension of the output features in the stored weight."""
-    if is_conv1d(module):
-        return 1
-    return 0
+    return int(is_conv1d(module))
 
 
 def _out_features(module: nn.Module) -> int:
     weight = module.weight
     assert isinstance(weight, torch.Tensor)
     return int(weight.shape[_out_dim(module)])
+
+
+_OFFSET = 4
+"""Step of the offset of a GPU's generator."""
+
+
+@dataclass
+class SplitStream:
+    """Random streams of one rank of tp. See Note [Random streams of tensor parallelism]."""
+
+    rank: int
+    _generator: torch.Generator | None = field(default=None, repr=False)
+    """Generator of the last split part."""
+    _own_seed: int | None = None
+    """Seed of the last split part.
+
+    While the generator has this seed, it is in a split part. After an exception `leave` may not
+    have been called. If the generator was restored since, its seed shows that the part has ended.
+    """
+    _resume: Callable[[], None] | None = field(default=None, repr=False)
+    """Returns the generator to the shared stream."""
+    _start: tuple[weakref.ref[torch.Tensor], Any] | None = field(default=None, repr=False)
+    """Input of the split part and position of the generator at its beginning, if they are known."""
+
+    def enter(self, like: torch.Tensor, *, read: torch.Tensor | None = None) -> None:
+        """Begin a split part. This does nothing if one has begun already.
+
+        Args:
+            like: A tensor on the device of the part.
+            read: The input of its first layer, if it is known.
+
+        Raises:
+            ModelError: Random numbers were drawn in the part, and then another of its layers reads
+                a replicated tensor, which each rank would have dropped differently.
+        """
+        generator = _generator(like)
+        if generator is None:
+            return
+        if generator.initial_seed() == self._own_seed:
+            self._refuse_late_input(generator, read)
+            return
+        self._generator = generator
+        seed, self._resume = _branch(generator)
+        self._own_seed = (seed + (self.rank + 1) * GOLDEN_RATIO) & WORD_MASK
+        generator.manual_seed(self._own_seed)
+        self._start = None
+        if read is not None:
+            self._start = (weakref.ref(read), _position(generator))
+
+    def leave(self) -> None:
+        """End a split part, after which all ranks draw the same numbers again.
+
+        Nothing happens outside of a part.
+        """
+        if (
+            self._generator is not None
+            and self._resume is not None
+            and self._generator.initial_seed() == self._own_seed
+        ):
+            self._resume()
+        self._generator = None
+        self._resume = None
+        self._start = None
+
+    def _refuse_late_input(self, generator: torch.Generator, read: torch.Tensor | None) -> None:
+        if read is None or self._start is None:
+            return
+        first_input, position = self._start
+        if first_input() is not read and not _is_same_position(position, _position(generator)):
+            raise ModelError(
+                "tensor parallelism: random numbers were drawn (dropout) after a column-parallel"
+                " layer, and then another column-parallel layer read a different input: every rank"
+                " would drop other elements of a replicated tensor; call the column-parallel layers"
+                " one after the other, or use the style 'colwise_gather_output' for this one in"
+                " parallel.plan"
+            )
+
+
+def _generator(like: torch.Tensor) -> torch.Generator | None:
+    """Return the generator of dropout on the device of `like`, or None if nothing is computed."""
+    if isinstance(like, FakeTensor) or like.is_meta:
+        return None
+    if accelerator.is_accelerator(like.device):
+        return accelerator.generator(like.device)
+    if like.device.type == "cpu":
+        return torch.default_generator
+    return None
+
+
+def _branch(generator: torch.Generator) -> tuple[int, Callable[[], None]]:
+    """Return an unused seed of the shared stream, and a function that resumes the stream."""
+    if generator.device.type == "cpu":
+        seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator))
+        state = generator.get_state()
+
+        def restore() -> None:
+            generator.set_state(state)
+
+        return seed, restore
+    # Seed and offset are numbers on the host: no kernel runs, and nothing waits for the device.
+    shared_seed = generator.initial_seed()
+    offset = generator.get_offset()
+
+    def resume() -> None:
+        generator.manual_seed(shared_seed)
+        # Another offset, so that the next part gets another seed.
+        generator.set_offset(offset + _OFFSET)
+
+    return _mixed(_mixed(shared_seed) ^ offset), resume
+
+
+def _mixed(value: int) -> int:
+    return mix_bits((value + GOLDEN_RATIO) & WORD_MASK)
+
+
+def _position(generator: torch.Generator) -> Any:
+    """Return the state of a CPU's generator, or the offset of a GPU's."""
+    if generator.device.type == "cpu":
+        return generator.get_state()
+    return generator.get_offset()
+
+
+def _is_same_position(first: Any, second: Any) -> bool:
+    if isinstance(first, torch.Tensor):
+        return torch.equal(first, second)
+    return bool(first == second)

@@ -27,7 +27,7 @@ def test_without_a_pipeline(zero: int, earlier: tuple[bool, ...], last: tuple[bo
     """One reduction a step at stages 0 and 1, one a micro-batch at 2 and 3; parameters freed in between at 3. The root unit likewise."""
     for left, expected in ((3, earlier), (2, earlier), (1, last)):
         assert (
-            after_block_backward(zero, {0: left}, ran=0, own=0)
+            after_block_backward(zero, {0: left}, ran=0, block_stage=0)
             == after_root_backward(zero, {0: left}, ran=0, users={0})
             == expected
         )
@@ -36,11 +36,11 @@ def test_without_a_pipeline(zero: int, earlier: tuple[bool, ...], last: tuple[bo
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_stages_of_a_rank_end_at_different_times(zero: int) -> None:
     """Stage 0 ends its step before stage 3, which has the head: the root's gradients are complete with the last backward of both."""
-    assert after_block_backward(zero, {0: 1, 3: 2}, ran=0, own=0) == (YES, YES, YES)
-    assert after_block_backward(zero, {0: 1, 3: 2}, ran=0, own=3) == (NO, NO, NO), (
+    assert after_block_backward(zero, {0: 1, 3: 2}, ran=0, block_stage=0) == (YES, YES, YES)
+    assert after_block_backward(zero, {0: 1, 3: 2}, ran=0, block_stage=3) == (NO, NO, NO), (
         "another stage has run"
     )
-    assert after_block_backward(zero, {0: 1, 3: 2}, ran=3, own=3) == AfterBackward(
+    assert after_block_backward(zero, {0: 1, 3: 2}, ran=3, block_stage=3) == AfterBackward(
         zero >= 2, NO, zero == 3
     )
     assert after_root_backward(zero, {0: 1, 3: 2}, ran=0, users={0, 3}) == AfterBackward(

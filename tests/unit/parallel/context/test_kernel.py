@@ -125,7 +125,7 @@ def check(
                 attend_backward(piece, rule, outputs, into)
             queries.add(rows.start, into.query.total)
             if total is not None:
-                more = sink_gradient(sinks, grad[:, :, rows], output, log_sum_exp)
+                more = sink_gradient(sinks, grad[:, :, rows], output, [log_sum_exp])
                 assert more is not None
                 total += more
     found = [queries.total, keys.total, values.total, *([] if total is None else [total])]
