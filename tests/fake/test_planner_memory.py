@@ -324,7 +324,7 @@ def cost_of(case: Case) -> float:
 def test_peak_of_a_step(case: Case) -> None:
     """MISSION: predicted memory within 2 % of the dry run: parameters and optimizer states exactly, the peak of the step."""
     for compared in compare(case):
-        told, found = compared.run.predicted, compared.run.found
+        told, found = compared.run.predicted, compared.run.measured
         assert told["parameters"] == found.parameters
         assert told["optimizer"] == pytest.approx(found.optimizer, rel=1e-6)
         assert compared.ratio == pytest.approx(1, abs=0.02), compared.run.measured.peak_during

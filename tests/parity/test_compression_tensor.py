@@ -168,7 +168,7 @@ def chosen(rank: int, world: int) -> tuple[str, str, int, str]:
     """What is chosen where one tp coordinate has no shared memory, and where its links were measured otherwise. Runs in a worker."""
 
     def half(group: dist.ProcessGroup, **how: Any) -> Transport:
-        return connect(group, **{**how, "wanted": "torch"} if rank % 2 else how)
+        return connect(group, **{**how, "requested": "torch"} if rank % 2 else how)
 
     config = settings(world, 2, 0, 1, 1, **plan("plain"))
     with patch.object(data_collectives, "connect", half):

@@ -39,7 +39,7 @@ def test_the_best_is_the_fastest_of_all_that_fit():
         (np.asarray(space.layouts.pp) == 1) & (np.diff(space.number, prepend=-1) != 0)
     )
     at = relieved(some, (*space.reliefs.on_device, *space.reliefs.on_host))
-    everything = price(asked, [at.at(i) for i in range(len(at.tp))])
+    everything = price(asked, [at.as_dict(i) for i in range(len(at.tp))])
     fitting = [
         choice
         for choice in everything
@@ -105,7 +105,7 @@ def test_every_candidate_is_a_layout_of_the_cluster():
     ).number  # of some degrees nothing can run
     assert number[0] >= 0 and np.all(np.diff(number) >= 0)
     assert len(
-        {tuple(row) for row in zip(*(np.asarray(getattr(at, f)) for f in at.at(0)), strict=True)}
+        {tuple(row) for row in zip(*(np.asarray(getattr(at, f)) for f in at.as_dict(0)), strict=True)}
     ) == len(at.tp)
 
 
@@ -416,7 +416,7 @@ def test_neighbours_are_one_step_away():
 
 def test_sixteen_thousand_devices():
     found = plan(request("llama-3-405b", gpus=16384, batch=4096, sequence=8192))
-    assert found.candidates > 50_000 and found.best
+    assert found.candidates > 40_000 and found.best
 
 
 def test_divisors():

@@ -23,5 +23,5 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
         lambda: iter([f"def add_{n}(a, b):\n    return a + b\n" * 3 for n in range(50)]),
     )
     return load_tokenizer(
-        train_tokenizer(corpus, DataSection(vocab_size=300), cache=cache, say=lambda text: None)
+        train_tokenizer(corpus, DataSection(vocab_size=300), cache=cache, report=lambda text: None)
     )
