@@ -183,7 +183,7 @@ def test_another_command_writes_the_answers(
     with answer_file(out, lines, {}) as answers:
         run(folder, "--prompts", str(prompts), "--out", str(out), code=2)
         assert (
-            f"--out {out}: another command writes it now; wait for its end"
+            f"--out {out}: another command writes it now; wait until it ends"
             in capsys.readouterr().err
         )
         answers.add([MADE])
@@ -421,7 +421,7 @@ def test_a_file_that_another_program_has_made_meanwhile(tmp_path: Path) -> None:
 
     with pytest.raises(
         InputError,
-        match="another program has made it meanwhile; the answers are in .*out.partial: rename",
+        match="another program has created it; the answers are in .*out.partial: rename",
     ):
         write_one(out, lines, then=lambda: out.write_text("of another program", encoding="utf-8"))
     assert out.read_text(encoding="utf-8") == "of another program"

@@ -18,9 +18,10 @@ Note [Life of a save]
     loaded, one of the same tag under the name `.TAG.replaced`. If the process dies, the next save
     of the tag or `prune` deletes what it left.
 
-Note [Asynchronous save] `Writer.begin` copies the tensors of the snapshot to host memory. A thread
-with a process group of its own then runs the save (Note [Life of a save]) while training goes on.
-Only one checkpoint is written at a time, so there is at most one copy, and its buffers are reused.
+Note [Asynchronous save]
+    `Writer.begin` copies the tensors of the snapshot to host memory. A thread with its own process
+    group then runs the save (Note [Life of a save]) while training continues. Only one checkpoint
+    is written at a time, so there is at most one copy, and its buffers are reused.
 
     Ranks learn at different moments that a save ended. An error is therefore raised where all ranks
     are at the same point: in `raise_failed` after a step, or at the next save. A rank without

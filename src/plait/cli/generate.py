@@ -252,8 +252,8 @@ def generate_command(
         deployment = deploy(work, tp=tp_degree, pp=pp_degree, devices=nproc_per_node)
     if scratch is not None and not deployment.written:
         raise InputError(
-            "--scratch: holds layers that are converted before they are streamed, and there are"
-            " none; leave it out"
+            "--scratch: stores layers that are converted before they are streamed, and this model"
+            " has none; leave it out"
         )
     print(deployment.why, file=sys.stderr)
     has_template = bool(getattr(tokenizer, "chat_template", None))

@@ -452,7 +452,7 @@ MODES: tuple[BlockMode, ...] = ("none", "selective", "full")
 def solved_recompute(
     resolved: Resolved, parts: Parts, mesh: Mesh, *, loss_fn: Loss | None, forward: Forward
 ) -> Recompute:
-    """Return the recomputation of a configuration with its budget solved.
+    """Return the recomputation settings of a configuration, with the modes that fit its budget.
 
     Args:
         resolved: The configuration.

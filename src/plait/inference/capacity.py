@@ -532,7 +532,7 @@ def _cache_tensor(
     lengths: tuple[int, int],
     window: int | None,
 ) -> CacheTensor:
-    """Return the size of a tensor from its numbers of elements after both forwards."""
+    """Return the size of a cache tensor from its elements after the first and second forward."""
     # The size is a linear function of the number of tokens, known at two points.
     token = (after - before) / lengths[1]
     fixed = max(before - token * lengths[0], after - token * sum(lengths), 0)

@@ -220,7 +220,7 @@ class AnswerFile:
             os.fsync(self._file.fileno())
         if self.path.exists():
             raise InputError(
-                f"--out {self.path}: another program has made it meanwhile; the answers are in"
+                f"--out {self.path}: another program has created it; the answers are in"
                 f" {self.partial}: rename that file"
             )
         with self._input_errors():
@@ -255,7 +255,7 @@ class AnswerFile:
         if not try_lock(file) or not names_open_file(self.partial, file):
             file.close()
             raise InputError(
-                f"--out {self.path}: another command writes it now; wait for its end, or give"
+                f"--out {self.path}: another command writes it now; wait until it ends, or give"
                 " another name"
             )
         if self.path.exists():

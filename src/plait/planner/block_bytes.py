@@ -62,7 +62,7 @@ class Working:
 
 @dataclass(frozen=True)
 class _Widths:
-    """Elements per token on one rank."""
+    """Sizes of a block's activations on one rank, in elements per token."""
 
     hidden: Numbers
     """Elements of hidden states, which sequence parallelism shards."""

@@ -284,9 +284,9 @@ def _select_moments(moments: NDArray[np.float64]) -> NDArray[np.float64]:
 def _moments_without_table(
     name: str, pp: int, microbatches: int, rank: int, stages: tuple[int, ...], blocks: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return all moments, and those that end a stage, of GPipe and 1F1B.
+    """Return the moments of GPipe and 1F1B: all of them, and those that end a stage.
 
-    Schedules without a table are priced for comparison only: all stages of a rank count as one.
+    Schedules without a table are priced for comparison only. All stages of a rank count as one.
     """
     first = 0 in stages
     last = pp * len(stages) - 1 in stages

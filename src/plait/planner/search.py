@@ -306,7 +306,7 @@ class PricedSpace:
     layouts: Layouts
     seconds: NDArray[np.float64]
     needed: NDArray[np.float64]
-    """Bytes; infinite if the host memory does not suffice."""
+    """Bytes of device memory. Infinite if the host memory does not suffice."""
 
 
 def price_space(request: Request, space: Space, calibration: Calibration) -> PricedSpace:

@@ -202,11 +202,11 @@ class _SpaceBuilder:
         return [value for value in values if self.fixed.get(name, value) == value]
 
     def exclude(self, region: str, rule: str) -> None:
-        """Note a region that is impossible, unless a rule for it is known."""
+        """Record the rule that excludes a region, unless the region already has one."""
         self.excluded.setdefault(region, rule)
 
     def exclude_fixed(self, names: Iterable[str], rule: str) -> None:
-        """Note that no candidate has the fixed values of these fields."""
+        """Record the rule that excludes the fixed values of these fields."""
         fixed = {name: self.fixed[name] for name in names if name in self.fixed}
         if fixed:
             self.exclude(format_fixed(fixed), rule)
@@ -214,7 +214,7 @@ class _SpaceBuilder:
     def without_refused(
         self, degrees: Iterable[int], refuse: Callable[[int], Excluded | None]
     ) -> list[int]:
-        """Return the degrees that no rule excludes, and note the rules for the others."""
+        """Return the degrees that no rule excludes, and record the rules for the others."""
         allowed = []
         for degree in degrees:
             refusal = refuse(degree)

@@ -203,7 +203,7 @@ def refuse_own_batches(parts: Parts, call: str) -> None:
 
 
 def refuse_split_experts(parts: Parts, call: str) -> None:
-    """Refuse a call that ranks may make in different numbers if experts are on several ranks.
+    """Refuse a call that some ranks may make more often, if experts are on several ranks.
 
     Ranks exchange tokens in every layer, so such a call could wait forever.
 

@@ -149,7 +149,7 @@ def peak_of_step(
 
 
 def library_bytes(context: Context, dtype: torch.dtype) -> int:
-    """Return the bytes that stay allocated after a product's forward and backward: workspaces."""
+    """Return the bytes of library workspaces, which stay allocated after a forward and backward."""
     layer = nn.Linear(256, 256, bias=False, device=context.device, dtype=dtype)
     x = torch.ones(256, 256, device=context.device, dtype=dtype, requires_grad=True)
     layer(x).sum().backward()
@@ -221,12 +221,12 @@ def shape_of(limit: float) -> Workload:
 
 
 def model_of_share(limit: float, share: float, *, at_most: bool) -> tuple[Workload, int]:
-    """Return the model next to `share` of `limit`, and its predicted peak.
+    """Return the model whose peak is closest to a share of the memory, and its predicted peak.
 
     Args:
-        limit: Bytes.
-        share: Share of them.
-        at_most: Whether to take the largest model below, or the smallest above.
+        limit: Bytes of memory.
+        share: Share of the memory.
+        at_most: True for the largest model below the share, False for the smallest one above.
     """
     shape = shape_of(limit)
 

@@ -132,11 +132,11 @@ def test_nothing_fits_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None
         ),
         (
             ("--model", "llama-3-8b", "--world-size", "8", "--gpu", "h100", "--precision", "int8"),
-            "not one that Plait trains in",
+            "Plait does not train in it",
         ),
         (
             ("--model", "llama-3-8b", "--world-size", "8", "--gpu", "h100", "--fix", "speed=2"),
-            "not a field of a layout",
+            "must be FIELD=VALUE with a field of a layout",
         ),
         (
             (

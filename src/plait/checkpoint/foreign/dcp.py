@@ -1,4 +1,8 @@
-"""Checkpoints of `torch.distributed.checkpoint`: tensors by name, and Adam's states if named so."""
+"""Checkpoints of `torch.distributed.checkpoint`.
+
+Tensors are read by name. Adam's states are recognised by names such as
+`optimizer.state.PARAMETER.exp_avg`.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +89,7 @@ def _assembler(
         for offsets, sizes in chunks:
             chunk = _load(folder, locations.get((name, offsets)), name)
             if not isinstance(chunk, torch.Tensor) or tuple(chunk.shape) != sizes:
-                raise CheckpointError(f"{folder}: a part of {name} is not of the shape {sizes}")
+                raise CheckpointError(f"{folder}: a part of {name} does not have the shape {sizes}")
             target = tuple(
                 slice(start, start + size) for start, size in zip(offsets, sizes, strict=True)
             )

@@ -118,7 +118,7 @@ def read_request(
     _check_sizes(batch, seq)
     if precision not in (None, "bf16", "fp16", "fp32"):
         raise InputError(
-            f"--precision {precision}: not one that Plait trains in; use bf16, fp16 or fp32"
+            f"--precision {precision}: Plait does not train in it; use bf16, fp16 or fp32"
         )
     notes: list[str] = []
     overrides = _overrides(

@@ -550,7 +550,7 @@ def _check_shape(schedule: Schedule) -> None:
                 and 0 <= action.microbatch < schedule.microbatches
             ):
                 raise _malformed(
-                    schedule, f"rank {rank} does {action}, and there are {schedule.stages} stages"
+                    schedule, f"rank {rank} has {action}, and there are {schedule.stages} stages"
                 )
             if schedule.stage_ranks[action.stage] != rank:
                 raise _malformed(
@@ -569,7 +569,7 @@ def _check_counts(schedule: Schedule) -> None:
         for action in row:
             kinds = kinds_of.setdefault((action.stage, action.microbatch), set())
             if action.kind in kinds:
-                raise _malformed(schedule, f"{action} is done twice")
+                raise _malformed(schedule, f"{action} occurs twice")
             kinds.add(action.kind)
     for stage in range(schedule.stages):
         for microbatch in range(schedule.microbatches):

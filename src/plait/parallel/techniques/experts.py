@@ -414,10 +414,10 @@ class Routing(Technique):
         if self.balance == "global" and not enables_balance_loss(model):
             rule = (
                 f"{type(model).__name__} has no balance loss, which"
-                " model.config.output_router_logits = True adds to models that know one"
+                " model.config.output_router_logits = True adds to models that support one"
             )
             raise ConfigError(
-                Problem("experts.balance", self.balance, rule, 'set that, or use "micro_batch"')
+                Problem("experts.balance", self.balance, rule, 'set it, or use "micro_batch"')
             )
         if self.balance == "global":
             _check_statistics(model, 'experts.balance = "global"', 'use "micro_batch"')
