@@ -60,12 +60,12 @@ def run(folder: Path, *arguments: str, code: int = 0) -> None:
         (
             {"prompt": "a", "text": "b"},
             [],
-            "line 3: has text, which the answer's would replace in --out; give it another name",
+            "line 3: has the key text, which --out uses for the answer; give it another name",
         ),
         (
             {"prompt": "a", "finish_reason": "b"},
             [],
-            "line 3: has finish_reason, which the answer's would replace",
+            "line 3: has the key finish_reason, which --out uses for the answer",
         ),
     ],
 )
@@ -329,7 +329,7 @@ def test_answers_of_other_prompts_are_left_as_they_are(tmp_path: Path) -> None:
     partial.write_bytes(before)
     described.unlink()
     with (
-        pytest.raises(InputError, match="out.partial.json does not say of what"),
+        pytest.raises(InputError, match="out.partial.json does not name their command"),
         answer_file(tmp_path / "out", lines, {"--seed": 1}),
     ):
         pass

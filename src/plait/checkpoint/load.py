@@ -318,8 +318,8 @@ def compare_model(reader: Reader, model_shapes: Mapping[str, tuple[int, ...]]) -
     for name, shape in model_shapes.items():
         if saved[name] != shape:
             raise CheckpointError(
-                f"{reader.path} is of another model: {name} has shape {saved[name]} in the checkpoint"
-                f" and {shape} in this model"
+                f"{reader.path} is of another model: {name} has shape {saved[name]} in the"
+                f" checkpoint and {shape} in this model"
             )
 
 

@@ -151,7 +151,7 @@ def _unsupported(resolved: Resolved) -> list[Problem]:
         (
             "ep",
             layout.ep,
-            "your own training loop with experts on different processes is not proven",
+            "your own training loop with experts on different processes is not tested",
             "engine.train_batch",
         ),
     )

@@ -227,7 +227,7 @@ def _refuse_other_adapters(model: nn.Module) -> None:
             )
         if getattr(config, "alora_invocation_tokens", None):
             raise InputError(
-                f"generate: the adapter {name!r} begins at some tokens of the text"
+                f"generate: the adapter {name!r} is active from certain tokens on"
                 " (alora_invocation_tokens), which is not supported; use PEFT's own generate, or"
                 " an adapter without them"
             )

@@ -156,7 +156,7 @@ def check_room(tokens: int, name: str, settings: GenerationSettings) -> int:
     if new_tokens < 1:
         raise InputError(
             f"{name} has {tokens} tokens, and max_length = {settings.max_length} leaves none to"
-            " add; raise it, or shorten it"
+            " generate; raise max_length, or shorten the prompt"
         )
     return new_tokens
 

@@ -422,7 +422,7 @@ def parse_fixed(texts: list[str] | tuple[str, ...]) -> dict[str, int]:
                 Problem(
                     name,
                     value,
-                    "is asked for a second time, with another value",
+                    "is given twice, with different values",
                     "keep one of them",
                 )
             )

@@ -403,7 +403,7 @@ def _degrees_of_context(builder: _SpaceBuilder, tp: int, ranks: int) -> list[int
         builder.exclude("cp > 1", builder.split.context)
         return builder.allowed("cp", [1])
     if builder.offers.compiled:
-        builder.exclude("cp > 1", "parts of sequences are not proven under torch.compile")
+        builder.exclude("cp > 1", "parts of sequences are not tested under torch.compile")
         return builder.allowed("cp", [1])
     if "cp" not in fixed:
         if builder.sequence < LONG_SEQUENCE and "context" not in fixed:

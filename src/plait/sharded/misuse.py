@@ -216,7 +216,7 @@ def refuse_split_experts(parts: Parts, call: str) -> None:
     """
     if parts.experts:
         raise InputError(
-            f"parallel.ep: {call} is not proven with experts on different processes, which exchange"
+            f"parallel.ep: {call} is not tested with experts on different processes, which exchange"
             " tokens in every layer; call engine.train_batch, engine.eval_batch or"
             " engine.predict(batch), or use parallel.ep = 1"
         )

@@ -138,7 +138,7 @@ def _refuse_engine_settings(resolved: Resolved) -> None:
             Problem(
                 "parallel.ep",
                 resolved.layout.ep,
-                "plait.parallelize with experts on different processes is not proven",
+                "plait.parallelize with experts on different processes is not tested",
                 "use plait.initialize and engine.train_batch, or 1",
             )
         )

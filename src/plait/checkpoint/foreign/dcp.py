@@ -82,7 +82,9 @@ def _assembler(
     """Return a function that reads all chunks, pairs (offsets, sizes), of a tensor."""
     # Checked before memory is allocated: elements without a chunk would be uninitialized.
     if sum(prod(sizes) for _, sizes in chunks) != prod(shape):
-        raise CheckpointError(f"{folder}: the parts of {name} are not its {prod(shape):,} elements")
+        raise CheckpointError(
+            f"{folder}: the parts of {name} do not have {prod(shape):,} elements in all"
+        )
 
     def assemble() -> torch.Tensor:
         full = torch.empty(shape, dtype=dtype)
@@ -112,9 +114,7 @@ def _load(folder: Path, info: Any, name: str) -> Any:
         or not isinstance(offset, int)
         or not isinstance(length, int)
     ):
-        raise CheckpointError(
-            f"{folder}: .metadata does not say where {name} is, or names no file of the folder"
-        )
+        raise CheckpointError(f"{folder}: .metadata names no file of the folder for {name}")
     try:
         with open(folder / file, "rb") as stream:
             stream.seek(offset)

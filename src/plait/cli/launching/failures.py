@@ -5,8 +5,8 @@ cause is printed immediately and completely, and every other failure in one line
 not use torch: it reads the records that `worker` writes.
 
 A rank publishes on its board (`comm.hang.Board`) which operation it runs or waits for, and writes
-its stacks after a signal. Both work while the rank is stopped or holds the GIL. The launcher reports
-a hang, with the late rank and its stack, before any rank reaches its own timeout.
+its stacks after a signal. Both work while the rank is stopped or holds the GIL. The launcher
+reports a hang, with the late rank and its stack, before any rank reaches its own timeout.
 """
 
 from __future__ import annotations

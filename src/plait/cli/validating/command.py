@@ -148,8 +148,8 @@ def machine_facts() -> dict[str, Any]:
         )
     except subprocess.TimeoutExpired:
         raise DeviceError(
-            f"torch did not find out within {_FACTS_SECONDS} s which GPUs there are; check whether"
-            " `nvidia-smi` answers"
+            f"torch did not detect the GPUs within {_FACTS_SECONDS} s; check whether `nvidia-smi`"
+            " responds"
         ) from None
     if process.returncode:
         last_lines = " | ".join(process.stderr.strip().splitlines()[-3:])

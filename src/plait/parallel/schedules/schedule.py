@@ -555,7 +555,7 @@ def _check_shape(schedule: Schedule) -> None:
             if schedule.stage_ranks[action.stage] != rank:
                 raise _malformed(
                     schedule,
-                    f"rank {rank} does {action}, and stage {action.stage} is on rank"
+                    f"rank {rank} has {action}, and stage {action.stage} is on rank"
                     f" {schedule.stage_ranks[action.stage]}",
                 )
 
@@ -578,7 +578,7 @@ def _check_counts(schedule: Schedule) -> None:
                 names = ", ".join(sorted(kinds)) or "nothing"
                 raise _malformed(
                     schedule,
-                    f"stage {stage} does {names} of micro-batch {microbatch}; it must do F, and"
+                    f"stage {stage} has {names} of micro-batch {microbatch}; it needs F, and"
                     " either B or both I and W",
                 )
 
