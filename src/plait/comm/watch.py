@@ -200,7 +200,7 @@ class Watch:
         }
 
     def disarm(self) -> None:
-        """Stop to watch. The thread must have ended before the interpreter ends."""
+        """Stop watching. The thread must have ended before the interpreter ends."""
         if self._thread is not None:
             self._stop.set()
             self._thread.join()

@@ -334,9 +334,9 @@ def handed_on(model: nn.Module, parts: Parts, batch: dict[str, torch.Tensor]) ->
             return leaf
         if leaf.dim() != 3 or leaf.shape[-1] != width or not leaf.is_floating_point():
             raise ModelError(
-                f"{name}: its blocks return a tensor of shape {tuple(leaf.shape)} beside hidden"
-                f" states {width} wide, so the shapes of the activations between its stages are not"
-                " known before a run"
+                f"{name}: its blocks return a tensor of shape {tuple(leaf.shape)}, not only"
+                f" hidden states {width} wide, so the shapes of the activations between its stages"
+                " are not known before a run"
             )
 
         return torch.empty(

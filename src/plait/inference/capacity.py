@@ -52,7 +52,7 @@ Activations and the allocator need the rest.
 LAYERS_ON_DEVICE = 3
 """Largest number of layers of an offloaded cache that are on the device at the same time.
 
-They are the layer to which a token is added, before and after, and the next layer.
+They are the layer to which a token is added, its longer copy with that token, and the next layer.
 """
 
 

@@ -101,7 +101,7 @@ def generate(
         The results, in the order of the prompts.
 
     Raises:
-        InputError: A rank cannot do what is asked for. The error is raised on all ranks.
+        InputError: A rank cannot serve the call. The error is raised on all ranks.
     """
     model = sharded.model
     mesh = sharded.mesh
@@ -308,7 +308,7 @@ def _gathered_model_fits(
     use_cache: bool,
     offload_cache: bool,
 ) -> bool:
-    """Return True if all parameters of a sharded model fit into memory beside the KV cache.
+    """Return True if all parameters of a sharded model fit into memory next to the KV cache.
 
     Raises:
         InputError: The KV cache does not fit, or a request exceeds the model's positions.

@@ -80,7 +80,7 @@ class StreamingPlan:
 
 
 class BudgetTooSmall(InputError):
-    """Error of a budget that does not hold the streamed layers besides everything else."""
+    """Error of a budget that is too small for the streamed layers and everything else."""
 
 
 class WeightStreamHook(StepHook):
@@ -309,7 +309,7 @@ def _spread_evenly(names: Sequence[str], count: int) -> tuple[str, ...]:
 
 
 def least_budget(model: nn.Module, stored: dict[str, StoredTensor], *, other_bytes: int) -> int:
-    """Return the smallest budget in bytes on the CPU: that for streaming every movable block."""
+    """Return the smallest budget in bytes on the CPU, with which every movable block is streamed."""
     sizes = _movable_blocks(model)
     total = sum(p.numel() * p.element_size() for p in model.parameters())
     slots = _slot_bytes(model, stored, list(sizes), on_cpu=True)

@@ -67,13 +67,13 @@ class LayoutChoice:
     mfu: float
     """Model FLOPs utilization in the precision of the computation.
 
-    Causal attention counts by half, recomputation does not count.
+    Causal attention counts by half. Recomputation does not count.
     """
     terms: Mapping[str, float]
     allocated: float
     reserved: float
     needed: float
-    """Bytes with the device's context."""
+    """Predicted peak bytes, including the context of the device."""
     needed_high: float
     fit_probability: float
     memory_terms: Mapping[str, float]

@@ -57,7 +57,7 @@ class Space:
 
     layouts: Layouts
     number: NDArray[np.int64]
-    """Number of the layout of each candidate without its relief."""
+    """Index of each candidate's layout. Candidates that differ only in relief share it."""
     reliefs: Reliefs
     excluded: tuple[Excluded, ...]
 

@@ -65,7 +65,7 @@ REQUIRED_BYTES = {"large": 24 * GIB, "small": 2 * GIB, "tiny": 0.5 * GIB}
 
 LEAST_BYTES = 2 * GIB
 LEAST_SIMULATED_BYTES = 64 * MIB
-"""A largest model of less memory would be small beside the workspaces of libraries."""
+"""Least memory for the check. In less, workspaces of libraries outweigh the largest model."""
 MOST_BYTES = 24 * GIB
 """Memory that the largest model may take. It is trained from a model on `meta`, whose weights are
 drawn on the host at about a second per GiB."""
@@ -112,7 +112,7 @@ def predicted(context: Context, resolved: Resolved, workload: Workload) -> Predi
 
 
 def difference(predicted_bytes: float, measured_bytes: float) -> str:
-    """Return what is wrong with a prediction. Empty if nothing is."""
+    """Return a description of a wrong prediction, or an empty string."""
     relative = predicted_bytes / measured_bytes - 1 if measured_bytes else float("inf")
     if abs(relative) <= ALLOWED:
         return ""
