@@ -373,8 +373,8 @@ class Writer:
 
         Args:
             snapshot: Part of the checkpoint that this rank writes.
-            stage: Copy the tensors and write them asynchronously. False writes them before this
-                call returns.
+            stage: Copy the tensors to host memory and write them asynchronously. False writes them
+                before this call returns.
 
         Raises:
             CheckpointError: The previous checkpoint could not be written.
@@ -403,7 +403,7 @@ class Writer:
     def finished(self) -> Place | None:
         """Return the checkpoint that was written since the last call.
 
-        None while it is being written, without one, and if it failed. `raise_failed` raises its
+        None if no save was started, or if it has not ended or has failed. `raise_failed` raises its
         error on all ranks.
         """
         running = self._running
@@ -436,8 +436,8 @@ class Writer:
         if not largest_state:
             return
 
-        # One rank's save ended. The others end at once, because the last act of a save is
-        # collective.
+        # One rank's save ended. The others end at once, because the last operation of a save
+        # is collective.
         self._unsettled = None
         if largest_state == _FAILED:
             self._running = None

@@ -309,7 +309,7 @@ def _spread_evenly(names: Sequence[str], count: int) -> tuple[str, ...]:
 
 
 def least_budget(model: nn.Module, stored: dict[str, StoredTensor], *, other_bytes: int) -> int:
-    """Return the smallest budget in bytes on the CPU, with which every movable block is streamed."""
+    """Return the bytes of the smallest budget on the CPU, which streams every movable block."""
     sizes = _movable_blocks(model)
     total = sum(p.numel() * p.element_size() for p in model.parameters())
     slots = _slot_bytes(model, stored, list(sizes), on_cpu=True)

@@ -321,7 +321,7 @@ class ShardedModel:
 
         Args:
             stepper: The result of `stepper`.
-            divisor: Factor by which the gradients are too large, besides the loss scale.
+            divisor: Number that the gradients are divided by, in addition to the loss scale.
             loss: Returns the global loss of the step, 0-dimensional.
             local_loss: Returns this rank's part of the loss, for the error.
             step: Number of the step, for the error.

@@ -517,7 +517,7 @@ def _row(name: str, flag: Flag, value: Any) -> KeyReport:
             name,
             value,
             Status.IGNORED,
-            f"this value asks for nothing; another would be refused: {flag.why}",
+            f"this value requests nothing; other values are refused: {flag.why}",
         )
     return KeyReport(name, value, flag.status, flag.why)
 
