@@ -181,7 +181,7 @@ def reason_for_step(config: Resolved) -> str | None:
 
 
 class ParallelModel(ShardedModel):
-    """A sharded model of your own training loop. `plait.parallelize` makes it.
+    """Sharded model for your own training loop. `plait.parallelize` returns it.
 
     Gradients are means over the data-parallel ranks. `forward_backward` also divides by the number
     of micro-batches; with `accumulate` the loop does. The methods of `ShardedModel`, such as

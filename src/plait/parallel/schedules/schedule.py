@@ -527,7 +527,7 @@ class MessageNumbers:
         return number % self.gradients // self._microbatches
 
     def message(self, number: int) -> Message:
-        """Return the message of a number."""
+        """Return the message with a number."""
         payload = Payload.GRADIENT
         if number < self.gradients:
             payload = Payload.ACTIVATION
