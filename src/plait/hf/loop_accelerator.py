@@ -53,7 +53,7 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
 
     Raises:
         ConfigError: The configuration contradicts the arguments, or does not support a loop.
-        InputError: An argument cannot be honoured.
+        InputError: An argument is not supported.
     """
 
     _begins = _PREPARE
