@@ -579,7 +579,7 @@ def test_the_folder_of_a_run(
     assert streamed.out.rstrip("\n") == answer
     run(*common, "--scratch", str(tmp_path), "--cpu-budget", "1MiB", code=2)
     assert (
-        "--scratch: holds layers that are converted before they are streamed, and there are"
+        "--scratch: stores layers that are converted before they are streamed, and this model"
         in capsys.readouterr().err
     )
     with pytest.raises(SystemExit):

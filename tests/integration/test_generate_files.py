@@ -60,12 +60,12 @@ def run(folder: Path, *arguments: str, code: int = 0) -> None:
         (
             {"prompt": "a", "text": "b"},
             [],
-            "line 3: has text, which the answer's would replace in --out; give it another name",
+            "line 3: has the key text, which --out uses for the answer; give it another name",
         ),
         (
             {"prompt": "a", "finish_reason": "b"},
             [],
-            "line 3: has finish_reason, which the answer's would replace",
+            "line 3: has the key finish_reason, which --out uses for the answer",
         ),
     ],
 )
@@ -183,7 +183,7 @@ def test_another_command_writes_the_answers(
     with answer_file(out, lines, {}) as answers:
         run(folder, "--prompts", str(prompts), "--out", str(out), code=2)
         assert (
-            f"--out {out}: another command writes it now; wait for its end"
+            f"--out {out}: another command writes it now; wait until it ends"
             in capsys.readouterr().err
         )
         answers.add([MADE])
@@ -329,7 +329,7 @@ def test_answers_of_other_prompts_are_left_as_they_are(tmp_path: Path) -> None:
     partial.write_bytes(before)
     described.unlink()
     with (
-        pytest.raises(InputError, match="out.partial.json does not say of what"),
+        pytest.raises(InputError, match="out.partial.json does not name their command"),
         answer_file(tmp_path / "out", lines, {"--seed": 1}),
     ):
         pass
@@ -421,7 +421,7 @@ def test_a_file_that_another_program_has_made_meanwhile(tmp_path: Path) -> None:
 
     with pytest.raises(
         InputError,
-        match="another program has made it meanwhile; the answers are in .*out.partial: rename",
+        match="another program has created it; the answers are in .*out.partial: rename",
     ):
         write_one(out, lines, then=lambda: out.write_text("of another program", encoding="utf-8"))
     assert out.read_text(encoding="utf-8") == "of another program"

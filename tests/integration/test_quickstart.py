@@ -240,7 +240,8 @@ def test_readmes_commands_on_a_run(
     fcntl.flock(held, fcntl.LOCK_EX)
     assert (
         _code(again) == 2
-        and "--out other: another export is writing it; wait for its end" in capsys.readouterr().err
+        and "--out other: another export is writing it; wait until it ends"
+        in capsys.readouterr().err
     )
     assert (tmp_path / ".other.tmp" / "left").is_dir()
     os.close(held)

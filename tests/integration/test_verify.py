@@ -333,7 +333,7 @@ def test_equal_for_plain_modules(pool: Pool, function: Any, stage: int) -> None:
     report = compared(pool, planned(given=function, zero_optimization={"stage": stage}))
     assert report.equal, failure(report)
     assert bool(report.sections[1].rows) == (function is not regression)
-    assert any("brings its own loss" in note for note in report.sections[1].notes) == (
+    assert any("has its own loss" in note for note in report.sections[1].notes) == (
         function is regression
     )
 

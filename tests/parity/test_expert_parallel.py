@@ -143,13 +143,13 @@ def one_engine(
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_everything_else_of_an_engine(pool: Pool, stage: int, tmp_path: Path) -> None:
-    """It sends and holds what the ledger says, refuses what is not proven, and its checkpoint goes on without ep, as one without ep goes on
+    """It sends and holds what the ledger says, refuses what is not tested, and its checkpoint goes on without ep, as one without ep goes on
     with it."""
     case, plain = Case("mixtral", stage, EP2, dp=2), Case("mixtral", 1 - stage, dp=2)
     for account, refused, carried in pool.run(2, one_engine, case, str(tmp_path), plain):
         assert account.sent == account.said
         assert account.held == account.said_held
-        assert all("is not proven with experts" in message for message in refused)
+        assert all("is not tested with experts" in message for message in refused)
         assert max(map(abs, carried)) < 1e-12
 
 

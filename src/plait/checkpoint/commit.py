@@ -4,9 +4,10 @@ Note [Commit]
     In a file system the files are written to `.TAG.tmp`, and a rename publishes the folder. An
     older checkpoint of the tag is renamed to `.TAG.replaced` first.
 
-    A store has no rename. The files are written to their final folder, which must be empty: TAG,
-    else TAG.2, TAG.3 ... The manifest is written last and makes them a checkpoint. Until then the
-    folder contains the object `begun`. An older checkpoint of the tag has another folder.
+    A store has no rename. The files are written to their final folder, which is the first unused
+    one of TAG, TAG.2, TAG.3 ... The manifest is written last and makes them a checkpoint. An object
+    `begun` marks a folder whose save or deletion has not ended. An older checkpoint of the tag has
+    another folder.
 
     In both, the older checkpoint is deleted after LATEST names the new one.
 """
@@ -60,7 +61,9 @@ class Commit(ABC):
         """Folder of the published checkpoint."""
 
     def finish(self, manifest: str) -> None:
-        """Publish the checkpoint and point LATEST to it. Called by rank 0 after all ranks wrote.
+        """Publish the checkpoint and point LATEST to it.
+
+        Called by rank 0 after all ranks have written their files.
 
         Args:
             manifest: JSON text of the manifest.

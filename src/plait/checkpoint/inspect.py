@@ -260,7 +260,7 @@ def _run_lock(folder: Place) -> Iterator[None]:
     with open(lock, "ab") as stream:
         if not try_lock(stream):
             raise CheckpointError(
-                f"{folder}: plait train is running in {folder.parent}; wait for its end, or set"
+                f"{folder}: plait train is running in {folder.parent}; wait until it ends, or set"
                 " run.keep"
             )
         yield

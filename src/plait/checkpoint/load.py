@@ -159,7 +159,7 @@ class Reader:
         """Return a full tensor on the CPU.
 
         Raises:
-            CheckpointError: A file cannot be read or does not have its part.
+            CheckpointError: A file cannot be read, or lacks a part of the tensor.
         """
         record = self.tensors[name]
         full = tuple((0, size) for size in record.shape)
@@ -186,8 +186,8 @@ class Reader:
             record = self.tensors[name]
             if record.shape != tuple(target.shape):
                 raise CheckpointError(
-                    f"{self.path}: {name} has shape {record.shape} there and {tuple(target.shape)}"
-                    " here"
+                    f"{self.path}: {name} has shape {record.shape} in the checkpoint and"
+                    f" {tuple(target.shape)} in this model"
                 )
             target_window = window_of(target)
             local = local_tensor(target)
@@ -318,8 +318,8 @@ def compare_model(reader: Reader, model_shapes: Mapping[str, tuple[int, ...]]) -
     for name, shape in model_shapes.items():
         if saved[name] != shape:
             raise CheckpointError(
-                f"{reader.path} is of another model: {name} has shape {saved[name]} there and"
-                f" {shape} here"
+                f"{reader.path} is of another model: {name} has shape {saved[name]} in the"
+                f" checkpoint and {shape} in this model"
             )
 
 

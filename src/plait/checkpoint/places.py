@@ -5,10 +5,9 @@ the methods of `pathlib.Path` that checkpoints need. Listings are never cached, 
 processes write to the same folders. Errors of a store's library become OSError. Credentials,
 regions and endpoints are configured as that library documents.
 
-All calls of the file system go through `FILES`. Tests replace it by a file system
-that is full, slow or read-only, that fails, or that ends the process at one of the calls.
-
-No other module of the package changes files. A power loss leaves them intact.
+All calls of the file system go through `FILES`. Tests replace it by a file system that is full,
+slow or read-only, that fails, or that ends the process at one of the calls. No other module of
+`plait.checkpoint` changes files, so that a power loss leaves complete checkpoints intact.
 
 Note [Order of syncs]
     In a file system, every file and its folder are on the disk before a rename publishes them, and
@@ -370,7 +369,7 @@ def size_of(path: Place) -> int:
 
 
 def size_of_folder(path: Place) -> int:
-    """Return the size of a folder's files in bytes; 0 if it is deleted meanwhile."""
+    """Return the size of a folder's files in bytes; 0 if it is deleted during the call."""
     try:
         if isinstance(path, StorePath):
             return sum(path.sizes().values())

@@ -18,9 +18,10 @@ Note [Life of a save]
     loaded, one of the same tag under the name `.TAG.replaced`. If the process dies, the next save
     of the tag or `prune` deletes what it left.
 
-Note [Asynchronous save] `Writer.begin` copies the tensors of the snapshot to host memory. A thread
-with a process group of its own then runs the save (Note [Life of a save]) while training goes on.
-Only one checkpoint is written at a time, so there is at most one copy, and its buffers are reused.
+Note [Asynchronous save]
+    `Writer.begin` copies the tensors of the snapshot to host memory. A thread with its own process
+    group then runs the save (Note [Life of a save]) while training continues. Only one checkpoint
+    is written at a time, so there is at most one copy, and its buffers are reused.
 
     Ranks learn at different moments that a save ended. An error is therefore raised where all ranks
     are at the same point: in `raise_failed` after a step, or at the next save. A rank without
@@ -372,8 +373,8 @@ class Writer:
 
         Args:
             snapshot: Part of the checkpoint that this rank writes.
-            stage: Copy the tensors and write them asynchronously. False writes them before this
-                call returns.
+            stage: Copy the tensors to host memory and write them asynchronously. False writes them
+                before this call returns.
 
         Raises:
             CheckpointError: The previous checkpoint could not be written.
@@ -402,7 +403,7 @@ class Writer:
     def finished(self) -> Place | None:
         """Return the checkpoint that was written since the last call.
 
-        None while it is being written, without one, and if it failed. `raise_failed` raises its
+        None if no save was started, or if it has not ended or has failed. `raise_failed` raises its
         error on all ranks.
         """
         running = self._running
@@ -435,8 +436,8 @@ class Writer:
         if not largest_state:
             return
 
-        # One rank's save ended. The others end at once, because the last act of a save is
-        # collective.
+        # One rank's save ended. The others end at once, because the last operation of a save
+        # is collective.
         self._unsettled = None
         if largest_state == _FAILED:
             self._running = None

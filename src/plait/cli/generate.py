@@ -196,8 +196,8 @@ def generate_command(
     max_seed = (1 << 63) - max(len(lines), 1)
     if seed is not None and seed > max_seed:
         raise InputError(
-            f"--seed {seed}: each prompt has the next number, and the last must be under 2**63;"
-            f" give {max_seed} at most"
+            f"--seed {seed}: each prompt uses the next number, and the last must be below 2**63;"
+            f" use at most {max_seed}"
         )
     adapter_folder = single_adapter(adapter)
     source = open_source(model, adapter_folder)
@@ -252,8 +252,8 @@ def generate_command(
         deployment = deploy(work, tp=tp_degree, pp=pp_degree, devices=nproc_per_node)
     if scratch is not None and not deployment.written:
         raise InputError(
-            "--scratch: holds layers that are converted before they are streamed, and there are"
-            " none; leave it out"
+            "--scratch: stores layers that are converted before they are streamed, and this model"
+            " has none; leave it out"
         )
     print(deployment.why, file=sys.stderr)
     has_template = bool(getattr(tokenizer, "chat_template", None))

@@ -69,7 +69,7 @@ class HostfileEntry:
 
     @property
     def address(self) -> str:
-        """Name without the user."""
+        """Host name without the user name."""
         return self.name.rpartition("@")[2]
 
 

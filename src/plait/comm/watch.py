@@ -56,11 +56,11 @@ LATER_ALONE_SECONDS = 4.0
 _UNSEEN_SECONDS = 1.0
 """Age up to which a wait is ignored."""
 _STACK_SECONDS = 2.0
-"""Longest time in which a process must have written its stacks."""
+"""Time within which a process must have written its stacks."""
 _MOST_STACKS = 2
-"""Number of late ranks whose stacks are collected."""
+"""Largest number of late ranks whose stacks are collected."""
 _MOST_WAITS = 8
-"""Number of waits that are published."""
+"""Largest number of waits that are published."""
 _EXIT_CODE = 5
 """Exit code of a process that ends itself, which is that of a CommunicationError."""
 
@@ -200,7 +200,7 @@ class Watch:
         }
 
     def disarm(self) -> None:
-        """Stop to watch. The thread must have ended before the interpreter ends."""
+        """Stop watching. The thread must have ended before the interpreter ends."""
         if self._thread is not None:
             self._stop.set()
             self._thread.join()

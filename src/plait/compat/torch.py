@@ -80,7 +80,7 @@ class DistributedDataParallel(nn.Module):
             default, remedy = _UNSUPPORTED[name]
             if value != default:
                 raise InputError(
-                    f"DistributedDataParallel({name}={value!r}) cannot be honoured; leave it out:"
+                    f"DistributedDataParallel({name}={value!r}) is not supported; leave it out:"
                     f" {remedy}"
                 )
 

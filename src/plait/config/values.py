@@ -60,9 +60,9 @@ Steps = Annotated[Integer, Field(ge=1)]
 """Number of steps, at least 1."""
 
 MAX_NAME_BYTES = 255
-"""Linux's limit on the name of a file."""
+"""Longest file name that Linux allows."""
 MAX_PATH_BYTES = 4096
-"""Linux's limit on a path, including the terminating zero byte."""
+"""Longest path that Linux allows, including the terminating zero byte."""
 
 
 def _check_path(value: object) -> object:

@@ -362,10 +362,10 @@ def _encode_with_template(
 def _spans(
     template: ChatTemplate, messages: list[Message], numbers: list[int]
 ) -> tuple[str, list[tuple[int, int] | None]]:
-    """Return the text of a conversation, and the spans of its messages `numbers`, the answers.
+    """Return the text of a conversation, and the spans of its answers, the messages `numbers`.
 
-    The span is None for an answer that the template writes differently once later turns follow, as
-    templates do that remove earlier thinking. A model never generates such an answer.
+    The span is None for an answer that the template writes differently when later turns follow, for
+    example because it removes earlier thinking. A model never generates such an answer.
     """
     if template.marks_answers:
         text, marked = template.render_marked(messages)

@@ -334,9 +334,9 @@ def handed_on(model: nn.Module, parts: Parts, batch: dict[str, torch.Tensor]) ->
             return leaf
         if leaf.dim() != 3 or leaf.shape[-1] != width or not leaf.is_floating_point():
             raise ModelError(
-                f"{name}: its blocks return a tensor of shape {tuple(leaf.shape)} beside hidden"
-                f" states {width} wide, so the shapes of the activations between its stages are not"
-                " known before a run"
+                f"{name}: its blocks return a tensor of shape {tuple(leaf.shape)}, not only"
+                f" hidden states {width} wide, so the shapes of the activations between its stages"
+                " are not known before a run"
             )
 
         return torch.empty(
@@ -452,7 +452,7 @@ MODES: tuple[BlockMode, ...] = ("none", "selective", "full")
 def solved_recompute(
     resolved: Resolved, parts: Parts, mesh: Mesh, *, loss_fn: Loss | None, forward: Forward
 ) -> Recompute:
-    """Return the recomputation of a configuration with its budget solved.
+    """Return the recomputation settings of a configuration, with the modes that fit its budget.
 
     Args:
         resolved: The configuration.

@@ -4,10 +4,10 @@ A training loop takes full optimizer steps with `train_batch`, or makes DeepSpee
 (`engine(...)`, `backward`, `step`).
 
 Note [Division of gradients]
-    Both divide the loss before its backward, and gradients are reduced by sum. `train_batch`
-    divides by the global weight of the step (usually its number of targets), so the result does not
-    depend on how samples are distributed over ranks and micro-batches. The three calls take
-    DeepSpeed's mean of means, unless `backward` is passed weights.
+    `train_batch` and the three calls divide the loss before its backward, and gradients are reduced
+    by sum. `train_batch` divides by the global weight of the step (usually its number of targets),
+    so the result does not depend on how samples are distributed over ranks and micro-batches. The
+    three calls take DeepSpeed's mean of means, unless `backward` is passed weights.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class StepResult:
 
 
 class Engine(EngineFacts):
-    """Trains a model on a layout. `plait.initialize` makes it.
+    """Engine that trains a model on a layout. `plait.initialize` returns it.
 
     The model is sharded in place and is still the user's own object.
 
@@ -93,8 +93,8 @@ class Engine(EngineFacts):
         skipped_steps: Number of steps that were skipped.
         communication: Description of how data-parallel ranks exchange gradients and parameters,
             with the reasons and with the decisions of the first steps.
-        trackers: Experiment trackers of the caller's own loop on the first rank. None if none are
-            enabled, and in `plait train`, whose loop has its own.
+        trackers: Experiment trackers of the user's training loop, on the first rank. None if none
+            are enabled, and in `plait train`, which has separate trackers.
     """
 
     def __init__(self, sharded: ShardedModel, stepper: Stepper, loss_fn: Loss | None) -> None:
@@ -192,7 +192,7 @@ class Engine(EngineFacts):
         global_sums = AsyncAllReduce(
             torch.stack([self._sum(totals), self._sum(returned_weights)]), self._loss_group
         )
-        # Both may change in the update.
+        # The update may change both, and the result has the values of this step.
         scale = self.sharded.loss_scale
         rate = self.get_lr()[0]
         outcome = self._update(

@@ -330,7 +330,7 @@ class _FakeTensorWatch(LiveStorages):
         """Return the collectives, by mesh dimension and kind."""
         grouped: dict[tuple[str, str, int], list[Call]] = {}
         for axis, call in self._collectives:
-            # On gloo a reduce-scatter runs as an all-to-all (see `comm.reduce_scatter`).
+            # On gloo a reduce-scatter runs as an all-to-all (see `comm.collectives`).
             kind = "reduce_scatter" if call.kind == "all_to_all" else call.kind
             grouped.setdefault((axis, kind, call.ranks), []).append(call)
 

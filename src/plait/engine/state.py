@@ -341,9 +341,7 @@ def load_engine(
         reason = ", because the checkpoint was written on another layout"
         if same_layout:
             reason = ": the checkpoint has none for these devices"
-        resume.notes.append(
-            f"generators (dropout) are seeded anew from the seed and the step{reason}"
-        )
+        resume.notes.append(f"generators (dropout) are reseeded from the seed and the step{reason}")
     _load_hooks(engine, rank_state, zero_stage=facts["zero_stage"])
     _restore_loader(loader, rank_state)
     engine.global_steps = facts["global_steps"]
@@ -362,12 +360,12 @@ def load_engine(
 def _open(
     engine: EngineFacts, folder: Place, tag: str | None, verify: Verify
 ) -> tuple[Reader, list[str]] | None:
-    """Open a checkpoint whose bytes are those that were written. Collective.
+    """Open a checkpoint and verify it. Collective.
 
-    With `tag` None it is the newest one that is not damaged.
+    If `tag` is None, it is the newest checkpoint that is not damaged.
 
     Returns:
-        The reader, and descriptions of the checkpoints that were passed over.
+        The reader, and descriptions of the damaged checkpoints that were skipped.
     """
     mesh = engine.mesh
     notes = list[str]()
@@ -415,7 +413,7 @@ def _refuse_other_folders(folder: Place, digests: list[bytes]) -> None:
     for rank, digest in enumerate(digests):
         if digest != digests[0]:
             raise CheckpointError(
-                f"rank {rank} finds other checkpoints in {folder} than rank 0; name a folder that"
+                f"rank {rank} and rank 0 find different checkpoints in {folder}; name a folder that"
                 " all machines share"
             )
 

@@ -97,7 +97,7 @@ class Trackers:
             except Exception as error:
                 # Only this rank has trackers. An error here would leave the other ranks waiting.
                 self._trackers.remove(tracker)
-                warn(f"a tracker failed at step {step}, and the run goes on without it: {error}")
+                warn(f"a tracker failed at step {step}, and the run continues without it: {error}")
 
     def close(self) -> None:
         """End the run in every tracker."""

@@ -236,7 +236,7 @@ FIELDS: dict[str, ArgumentField] = {
     "eval_do_concat_batches": _honoured(),
     "eval_use_gather_object": ArgumentField(
         "refused",
-        "objects have no rows, so repeated samples could not be told from others",
+        "objects have no rows, so repeated samples could not be recognised",
         "leave it out",
     ),
     "eval_accumulation_steps": _honoured(),

@@ -53,7 +53,7 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
 
     Raises:
         ConfigError: The configuration contradicts the arguments, or does not support a loop.
-        InputError: An argument cannot be honoured.
+        InputError: An argument is not supported.
     """
 
     _begins = _PREPARE
@@ -424,8 +424,8 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
     def unscale_gradients(self, optimizer: Any = None) -> NoReturn:
         """Raise InputError: the step unscales gradients."""
         raise InputError(
-            "accelerator.unscale_gradients: take it out; the step and accelerator.clip_grad_norm_"
-            " unscale"
+            "accelerator.unscale_gradients: remove the call; the step and"
+            " accelerator.clip_grad_norm_ unscale"
         )
 
     def maybe_context_parallel(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -438,8 +438,8 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
     def join_uneven_inputs(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise InputError: it is not needed."""
         raise InputError(
-            "accelerator.join_uneven_inputs: not needed, a rank without a batch counts for nothing;"
-            " take it out"
+            "accelerator.join_uneven_inputs: is not needed, because a rank without a batch adds"
+            " nothing; remove the call"
         )
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:

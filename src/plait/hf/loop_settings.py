@@ -151,7 +151,7 @@ def _unsupported(resolved: Resolved) -> list[Problem]:
         (
             "ep",
             layout.ep,
-            "your own training loop with experts on different processes is not proven",
+            "your own training loop with experts on different processes is not tested",
             "engine.train_batch",
         ),
     )
@@ -236,7 +236,7 @@ _PRECISION_HANDLERS = (
 
 
 def refuse_arguments(arguments: dict[str, Any]) -> None:
-    """Raise InputError for arguments, or settings of `accelerate launch`, that cannot be honoured.
+    """Raise InputError for arguments, or settings of `accelerate launch`, that are not supported.
 
     Args:
         arguments: Keyword arguments of the Accelerator.
@@ -244,7 +244,7 @@ def refuse_arguments(arguments: dict[str, Any]) -> None:
     for name, value in arguments.items():
         if name in _ARGUMENTS and value:
             raise InputError(
-                f"plait.hf.Accelerator({name}=...) cannot be honoured: {_ARGUMENTS[name]}"
+                f"plait.hf.Accelerator({name}=...) is not supported: {_ARGUMENTS[name]}"
             )
     for variable, config in _LAUNCHERS.items():
         if launchers_variable(variable, "false") == "true":
@@ -262,17 +262,17 @@ def refuse_arguments(arguments: dict[str, Any]) -> None:
             )
     if getattr(arguments.get("project_config"), "automatic_checkpoint_naming", False):
         raise InputError(
-            "ProjectConfiguration(automatic_checkpoint_naming=True) cannot be honoured: name the"
+            "ProjectConfiguration(automatic_checkpoint_naming=True) is not supported: name the"
             " folder of every checkpoint in accelerator.save_state(folder)"
         )
     if getattr(arguments.get("gradient_accumulation_plugin"), "sync_each_batch", False):
         raise InputError(
-            "GradientAccumulationPlugin(sync_each_batch=True) cannot be honoured: gradients are"
+            "GradientAccumulationPlugin(sync_each_batch=True) is not supported: gradients are"
             " reduced when the ZeRO stage needs it; leave it out"
         )
     for handler in arguments.get("kwargs_handlers") or ():
         if type(handler).__name__ in _PRECISION_HANDLERS:
             raise InputError(
-                f"{type(handler).__name__} cannot be honoured: precision and loss scale are the"
+                f"{type(handler).__name__} is not supported: precision and loss scale are the"
                 ' engine\'s; write {"fp16": {"enabled": true, ...}} in plait_config='
             )

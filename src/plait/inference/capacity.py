@@ -52,7 +52,7 @@ Activations and the allocator need the rest.
 LAYERS_ON_DEVICE = 3
 """Largest number of layers of an offloaded cache that are on the device at the same time.
 
-They are the layer to which a token is added, before and after, and the next layer.
+They are the layer to which a token is added, its longer copy with that token, and the next layer.
 """
 
 
@@ -532,7 +532,7 @@ def _cache_tensor(
     lengths: tuple[int, int],
     window: int | None,
 ) -> CacheTensor:
-    """Return the size of a tensor from its numbers of elements after both forwards."""
+    """Return the size of a cache tensor from its elements after the first and second forward."""
     # The size is a linear function of the number of tokens, known at two points.
     token = (after - before) / lengths[1]
     fixed = max(before - token * lengths[0], after - token * sum(lengths), 0)

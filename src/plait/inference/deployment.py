@@ -360,7 +360,7 @@ def _check_offloaded_cache(work: InferenceWork, on: Devices) -> None:
 
 
 def _remaining_host_bytes(host_bytes: int, cache: int) -> int:
-    """Return the host memory that is left beside an offloaded KV cache.
+    """Return the host memory that an offloaded KV cache leaves free.
 
     Raises:
         InputError: The KV cache does not fit.

@@ -101,7 +101,7 @@ def generate(
         The results, in the order of the prompts.
 
     Raises:
-        InputError: A rank cannot do what is asked for. The error is raised on all ranks.
+        InputError: A rank cannot serve the call. The error is raised on all ranks.
     """
     model = sharded.model
     mesh = sharded.mesh
@@ -227,7 +227,7 @@ def _refuse_other_adapters(model: nn.Module) -> None:
             )
         if getattr(config, "alora_invocation_tokens", None):
             raise InputError(
-                f"generate: the adapter {name!r} begins at some tokens of the text"
+                f"generate: the adapter {name!r} is active from certain tokens on"
                 " (alora_invocation_tokens), which is not supported; use PEFT's own generate, or"
                 " an adapter without them"
             )
@@ -308,7 +308,7 @@ def _gathered_model_fits(
     use_cache: bool,
     offload_cache: bool,
 ) -> bool:
-    """Return True if all parameters of a sharded model fit into memory beside the KV cache.
+    """Return True if all parameters of a sharded model fit into memory next to the KV cache.
 
     Raises:
         InputError: The KV cache does not fit, or a request exceeds the model's positions.

@@ -90,8 +90,8 @@ def _parse_line(row: str, where: str) -> PromptLine:
     reserved = [key for key in ADDED if key in fields]
     if reserved:
         raise InputError(
-            f"{where}: has {reserved[0]}, which the answer's would replace in --out; give it"
-            " another name"
+            f"{where}: has the key {reserved[0]}, which --out uses for the answer; give it another"
+            " name"
         )
     key = keys[0]
     prompt = fields[key]
@@ -220,7 +220,7 @@ class AnswerFile:
             os.fsync(self._file.fileno())
         if self.path.exists():
             raise InputError(
-                f"--out {self.path}: another program has made it meanwhile; the answers are in"
+                f"--out {self.path}: another program has created it; the answers are in"
                 f" {self.partial}: rename that file"
             )
         with self._input_errors():
@@ -255,7 +255,7 @@ class AnswerFile:
         if not try_lock(file) or not names_open_file(self.partial, file):
             file.close()
             raise InputError(
-                f"--out {self.path}: another command writes it now; wait for its end, or give"
+                f"--out {self.path}: another command writes it now; wait until it ends, or give"
                 " another name"
             )
         if self.path.exists():
@@ -305,7 +305,7 @@ class AnswerFile:
         if not isinstance(earlier, dict):
             raise InputError(
                 f"--out {self.path}: {self.partial} has answers, and {self._command_file.name} does"
-                f" not say of what; {remedy}"
+                f" not name their command; {remedy}"
             )
         for name in sorted(earlier.keys() | self._command.keys()):
             before = earlier.get(name)

@@ -156,7 +156,7 @@ def check_room(tokens: int, name: str, settings: GenerationSettings) -> int:
     if new_tokens < 1:
         raise InputError(
             f"{name} has {tokens} tokens, and max_length = {settings.max_length} leaves none to"
-            " add; raise it, or shorten it"
+            " generate; raise max_length, or shorten the prompt"
         )
     return new_tokens
 
@@ -198,7 +198,7 @@ def _tokenize(prompt: Any, name: str, tokenizer: Any) -> Any:
     """Return the token ids of a text or a conversation."""
     if tokenizer is None:
         raise InputError(
-            f"{name} is a text, and generate was given no tokenizer; pass tokenizer=, or token ids"
+            f"{name} is text, which requires a tokenizer; pass tokenizer=, or token ids"
         )
     messages = prompt.messages if isinstance(prompt, Conversation) else prompt
     text = prompt
@@ -206,8 +206,8 @@ def _tokenize(prompt: Any, name: str, tokenizer: Any) -> Any:
         text = json.dumps(messages, ensure_ascii=False, default=str)
     if (half := first_lone_surrogate(text)) is not None:
         raise InputError(
-            f"{name} holds {half}, half of a character (a lone surrogate), which no tokenizer"
-            " knows; correct it"
+            f"{name} holds {half}, half of a character (a lone surrogate), which cannot"
+            " be tokenized; correct it"
         )
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
@@ -384,7 +384,7 @@ def _text_behind(before: str, text: str) -> str:
 def _closest_prefix(before: str, text: str) -> int:
     """Return the length of the prefix of `text` with the smallest edit distance to `before`.
 
-    With the text after this prefix appended to `before`, the fewest characters are wrong.
+    Appending the rest of `text` to `before` then leaves the fewest wrong characters.
     """
     shorter = min(len(before), len(text))
     same = next((index for index in range(shorter) if before[index] != text[index]), shorter)

@@ -62,7 +62,7 @@ def score(
         first [tokens - 1], or with `vocabulary` [tokens - 1, vocabulary].
 
     Raises:
-        InputError: A rank cannot do what is asked for. The error is raised on all ranks.
+        InputError: A rank cannot serve the call. The error is raised on all ranks.
     """
     sharded.refuse_within("score")
 

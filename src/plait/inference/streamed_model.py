@@ -2,7 +2,7 @@
 
 Note [Choice of streamed blocks]
     As few blocks as possible are streamed. They are distributed evenly over the model, so that a
-    block can be brought while the blocks in between compute. Blocks that share a weight with
+    block can be copied while the blocks in between compute. Blocks that share a weight with
     another module stay in memory.
 
 Temporary files of streamed layers are needed if the model's own files do not contain the layers in
@@ -68,11 +68,11 @@ class StreamingPlan:
     streamed: tuple[str, ...]
     """Names of the streamed blocks, in the order in which they run."""
     resident_bytes: int
-    """Weights that stay in memory."""
+    """Bytes of the weights that stay in memory."""
     slot_bytes: int
-    """Slots in which streamed blocks compute."""
+    """Bytes of the slots in which streamed blocks compute."""
     streamed_bytes: int
-    """Weights that are brought for every token, and for every part of the prompts."""
+    """Bytes of the weights that are copied to slots per token, and per part of the prompts."""
     on_host: tuple[str, ...] = ()
     """Streamed blocks that are kept in pinned host memory. The others are read from files."""
     read_bytes: int = 0
@@ -80,7 +80,7 @@ class StreamingPlan:
 
 
 class BudgetTooSmall(InputError):
-    """Error of a budget that does not hold the streamed layers besides everything else."""
+    """Error of a budget that is too small for the streamed layers and everything else."""
 
 
 class WeightStreamHook(StepHook):
@@ -309,7 +309,7 @@ def _spread_evenly(names: Sequence[str], count: int) -> tuple[str, ...]:
 
 
 def least_budget(model: nn.Module, stored: dict[str, StoredTensor], *, other_bytes: int) -> int:
-    """Return the smallest budget in bytes on the CPU: that for streaming every movable block."""
+    """Return the bytes of the smallest budget on the CPU, which streams every movable block."""
     sizes = _movable_blocks(model)
     total = sum(p.numel() * p.element_size() for p in model.parameters())
     slots = _slot_bytes(model, stored, list(sizes), on_cpu=True)

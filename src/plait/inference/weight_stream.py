@@ -1,4 +1,4 @@
-"""Streaming of weights: each block's weights are brought to where it computes just before it runs.
+"""Streaming of weights: each block's weights are copied to its device just before it runs.
 
 Note [Slots of streamed weights]
     There are `SLOTS` slots: memory for the weights of a block on the device where the model
@@ -47,7 +47,7 @@ from plait.inference.weight_files import (
 )
 
 SLOTS = 2
-"""Number of slots: one with which a block computes, and one that is filled meanwhile."""
+"""Number of slots: one with which a block computes, and one that is filled at the same time."""
 WEIGHT_ALIGNMENT = 16
 """Alignment of weights in bytes at which a product of one row has the same bits as in memory."""
 _SLOT_ALIGNMENT = 64

@@ -244,9 +244,9 @@ def _check_need(flow: Dataflow, need: Need, stage: int, begin: int, name: str) -
         )
     if need.origin.random < begin and need.origin.parameters:
         raise ModelError(
-            f"parallel.pp: on stage {stage}, {need.what} of {name} follows from random numbers"
+            f"parallel.pp: on stage {stage}, {need.what} of {name} depends on random numbers"
             f" (dropout) that were drawn before {flow.blocks[begin]} and do not pass through the"
-            " chain of blocks, and each stage would draw different ones; set that dropout to 0, or"
+            " chain of blocks, so each stage would draw different ones; set that dropout to 0, or"
             " use parallel.pp = 1"
         )
 

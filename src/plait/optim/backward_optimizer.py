@@ -40,8 +40,8 @@ class BackwardOptimizer(StepHook):
         if not is_elementwise(optimizer):
             raise ModelError(
                 f"parallel.optimizer_in_backward: {type(optimizer).__name__} reads more than one"
-                " element of a parameter at a time, and is not proven to be called in the middle"
-                " of a backward; use AdamW or another elementwise optimizer of torch, or false"
+                " element of a parameter at a time, and is not tested in the middle of a backward;"
+                " use AdamW or another elementwise optimizer of torch, or false"
             )
         self.optimizer = optimizer
         self.looks: list[Callable[[nn.Parameter], None]] = []

@@ -101,7 +101,7 @@ class StepHook:
         """Drop the state that belongs to the gradients accumulated so far in this step."""
 
     def backward_failed(self) -> bool:
-        """Return True if a backward that no handle has run ended with an exception."""
+        """Return True if a backward of the user's training loop ended with an exception."""
         return False
 
     def on_error(self, lost: FailureScope) -> None:

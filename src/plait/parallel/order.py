@@ -224,7 +224,7 @@ UNSUPPORTED_COMBINATIONS: tuple[UnsupportedCombination, ...] = (
         value=lambda _: "true",
         applies=lambda context: context.technique(Compile).enabled and context.layout.tp > 1,
         rule=(
-            "blocks that tensor parallelism has split are not proven to keep their gradients under"
+            "blocks that tensor parallelism has split are not tested to keep their gradients under"
             " torch.compile"
         ),
         remedy="use false, or parallel.tp = 1",
@@ -233,7 +233,7 @@ UNSUPPORTED_COMBINATIONS: tuple[UnsupportedCombination, ...] = (
         field="compile.enabled",
         value=lambda _: "true",
         applies=lambda context: context.technique(Compile).enabled and context.layout.pp > 1,
-        rule="pipeline stages are not proven under torch.compile",
+        rule="pipeline stages are not tested under torch.compile",
         remedy="use false, or parallel.pp = 1",
     ),
     UnsupportedCombination(

@@ -257,12 +257,12 @@ _FUSED_GATES = ("phi3", "glm", "glm4")
 
 @dataclass(frozen=True)
 class Product:
-    """Product [tokens, inner] x [inner, columns]. There is none if `columns` is 0."""
+    """Matrix multiplication [tokens, inner] x [inner, columns]. It is absent if `columns` is 0."""
 
     inner: Numbers
     columns: Numbers
     is_saved: Numbers
-    """1 if it is saved when every second product is."""
+    """1 if its output is saved when that of every second product is."""
 
 
 @dataclass(frozen=True)
@@ -277,7 +277,7 @@ class Products:
 
 
 def products_of(model: Architecture) -> Products:
-    """Return the products of the blocks of a model."""
+    """Return the matrix multiplications of a model's blocks with their weights."""
     kind = np.asarray(model.model_type)
     gated = np.asarray(model.gated) > 0
     fused = np.isin(kind, _FUSED_QUERIES)

@@ -62,7 +62,7 @@ class Working:
 
 @dataclass(frozen=True)
 class _Widths:
-    """Elements per token on one rank."""
+    """Sizes of a block's activations on one rank, in elements per token."""
 
     hidden: Numbers
     """Elements of hidden states, which sequence parallelism shards."""
@@ -357,8 +357,7 @@ def _attention_backward(job: Job) -> Numbers:
 def spent_while_recomputed(job: Job) -> tuple[Numbers, Numbers]:
     """Return the saved bytes per token that a recomputed block no longer needs but still holds.
 
-    These are its input, and outputs of products that other tensors were computed from. For the
-    modes operators and full.
+    These are its input, and outputs of products that other tensors were computed from.
     """
     widths = _widths(job)
     block_products = products_of(job.model)

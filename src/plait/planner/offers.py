@@ -1,6 +1,6 @@
 """Techniques that this version of Plait runs, which the search may propose.
 
-Pairs that do not work together are those of `parallel.compatibility`.
+`parallel.order.UNSUPPORTED_COMBINATIONS` lists the pairs that do not work together.
 
 `split_of` has the restrictions of tensor, context and pipeline parallelism per model family. The
 engine decides from the model itself (`model.plans`); tests build every family named here and
@@ -390,7 +390,7 @@ def parse_fixed(texts: list[str] | tuple[str, ...]) -> dict[str, int]:
                 Problem(
                     text,
                     None,
-                    "not a field of a layout with a value",
+                    "must be FIELD=VALUE with a field of a layout",
                     f"use one of {', '.join(FIXABLE)}, for example tp=4",
                 )
             )
@@ -398,7 +398,7 @@ def parse_fixed(texts: list[str] | tuple[str, ...]) -> dict[str, int]:
         if values is not None:
             if value not in values:
                 raise ConfigError(
-                    Problem(name, value, "not a value of it", f"use {', '.join(values)}")
+                    Problem(name, value, "is not one of its values", f"use {', '.join(values)}")
                 )
             number = values[value]
         else:
@@ -422,7 +422,7 @@ def parse_fixed(texts: list[str] | tuple[str, ...]) -> dict[str, int]:
                 Problem(
                     name,
                     value,
-                    "is asked for a second time, with another value",
+                    "is given twice, with different values",
                     "keep one of them",
                 )
             )

@@ -128,7 +128,7 @@ class _Rank:
     It is held until its gradient has been sent; one arrives before it is needed.
     """
     mask: Numbers
-    """Saved bytes of the embedding."""
+    """Bytes of the dropout mask after the embedding."""
     saved_by_loss: Numbers
     """Saved bytes of everything after the last block."""
     deferred: tuple[Numbers, Numbers]

@@ -56,7 +56,7 @@ V_SHAPED = ("zbv", "dualpipev")
 def idle_share(layouts: Layouts) -> Numbers:
     """Return the idle time of a stage per step.
 
-    As a share of the other stages' time for one micro-batch.
+    It is a share of the other stages' time for one micro-batch.
     """
     share = np.choose(np.asarray(layouts.schedule), [_IDLE[name] for name in SCHEDULES])
     interleaved = np.isin(
@@ -79,7 +79,8 @@ def micro_batches_between_chunks(layouts: Layouts) -> Numbers:
 def in_flight(layouts: Layouts, rank: int | Numbers = 0) -> Numbers:
     """Return the largest number of micro-batches whose activations a rank holds.
 
-    In units of all stages of the rank. For the last rank see `in_flight_last`.
+    A micro-batch counts as 1 if all stages of the rank hold it. For the last rank see
+    `in_flight_last`.
     """
     pp = layouts.pp
     plain = np.asarray(pp - rank, dtype=float)
@@ -163,7 +164,7 @@ class Holding:
     root: Numbers
     """1 if parameters outside of the blocks had some of their backwards."""
     root_ended: Numbers
-    """1 if they had all of their backwards."""
+    """1 if parameters outside of the blocks had all of their backwards."""
     running: Numbers
     """Blocks of the stage that is in its backward; 0 if there is no such moment."""
     head: Numbers
@@ -284,9 +285,9 @@ def _select_moments(moments: NDArray[np.float64]) -> NDArray[np.float64]:
 def _moments_without_table(
     name: str, pp: int, microbatches: int, rank: int, stages: tuple[int, ...], blocks: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return all moments, and those that end a stage, of GPipe and 1F1B.
+    """Return the moments of GPipe and 1F1B: all of them, and those that end a stage.
 
-    Schedules without a table are priced for comparison only: all stages of a rank count as one.
+    Schedules without a table are priced for comparison only. All stages of a rank count as one.
     """
     first = 0 in stages
     last = pp * len(stages) - 1 in stages

@@ -67,13 +67,13 @@ class LayoutChoice:
     mfu: float
     """Model FLOPs utilization in the precision of the computation.
 
-    Causal attention counts by half, recomputation does not count.
+    Causal attention counts by half. Recomputation does not count.
     """
     terms: Mapping[str, float]
     allocated: float
     reserved: float
     needed: float
-    """Bytes with the device's context."""
+    """Predicted peak bytes, including the context of the device."""
     needed_high: float
     fit_probability: float
     memory_terms: Mapping[str, float]
@@ -306,7 +306,7 @@ class PricedSpace:
     layouts: Layouts
     seconds: NDArray[np.float64]
     needed: NDArray[np.float64]
-    """Bytes; infinite if the host memory does not suffice."""
+    """Bytes of device memory. Infinite if the host memory does not suffice."""
 
 
 def price_space(request: Request, space: Space, calibration: Calibration) -> PricedSpace:

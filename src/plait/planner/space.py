@@ -57,7 +57,7 @@ class Space:
 
     layouts: Layouts
     number: NDArray[np.int64]
-    """Number of the layout of each candidate without its relief."""
+    """Index of each candidate's layout. Candidates that differ only in relief share it."""
     reliefs: Reliefs
     excluded: tuple[Excluded, ...]
 
@@ -202,11 +202,11 @@ class _SpaceBuilder:
         return [value for value in values if self.fixed.get(name, value) == value]
 
     def exclude(self, region: str, rule: str) -> None:
-        """Note a region that is impossible, unless a rule for it is known."""
+        """Record the rule that excludes a region, unless the region already has one."""
         self.excluded.setdefault(region, rule)
 
     def exclude_fixed(self, names: Iterable[str], rule: str) -> None:
-        """Note that no candidate has the fixed values of these fields."""
+        """Record the rule that excludes the fixed values of these fields."""
         fixed = {name: self.fixed[name] for name in names if name in self.fixed}
         if fixed:
             self.exclude(format_fixed(fixed), rule)
@@ -214,7 +214,7 @@ class _SpaceBuilder:
     def without_refused(
         self, degrees: Iterable[int], refuse: Callable[[int], Excluded | None]
     ) -> list[int]:
-        """Return the degrees that no rule excludes, and note the rules for the others."""
+        """Return the degrees that no rule excludes, and record the rules for the others."""
         allowed = []
         for degree in degrees:
             refusal = refuse(degree)
@@ -403,7 +403,7 @@ def _degrees_of_context(builder: _SpaceBuilder, tp: int, ranks: int) -> list[int
         builder.exclude("cp > 1", builder.split.context)
         return builder.allowed("cp", [1])
     if builder.offers.compiled:
-        builder.exclude("cp > 1", "parts of sequences are not proven under torch.compile")
+        builder.exclude("cp > 1", "parts of sequences are not tested under torch.compile")
         return builder.allowed("cp", [1])
     if "cp" not in fixed:
         if builder.sequence < LONG_SEQUENCE and "context" not in fixed:

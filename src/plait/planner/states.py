@@ -233,7 +233,7 @@ def end_parameters(model: Architecture) -> dict[str, list[Entry]]:
 def outer_ends(model: Architecture) -> frozenset[str]:
     """Return the keys of `end_parameters` that are outer units without a pipeline.
 
-    See `model.outer_units`.
+    See `model.outer_layers`.
     """
     entries = end_parameters(model)
     smallest = LEAST_SHARE * sum(_elements(parameters) for parameters in entries.values())

@@ -203,7 +203,7 @@ def refuse_own_batches(parts: Parts, call: str) -> None:
 
 
 def refuse_split_experts(parts: Parts, call: str) -> None:
-    """Refuse a call that ranks may make in different numbers if experts are on several ranks.
+    """Refuse a call that some ranks may make more often, if experts are on several ranks.
 
     Ranks exchange tokens in every layer, so such a call could wait forever.
 
@@ -216,7 +216,7 @@ def refuse_split_experts(parts: Parts, call: str) -> None:
     """
     if parts.experts:
         raise InputError(
-            f"parallel.ep: {call} is not proven with experts on different processes, which exchange"
+            f"parallel.ep: {call} is not tested with experts on different processes, which exchange"
             " tokens in every layer; call engine.train_batch, engine.eval_batch or"
             " engine.predict(batch), or use parallel.ep = 1"
         )

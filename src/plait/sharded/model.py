@@ -321,7 +321,7 @@ class ShardedModel:
 
         Args:
             stepper: The result of `stepper`.
-            divisor: Factor by which the gradients are too large, besides the loss scale.
+            divisor: Number that the gradients are divided by, in addition to the loss scale.
             loss: Returns the global loss of the step, 0-dimensional.
             local_loss: Returns this rank's part of the loss, for the error.
             step: Number of the step, for the error.
@@ -378,7 +378,7 @@ class ShardedModel:
             batch: One micro-batch. With `cache` it is a mapping.
             cache: A KV cache from `new_cache` with the tokens before those of `batch`. The model
                 adds to it.
-            passes_on: If one stage of a pipeline fails, let the others go on. See
+            passes_on: If one stage of a pipeline fails, let the others continue. See
                 `Runtime.evaluate`.
 
         Returns:
@@ -556,7 +556,7 @@ def refuse_taken(model: nn.Module) -> None:
             f"the model was already sharded by Plait (ZeRO stage {owner.parts.zero_stage},"
             f" parallel.pp {layout.pp},"
             f" parallel.tp {layout.tp}), and its parameters are parts now; build it again (under"
-            " torch.device('meta'), at no cost) and load its checkpoint, or go on with the engine"
+            " torch.device('meta'), at no cost) and load its checkpoint, or use the engine"
             " that it has"
         )
     if any(isinstance(module, FSDPModule | DistributedDataParallel) for module in model.modules()):

@@ -138,7 +138,7 @@ def _refuse_engine_settings(resolved: Resolved) -> None:
             Problem(
                 "parallel.ep",
                 resolved.layout.ep,
-                "plait.parallelize with experts on different processes is not proven",
+                "plait.parallelize with experts on different processes is not tested",
                 "use plait.initialize and engine.train_batch, or 1",
             )
         )
@@ -181,7 +181,7 @@ def reason_for_step(config: Resolved) -> str | None:
 
 
 class ParallelModel(ShardedModel):
-    """A sharded model of your own training loop. `plait.parallelize` makes it.
+    """Sharded model for your own training loop. `plait.parallelize` returns it.
 
     Gradients are means over the data-parallel ranks. `forward_backward` also divides by the number
     of micro-batches; with `accumulate` the loop does. The methods of `ShardedModel`, such as

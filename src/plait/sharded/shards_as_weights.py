@@ -31,14 +31,17 @@ FULL_STATE = (
     "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
     "options=StateDictOptions(full_state_dict=True)) on every process, and save it in one"
 )
-"""Remedy for callers that have no object of Plait with a call that returns full weights."""
+"""Remedy for callers without an engine or a ParallelModel, which return full weights."""
 
 
 _TORCH_CHECKPOINT = "torch.distributed.checkpoint"
 
 
 _HOOKS: weakref.WeakKeyDictionary[nn.Module, RemovableHandle] = weakref.WeakKeyDictionary()
-"""Hooks that refuse shards, one per model. A later caller has a better remedy."""
+"""Hooks that refuse shards, one per model.
+
+A later hook replaces an earlier one, because its caller knows a better remedy.
+"""
 
 
 _REMEDIES: weakref.WeakKeyDictionary[DeviceMesh, str] = weakref.WeakKeyDictionary()

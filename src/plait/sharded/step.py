@@ -103,7 +103,7 @@ class Stepper:
         """Update the parameters and drop all gradients. Collective.
 
         Args:
-            divisor: Factor by which the gradients are too large, besides the loss scale.
+            divisor: Number that the gradients are divided by, in addition to the loss scale.
             loss: Returns the global loss of the step (0-dimensional). Called after the norm has
                 been computed, so that its all-reduce overlaps with the norm.
             non_finite_error: Builds the exception for a non-finite step from its norm. Without it

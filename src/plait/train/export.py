@@ -219,7 +219,7 @@ def _claim(temporary: Path, out: Path) -> int:
     if not try_lock(descriptor) or not names_open_file(temporary, descriptor) or out.exists():
         os.close(descriptor)
         raise InputError(
-            f"--out {out}: another export is writing it; wait for its end, or give another name"
+            f"--out {out}: another export is writing it; wait until it ends, or give another name"
         )
     for leftover in temporary.iterdir():
         if leftover.is_dir() and not leftover.is_symlink():

@@ -132,8 +132,8 @@ class RunFolder:
         if not try_lock(stream):
             stream.close()
             raise InputError(
-                f"run.folder = {str(self.path)!r}: another plait train is running in it; wait for"
-                " its end, or name another folder"
+                f"run.folder = {str(self.path)!r}: another plait train is running in it; wait until"
+                " it ends, or name another folder"
             )
         return stream
 

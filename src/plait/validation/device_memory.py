@@ -65,7 +65,7 @@ REQUIRED_BYTES = {"large": 24 * GIB, "small": 2 * GIB, "tiny": 0.5 * GIB}
 
 LEAST_BYTES = 2 * GIB
 LEAST_SIMULATED_BYTES = 64 * MIB
-"""A largest model of less memory would be small beside the workspaces of libraries."""
+"""Least memory for the check. In less, workspaces of libraries outweigh the largest model."""
 MOST_BYTES = 24 * GIB
 """Memory that the largest model may take. It is trained from a model on `meta`, whose weights are
 drawn on the host at about a second per GiB."""
@@ -112,7 +112,7 @@ def predicted(context: Context, resolved: Resolved, workload: Workload) -> Predi
 
 
 def difference(predicted_bytes: float, measured_bytes: float) -> str:
-    """Return what is wrong with a prediction. Empty if nothing is."""
+    """Return a description of a wrong prediction, or an empty string."""
     relative = predicted_bytes / measured_bytes - 1 if measured_bytes else float("inf")
     if abs(relative) <= ALLOWED:
         return ""
@@ -149,7 +149,7 @@ def peak_of_step(
 
 
 def library_bytes(context: Context, dtype: torch.dtype) -> int:
-    """Return the bytes that stay allocated after a product's forward and backward: workspaces."""
+    """Return the bytes of library workspaces, which stay allocated after a forward and backward."""
     layer = nn.Linear(256, 256, bias=False, device=context.device, dtype=dtype)
     x = torch.ones(256, 256, device=context.device, dtype=dtype, requires_grad=True)
     layer(x).sum().backward()
@@ -221,12 +221,12 @@ def shape_of(limit: float) -> Workload:
 
 
 def model_of_share(limit: float, share: float, *, at_most: bool) -> tuple[Workload, int]:
-    """Return the model next to `share` of `limit`, and its predicted peak.
+    """Return the model whose peak is closest to a share of the memory, and its predicted peak.
 
     Args:
-        limit: Bytes.
-        share: Share of them.
-        at_most: Whether to take the largest model below, or the smallest above.
+        limit: Bytes of memory.
+        share: Share of the memory.
+        at_most: True for the largest model below the share, False for the smallest one above.
     """
     shape = shape_of(limit)
 

@@ -123,7 +123,7 @@ def document(
     """Return the results of a validation as a JSON document.
 
     Args:
-        facts: Facts of the machine, from `cli.validating.machine`.
+        facts: Facts of the machine, from `validation_facts`.
         results: Results of the rows that have ended.
         at: Start of the validation (UTC, ISO 8601).
         seconds: Duration until now.

@@ -1,4 +1,4 @@
-"""Throughput of a Llama of 8B width: Plait beside torch's FSDP2 and a hand-written model.
+"""Throughput of a Llama of 8B width: Plait, torch's FSDP2 and a hand-written model compared.
 
 Note [Visits]
     A model with as many layers as fit leaves no room for a second one, so contenders cannot be

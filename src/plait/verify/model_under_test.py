@@ -42,7 +42,7 @@ class TestedModel(Policy):
     """Description of a model under comparison."""
 
     title: str
-    """Name of the model: `llama`, `package.module:function`."""
+    """Name of the model, such as `llama` or `package.module:function`."""
     fields: Fields | None = None
     """Transformers configuration with its `model_type`."""
     function: str | None = None
@@ -145,7 +145,7 @@ def give_weights(model: nn.Module, *, blocks: tuple[str, ...], seed: int) -> nn.
 def transformers_model(fields: Fields, *, dtype: torch.dtype, device: str = "meta") -> nn.Module:
     """Return the causal language model of a configuration.
 
-    On another device than meta it has initial weights and buffers.
+    On any device but meta, it has initial weights and buffers.
     """
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 

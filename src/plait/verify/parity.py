@@ -341,7 +341,7 @@ def worst(differences: Sequence[Difference]) -> Difference:
 
 
 def relative_error(reference: float, value: float) -> float:
-    """Return the error of a number, relative to the reference. Two NaN have none."""
+    """Return the error of a number, relative to the reference. It is 0 if both are NaN."""
     if math.isnan(reference) and math.isnan(value):
         return 0.0
     return abs(reference - value) / max(abs(reference), 1e-12)

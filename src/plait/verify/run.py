@@ -258,7 +258,7 @@ def second_trace(plan: VerificationPlan, trace: Trace) -> tuple[Trace | None, st
     unmatched = sorted({name for name, _ in model.named_parameters()} ^ set(trace.initial))
     unchecked = ""
     if built.loss is not causal_lm_loss:
-        unchecked = "it has cross entropy over tokens only, and the model brings its own loss"
+        unchecked = "it has cross entropy over tokens only, and the model has its own loss"
     elif enables_balance_loss(built.model):
         unchecked = "it has no balance loss, which model.config.output_router_logits asks for"
     elif unmatched:

@@ -97,7 +97,7 @@ _STATE_HEAD_SIZE = ("mamba_d_head", "mamba_head_dim", "mamba_headdim", "head_dim
 _EXPAND = ("mamba_expand", "expand")
 _STATE_GROUPS = ("n_groups", "mamba_n_groups", "mamba_ngroups")
 _CHUNKS = ("chunk_size", "mamba_chunk_size")
-"""Fields with a length to whose multiples sequences are padded. It makes short data slow."""
+"""Fields with the chunk length of a scan. Sequences are padded to multiples of it."""
 _GROUPS = ("n_group", "num_expert_group")
 _WINDOWS = ("sliding_window", "attention_window_size")
 _FIRST_LAYERS = ("first_k_dense_replace",)

@@ -120,7 +120,7 @@ def test_nothing_fits_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None
         (("--world-size", "8", "--gpu", "h100"), "nothing to plan for"),
         (("--model", "lama-3-8b", "--world-size", "8", "--gpu", "h100"), "did you mean llama-3-8b"),
         (("--model", "llama-3-8b", "--world-size", "8", "--gpu", "h10"), "did you mean h100"),
-        (("--model", "llama-3-8b", "--gpu", "h100"), "how many? add --world-size"),
+        (("--model", "llama-3-8b", "--gpu", "h100"), "the number of GPUs is not known; add it"),
         (("--model", "llama-3-8b", "--world-size", "12", "--gpu", "h100"), "12 % 8 = 4"),
         (
             ("--model", "llama-3-8b", "--world-size", "8", "--gpu", "h100", "--batch", "0"),
@@ -132,11 +132,11 @@ def test_nothing_fits_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None
         ),
         (
             ("--model", "llama-3-8b", "--world-size", "8", "--gpu", "h100", "--precision", "int8"),
-            "not one that Plait trains in",
+            "Plait does not train in it",
         ),
         (
             ("--model", "llama-3-8b", "--world-size", "8", "--gpu", "h100", "--fix", "speed=2"),
-            "not a field of a layout",
+            "must be FIELD=VALUE with a field of a layout",
         ),
         (
             (

@@ -54,7 +54,7 @@ def test_one_or_several() -> None:
 @pytest.mark.parametrize(
     ("prompts", "words"),
     [
-        ("a", "prompt 0 is a text, and generate was given no tokenizer"),
+        ("a", "prompt 0 is text, which requires a tokenizer"),
         ([[1], []], "prompt 1 has no token"),
         ([1.5], "prompt 0 is a float"),
         ([[True, False]], "prompt 0 is a list, and not a text"),

@@ -300,7 +300,7 @@ def test_what_is_refused() -> None:
         cut_model(model, find_blocks(model), (0, 2, 4))
     model = Skips(dropout=0.1)
     with pytest.raises(
-        ModelError, match="on stage 1, the output `logits` of Skips follows from random numbers"
+        ModelError, match="on stage 1, the output `logits` of Skips depends on random numbers"
     ):
         cut_model(model, find_blocks(model), (0, 2, 4))
     cut_model(model.eval(), find_blocks(model), (0, 2, 4))

@@ -294,7 +294,7 @@ def test_fixed_values_are_kept():
     }
     with pytest.raises(ConfigError, match="use none, attention, full, selective"):
         parse_fixed(["recompute=some"])
-    with pytest.raises(ConfigError, match="not a field of a layout"):
+    with pytest.raises(ConfigError, match="must be FIELD=VALUE with a field of a layout"):
         parse_fixed(["speed=9"])
     with pytest.raises(ConfigError, match="not a whole number"):
         parse_fixed(["tp=many"])

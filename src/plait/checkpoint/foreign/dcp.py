@@ -1,4 +1,8 @@
-"""Checkpoints of `torch.distributed.checkpoint`: tensors by name, and Adam's states if named so."""
+"""Checkpoints of `torch.distributed.checkpoint`.
+
+Tensors are read by name. Adam's states are recognised by names such as
+`optimizer.state.PARAMETER.exp_avg`.
+"""
 
 from __future__ import annotations
 
@@ -78,14 +82,16 @@ def _assembler(
     """Return a function that reads all chunks, pairs (offsets, sizes), of a tensor."""
     # Checked before memory is allocated: elements without a chunk would be uninitialized.
     if sum(prod(sizes) for _, sizes in chunks) != prod(shape):
-        raise CheckpointError(f"{folder}: the parts of {name} are not its {prod(shape):,} elements")
+        raise CheckpointError(
+            f"{folder}: the parts of {name} do not have {prod(shape):,} elements in all"
+        )
 
     def assemble() -> torch.Tensor:
         full = torch.empty(shape, dtype=dtype)
         for offsets, sizes in chunks:
             chunk = _load(folder, locations.get((name, offsets)), name)
             if not isinstance(chunk, torch.Tensor) or tuple(chunk.shape) != sizes:
-                raise CheckpointError(f"{folder}: a part of {name} is not of the shape {sizes}")
+                raise CheckpointError(f"{folder}: a part of {name} does not have the shape {sizes}")
             target = tuple(
                 slice(start, start + size) for start, size in zip(offsets, sizes, strict=True)
             )
@@ -108,9 +114,7 @@ def _load(folder: Path, info: Any, name: str) -> Any:
         or not isinstance(offset, int)
         or not isinstance(length, int)
     ):
-        raise CheckpointError(
-            f"{folder}: .metadata does not say where {name} is, or names no file of the folder"
-        )
+        raise CheckpointError(f"{folder}: .metadata names no file of the folder for {name}")
     try:
         with open(folder / file, "rb") as stream:
             stream.seek(offset)

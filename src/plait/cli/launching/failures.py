@@ -4,9 +4,9 @@ If one rank raises, the others fail after it, by a lost connection or a signal o
 cause is printed immediately and completely, and every other failure in one line. The module does
 not use torch: it reads the records that `worker` writes.
 
-A rank publishes on its board which operation it runs or waits for (`comm.board`), and writes its
-stacks after a signal. Both work while the rank is stopped or holds the GIL. The launcher reports a
-hang, with the late rank and its stack, before any rank reaches its own timeout.
+A rank publishes on its board (`comm.hang.Board`) which operation it runs or waits for, and writes
+its stacks after a signal. Both work while the rank is stopped or holds the GIL. The launcher
+reports a hang, with the late rank and its stack, before any rank reaches its own timeout.
 """
 
 from __future__ import annotations
@@ -255,8 +255,8 @@ class Reporter:
     def _report_certain_cause(self) -> None:
         """Report the first failure that is known to be a cause and not a consequence.
 
-        A rank that lost a peer is not: the peer may have died without writing a record. Such a
-        failure is reported only when all ranks have ended.
+        The failure of a rank that lost a peer may be a consequence, because the peer may have died
+        without writing a record. It is reported only when all ranks have ended.
         """
         failures = []
         for rank in self._files:

@@ -61,7 +61,7 @@ class Standby:
     _is_reported: bool = False
 
     def environment(self) -> dict[str, str]:
-        """Return the variables for the ranks."""
+        """Return the environment variables of the ranks."""
         return {VARIABLE: str(self._import_list)} if self.count else {}
 
     def poll(self) -> None:

@@ -39,7 +39,10 @@ EXIT_TIMEOUT_SECONDS = 60
 A thread or a communicator can block its exit.
 """
 THREADS_SECONDS = 2
-"""Time that a failed rank waits for threads that are not daemons. Other ranks wait meanwhile."""
+"""Time that a failed rank waits for threads that are not daemons.
+
+The other ranks wait during this time.
+"""
 
 STANDBY_PACKAGES = (
     "torch",

@@ -118,7 +118,7 @@ def read_request(
     _check_sizes(batch, seq)
     if precision not in (None, "bf16", "fp16", "fp32"):
         raise InputError(
-            f"--precision {precision}: not one that Plait trains in; use bf16, fp16 or fp32"
+            f"--precision {precision}: Plait does not train in it; use bf16, fp16 or fp32"
         )
     notes: list[str] = []
     overrides = _overrides(
@@ -369,8 +369,7 @@ def cluster_for(
     for name, value in (("--memory-gib", memory_gib), ("--network", network)):
         if value is not None and not 0 < value < float("inf"):
             raise InputError(
-                f"{name} {value:g}: a device has some; give a number greater than 0, or leave"
-                " it out"
+                f"{name} {value:g}: must be a number greater than 0; correct it, or leave it out"
             )
     changes: dict[str, float | None] = {"memory_bytes": None, "nic_bandwidth": None}
     if memory_gib is not None:
@@ -379,7 +378,9 @@ def cluster_for(
         changes["nic_bandwidth"] = network * 1e9
     if gpu is not None:
         if gpus is None:
-            raise InputError(f"--gpu {gpu}: how many? add --world-size, for example --world-size 8")
+            raise InputError(
+                f"--gpu {gpu}: the number of GPUs is not known; add it, for example --world-size 8"
+            )
         return hardware.cluster(gpu, gpus, devices_per_node=per_node, **changes)
     return _local_cluster(gpus, per_node, changes)
 
@@ -502,8 +503,8 @@ def refuse_auto(file: Path, overrides: list[str]) -> None:
     if searched_keys and not document.problems:
         raise InputError(
             f'{file}: {", ".join(searched_keys)} = "auto" is planned before processes are started,'
-            f" and these run already; run `plait plan {file} --out planned.json` and start"
-            f" planned.json, or use `plait train {file}` on one machine"
+            f" and these are running already; run `plait plan {file} --out planned.json` and"
+            f" train with planned.json, or use `plait train {file}` on one machine"
         )
 
 

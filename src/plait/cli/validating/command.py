@@ -148,12 +148,12 @@ def machine_facts() -> dict[str, Any]:
         )
     except subprocess.TimeoutExpired:
         raise DeviceError(
-            f"torch did not find out within {_FACTS_SECONDS} s which GPUs there are; check whether"
-            " `nvidia-smi` answers"
+            f"torch did not detect the GPUs within {_FACTS_SECONDS} s; check whether `nvidia-smi`"
+            " responds"
         ) from None
     if process.returncode:
         last_lines = " | ".join(process.stderr.strip().splitlines()[-3:])
-        raise DeviceError(f"torch cannot look for GPUs: {last_lines}")
+        raise DeviceError(f"torch cannot detect GPUs: {last_lines}")
     facts: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
     if not facts["devices"]:
         raise DeviceError(_why_no_devices(facts))
@@ -217,7 +217,7 @@ class Screen:
     """
 
     def __init__(self, rows: int, facts: Mapping[str, Any], gpus: int, *, quiet: bool) -> None:
-        """Show the machine. `rows` is the number of rows to come."""
+        """Print a line about the machine. `rows` is the number of rows of the validation."""
         self._console = Console(stderr=quiet, soft_wrap=True, highlight=False)
         self._stream = sys.stderr if quiet else sys.stdout
         self._rows = rows

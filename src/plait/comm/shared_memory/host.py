@@ -237,7 +237,7 @@ class SharedMemory:
         assert mapped is not None
         self._mapped = mapped
         self._words = memoryview(mapped)[words_start : words_start + words_bytes].cast("q")
-        """Words of all ranks, one row after the other."""
+        """Words of all ranks, in one row per rank."""
 
     def read(self, rank: int, index: int) -> int:
         """Return a word of any rank of the group."""

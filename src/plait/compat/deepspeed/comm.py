@@ -60,7 +60,7 @@ def init_distributed(
     refuse_arguments("init_distributed", {"init_method": _LAUNCHER}, init_method=init_method)
     if not auto_mpi_discovery:
         raise InputError(
-            "deepspeed.init_distributed(auto_mpi_discovery=False) cannot be honoured; leave it"
+            "deepspeed.init_distributed(auto_mpi_discovery=False) is not supported; leave it"
             f" out: {_LAUNCHER}"
         )
     refuse_no_group(dist_init_required)
@@ -93,7 +93,7 @@ def refuse_port(port: int) -> None:
     """Raise InputError if a port is not the default."""
     if port != PORT:
         raise InputError(
-            f"distributed_port={port} cannot be honoured; leave it out and set MASTER_PORT:"
+            f"distributed_port={port} is not supported; leave it out and set MASTER_PORT:"
             f" {_LAUNCHER}"
         )
 

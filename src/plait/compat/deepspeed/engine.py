@@ -476,8 +476,8 @@ def find_parameter(parameter: nn.Parameter) -> tuple[DeepSpeedEngine, nn.Paramet
             continue
         if has_unreduced(engine.module):
             raise InputError(
-                f"a parameter of shape {tuple(parameter.shape)} is asked for between the"
-                " micro-batches of a step, whose gradients are not reduced yet; ask after"
+                f"a parameter of shape {tuple(parameter.shape)} was requested between the"
+                " micro-batches of a step, whose gradients are not reduced yet; request it after"
                 " engine.step(), or after the backward of the step's last micro-batch"
             )
         free_gathered(engine.module)

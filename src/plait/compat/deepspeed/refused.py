@@ -108,6 +108,5 @@ def refuse_arguments(function: str, remedies: Mapping[str, str], **arguments: ob
     for name, value in arguments.items():
         if value is not None:
             raise InputError(
-                f"deepspeed.{function}({name}=...) cannot be honoured; leave it out:"
-                f" {remedies[name]}"
+                f"deepspeed.{function}({name}=...) is not supported; leave it out: {remedies[name]}"
             )

@@ -99,8 +99,8 @@ class CheckpointMethods:
             name = broadcast_object(local_name)
         if name != local_name:
             warn(
-                f"engine.save_checkpoint(tag={local_name!r}): processes give different tags; the"
-                f" checkpoint is named {name!r}, as the first says"
+                f"engine.save_checkpoint(tag={local_name!r}): processes passed different tags;"
+                f" the checkpoint has that of the first process, {name!r}"
             )
         self.plait.save_checkpoint(str(save_dir), tag=name, client_state=client_state or {})
         return True
@@ -138,7 +138,7 @@ class CheckpointMethods:
         if not load_module_strict or custom_load_fn is not None:
             raise InputError(
                 "engine.load_checkpoint(load_module_strict=False, custom_load_fn=...): a checkpoint"
-                " is of exactly this model; leave them out, or change names in what"
+                " must match the model exactly; leave them out, or change names in what"
                 " plait.load_trained reads"
             )
         if not load_module_only and load_optimizer_states != load_lr_scheduler_states:
@@ -248,8 +248,8 @@ class CheckpointMethods:
         """
         if self.plait.sharded.guard.backwards:
             raise InputError(
-                "engine.load_state_dict() between a backward and its engine.step(): gradients are"
-                " of other weights; load after"
+                "engine.load_state_dict() between a backward and its engine.step(): the"
+                " gradients would belong to other weights; load after the step"
             )
         free_gathered(self.module)
         # A model may itself have a child `module`, so the prefix is removed only from all names.
@@ -347,6 +347,6 @@ def _refuse_deepspeed_checkpoint(load_dir: str | Path, tag: str | None) -> None:
         tag = latest.read_text(encoding="utf-8", errors="replace").strip()
     if tag and any((folder / tag).glob("*_model_states.pt")):
         raise CheckpointError(
-            f"{folder / tag}: DeepSpeed wrote it; make a checkpoint of Plait's of it, plait import"
-            f" {folder / tag} --out {folder}-plait, and load {folder}-plait"
+            f"{folder / tag}: was written by DeepSpeed; convert it with `plait import"
+            f" {folder / tag} --out {folder}-plait`, and load {folder}-plait"
         )

@@ -208,7 +208,7 @@ def _resolve_config(config: Any, model: nn.Module) -> Resolved:
     problems = []
     for axis, degree, reason in (
         ("cp", resolved.layout.cp, "and no process may have all of a sequence"),
-        ("ep", resolved.layout.ep, "which is not proven with experts on different processes"),
+        ("ep", resolved.layout.ep, "which is not tested with experts on different processes"),
     ):
         if degree > 1:
             rule = f"DeepSpeed's calls give a model its batch as it is, {reason}"

@@ -164,7 +164,7 @@ class Init:
         )
         if pin_memory or not mem_efficient_linear:
             raise InputError(
-                "deepspeed.zero.Init(pin_memory=, mem_efficient_linear=) cannot be honoured; leave"
+                "deepspeed.zero.Init(pin_memory=, mem_efficient_linear=) is not supported; leave"
                 f" them out: {_LAYOUT}"
             )
         self._enabled = enabled

@@ -100,7 +100,7 @@ _MODEL = (
 )
 _DATA = (
     "describes Megatron's own data loader; `plait train` reads the `data` section, your own"
-    " training loop brings its batches"
+    " training loop provides its batches"
 )
 _ALWAYS = "communication and compute always overlap"
 _KERNELS = "a kernel or a backend of Megatron; Plait runs the model's own code"
@@ -517,7 +517,7 @@ def _row(name: str, flag: Flag, value: Any) -> KeyReport:
             name,
             value,
             Status.IGNORED,
-            f"this value asks for nothing; another would be refused: {flag.why}",
+            f"this value requests nothing; other values are refused: {flag.why}",
         )
     return KeyReport(name, value, flag.status, flag.why)
 

@@ -149,7 +149,7 @@ class Translation:
                     shown,
                     value,
                     Status.IGNORED,
-                    f"this value asks for nothing; another would be refused: {key.why}",
+                    f"this value requests nothing; other values are refused: {key.why}",
                 )
             )
         elif key.sets is None:

@@ -219,7 +219,7 @@ IGNORED: tuple[tuple[str, dict[str, Kind]], ...] = (
         },
     ),
     (
-        "`plait train` reads the `data` section; your own training loop brings its own loader",
+        "`plait train` reads the `data` section; your own training loop has its own loader",
         {"dataloader_drop_last": "flag"},
     ),
     (

@@ -288,7 +288,7 @@ def _visit_table(shown: str, key: Key, value: Any, examined: ExaminedDocument) -
     meaning = key.why
     if key.status is Status.REFUSED and requests_nothing(key, value):
         status = Status.IGNORED
-        meaning = f"this value asks for nothing; another would be refused: {key.why}"
+        meaning = f"this value requests nothing; other values are refused: {key.why}"
     elif key.status is Status.REFUSED:
         examined.problems.append(Problem(shown, value, key.why, key.remedy))
 

@@ -91,7 +91,7 @@ def examine_source(
 ) -> tuple[Document, ExaminedDocument]:
     """Read a configuration and look up its keys: the first half of `load`.
 
-    Problems are collected in the result.
+    The result contains the problems.
 
     Raises:
         ConfigError: There are no keys to look up (no such file, invalid JSON, a file of another
@@ -144,7 +144,7 @@ def validate_tree(examined: ExaminedDocument, tree: Mapping[str, Any]) -> Config
 def _value_problems(errors: Sequence[ErrorDetails], written: Mapping[str, str]) -> list[Problem]:
     """Return the problems of pydantic's errors.
 
-    pydantic reports each alternative of a union. They are combined to one problem per field.
+    pydantic reports each alternative of a union. They are combined into one problem per field.
     """
     errors_of: dict[str, list[ErrorDetails]] = {}
     for error in errors:
@@ -174,7 +174,7 @@ def _field_path(location: tuple[int | str, ...]) -> str:
 def _field_problems(field: str, errors: list[ErrorDetails]) -> list[Problem]:
     value = errors[0]["input"]
     if errors[0]["type"] == "missing":
-        return [Problem(field, None, "has to be given", "add it")]
+        return [Problem(field, None, "is required", "add it")]
     if errors[0]["type"] == "value_error":
         # Raised by a check of the schema, which may contain several problems.
         text = errors[0]["msg"].removeprefix("Value error, ")
@@ -182,10 +182,10 @@ def _field_problems(field: str, errors: list[ErrorDetails]) -> list[Problem]:
             value = None
         return [Problem(field, value, *_split(problem)) for problem in text.split(" Also: ")]
     if value == "auto" and field in PLANNABLE_SETTINGS:
-        rule = "is answered by a plan, which only `plait train` makes by itself"
+        rule = "is answered by a plan, which only `plait train` makes automatically"
         return [
             Problem(
-                field, value, rule, "run `plait plan FILE --out planned.json` and take planned.json"
+                field, value, rule, "run `plait plan FILE --out planned.json` and use planned.json"
             )
         ]
 
@@ -230,7 +230,7 @@ class Resolved(Policy):
     precision: Precision
     """Dtypes of computation and reduction; None is the dtype of the parameters."""
     compile: Compile
-    """torch.compile."""
+    """Settings of torch.compile."""
     recompute: Recompute
     """Activation checkpointing."""
     tiled_mlp: TiledMLP = TiledMLP()
@@ -252,7 +252,7 @@ class Resolved(Policy):
     gradient_clipping: float
     """Maximum of the global gradient norm; 0 does not clip."""
     optimizer: OptimizerSpec
-    """Optimizer."""
+    """Type and parameters of the optimizer."""
     scheduler: SchedulerSpec | None
     """Learning rate schedule; None is a constant rate."""
     seed: int

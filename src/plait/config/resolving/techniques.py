@@ -445,12 +445,12 @@ def refuse_small_states(spec: OptimizerSpec, data: DataParallel, offload: Optimi
     rules = (
         (
             offload.device != "none",
-            f"offload_optimizer.device is {offload.device}, with which it is not proven",
+            f"offload_optimizer.device is {offload.device}, with which it is not tested",
             'use device "none"',
         ),
         (
             data.update_in_backward,
-            "parallel.optimizer_in_backward is true, with which it is not proven",
+            "parallel.optimizer_in_backward is true, with which it is not tested",
             "set that to false",
         ),
     )

@@ -527,7 +527,7 @@ class Config(Policy):
     every pipeline stage needs a layer.
     """
     zero_optimization: ZeroSection = ZeroSection()
-    """ZeRO."""
+    """Settings of ZeRO."""
     fp16: Fp16Section = Fp16Section()
     """Computation in float16."""
     bf16: Bf16Section = Bf16Section()
@@ -539,7 +539,7 @@ class Config(Policy):
     scheduler: SchedulerSpec | None = None
     """Learning rate schedule. If omitted, the learning rate is constant."""
     compile: CompileSection = CompileSection()
-    """torch.compile."""
+    """Settings of torch.compile."""
     activation_checkpointing: CheckpointingSection = CheckpointingSection()
     """Storage of the inputs of recomputed blocks."""
     parallel: ParallelSection = ParallelSection()
@@ -549,13 +549,13 @@ class Config(Policy):
     faults: FaultsSection = FaultsSection()
     """Handling of hangs and of non-finite numbers."""
     tensorboard: TensorboardSection = TensorboardSection()
-    """TensorBoard."""
+    """Settings of the TensorBoard tracker."""
     wandb: WandbSection = WandbSection()
-    """Weights & Biases."""
+    """Settings of the Weights & Biases tracker."""
     comet: CometSection = CometSection()
-    """Comet."""
+    """Settings of the Comet tracker."""
     csv_monitor: CsvMonitorSection = CsvMonitorSection()
-    """CSV files."""
+    """Settings of the tracker that writes CSV files."""
     model: ModelSection | None = None
     """Model that `plait train` builds."""
     data: DataSection | None = None

@@ -44,7 +44,7 @@ class WarmupLR(Policy):
     """Warm-up from a low to a high rate, then a constant rate."""
 
     warmup_min_lr: PerGroup = 0.0
-    """Rate at the first step."""
+    """Learning rate at the first step."""
     warmup_max_lr: PerGroup | None = None
     """Rate after the warm-up. If omitted or `auto`, the `lr` of the optimizer."""
     warmup_num_steps: Steps = 1000
@@ -120,7 +120,7 @@ class LRRangeTest(Policy):
     """Rate that grows without limit, to find the largest rate that still trains."""
 
     lr_range_test_min_lr: PerGroup = 1e-3
-    """Rate at the first step."""
+    """Learning rate at the first step."""
     lr_range_test_step_size: Steps = 2000
     """Steps per interval."""
     lr_range_test_step_rate: NotNegative = 1.0
@@ -146,7 +146,7 @@ class MegatronLR(Policy):
     warmup_fraction: Fraction | None = None
     """Length of the warm-up as a share of `total_num_steps`; replaces `warmup_num_steps`."""
     init_lr: NotNegative = 0.0
-    """Rate at the first step of the warm-up."""
+    """Learning rate at the first step of the warm-up."""
     min_lr: NotNegative = 0.0
     """Minimum of the decay."""
     total_num_steps: Steps | None = None

@@ -335,38 +335,42 @@ def _parse_folder(value: Any) -> Any:
 
 
 Folder = Annotated[LocalPath, BeforeValidator(_parse_folder)]
-"""Folder of this machine."""
+"""Path of a folder on this machine. An empty path is the working folder."""
 TrackerName = Literal["tensorboard", "wandb", "comet", "csv_monitor"]
 
 
 class TensorboardSection(Policy):
-    """TensorBoard."""
+    """Settings of the TensorBoard tracker."""
 
     enabled: Flag = False
     """Write the numbers of every step for TensorBoard, on the first process."""
     output_path: Folder = "."
-    """Folder that contains the folder of the tracker. If omitted, `run.folder`, or the working
-    folder in a file without `run`.
+    """Folder that contains the folder of the tracker. If omitted, it is `run.folder`, or the
+    working folder in a file without `run`.
     """
     job_name: str = "DeepSpeedJobName"
-    """Name of the folder of the tracker. If omitted in a file with `run`, the tracker's name."""
+    """Name of the folder of the tracker. If it is omitted in a file with `run`, the name of the
+    tracker is used.
+    """
 
 
 class CsvMonitorSection(Policy):
-    """CSV files."""
+    """Settings of the tracker that writes CSV files."""
 
     enabled: Flag = False
     """Write one CSV file per number, with a row per step, on the first process."""
     output_path: Folder = "."
-    """Folder that contains the folder of the tracker. If omitted, `run.folder`, or the working
-    folder in a file without `run`.
+    """Folder that contains the folder of the tracker. If omitted, it is `run.folder`, or the
+    working folder in a file without `run`.
     """
     job_name: str = "DeepSpeedJobName"
-    """Name of the folder of the tracker. If omitted in a file with `run`, the tracker's name."""
+    """Name of the folder of the tracker. If it is omitted in a file with `run`, the name of the
+    tracker is used.
+    """
 
 
 class WandbSection(Policy):
-    """Weights & Biases."""
+    """Settings of the Weights & Biases tracker."""
 
     enabled: Flag = False
     """Send the numbers of every step to Weights & Biases, from the first process."""
@@ -379,7 +383,10 @@ class WandbSection(Policy):
 
 
 class CometSection(Policy):
-    """Comet. It reads the API key from COMET_API_KEY or from its own configuration file."""
+    """Settings of the Comet tracker.
+
+    Comet reads the API key from COMET_API_KEY or from its own configuration file.
+    """
 
     enabled: Flag = False
     """Send the numbers of every step to Comet, from the first process."""
@@ -410,6 +417,6 @@ class TrackerSpec(Policy):
     """Enabled tracker of a run."""
 
     name: TrackerName
-    """Tracker."""
+    """Name of the tracker's section."""
     settings: dict[str, Any]
     """Settings of the tracker, named as in its section."""

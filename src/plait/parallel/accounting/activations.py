@@ -94,7 +94,7 @@ class StageFacts:
         return len(self.modes["none"].kept)
 
     def kept(self, assignment: Assignment) -> int:
-        """Return the bytes of one micro-batch on the device, without those of the head.
+        """Return the bytes that one micro-batch keeps on the device, without those of the head.
 
         Args:
             assignment: The mode of each block of the stage.

@@ -60,9 +60,9 @@ class StageCounts:
     These are the backwards of the stages that own something outside of the blocks.
     """
     sends: Array
-    """Tensors sent to other stages: activations and their gradients."""
+    """Number of tensors sent to other stages: activations and their gradients."""
     boundary_bytes: Array
-    """Bytes of such a tensor."""
+    """Bytes of one tensor that is sent to another stage."""
     shared_bytes: Array
     """Bytes sent for the sum of gradients that n stages share, after sharding.
 

@@ -140,7 +140,7 @@ class StepFacts:
     exchanges_reductions: bool = False
     """True if a reduce-scatter is an exchange into a buffer as large as its input, as on CPUs.
 
-    See `comm.reduce_scatter`.
+    See `comm.collectives`.
     """
 
 

@@ -56,7 +56,8 @@ WITH_CAPPED_SCORES = ("gemma2",)
 KERNELS = ("sdpa", "eager", "flex_attention", *IMPLEMENTATIONS)
 """Supported values of `attn_implementation`.
 
-They are SDPA's kernels, matrix products and a softmax, FlexAttention, and FlashAttention.
+"sdpa" uses the kernels of torch's SDPA, and "eager" matrix products and a softmax. The others are
+FlexAttention and FlashAttention.
 """
 
 

@@ -127,7 +127,7 @@ def attend(block: AttentionBlock, rule: AttentionRule, into: PartialSoftmax) -> 
     Args:
         block: Queries and keys.
         rule: Rule of the layer.
-        into: Softmax of the tensor of queries that `block.row` is an index of.
+        into: Softmax of all queries. Results are added from index `block.row` on.
     """
     visible = _drop_invisible(block, rule)
     if visible is None:
@@ -167,7 +167,7 @@ def attend_backward(
     Args:
         block: Queries and keys.
         rule: Rule of the layer.
-        outputs: Inputs of the backward for the tensor of queries that `block.row` is an index of.
+        outputs: Inputs of the backward for all queries. Those of the block begin at `block.row`.
         into: Sums that receive the gradients.
     """
     visible = _drop_invisible(block, rule)

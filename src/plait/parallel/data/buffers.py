@@ -106,7 +106,7 @@ class ChangingBuffers(StepHook):
         return ""
 
     def load_state(self, saved: Mapping[str, torch.Tensor]) -> None:
-        """Ignore all changes so far, because a checkpoint is the same on all ranks."""
+        """Forget all changes so far, because a loaded checkpoint has equal values on all ranks."""
         for buffer in self._buffers.values():
             buffer.changed()
 

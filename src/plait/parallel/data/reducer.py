@@ -143,9 +143,9 @@ class Reducer(StepHook):
             self._handles.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))
 
     def finish_with_backward(self) -> None:
-        """Make gradients complete means when `loss.backward()` returns.
+        """Finish the reduction in every `loss.backward()`, so that gradients are means afterwards.
 
-        This is what DistributedDataParallel does, for users with their own training loop.
+        DistributedDataParallel does the same. It is for users with their own training loop.
         """
         self.mean = True
         self._finishes_with_backward = True

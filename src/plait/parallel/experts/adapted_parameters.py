@@ -38,7 +38,7 @@ class AdaptedForward:
     """Index of this rank's first expert."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module with the sums of its parameters and of their adapters' products."""
+        """Run the module with the products of its adapters added to its parameters."""
         parameters: dict[str, torch.Tensor] = {}
         attributes: dict[str, torch.Tensor] = {}
         for wrapper in self.wrappers:

@@ -527,7 +527,7 @@ class MessageNumbers:
         return number % self.gradients // self._microbatches
 
     def message(self, number: int) -> Message:
-        """Return the message of a number."""
+        """Return the message with a number."""
         payload = Payload.GRADIENT
         if number < self.gradients:
             payload = Payload.ACTIVATION
@@ -550,12 +550,12 @@ def _check_shape(schedule: Schedule) -> None:
                 and 0 <= action.microbatch < schedule.microbatches
             ):
                 raise _malformed(
-                    schedule, f"rank {rank} does {action}, and there are {schedule.stages} stages"
+                    schedule, f"rank {rank} has {action}, and there are {schedule.stages} stages"
                 )
             if schedule.stage_ranks[action.stage] != rank:
                 raise _malformed(
                     schedule,
-                    f"rank {rank} does {action}, and stage {action.stage} is on rank"
+                    f"rank {rank} has {action}, and stage {action.stage} is on rank"
                     f" {schedule.stage_ranks[action.stage]}",
                 )
 
@@ -569,7 +569,7 @@ def _check_counts(schedule: Schedule) -> None:
         for action in row:
             kinds = kinds_of.setdefault((action.stage, action.microbatch), set())
             if action.kind in kinds:
-                raise _malformed(schedule, f"{action} is done twice")
+                raise _malformed(schedule, f"{action} occurs twice")
             kinds.add(action.kind)
     for stage in range(schedule.stages):
         for microbatch in range(schedule.microbatches):
@@ -578,7 +578,7 @@ def _check_counts(schedule: Schedule) -> None:
                 names = ", ".join(sorted(kinds)) or "nothing"
                 raise _malformed(
                     schedule,
-                    f"stage {stage} does {names} of micro-batch {microbatch}; it must do F, and"
+                    f"stage {stage} has {names} of micro-batch {microbatch}; it needs F, and"
                     " either B or both I and W",
                 )
 

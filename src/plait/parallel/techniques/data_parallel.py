@@ -14,7 +14,7 @@ Note [ZeRO stages]
     Stage 3 frees gathered parameters after their use. Parameters outside of the blocks are gathered
     once per micro-batch: the root unit stays gathered from forward to the end of backward, the head
     from its forward to its backward, and an embedding does not need its weight in backward
-    (`model.outer_units`).
+    (`model.outer_layers`).
 
 Replicated parameters in their own dtype use `reducer.Reducer`. Everything else uses torch's
 `fully_shard`, which shards the master weights and gathers a copy in the compute dtype. With

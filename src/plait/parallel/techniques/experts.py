@@ -240,23 +240,23 @@ def _rules(context: TechniqueContext) -> tuple[tuple[bool, str, str], ...]:
             ),
             "set zero_optimization.stage = 1",
         ),
-        (precision.loss_scale is not None, "fp16 with its loss scale is not proven", "use bf16"),
+        (precision.loss_scale is not None, "fp16 with its loss scale is not tested", "use bf16"),
         (
             data.update_in_backward,
-            "parallel.optimizer_in_backward is not proven",
+            "parallel.optimizer_in_backward is not tested",
             "set that to false",
         ),
         (
             data.secondary_partition > 0,
-            "parallel.secondary_partition is not proven",
+            "parallel.secondary_partition is not tested",
             "set that to 0",
         ),
         (
             compression.gradients or compression.scheme.weight_bits > 0,
-            "compressed messages are not proven",
+            "compressed messages are not tested",
             "leave the compression out",
         ),
-        (context.technique(Compile).enabled, "compile.enabled is not proven", "set that to false"),
+        (context.technique(Compile).enabled, "compile.enabled is not tested", "set that to false"),
         (
             offloads != {"none"} and layout.dp_shard == 1,
             "offloaded states are those of shards, and parallel.dp_shard is 1",
@@ -305,8 +305,8 @@ def _refuse_unsupported_model(model: nn.Module, ep: int, *, tp: int) -> None:
     kind = getattr(config, "_experts_implementation", "eager")
     if kind not in _IMPLEMENTATIONS:
         raise ModelError(
-            f"parallel.ep = {ep}: {name} computes experts with {kind!r}, which is not proven to"
-            " take some of them; call model.set_experts_implementation with one of"
+            f"parallel.ep = {ep}: {name} computes experts with {kind!r}, which is not tested with"
+            " a part of them; call model.set_experts_implementation with one of"
             f" {', '.join(_IMPLEMENTATIONS)}"
         )
 
@@ -414,10 +414,10 @@ class Routing(Technique):
         if self.balance == "global" and not enables_balance_loss(model):
             rule = (
                 f"{type(model).__name__} has no balance loss, which"
-                " model.config.output_router_logits = True adds to models that know one"
+                " model.config.output_router_logits = True adds to models that support one"
             )
             raise ConfigError(
-                Problem("experts.balance", self.balance, rule, 'set that, or use "micro_batch"')
+                Problem("experts.balance", self.balance, rule, 'set it, or use "micro_batch"')
             )
         if self.balance == "global":
             _check_statistics(model, 'experts.balance = "global"', 'use "micro_batch"')

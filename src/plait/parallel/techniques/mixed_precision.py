@@ -94,7 +94,7 @@ class Precision(Technique):
     float32_modules: tuple[str, ...] = ()
     """Names or patterns of modules that compute in float32 if `compute` is set.
 
-    See `model.float32_modules`.
+    See `model.float32`.
     """
 
     @property

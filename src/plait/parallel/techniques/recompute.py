@@ -84,7 +84,7 @@ class Recompute(Technique):
         if self.assignment is not None:
             return self.assignment
         if self.mode == "budget":
-            raise ValueError("a budget is solved before it is used")
+            raise ValueError("mode budget has no modes before `solved` was called")
         modes: list[BlockMode] = ["none"] * count
         for index in range(0, count, self.every):
             modes[index] = self.mode

@@ -419,7 +419,7 @@ def test_every_reason_is_used() -> None:
             {"model": {"config": {"model_type": "llama"}, "path": "x"}},
             "model: a model is either `config` (trained from scratch) or `path`",
         ),
-        ({"scheduler": {"params": {}}}, "scheduler.type: has to be given; add it"),
+        ({"scheduler": {"params": {}}}, "scheduler.type: is required; add it"),
         (
             {"optimizer": {"type": "AdmW"}},
             "optimizer.type = 'AdmW': `AdmW` is neither an optimizer of DeepSpeed or torch",

@@ -91,14 +91,14 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"bf16": {"enabled": True}},
         "ZeRO stage 0 computes in .*bfloat16 by torch's sharding",
     ),
-    ({"ep": 2}, {"stage": 1, "fp16": {"enabled": True}}, "fp16 with its loss scale is not proven"),
-    ({"ep": 2}, {"compile": {"enabled": True}}, "compile.enabled is not proven"),
+    ({"ep": 2}, {"stage": 1, "fp16": {"enabled": True}}, "fp16 with its loss scale is not tested"),
+    ({"ep": 2}, {"compile": {"enabled": True}}, "compile.enabled is not tested"),
     (
         {"ep": 2, "tp": 4},
         {"stage": 2, "zero": {"offload_optimizer": {"device": "nvme", "nvme_path": "x"}}},
         "offloaded states are those of shards, and parallel.dp_shard is 1; set that to 2 or more",
     ),
-    ({"ep": 2, "compress_gradients": "int8"}, {"stage": 1}, "compressed messages are not proven"),
+    ({"ep": 2, "compress_gradients": "int8"}, {"stage": 1}, "compressed messages are not tested"),
     (
         {"ep": 2, "recompute": {"budget_gib": 1, "sequence_length": 8}},
         {},
@@ -107,14 +107,14 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {"ep": 2, "secondary_partition": 2},
         {"stage": 3},
-        "parallel.secondary_partition is not proven",
+        "parallel.secondary_partition is not tested",
     ),
     (
         {"ep": 2, "optimizer_in_backward": True},
         {"stage": 1, "gradient_clipping": 0},
-        "parallel.optimizer_in_backward is not proven|accum",
+        "parallel.optimizer_in_backward is not tested|accum",
     ),
-    ({"ep": 2}, {"kind": "sonicmoe"}, "computes experts with 'sonicmoe', which is not proven"),
+    ({"ep": 2}, {"kind": "sonicmoe"}, "computes experts with 'sonicmoe', which is not tested"),
 ]
 
 

@@ -89,5 +89,5 @@ def _adam(
     else:
         return optimizer_class(params, **settings)
     raise InputError(
-        f"{name}({argument}) cannot be honoured; leave it out, or pass an optimizer of your own"
+        f"{name}({argument}) is not supported; leave it out, or pass an optimizer of your own"
     )
