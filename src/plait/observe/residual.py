@@ -163,9 +163,8 @@ def _differences(
         ("optimizer.states", modelled["optimizer_states"], resolved.optimizer.states),
         ("compiled", plan["compiled"], resolved.compile.enabled),
     ]
-    comparisons += [
-        (name, modelled["layout"][name], degree) for name, degree in layout_of(resolved).items()
-    ]
+    for name, degree in layout_of(resolved).items():
+        comparisons.append((name, modelled["layout"][name], degree))
     differences = [
         f"{name} was planned as {planned} and is {actual}"
         for name, planned, actual in comparisons

@@ -82,6 +82,8 @@ def train(
     }
     result = ReferenceResult(parameters=values)
     for index, micro_batches in enumerate(steps):
+        # The loss of a step is a mean over the targets of all its micro-batches, so their number is
+        # known before the first backward.
         targets = sum(int((batch["labels"][:, 1:] != IGNORED).sum()) for batch in micro_batches)
         total = 0.0
         for batch in micro_batches:
@@ -119,6 +121,7 @@ class _Moments:
         self.square = adamw.beta2 * self.square + (1 - adamw.beta2) * gradient * gradient
         mean = self.mean / (1 - adamw.beta1**self.updates)
         square = self.square / (1 - adamw.beta2**self.updates)
+        # Decoupled weight decay: it does not pass through the moments.
         return value - adamw.lr * (
             mean / (np.sqrt(square) + adamw.eps) + adamw.weight_decay * value
         )
@@ -151,10 +154,13 @@ def _cross_entropy(model: Callable[..., Any], batch: Batch) -> torch.Tensor:
     Without targets the result is a zero that has gradients.
     """
     output = model(**{name: value for name, value in batch.items() if name != "labels"})
-    logits = getattr(output, "logits", output).to(torch.float64)  # [batch, seq, vocabulary]
+    # [batch, seq, vocabulary]
+    logits = getattr(output, "logits", output).to(torch.float64)
+    # Position t predicts label t + 1, and the last position has no label.
     labels = batch["labels"][:, 1:]
     row, position = torch.nonzero(labels != IGNORED, as_tuple=True)
-    scores = logits[row, position]  # [targets, vocabulary]
+    # [targets, vocabulary]
+    scores = logits[row, position]
     picked = scores[torch.arange(len(row)), labels[row, position]]
     # Subtracting the largest score keeps `exp` finite.
     highest = scores.detach().amax(dim=-1, keepdim=True)
