@@ -477,7 +477,7 @@ def _text_rule(text: str) -> str:
 
 
 def _printable(path: str) -> str:
-    """Return a path for a message: unprintable characters escaped, long paths cut."""
+    """Return a path for a message: unprintable characters escaped, long paths truncated."""
     if not path:
         return "the configuration"
     if not path.isprintable():

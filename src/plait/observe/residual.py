@@ -59,6 +59,7 @@ class PlanResidual:
             if self._steps > WARMUP_STEPS and not event.skipped:
                 self._seconds.append(event.seconds)
 
+        # A shorter run is compared at its end, from fewer steps.
         required = MIN_STEPS if isinstance(event, RunEnded) else MEASURED_STEPS
         if len(self._seconds) >= required:
             self._printed = True

@@ -121,6 +121,7 @@ def timeline_lines(timeline: Timeline, *, width: int, coloured: bool) -> list[Te
     shortest_per_step = timeline.total / shortest
 
     legend = [_legend(schedule)]
+    # Names fit if the shortest action has room for the longest name.
     if shortest_per_step * cell_width <= available:
         scale = cell_width / shortest
         drawings = [
@@ -156,13 +157,13 @@ def _row_labels(timeline: Timeline) -> tuple[str, list[str]]:
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = []
     for row in table:
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        cells = map(str.rjust, row, widths)
         lines.append("  ".join(cells) + "  ")
     return lines[0], lines[1:]
 
 
 def _abbreviate(stages: Sequence[int]) -> str:
-    numbers = [str(stage) for stage in stages]
+    numbers = list(map(str, stages))
     if len(numbers) > 4:
         numbers = [*numbers[:2], "..", numbers[-1]]
     return " ".join(numbers)

@@ -101,9 +101,14 @@ def rows_of(machine: Machine, only: Sequence[str] = ()) -> list[Row]:
 
 def planned_seconds(rows: Sequence[Row]) -> float:
     """Return the planned time of a validation with these rows, launches included."""
-    available = [row for row in rows if not row.unavailable]
-    launches = {(row.ranks, row.name if row.own_process else "") for row in available}
-    planned = sum(row.planned_seconds for row in available)
+    planned = 0.0
+    launches = set()
+    for row in rows:
+        if row.unavailable:
+            continue
+        planned += row.planned_seconds
+        # Rows with as many ranks share a launch, except for those with their own process.
+        launches.add((row.ranks, row.name if row.own_process else ""))
     return FACTS_PLANNED_SECONDS + LAUNCH_PLANNED_SECONDS * len(launches) + planned
 
 
@@ -236,9 +241,7 @@ def _parity() -> list[Row]:
 
 
 def _compiled_parity() -> list[Row]:
-    """The eighth configuration. It comes after the first throughput, because compilation is
-    slow.
-    """
+    """Configurations that compile, which is slow, so they come after the first throughput."""
     return [
         Row(
             "parity/compile",

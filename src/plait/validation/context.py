@@ -148,8 +148,9 @@ def require_compiler(context: Context) -> None:
 
 
 def timed(context: Context, result: Verdict) -> Verdict:
-    """Return the verdict of a row about times. On a simulated device the row ran and shows
-    nothing.
+    """Return the verdict of a row about times.
+
+    On a simulated device the row ran to its end and shows nothing.
     """
     if context.simulated and result.outcome != "not run":
         return Verdict("not run", NO_TIMES)

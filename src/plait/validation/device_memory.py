@@ -161,8 +161,9 @@ def library_bytes(context: Context, dtype: torch.dtype) -> int:
 
 
 def largest(context: Context, settings: Mapping[str, Any]) -> Verdict:
-    """Train the model that is predicted to take a share of the memory, which must fit or must
-    not.
+    """Train the model that is predicted to take a share of the memory.
+
+    `settings["trains"]` is False for a model that must run out of memory.
     """
     require("transformers")
     library_bytes(context, torch.float32)

@@ -2,8 +2,8 @@
 
 The planner's constants that follow from the kernels are written as a calibration file, which
 `plait plan --calibrate FILE` reads. The measured constants get the uncertainty of a rate that is
-measured outside of a step; all others keep the shipped values. `plait calibrate` measures training
-steps too, and takes longer.
+measured outside of a step; all others keep the shipped values. `plait calibrate` also measures
+training steps, and takes longer.
 
 `rank_of_plan` runs one rank of a planned layout of eight devices.
 """

@@ -197,18 +197,15 @@ def judge_compressed(trace: Trace, exact: Trace) -> Verdict:
 
 def checkpoint(context: Context, settings: Mapping[str, Any]) -> Verdict:
     """Write a checkpoint asynchronously, load it on another layout, and compare the next losses."""
-    saving, loading = (
-        planned(context, settings[name], passes=("float64",), steps=4)
-        for name in ("saving", "loading")
-    )
+    saving = planned(context, settings["saving"], passes=("float64",), steps=4)
+    loading = planned(context, settings["loading"], passes=("float64",), steps=4)
     # Each plan has the smallest model that its layout supports. Both use that of the layout that
     # splits the model more.
     larger = max(
         (saving, loading), key=lambda plan: plan.resolved.layout.pp * plan.resolved.layout.tp
     )
-    saving, loading = (
-        replace(plan, tested=larger.tested, blocks=larger.blocks) for plan in (saving, loading)
-    )
+    saving = replace(saving, tested=larger.tested, blocks=larger.blocks)
+    loading = replace(loading, tested=larger.tested, blocks=larger.blocks)
     if saving.micro_batches != loading.micro_batches:
         numbers = f"{saving.micro_batches} and {loading.micro_batches}"
         raise AssertionError(f"{numbers} micro-batches of a step cannot be compared")

@@ -163,8 +163,9 @@ def plait_trainer(
 def fsdp2(
     context: Context, model: nn.Module, blocks: nn.ModuleList, *, compiled: bool
 ) -> TimedTrainer:
-    """Return a trainer of a model whose blocks `fully_shard` shards and whose forward gives the
-    loss.
+    """Return a trainer of a model that `fully_shard` shards block by block.
+
+    The forward of the model returns the loss.
     """
     mesh = device_mesh(context, (context.world,), ("dp",))
     if compiled:

@@ -181,9 +181,7 @@ def analyse(events: Sequence[Event], steps: int) -> dict[str, Any]:
 
 
 def kind_of(name: str) -> Kind:
-    """Return the kind of a kernel or copy by its name. A copy inside the device's memory is
-    other.
-    """
+    """Return the kind of a kernel or copy by its name."""
     lowered = name.lower()
     if lowered.startswith("memcpy"):
         # Only copies between host and device use the link.
@@ -238,8 +236,7 @@ _PLACES = 10
 
 
 def per_step(context: Context, settings: Mapping[str, Any]) -> Verdict:
-    """Count the waits of five steps of `settings["config"]`, and compare with
-    `settings["expected"]`.
+    """Compare the waits of some steps of `settings["config"]` with `settings["expected"]`.
 
     A step of float16 reads one number, because the loss scale decides whether the update happens.
     """

@@ -80,9 +80,7 @@ class Verdict:
 
 
 class NotRun(Exception):
-    """The check cannot run on this machine. The message is the reason. All ranks raise it, or
-    none.
-    """
+    """Reason why a check cannot run on this machine. All ranks raise it, or none."""
 
 
 def verdict(problems: Sequence[str], **numbers: Any) -> Verdict:

@@ -341,6 +341,6 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 def _last_lines(path: Path) -> str:
     text = path.read_text(encoding="utf-8", errors="replace")
-    lines = [line.strip() for line in text.splitlines()]
+    lines = map(str.strip, text.splitlines())
     shown = [line for line in lines if line and not _WARNING.match(line)]
     return " | ".join(shown[-_REPORTED_LINES:])[-2000:]

@@ -254,8 +254,9 @@ def visit(context: Context, name: str, workload: Workload) -> Visit:
 def timed_steps(
     context: Context, trainer: peers.TimedTrainer, batch: Mapping[str, torch.Tensor]
 ) -> tuple[float, float]:
-    """Return (seconds per step, last loss). The host waits before the first step and after the
-    last.
+    """Return (seconds per step, last loss).
+
+    The host waits before the first step and after the last.
     """
     losses: list[torch.Tensor] = []
     if context.world > 1:
@@ -278,12 +279,11 @@ def another_round_fits(
     if len(rounds) >= settings.get("rounds", MOST_ROUNDS):
         return False
     steps = WARM_STEPS + TIMED_STEPS
-    last = rounds[-1].values()
-    # A later visit does not compile again. Building takes seconds at most.
-    round_seconds = sum(
-        min(visited.warm_seconds, 2 * visited.seconds + 5) + steps * visited.seconds
-        for visited in last
-    )
+    round_seconds = 0.0
+    for visited in rounds[-1].values():
+        # A later visit does not compile again. Building takes seconds at most.
+        warm_seconds = min(visited.warm_seconds, 2 * visited.seconds + 5)
+        round_seconds += warm_seconds + steps * visited.seconds
     depths = 0.5 * round_seconds if settings.get("depths") else 0.0
     fits = context.row_deadline - time.monotonic() > round_seconds + depths
     # Clocks of ranks differ, and all must decide alike.

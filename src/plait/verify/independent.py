@@ -76,15 +76,18 @@ def train(
     """
     parameters = dict(model.named_parameters())
     _load(parameters, weights)
-    values = {name: _array(parameter) for name, parameter in parameters.items()}
-    states = {
-        name: _Moments(np.zeros_like(value), np.zeros_like(value)) for name, value in values.items()
-    }
+    values = {}
+    states = {}
+    for name, parameter in parameters.items():
+        values[name] = _array(parameter)
+        states[name] = _Moments(np.zeros_like(values[name]), np.zeros_like(values[name]))
     result = ReferenceResult(parameters=values)
     for index, micro_batches in enumerate(steps):
         # The loss of a step is a mean over the targets of all its micro-batches, so their number is
         # known before the first backward.
-        targets = sum(int((batch["labels"][:, 1:] != IGNORED).sum()) for batch in micro_batches)
+        targets = 0
+        for batch in micro_batches:
+            targets += int((batch["labels"][:, 1:] != IGNORED).sum())
         total = 0.0
         for batch in micro_batches:
             loss = _cross_entropy(model, batch)

@@ -153,7 +153,11 @@ def _copies(parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
 
 
 def _gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor | None]:
-    return {name: None if p.grad is None else whole(p.grad) for name, p in parameters.items()}
+    gradients = {}
+    for name, parameter in parameters.items():
+        gradient = parameter.grad
+        gradients[name] = None if gradient is None else whole(gradient)
+    return gradients
 
 
 def _in_dtype(model: nn.Module, compute: torch.dtype | None) -> Any:

@@ -442,6 +442,7 @@ def loopback_store(timeout: timedelta) -> TCPStore:
     TCPStore requires no key, and the socket that it would open listens on all interfaces. Anyone on
     the network could read and write the addresses that ranks exchange.
     """
+    # Port 0 lets the system choose a free one.
     listener = socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]
     # The store closes the descriptor.

@@ -284,6 +284,7 @@ def run(launch: RemoteLaunch) -> int:
                     machine.process.kill()
     if first_failure:
         return first_failure
+    # The first signal is the cause of the end. Later ones only hasten it.
     if received:
         return 128 + received[0]
     return 0

@@ -99,6 +99,7 @@ def _exit_process(exit_code: int) -> None:
     for thread in threading.enumerate():
         if not thread.daemon and thread is not threading.main_thread():
             thread.join(max(0.0, deadline - time.monotonic()))
+    # `os._exit` below does not run them.
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):

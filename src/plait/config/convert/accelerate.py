@@ -386,6 +386,7 @@ def _read_distributed_type(file: _AccelerateFile) -> str:
             meaning = f"{STAGE} 0: a replica on every process"
         else:
             meaning = f"{STAGE}, by {kind.lower()}_config"
+        # With DeepSpeed, gradient_clipping is a key of its section.
         if kind != "DEEPSPEED":
             meaning += _CLIPPING
         translation.rows.append(

@@ -564,6 +564,7 @@ def _parse_value(flag: Flag, values: list[str]) -> Any:
     elif len(values) != 1:
         raise ValueError(f"takes one value and {len(values)} are given; write one after it")
     else:
+        # Parsed as a value of --set, so that `1e-4` is a number.
         parsed = scalar(values[0])
 
     return parsed if flag.convert is None else flag.convert(parsed)

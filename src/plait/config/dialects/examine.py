@@ -352,6 +352,7 @@ def _origin(written: str, overridden: set[str]) -> str:
     if any(written == path or written.startswith(f"{path}.") for path in overridden):
         return "override"
     if any(path.startswith(f"{written}.") for path in overridden):
+        # An override has replaced a part of what the file has.
         return "file and override"
     return "file"
 
