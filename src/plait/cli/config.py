@@ -64,6 +64,7 @@ def explain_command(
             _print_tables(explanation, console)
         else:
             _print_lines(explanation)
+    # After the output, which shows what the other keys mean.
     if explanation.problems:
         raise ConfigError(*explanation.problems)
 

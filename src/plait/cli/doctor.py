@@ -158,6 +158,7 @@ def _measure(
         count = processes or max(2, default_processes())
         arguments = ["plait.cli.doctor", str(file), str(seconds)]
         if as_json:
+            # Standard output has only the JSON object.
             arguments.append("--quiet")
         if code := launch.run(arguments, LaunchSettings(count)):
             raise typer.Exit(code)

@@ -217,6 +217,7 @@ def generate_command(
         "num_beams": num_beams,
         "stop_strings": list(stop or ()) or None,
     }
+    # Options that are not used leave the values of generation_config.json as they are.
     settings = {name: value for name, value in options.items() if value is not None}
     gpu_bytes = parse_budget(gpu_budget, "--gpu-budget")
     cpu_bytes = parse_budget(cpu_budget, "--cpu-budget")
@@ -358,6 +359,7 @@ def _longest_request(
         ids = prompt_token_ids(prompt, name, tokenizer)
         check_ids(ids, name, vocabulary)
         tokens = len(ids) + check_room(len(ids), name, generation_settings)
+        # A shorter request fits where a longer one did.
         if tokens <= longest:
             continue
         try:
@@ -621,6 +623,7 @@ def _open_answers(job: AnswerJob) -> Iterator[AnswerFile]:
         try:
             yield answers
         except BaseException:
+            # Ctrl-C as well, after which the user needs to know how to continue.
             if answers.done:
                 print(
                     f"{answers.done} of {count} answers are finished and kept in {answers.partial};"

@@ -167,6 +167,7 @@ def launch(
             if value
         )
         settings = LaunchSettings(
+            # 0 must not become the default: `check` refuses it.
             processes=default_processes() if nproc is None else nproc,
             log_folder=log_dir,
             min_nodes=minimum,
@@ -198,6 +199,7 @@ def launch(
         rule,
         "leave one of them out",
     )
+    # Refused before machines are started over ssh.
     raise_problems(common_problems(grace=grace, timeout=timeout, port=options["master_port"]))
     hosts: tuple[HostfileEntry, ...]
     if hostfile is None:

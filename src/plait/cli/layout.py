@@ -81,7 +81,7 @@ def layout(
     if config.model is None and model is None:
         raise InputError(f"{file} has no `model` section; add one, or give --model")
     topology = _topology(nnodes, nproc_per_node, required=smallest_world(config.parallel))
-    # The micro-batch size changes no shard, so that a file without one can be shown too.
+    # The micro-batch size changes no shard, so a file without one can be shown as well.
     resolved = resolve(config, world_size=topology.world_size, micro_batch_size=1)
     fields, title = fields_of(config, model)
     dtype = config.model.dtype if config.model is not None else "float32"
@@ -132,6 +132,7 @@ class ModelLayout:
 
 def _topology(nodes: int, devices: int | None, *, required: int) -> Topology:
     """Return the machines. `required` is the number of devices that the layout requires."""
+    # Rounded up, so that the machines together have enough devices.
     per_node = devices or max(1, -(-required // nodes))
     if nodes * per_node > MAX_DEVICES:
         raise InputError(

@@ -171,6 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
+        # Otherwise typer would print errors in its own form, and exit.
         code = typer.main.get_command(app).main(
             args=arguments, prog_name="plait", standalone_mode=False
         )
@@ -198,6 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         sys.exit(close_stdout(error))
     except Exception as error:
+        # Errors about the command line have this method. Any other error is a defect.
         if not hasattr(error, "format_message"):
             raise
         _refuse_command_line(error, arguments)

@@ -120,6 +120,7 @@ def plan(
     from plait.planner import search as searching
     from plait.planner.offers import parse_fixed
 
+    # A file of this name takes precedence.
     if file == Path(_LIST_NAMES) and not file.exists():
         if as_json:
             print(json.dumps(names_as_json()))

@@ -119,7 +119,7 @@ def on_signals(
         return
     previous_handlers = {number: signal.getsignal(number) for number in numbers}
     for number, previous in previous_handlers.items():
-        # nohup ignores SIGHUP, which must stay so.
+        # nohup ignores SIGHUP, which must stay ignored.
         if previous is not signal.SIG_IGN:
             signal.signal(number, handler)
     try:

@@ -89,6 +89,7 @@ def train(
         "rdzv_endpoint": rdzv_endpoint,
         "rdzv_id": rdzv_id,
     }
+    # RANK and WORLD_SIZE of Kubeflow count machines, and the command still has to start ranks.
     is_rank = claim(os.environ) is not None and not names_machines(os.environ)
     if not is_rank:
         launch_options = {
@@ -100,6 +101,7 @@ def train(
         launch_options = with_variables(launch_options, os.environ)
         nnodes = launch_options["nnodes"]
         max_restarts = launch_options["max_restarts"]
+        # The option is a number. The variable of torchrun may also be gpu, cpu or auto.
         if nproc_per_node is None:
             nproc_per_node = parse_processes(
                 launch_options["nproc_per_node"], gpus=default_processes, cores=cpu_count
@@ -283,6 +285,7 @@ def _run_process(file: Path, overrides: list[str], *, announced: bool) -> int:
     from plait.config.resolving.resolve import load
 
     process = place()
+    # One rank prints for all.
     console = _console(quiet=process.rank != 0)
     try:
         if not announced:
@@ -366,6 +369,7 @@ def _train(
     progress = ProgressLines(console, every=checked.section.log_every)
     with StopRequest(on_request=confirm_signal if confirms_signals else None) as stop:
         listeners: tuple[Listener, ...] = ()
+        # Only the rank that prints writes the metrics file.
         if not console.quiet:
             listeners = (metrics, progress, *_residuals(file, checked, config, console))
         try:
@@ -419,6 +423,7 @@ def _announce(checked: ValidatedRun, console: Console, config: Config, *, proces
     for note in (config.provenance.warning(), checked.resolved.assumed()):
         if note is not None:
             console.print(note, soft_wrap=True, style="yellow")
+    # Cautions about cores concern the processes of this machine.
     local_processes = processes
     if claim(os.environ) is not None:
         local_processes = min(processes, place().local_world_size)

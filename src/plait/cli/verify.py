@@ -131,6 +131,7 @@ def verify(
         dtype=dtype,
         device=device,
     )
+    # The processes inherit the variable and see no GPU.
     if plan.device == "cpu":
         os.environ[accelerator.VISIBLE_DEVICES_VARIABLE] = ""
     compares = not launched or place().rank == 0
@@ -163,6 +164,7 @@ def _plan(
     launched = claim(os.environ)
     if launched is not None:
         processes = launched.world_size
+        # The other machines are taken to have a GPU per process as well.
         gpus = launched.world_size if gpus else 0
     return prepare(
         config,

@@ -84,6 +84,7 @@ def read(source: str | Path | Mapping[str, Any]) -> Document:
         refuse_unusable(source, name)
         return Document(name, copy.deepcopy(dict(source)))
 
+    # A file of this name takes precedence over a text that happens to be base64.
     if isinstance(source, str) and not is_file(source):
         decoded = _from_base64(source)
         if decoded is not None:
@@ -121,6 +122,7 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
     Raises:
         ConfigError: The text is not an override.
     """
+    # The first equals sign, because a value may contain others.
     path, equals, value = text.partition("=")
     keys = tuple(path.strip().split("."))
     if not equals or not all(keys) or len(keys) > _MAX_KEY_DEPTH:
@@ -140,6 +142,7 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
 def scalar(text: str) -> Any:
     """Parse a value of the command line: JSON, a scalar of YAML, or text."""
     try:
+        # JSON first, because YAML accepts almost every text.
         return json.loads(text, parse_int=_parse_int)
     except (ValueError, RecursionError):
         pass
@@ -161,6 +164,7 @@ def _parse_int(text: str) -> Any:
 def _read_text(path: Path) -> str:
     remedy = "give the path of a JSON or YAML file"
     try:
+        # Editors on Windows begin a file with a byte order mark, which plain UTF-8 would keep.
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         rule = "there is no such file"
@@ -215,6 +219,7 @@ _KINDS = {
 
 def _from_base64(text: str) -> str | None:
     try:
+        # DeepSpeed encodes with the alphabet for URLs.
         decoded = base64.urlsafe_b64decode(text.encode()).decode()
     except (binascii.Error, UnicodeDecodeError, ValueError):
         return None
@@ -241,6 +246,7 @@ def _blank(match: re.Match[str]) -> str:
 
 
 def _parse_json(text: str, name: str) -> Any:
+    # Comments first, because one may stand between a trailing comma and the bracket.
     strict = _TRAILING_COMMA.sub(_blank, _COMMENT.sub(_blank, text))
     duplicates: list[Problem] = []
 
@@ -323,6 +329,7 @@ for _tag, (_pattern, _first) in _SCALARS.items():
 def _construct_mapping(
     loader: _Loader, node: yaml.MappingNode, deep: bool = False
 ) -> dict[str, Any]:
+    # Merge keys (`<<`) are resolved first, as in the constructor of PyYAML.
     loader.flatten_mapping(node)
     items: dict[str, Any] = {}
     for key_node, value_node in node.value:
@@ -339,6 +346,7 @@ def _construct_mapping(
 
 
 def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> Any:
+    # YAML 1.1 allows underscores between digits.
     return _parse_int(str(loader.construct_scalar(node)).replace("_", ""))
 
 
@@ -350,6 +358,7 @@ def _parse_yaml(text: str, name: str) -> Any:
     try:
         return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
+        # Before its base class `YAMLError`, because only this one has a position.
         location = name
         mark = error.problem_mark
         if mark:
@@ -468,9 +477,10 @@ def _text_rule(text: str) -> str:
 
 
 def _printable(path: str) -> str:
-    """Return a path for a message: unprintable characters escaped, long paths cut."""
+    """Return a path for a message: unprintable characters escaped, long paths truncated."""
     if not path:
         return "the configuration"
     if not path.isprintable():
+        # `backslashreplace` keeps a zero byte, which is ASCII.
         path = path.encode("ascii", "backslashreplace").decode().replace("\0", "\\0")
     return shorten(path, _MAX_SHOWN)

@@ -74,6 +74,7 @@ def _check_path(value: object) -> object:
             "the path of a file or folder, and it is empty; set a path, or leave the key out",
         )
 
+    # The limits count bytes, of which a letter may have several.
     longest_name = max(len(name.encode()) for name in value.split("/"))
     if len(value.encode()) >= MAX_PATH_BYTES or longest_name > MAX_NAME_BYTES:
         raise PydanticCustomError(
@@ -184,6 +185,7 @@ class Parameter:
 def parameters(constructor: Callable[..., object]) -> Mapping[str, Parameter]:
     """Return the parameters of a class, by name."""
     hints = _type_hints(constructor)
+    # Annotations also name classes such as Tensor, which pydantic does not know.
     config = ConfigDict(arbitrary_types_allowed=True)
 
     known = {}

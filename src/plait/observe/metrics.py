@@ -90,7 +90,7 @@ def _to_row(event: Event) -> dict[str, Any]:
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a metrics file.
 
-    A last line that a crash cut off is skipped.
+    A last line that is incomplete because of a crash is skipped.
 
     Raises:
         InputError: Another line is not valid JSON.
@@ -100,6 +100,7 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
             try:
                 yield json.loads(line)
             except ValueError as error:
+                # Only a process that ended while it wrote leaves a line without its end.
                 if line.endswith(b"\n"):
                     raise InputError(
                         f"{path}, line {number}: not valid JSON ({error}); remove the line"

@@ -52,6 +52,7 @@ class RateWindow:
     def add(self, event: StepDone) -> None:
         """Add a step, and drop steps that are older than the window."""
         self._count += 1
+        # The first step is much slower than the others, but until the second it is all there is.
         if self._count == 2:
             self._steps.clear()
         self._steps.append((event.tokens, event.seconds))

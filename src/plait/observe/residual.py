@@ -59,6 +59,7 @@ class PlanResidual:
             if self._steps > WARMUP_STEPS and not event.skipped:
                 self._seconds.append(event.seconds)
 
+        # A shorter run is compared at its end, from fewer steps.
         required = MIN_STEPS if isinstance(event, RunEnded) else MEASURED_STEPS
         if len(self._seconds) >= required:
             self._printed = True
@@ -163,9 +164,8 @@ def _differences(
         ("optimizer.states", modelled["optimizer_states"], resolved.optimizer.states),
         ("compiled", plan["compiled"], resolved.compile.enabled),
     ]
-    comparisons += [
-        (name, modelled["layout"][name], degree) for name, degree in layout_of(resolved).items()
-    ]
+    for name, degree in layout_of(resolved).items():
+        comparisons.append((name, modelled["layout"][name], degree))
     differences = [
         f"{name} was planned as {planned} and is {actual}"
         for name, planned, actual in comparisons

@@ -48,28 +48,33 @@ def timeline_json(timeline: Timeline, durations: Durations) -> dict[str, Any]:
     """
     schedule = timeline.schedule
     peaks = peak_in_flight(schedule)
+    ranks = []
+    for rank, row in enumerate(timeline.ranks):
+        actions = [
+            {"action": str(span.action), "start": span.start, "end": span.end} for span in row
+        ]
+        ranks.append(
+            {
+                "stages": list(schedule.stages_of(rank)),
+                "bubble": timeline.bubble(rank),
+                "peak_in_flight": peaks[rank],
+                "actions": actions,
+            }
+        )
     return {
         "schedule": schedule.name,
         "pp": schedule.pp,
         "microbatches": schedule.microbatches,
         "stage_ranks": list(schedule.stage_ranks),
         "durations": {
-            name: list(getattr(durations, name)) for name in ("forward", "input", "weight", "send")
+            "forward": list(durations.forward),
+            "input": list(durations.input),
+            "weight": list(durations.weight),
+            "send": list(durations.send),
         },
         "total": timeline.total,
         "bubble": timeline.bubble_overall,
-        "ranks": [
-            {
-                "stages": list(schedule.stages_of(rank)),
-                "bubble": timeline.bubble(rank),
-                "peak_in_flight": peaks[rank],
-                "actions": [
-                    {"action": str(span.action), "start": span.start, "end": span.end}
-                    for span in row
-                ],
-            }
-            for rank, row in enumerate(timeline.ranks)
-        ],
+        "ranks": ranks,
     }
 
 
@@ -107,13 +112,16 @@ def timeline_lines(timeline: Timeline, *, width: int, coloured: bool) -> list[Te
     """
     schedule = timeline.schedule
     heading, row_labels = _row_labels(timeline)
+    # A drawing of fewer columns shows nothing.
     available = max(width - len(heading), 20)
     spans = [span for row in timeline.ranks for span in row]
     shortest = min(span.end - span.start for span in spans if span.end > span.start)
+    # A blank separates two names.
     cell_width = 1 + max(len(_label(schedule, span)) for span in spans)
     shortest_per_step = timeline.total / shortest
 
     legend = [_legend(schedule)]
+    # Names fit if the shortest action has room for the longest name.
     if shortest_per_step * cell_width <= available:
         scale = cell_width / shortest
         drawings = [
@@ -128,10 +136,11 @@ def timeline_lines(timeline: Timeline, *, width: int, coloured: bool) -> list[Te
         legend.append(
             f"one column: {timeline.total / columns:.4g} of the step's {timeline.total:.6g}"
         )
-    rows = [
-        Text(label).append_text(drawing)
-        for label, drawing in zip(row_labels, drawings, strict=True)
-    ]
+    rows = []
+    for label, drawing in zip(row_labels, drawings, strict=True):
+        row = Text(label)
+        row.append_text(drawing)
+        rows.append(row)
     return [Text(heading.rstrip()), *rows, *map(Text, legend)]
 
 
@@ -148,13 +157,13 @@ def _row_labels(timeline: Timeline) -> tuple[str, list[str]]:
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = []
     for row in table:
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        cells = map(str.rjust, row, widths)
         lines.append("  ".join(cells) + "  ")
     return lines[0], lines[1:]
 
 
 def _abbreviate(stages: Sequence[int]) -> str:
-    numbers = [str(stage) for stage in stages]
+    numbers = list(map(str, stages))
     if len(numbers) > 4:
         numbers = [*numbers[:2], "..", numbers[-1]]
     return " ".join(numbers)
@@ -200,6 +209,7 @@ def _draw_names(
     def draw_idle(end: int) -> None:
         for column in range(len(text), end):
             has_dot = column % cell_width == 0 and not coloured
+            # Without colours, dots show where idle time begins and how long it is.
             text.append("." if has_dot else " ")
 
     for span in row:

@@ -201,6 +201,8 @@ class ShardedModel:
         """
         with self.logits_for(loss_fn):
             if self.pipeline is not None:
+                # The runtime interleaves the micro-batches of its stages, so it calls the hooks
+                # before each of them itself (`StagedZero`).
                 with self.guard.backward():
                     self.pipeline.runtime.train(
                         batches, forward=self.forward, loss=loss, loss_fn=loss_fn

@@ -134,7 +134,7 @@ def export(
         raise InputError(f"--out {out} cannot be written: {_reason(error)}") from error
     finally:
         if descriptor is not None:
-            # Ctrl-C arrives here too.
+            # Ctrl-C also arrives here.
             if not published:
                 shutil.rmtree(temporary, ignore_errors=True)
             os.close(descriptor)
@@ -378,7 +378,7 @@ def compare_generated(checkpoint: CheckpointFolder, out: Path) -> ExportComparis
         model.close()
 
     tolerance = LOGIT_TOLERANCE[reference.dtype] * max(1.0, float(expected_logits.abs().max()))
-    # A NaN fails this comparison too.
+    # NaN also fails this comparison.
     if not difference <= tolerance:
         raise CheckpointError(
             f"Transformers' logits differ by {difference:.2g} from those of the checkpoint, more"

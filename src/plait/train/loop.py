@@ -9,7 +9,7 @@ Note [Reading a step's numbers]
     A GPU works behind the program. If the loop read the loss of a step at once, the device would
     idle until the program has queued the next step. The numbers are therefore copied to pinned
     memory behind the step, and read when the next step is queued. That wait ends with the copy
-    (`.item()` would wait for the next step too), and it keeps the program at most one step ahead.
+    (`.item()` would also wait for the next step), and it keeps the program at most one step ahead.
 
     Listeners hear of a step one step late. Where something depends on the numbers (validation, a
     checkpoint, the end), all of them are read first, so a checkpoint never holds a step whose
@@ -291,7 +291,7 @@ class _StepReader:
         """Wait for queued steps and emit their events.
 
         Args:
-            every_step: Whether to read the last step too, although no later step is queued.
+            every_step: Whether to also read the last step, although no later step is queued.
         """
         while self._unread:
             # A run that stops takes no further step behind which the last one could be read.

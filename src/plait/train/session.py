@@ -313,7 +313,7 @@ def run(checked: ValidatedRun, *, stop: StopRequest, listeners: Sequence[Listene
             causal_lm_loss, weights=checked.built.weights, total_steps=section.steps
         ),
     )
-    # The generators of Python and numpy are seeded too, because the process belongs to this run.
+    # The generators of Python and numpy are also seeded, because the process belongs to this run.
     generators.seed(engine.config.seed, engine.mesh, step=0)
     resources = ExitStack()
     try:

@@ -59,12 +59,8 @@ class Case:
             "documents": self.documents,
             "capped scores": self.softcap,
         }
-        return ", ".join(
-            [
-                dtype_name(self.dtype),
-                *(name for name, value in properties.items() if value),
-            ]
-        )
+        present = [name for name, value in properties.items() if value]
+        return ", ".join([dtype_name(self.dtype), *present])
 
 
 CASES = (
@@ -97,6 +93,8 @@ def kernels(context: Context, settings: Mapping[str, Any]) -> Verdict:
         problems += problems_of(case, kernel, errors)
         context.progress(numbers)
 
+    # The first loop has compiled every case. A training run, which has hundreds of positions, would
+    # compile for each of them.
     with torch.compiler.set_stance("fail_on_recompile"):
         for case in CASES:
             kernel, errors = compare(context, case, shift=24)
@@ -110,6 +108,7 @@ def problems_of(case: Case, kernel: str, errors: Mapping[str, float]) -> list[st
     return [
         f"{case.title} ({kernel}): error of the {name} {error:.1e}, allowed {allowed:.0e}"
         for name, error in errors.items()
+        # Negated, so that an error of NaN is reported.
         if not error <= allowed
     ]
 
@@ -127,9 +126,12 @@ def compare(context: Context, case: Case, *, shift: int) -> tuple[str, dict[str,
     generator = torch.Generator().manual_seed(0)
 
     def random(heads: int, length: int) -> torch.Tensor:
+        # Drawn on the CPU in float32, so that every device and dtype rounds the same numbers.
         values = torch.randn(BATCH, heads, length, HEAD_DIM, generator=generator)
         return values.to(context.device, case.dtype)
 
+    # Queries [batch, heads, tokens / 2, head_dim], keys and values [batch, kv_heads, tokens,
+    # head_dim]: fewer heads of keys than of queries, as in grouped-query attention.
     query = random(HEADS, half)
     grad = random(HEADS, half)
     key = random(KV_HEADS, tokens)
@@ -138,6 +140,7 @@ def compare(context: Context, case: Case, *, shift: int) -> tuple[str, dict[str,
     if case.documents:
         positions = torch.arange(half, tokens) + shift
         borders = torch.tensor([0, half // 3, half + half // 4, half + half // 2]) + shift
+        # The last border that is not after a query begins the document of the query.
         rows = borders[torch.searchsorted(borders, positions, right=True) - 1]
         starts = rows.expand(BATCH, half).to(context.device)
     rule = AttentionRule(HEAD_DIM**-0.5, half // 2 + shift if case.window else None, case.softcap)
@@ -146,6 +149,7 @@ def compare(context: Context, case: Case, *, shift: int) -> tuple[str, dict[str,
         context.device, case.dtype, (HEAD_DIM, HEAD_DIM), rule, documents=case.documents
     )
     fused = attention(query, key, value, grad, starts, rule, shift)
+    # Plain products, because a fused kernel on both sides would hide its own error.
     exact = attention(
         query.double(),
         key.double(),
@@ -180,6 +184,7 @@ def attention(
         shift: Position of the first key.
     """
     half = query.shape[2]
+    # The causal block of the own half has column `half`; the keys before it have column 0.
     blocks = [
         AttentionBlock(
             query,
@@ -197,6 +202,7 @@ def attention(
         attend(block, rule, softmax)
     output, log_sum_exp = softmax.finished()
 
+    # Gradients of a query come from both blocks and are added over them.
     sums = [GradientSum(tensor) for tensor in (query, key, value)]
     for block in blocks:
         attend_backward(block, rule, BackwardInputs(grad, output, log_sum_exp), GradientSums(*sums))

@@ -70,6 +70,7 @@ def rows_of(machine: Machine, only: Sequence[str] = ()) -> list[Row]:
         *_ceilings(),
         *_waits(),
         *_parity(),
+        # Eager throughput comes before everything that compiles, which takes far longer.
         *_throughput(("eager",), machine),
         *_on_several_gpus(gpus),
         *_compiled_parity(),
@@ -85,6 +86,7 @@ def rows_of(machine: Machine, only: Sequence[str] = ()) -> list[Row]:
     ]
     for pattern in only:
         if not any(_matches(row, pattern) for row in rows):
+            # A dictionary keeps the order of the catalogue and names each check once.
             checks = ", ".join(dict.fromkeys(row.name.split("/")[0] for row in rows))
             raise InputError(
                 f"--only {pattern}: no row has this name; checks are {checks}, and --only"
@@ -99,9 +101,14 @@ def rows_of(machine: Machine, only: Sequence[str] = ()) -> list[Row]:
 
 def planned_seconds(rows: Sequence[Row]) -> float:
     """Return the planned time of a validation with these rows, launches included."""
-    available = [row for row in rows if not row.unavailable]
-    launches = {(row.ranks, row.name if row.own_process else "") for row in available}
-    planned = sum(row.planned_seconds for row in available)
+    planned = 0.0
+    launches = set()
+    for row in rows:
+        if row.unavailable:
+            continue
+        planned += row.planned_seconds
+        # Rows with as many ranks share a launch, except for those with their own process.
+        launches.add((row.ranks, row.name if row.own_process else ""))
     return FACTS_PLANNED_SECONDS + LAUNCH_PLANNED_SECONDS * len(launches) + planned
 
 
@@ -115,6 +122,7 @@ def _on_machine(machine: Machine, gpus: int, row: Row) -> Row:
         row = replace(row, least_limit_seconds=SIMULATED_LIMIT_SECONDS)
     if row.unavailable:
         return row
+    # Ceilings are measured with plain tensors and need no model.
     if not machine.transformers and not row.check.startswith("ceilings:"):
         # Not `install_line`, which names a folder: the validation's document has no paths.
         reason = (
@@ -122,6 +130,7 @@ def _on_machine(machine: Machine, gpus: int, row: Row) -> Row:
             " '.[hf]' in a clone"
         )
         return replace(row, unavailable=reason)
+    # Rounded up: the fullest GPU decides.
     ranks_per_gpu = -(-row.ranks // gpus)
     needed = ranks_per_gpu * RANK_BYTES
     if ranks_per_gpu > 1 and not machine.simulated and machine.memory_bytes < needed:
@@ -232,9 +241,7 @@ def _parity() -> list[Row]:
 
 
 def _compiled_parity() -> list[Row]:
-    """The eighth configuration. It comes after the first throughput, because compilation is
-    slow.
-    """
+    """Configurations that compile, which is slow, so they come after the first throughput."""
     return [
         Row(
             "parity/compile",
@@ -243,7 +250,7 @@ def _compiled_parity() -> list[Row]:
             planned_seconds=30,
             settings={
                 "config": {**BF16, "compile": {"enabled": True}},
-                # float64 would be compiled too, for as long again; the other rows cover it.
+                # float64 would be compiled as well, for as long again. The other rows cover it.
                 "passes": ["configured"],
             },
         ),
@@ -454,6 +461,18 @@ def _layouts(gpus: int) -> list[Row]:
     pairs = {"dp_shard": 2}
     offloaded = {"offload_optimizer": HOST_MEMORY, "offload_param": HOST_MEMORY}
     four_steps = {"gradient_accumulation_steps": 4}
+    pipelines = []
+    for index, schedule in enumerate(SCHEDULES):
+        # Each schedule runs in one precision, and every precision occurs among the schedules.
+        pipeline = row(
+            f"pp-{schedule}",
+            f"pipeline of 2 ranks, {schedule}",
+            2,
+            PRECISIONS[index % 3],
+            parallel={"pp": 2, "pipeline": {"schedule": schedule}},
+            **four_steps,
+        )
+        pipelines.append(pipeline)
     rows = [
         row(
             "activations-on-host",
@@ -505,17 +524,7 @@ def _layouts(gpus: int) -> list[Row]:
             BF16,
             parallel={"tp": 2, "sequence_parallel": True},
         ),
-        *(
-            row(
-                f"pp-{schedule}",
-                f"pipeline of 2 ranks, {schedule}",
-                2,
-                PRECISIONS[index % 3],
-                parallel={"pp": 2, "pipeline": {"schedule": schedule}},
-                **four_steps,
-            )
-            for index, schedule in enumerate(SCHEDULES)
-        ),
+        *pipelines,
         row(
             "tp-zero-3",
             "2 x tensor parallelism, 2 x ZeRO 3",
@@ -555,6 +564,7 @@ def _layouts(gpus: int) -> list[Row]:
                 parallel={"dp_replicate": gpus},
             )
         )
+    # Rows with equal numbers of ranks share a launch. The sort is stable and keeps their order.
     return sorted(rows, key=lambda row: row.ranks)
 
 
@@ -626,41 +636,43 @@ def _more_memory() -> list[Row]:
             False,
         ),
     )
-    return [
-        *(
-            Row(
-                f"streaming/{source}",
-                f"generation with weights streamed from {source}: the tokens of the resident model",
-                "device_memory:weights",
-                planned_seconds=30,
-                settings={"source": source},
-                by_default=False,
-            )
-            for source in ("host", "files")
-        ),
-        Row(
-            "memory/two-ranks",
-            "peak memory of a step and its prediction, 2 ranks",
-            "device_memory:peaks",
-            2,
-            planned_seconds=60,
-            settings={"cases": two_ranks},
+    rows = []
+    for source in ("host", "files"):
+        streaming = Row(
+            f"streaming/{source}",
+            f"generation with weights streamed from {source}: the tokens of the resident model",
+            "device_memory:weights",
+            planned_seconds=30,
+            settings={"source": source},
+            by_default=False,
+        )
+        rows.append(streaming)
+
+    memory = Row(
+        "memory/two-ranks",
+        "peak memory of a step and its prediction, 2 ranks",
+        "device_memory:peaks",
+        2,
+        planned_seconds=60,
+        settings={"cases": two_ranks},
+        own_process=True,
+        by_default=False,
+    )
+    rows.append(memory)
+
+    for name, title, share, trains in largest:
+        # A process of its own, because the check limits the memory of its process or exhausts it.
+        training = Row(
+            f"largest/{name}",
+            title,
+            "device_memory:largest",
+            planned_seconds=90,
+            settings={"share": share, "trains": trains},
             own_process=True,
             by_default=False,
-        ),
-        *(
-            Row(
-                f"largest/{name}",
-                title,
-                "device_memory:largest",
-                planned_seconds=90,
-                settings={"share": share, "trains": trains},
-                own_process=True,
-                by_default=False,
-            )
-            for name, title, share, trains in largest
-        ),
-    ]
+        )
+        rows.append(training)
+    return rows
 
 
 def _planned() -> list[Row]:

@@ -36,9 +36,11 @@ def device(context: Context, settings: Mapping[str, Any]) -> Verdict:
     copied = copies_on_device(context, nbytes)
     left = torch.randn(size, size, dtype=torch.bfloat16, device=context.device)
     right = torch.randn_like(left)
+    # A product of n-cubed has n**3 multiplications and as many additions.
     flops = 2 * size**3 / seconds_of(context, lambda: torch.mm(left, right))
 
     bandwidth = float(figures.memory_bandwidth)
+    # A device without bfloat16 has no figure. Comparisons with NaN never fail.
     peak = float(figures.flops.get("bf16", float("nan")))
     numbers = {
         "copy_bytes_per_second": copied,
@@ -49,13 +51,14 @@ def device(context: Context, settings: Mapping[str, Any]) -> Verdict:
         "least_share": LEAST_SHARE,
     }
     problems = [too_slow("copy", copied, bandwidth), too_slow("product", flops, peak)]
-    return timed(context, verdict([problem for problem in problems if problem], **numbers))
+    return timed(context, verdict(list(filter(None, problems)), **numbers))
 
 
 def copies_on_device(context: Context, nbytes: int) -> float:
     """Return the bytes per second that copies on the device read and write."""
     source = torch.zeros(nbytes, dtype=torch.uint8, device=context.device)
     target = torch.empty_like(source)
+    # A copy reads every byte and writes it.
     return 2 * nbytes / seconds_of(context, lambda: target.copy_(source))
 
 
@@ -66,6 +69,7 @@ def host_link(context: Context, settings: Mapping[str, Any]) -> Verdict:
     pin = accelerator.is_accelerator(context.device)
     on_host = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin) for _ in range(2)]
     on_device = [torch.empty(nbytes, dtype=torch.uint8, device=context.device) for _ in range(2)]
+    # Two streams, because copies of one stream run one after another and would not overlap.
     streams = [accelerator.new_stream(context.device) if pin else None for _ in range(2)]
 
     def to_device() -> None:
@@ -85,9 +89,10 @@ def host_link(context: Context, settings: Mapping[str, Any]) -> Verdict:
         "to_host": nbytes / seconds_of(context, to_host),
         "both": 2 * nbytes / seconds_of(context, both),
     }
+    # The datasheet gives the rate of one direction, so `both` is only reported.
     problems = [too_slow(name, rates[name], figure) for name in ("to_device", "to_host")]
     numbers = {**rates, "datasheet": figure, "least_share": LEAST_SHARE}
-    return timed(context, verdict([problem for problem in problems if problem], **numbers))
+    return timed(context, verdict(list(filter(None, problems)), **numbers))
 
 
 def datasheet(context: Context) -> DeviceSpec:
@@ -127,7 +132,8 @@ def seconds_of(context: Context, operation: Callable[[], object], *, calls: int 
     """Return the median seconds of one call, from rounds of several calls between two waits."""
     calls = context.size(calls, small=1)
     rounds = context.size(_ROUNDS, small=1)
-    operation()  # The first call loads the kernel.
+    # The first call loads the kernel.
+    operation()
     return median(seconds_per_call(context, operation, calls) for _ in range(rounds))
 
 

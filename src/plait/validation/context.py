@@ -76,6 +76,7 @@ class Context:
     def group(self) -> Mesh:
         """Return the mesh of all ranks. The first call makes the process group. Collective."""
         if self.mesh is None:
+            # NCCL refuses two ranks on one GPU, so such ranks communicate over gloo.
             if self.shares_gpu:
                 make_default_group()
             self.mesh = build_mesh(
@@ -99,6 +100,7 @@ class Context:
 
     def release_memory(self) -> None:
         """Collect garbage and give memory that the allocator keeps back to the device."""
+        # Reference cycles keep tensors alive until the collector runs.
         gc.collect()
         accelerator.release_cached_memory(self.device)
 
@@ -146,8 +148,9 @@ def require_compiler(context: Context) -> None:
 
 
 def timed(context: Context, result: Verdict) -> Verdict:
-    """Return the verdict of a row about times. On a simulated device the row ran and shows
-    nothing.
+    """Return the verdict of a row about times.
+
+    On a simulated device the row ran to its end and shows nothing.
     """
     if context.simulated and result.outcome != "not run":
         return Verdict("not run", NO_TIMES)
@@ -186,12 +189,15 @@ class Workload:
     @property
     def layer_parameters(self) -> int:
         """Parameters of the products of one layer."""
+        # Queries and the output have all heads, keys and values the key/value heads.
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        # Gate, up and down.
         return attention + 3 * self.hidden * self.ffn
 
     @property
     def parameters(self) -> int:
         """All parameters of products, and the embedding."""
+        # The embedding and the head are not tied.
         return self.layers * self.layer_parameters + 2 * self.vocabulary * self.hidden
 
     @property
@@ -256,6 +262,7 @@ def largest_size(
     """
     if context.is_small:
         return list(sizes.values())[-1]
+    # Ranks on one GPU see the same free memory, and each may use its share.
     free = context.free_bytes() / (context.world if context.shares_gpu else 1)
     for name, size in sizes.items():
         if required_bytes[name] <= free:
@@ -270,6 +277,7 @@ def on_device(
     workload: Workload, device: torch.device, *, dtype: torch.dtype = torch.float32
 ) -> nn.Module:
     """Return a Transformers Llama with weights that are drawn on `device`."""
+    # Every contender and every rank starts from the same weights.
     torch.manual_seed(0)
     return transformers_model(workload.fields, dtype=dtype, device=str(device)).train()
 
@@ -294,6 +302,7 @@ def step_settings(config: Mapping[str, Any], workload: Workload, *, world: int) 
 def random_batch(workload: Workload, device: torch.device, *, seed: int) -> dict[str, torch.Tensor]:
     """Return a rank's batch: `input_ids` and `labels` [samples x accumulation, length] int64."""
     shape = (workload.samples * workload.accumulation, workload.length)
+    # Drawn on the CPU, so that a seed gives the same tokens on every device.
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, workload.vocabulary, shape, generator=generator).to(device)
     return {"input_ids": tokens, "labels": tokens.clone()}

@@ -77,14 +77,14 @@ def peaks(context: Context, settings: Mapping[str, Any]) -> Verdict:
     require("transformers")
     workload = largest_size(context, SIZES, required_bytes=REQUIRED_BYTES)
     if context.world == 1:
-        context.group()  # With one rank the prediction uses the real group, which stays.
-    cases = {
-        name: step_settings(config, workload, world=context.world)
-        for name, config in settings["cases"].items()
-    }
-    predictions = {
-        name: predicted(context, resolved, workload).peak for name, resolved in cases.items()
-    }
+        # With one rank the prediction uses the real group, which stays.
+        context.group()
+    # All predictions come first, because with several ranks they need a process without a group.
+    cases = {}
+    predictions = {}
+    for name, config in settings["cases"].items():
+        cases[name] = step_settings(config, workload, world=context.world)
+        predictions[name] = predicted(context, cases[name], workload).peak
     context.group()
     numbers: dict[str, Any] = {"workload": workload.as_dict(), "allowed": ALLOWED}
     problems = []
@@ -136,6 +136,7 @@ def peak_of_step(
     batch = random_batch(workload, torch.device("cpu"), seed=engine.dp_rank)
     try:
         for step in range(3):
+            # The first step allocates the states of the optimizer and loads kernels.
             if step == 1:
                 context.synchronize()
                 accelerator.reset_peak(context.device)
@@ -144,6 +145,7 @@ def peak_of_step(
         return accelerator.peak_bytes(context.device) - libraries, libraries
     finally:
         engine.close()
+        # Collected now, because the next case measures from what is allocated.
         del engine
         gc.collect()
 
@@ -159,8 +161,9 @@ def library_bytes(context: Context, dtype: torch.dtype) -> int:
 
 
 def largest(context: Context, settings: Mapping[str, Any]) -> Verdict:
-    """Train the model that is predicted to take a share of the memory, which must fit or must
-    not.
+    """Train the model that is predicted to take a share of the memory.
+
+    `settings["trains"]` is False for a model that must run out of memory.
     """
     require("transformers")
     library_bytes(context, torch.float32)
@@ -171,6 +174,7 @@ def largest(context: Context, settings: Mapping[str, Any]) -> Verdict:
         raise NotRun(
             f"the device has {format_bytes(free)} free, and this check needs {format_bytes(least)}"
         )
+    # The allocator enforces the limit, so that the prediction is tested against it.
     if limit < free and not context.is_small:
         accelerator.limit_memory(context.device, limit)
     share = settings["share"]
@@ -182,6 +186,7 @@ def largest(context: Context, settings: Mapping[str, Any]) -> Verdict:
     peak = None
     try:
         peak, _ = peak_of_step(context, partial(on_meta, workload), resolved, workload)
+    # For `trains` = False this is the expected end.
     except torch.OutOfMemoryError:
         context.progress({"out_of_memory": True})
     numbers = {
@@ -236,6 +241,7 @@ def model_of_share(limit: float, share: float, *, at_most: bool) -> tuple[Worklo
         sizes = {"rank": 0, "samples": workload.samples, "length": workload.length}
         return predict_peak(on_meta(workload), resolved, **sizes).peak.peak_bytes
 
+    # A line through the peaks at two depths gives a first guess, which the loops below correct.
     low = peak(2)
     slope = (peak(6) - low) / 4
     target = share * limit
@@ -305,6 +311,7 @@ def extrapolated(
 ) -> dict[str, Any]:
     """Return bytes per layer, and the parameters of the largest model of this width."""
     layer_bytes = (peak - peak_of_half) / (workload.layers - half.layers)
+    # The depth does not decide the peak, so nothing can be extrapolated.
     if layer_bytes <= 0:
         return {"bytes_per_layer": layer_bytes}
     capacity = accelerator.capacity_bytes(context.device.index or 0)
@@ -346,6 +353,7 @@ def weights(context: Context, settings: Mapping[str, Any]) -> Verdict:
         source = _saved(context, workload, Path(name))
         model = source.model()
         budget = least_budget(model, tensors_of(source, model), other_bytes=_OTHER_BYTES)
+        # Without host memory every layer is read from its file.
         host_bytes = _UNLIMITED if settings["source"] == "host" else 0
         streamed, seconds, nbytes = _generated(context, source, budget, host_bytes)
         if not settings.get("rate"):
@@ -381,17 +389,20 @@ def _generated(
     sharded, plan = load_streamed(
         source, budget_bytes=budget_bytes, other_bytes=_OTHER_BYTES, host_bytes=host_bytes
     )
-    prompts = [
-        [(7 * position + 3 * prompt) % 97 for position in range(PROMPT_TOKENS)]
-        for prompt in range(PROMPTS)
-    ]
+    prompts = []
+    for prompt in range(PROMPTS):
+        # Prompts differ from each other and do not repeat a token.
+        tokens = [(7 * position + 3 * prompt) % 97 for position in range(PROMPT_TOKENS)]
+        prompts.append(tokens)
     settings: dict[str, Any] = {
         "max_new_tokens": TOKENS,
+        # No answer ends early, so that the number of passes over the weights is known.
         "min_new_tokens": TOKENS,
         "do_sample": False,
         "use_cache": True,
     }
     try:
+        # The first generation loads kernels and is not timed.
         answers = generate(sharded, prompts, **settings)
         seconds = seconds_per_call(context, partial(generate, sharded, prompts, **settings), 1)
         return [answer.token_ids for answer in answers], seconds, plan.streamed_bytes

@@ -2,8 +2,8 @@
 
 The planner's constants that follow from the kernels are written as a calibration file, which
 `plait plan --calibrate FILE` reads. The measured constants get the uncertainty of a rate that is
-measured outside of a step; all others keep the shipped values. `plait calibrate` measures training
-steps too, and takes longer.
+measured outside of a step; all others keep the shipped values. `plait calibrate` also measures
+training steps, and takes longer.
 
 `rank_of_plan` runs one rank of a planned layout of eight devices.
 """
@@ -128,8 +128,10 @@ def attention(context: Context, workload: Workload) -> dict[str, dict[str, float
             F.scaled_dot_product_attention, query, key, value, is_causal=True, enable_gqa=True
         )
         gradient = torch.randn_like(forward())
+        # The backward cannot run without its forward, so both are timed.
         both = partial(_forward_and_backward, forward, (query, key, value), gradient)
 
+        # Short sequences take less time per call and need more calls for the same accuracy.
         calls = max(2, 8192 // length)
         forward_seconds = seconds_of(context, forward, calls=calls)
         both_seconds = seconds_of(context, both, calls=calls)
@@ -152,7 +154,7 @@ def _random_parameter(context: Context, *shape: int) -> torch.Tensor:
 def _forward_and_backward(
     forward: Callable[[], torch.Tensor], inputs: Sequence[torch.Tensor], gradient: torch.Tensor
 ) -> None:
-    # Unlike `backward`, this does not add to earlier gradients, which would be measured too.
+    # Unlike `backward`, this does not add to earlier gradients, which would also be measured.
     torch.autograd.grad(forward(), inputs, gradient)
 
 
@@ -169,6 +171,8 @@ def norms(context: Context, workload: Workload) -> dict[str, float]:
         torch.autograd.grad(F.rms_norm(x, (workload.hidden,), weight, 1e-5), (x, weight), gradient)
 
     def in_parts() -> None:
+        # The statements of LlamaRMSNorm: statistics in float32, the weight in the dtype of the
+        # input.
         wide = x.float()
         scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
         torch.autograd.grad(weight * scaled.to(x.dtype), (x, weight), gradient)
@@ -209,6 +213,7 @@ def addition(context: Context) -> float:
     left = torch.ones(nbytes // 4, device=context.device)
     right = torch.ones_like(left)
     result = torch.empty_like(left)
+    # Two tensors are read and one is written.
     return 3.0 * nbytes / seconds_of(context, lambda: torch.add(left, right, out=result))
 
 
@@ -231,6 +236,7 @@ def calibration_of(kernels: Mapping[str, Any], figures: DeviceSpec) -> Calibrati
     """Return the shipped constants with those that the kernels determine in their place."""
     rates = DeviceRates(kernels["products"], kernels["addition_bytes_per_second"])
     known = priors_from_rates(knowledge(), figures, rates, processes=1, precision="bf16")
+    # The rate at the clock under load, as in the formulas of the planner.
     peak = float(figures.flops["bf16"] * figures.power)
     family = DEVICE_FAMILIES[int(figures.family)]
     shares = [entry["flops_per_second"] / peak for entry in kernels["attention"].values()]
@@ -329,10 +335,12 @@ def rank_of_plan(context: Context, settings: Mapping[str, Any]) -> Verdict:
 
     choice = planned.best[0]
     tree = config_of(request, choice, {"gradient_clipping": 1.0, "optimizer": {"type": "AdamW"}})
+    # The model is given as a module, and its data are random.
     for section in ("model", "data"):
         del tree[section]
     resolved = resolve(load(tree), world_size=DEVICES)
-    for _ in range(2):  # The first run loads kernels.
+    # The first run loads kernels.
+    for _ in range(2):
         run = run_single_rank(
             on_meta(workload),
             resolved,
@@ -343,6 +351,7 @@ def rank_of_plan(context: Context, settings: Mapping[str, Any]) -> Verdict:
         )
         gc.collect()
     terms = dict(choice.terms)
+    # A term that the layout does not have is missing.
     prediction = sum(terms[name] for name in COMPUTED_TERMS if name in terms)
     result = judge(
         run.step_seconds,

@@ -94,9 +94,13 @@ def layout(context: Context, settings: Mapping[str, Any]) -> Verdict:
     traces = run_layout(plan)
     if context.rank:
         return verdict([])
-    sections = [section_of(context, plan, name, trace) for name, trace in traces.items()]
-    numbers = {section.name: numbers_of(section) for section in sections}
-    problems = [problem_of(section) for section in sections if section.different]
+    numbers = {}
+    problems = []
+    for name, trace in traces.items():
+        section = section_of(context, plan, name, trace)
+        numbers[section.name] = numbers_of(section)
+        if section.different:
+            problems.append(problem_of(section))
     layout_text = str(plan.resolved.layout)
     return verdict(problems, computes_in=plan.computes_in, layout=layout_text, **numbers)
 
@@ -129,7 +133,9 @@ def shared_references(
             resolved.seed,
             resolved.optimizer,
             resolved.gradient_clipping,
+            # References in float64 do not use the configured precision.
             resolved.precision if name == "configured" else None,
+            # References use the scales of the layout and leave out the steps that it skipped.
             trace.scales,
             trace.skipped,
         )
@@ -164,6 +170,7 @@ def compression(context: Context, settings: Mapping[str, Any]) -> Verdict:
     trace = run_layout(plan)["configured"]
     if context.rank:
         return verdict([])
+    # The CPU shares no kernel with the device.
     exact = references(replace(plan, device="cpu"), "configured", trace).exact
     return judge_compressed(trace, exact)
 
@@ -182,6 +189,7 @@ def judge_compressed(trace: Trace, exact: Trace) -> Verdict:
         ]
         worst = max(errors)
         numbers[name.replace(" ", "_")] = {"largest_error": worst, "allowed": allowed}
+        # Negated, so that an error of NaN fails.
         if not worst <= allowed:
             problems.append(f"{name}: error {worst:.1e}, allowed {allowed:.1e}")
     return verdict(problems, **numbers)
@@ -189,26 +197,25 @@ def judge_compressed(trace: Trace, exact: Trace) -> Verdict:
 
 def checkpoint(context: Context, settings: Mapping[str, Any]) -> Verdict:
     """Write a checkpoint asynchronously, load it on another layout, and compare the next losses."""
-    saving, loading = (
-        planned(context, settings[name], passes=("float64",), steps=4)
-        for name in ("saving", "loading")
-    )
+    saving = planned(context, settings["saving"], passes=("float64",), steps=4)
+    loading = planned(context, settings["loading"], passes=("float64",), steps=4)
     # Each plan has the smallest model that its layout supports. Both use that of the layout that
     # splits the model more.
     larger = max(
         (saving, loading), key=lambda plan: plan.resolved.layout.pp * plan.resolved.layout.tp
     )
-    saving, loading = (
-        replace(plan, tested=larger.tested, blocks=larger.blocks) for plan in (saving, loading)
-    )
+    saving = replace(saving, tested=larger.tested, blocks=larger.blocks)
+    loading = replace(loading, tested=larger.tested, blocks=larger.blocks)
     if saving.micro_batches != loading.micro_batches:
         numbers = f"{saving.micro_batches} and {loading.micro_batches}"
         raise AssertionError(f"{numbers} micro-batches of a step cannot be compared")
     with TemporaryDirectory(prefix="plait-checkpoint-") as name:
+        # Each rank has made a folder. All use the one of rank 0.
         folder = Path(context.from_first_rank(name))
         straight = _losses_of(saving, slice(0, 4), folder, save_after=2)
         resumed = _losses_of(loading, slice(2, 4), folder, load_first=True)
-        dist.barrier()  # Rank 0 removes the folder.
+        # Rank 0 removes the folder, which other ranks may still read.
+        dist.barrier()
     problems = [
         f"step {step}: loss {after!r}, and {before!r} without a checkpoint"
         for step, before, after in zip((3, 4), straight[2:], resumed, strict=True)
@@ -238,6 +245,8 @@ def _losses_of(
                 result = engine.train_batch(micro_batches_of_rank(engine, step))
                 losses.append(float(result.loss))
                 if save_after == len(losses):
+                    # The next steps run while the files are written, which must not change what is
+                    # saved.
                     engine.save_checkpoint(folder, wait=False)
             if save_after is not None:
                 engine.checkpoint_written(wait=True)

@@ -64,6 +64,7 @@ class Rotary(nn.Module):
         exponents = torch.arange(0, self.head_dim, 2, device=like.device, dtype=torch.float32)
         frequencies = self.theta ** (-exponents / self.head_dim)
         positions = torch.arange(length, device=like.device, dtype=torch.float32)
+        # [length, head_dim]: both halves of a head rotate by the same angles.
         angles = torch.outer(positions, frequencies).repeat(1, 2)
         return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 
@@ -103,6 +104,7 @@ class Block(nn.Module):
         attention = F.scaled_dot_product_attention(
             rotate(query, cos, sin), rotate(key, cos, sin), value, is_causal=True, enable_gqa=True
         )
+        # [batch, heads, tokens, head_dim] -> [batch, tokens, hidden]
         x = x + self.output(attention.transpose(1, 2).flatten(2))
         normed = self.ffn_norm(x)
         return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
@@ -118,6 +120,7 @@ class Llama(nn.Module):
         self.layers = nn.ModuleList(Block(workload) for _ in range(workload.layers))
         self.norm = nn.RMSNorm(workload.hidden, eps=1e-5)
         self.head = nn.Linear(workload.hidden, workload.vocabulary, bias=False)
+        # Norms keep their ones.
         for parameter in self.parameters():
             if parameter.ndim > 1:
                 nn.init.normal_(parameter, std=0.02)
@@ -160,8 +163,9 @@ def plait_trainer(
 def fsdp2(
     context: Context, model: nn.Module, blocks: nn.ModuleList, *, compiled: bool
 ) -> TimedTrainer:
-    """Return a trainer of a model whose blocks `fully_shard` shards and whose forward gives the
-    loss.
+    """Return a trainer of a model that `fully_shard` shards block by block.
+
+    The forward of the model returns the loss.
     """
     mesh = device_mesh(context, (context.world,), ("dp",))
     if compiled:
@@ -248,6 +252,7 @@ def give_liger_kernels(model: nn.Module, *, fused_linear_cross_entropy: bool) ->
     from liger_kernel.transformers import apply_liger_kernel_to_llama
     from transformers.models.llama import modeling_llama
 
+    # A copy, because Liger replaces entries of the module.
     originals = dict(vars(modeling_llama))
     apply_liger_kernel_to_llama(fused_linear_cross_entropy=fused_linear_cross_entropy, model=model)
     return lambda: vars(modeling_llama).update(originals)
@@ -324,6 +329,7 @@ def torch_tensor_parallel(context: Context, workload: Workload) -> TimedTrainer:
     mesh = device_mesh(context, (context.world // SPLIT, SPLIT), ("dp", "tp"))
     model = hand_written(context, workload)
     block_plan = {
+        # Column-wise products feed row-wise ones, so that a block all-reduces twice per forward.
         **{name: ColwiseParallel() for name in ("query", "key", "value", "gate", "up")},
         **{name: RowwiseParallel() for name in ("output", "down")},
     }
@@ -357,6 +363,7 @@ def torch_pipeline(context: Context, workload: Workload) -> TimedTrainer:
         _clip_by_mesh(module, mesh["pp"])
         optimizer.step()
         optimizer.zero_grad()
+        # Only the last stage computes losses.
         if not losses:
             return torch.zeros((), device=context.device)
         return torch.stack([loss.detach() for loss in losses]).mean()
@@ -369,6 +376,7 @@ class HandWrittenStage(nn.Module):
 
     def __init__(self, model: Llama, index: int, stages: int) -> None:
         super().__init__()
+        # Rounded up, so that the last stage, which has the head, gets no more layers than others.
         per_stage = -(-len(model.layers) // stages)
         self.layers = model.layers[index * per_stage : (index + 1) * per_stage]
         self.rotary = model.rotary
@@ -412,9 +420,11 @@ def _clip_by_mesh(model: nn.Module, stages: DeviceMesh | None = None) -> None:
     squares = []
     for group in by_mesh.values():
         norm = get_total_norm([p.grad for p in group if p.grad is not None], foreach=True)
+        # The norm of sharded gradients is a DTensor with a pending reduction over its mesh.
         squares.append((norm.full_tensor() if isinstance(norm, DTensor) else norm) ** 2)
     total = torch.stack(squares).sum()
     if stages is not None:
+        # Every stage has the gradients of other parameters.
         dist.all_reduce(total, group=stages.get_group())
     for group in by_mesh.values():
         clip_grads_with_norm_(group, 1.0, total.sqrt(), foreach=True)

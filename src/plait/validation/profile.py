@@ -104,11 +104,13 @@ def events_of(recorded: profile) -> list[Event]:
             if event.name == STEP_MARK:
                 place = "mark"
             elif event.is_user_annotation:
-                continue  # Another range around kernels, such as one of FSDP's.
+                # Another range around kernels, such as one of FSDP's.
+                continue
             else:
                 place = "device"
         elif event.name not in (*_WAITS, *_LAUNCHES):
             continue
+        # The profiler has microseconds.
         begin = event.time_range.start / 1e6
         end = event.time_range.end / 1e6
         events.append(Event(event.name, begin, end, place))
@@ -117,25 +119,34 @@ def events_of(recorded: profile) -> list[Event]:
 
 def analyse(events: Sequence[Event], steps: int) -> dict[str, Any]:
     """Return kernels, gaps, idle times and shares of kinds of kernels, per step."""
-    on_device = [event for event in events if event.place == "device"]
-    marks = sorted((event.begin, event.end) for event in events if event.place == "mark")
-    busy = union((event.begin, event.end) for event in on_device)
-    span = busy[-1][1] - busy[0][0] if busy else 0.0
-    gaps = [after[0] - before[1] for before, after in pairwise(busy)]
-    between = [after[0] - before[1] for before, after in pairwise(marks)]
-    on_host = Counter(event.name for event in events if event.place == "host")
-
+    on_device: list[Interval] = []
+    marks: list[Interval] = []
+    on_host: Counter[str] = Counter()
     by_kind: dict[Kind, list[Interval]] = defaultdict(list)
     by_name: dict[str, list[float]] = defaultdict(list)
-    for event in on_device:
-        by_kind[kind_of(event.name)].append((event.begin, event.end))
-        by_name[event.name].append(event.end - event.begin)
-    computing = union(
-        interval
-        for kind, intervals in by_kind.items()
-        for interval in intervals
-        if kind not in ("collectives", "copies")
-    )
+    for event in events:
+        interval = (event.begin, event.end)
+        if event.place == "mark":
+            marks.append(interval)
+        elif event.place == "host":
+            on_host[event.name] += 1
+        else:
+            on_device.append(interval)
+            by_kind[kind_of(event.name)].append(interval)
+            by_name[event.name].append(event.end - event.begin)
+
+    # Kernels of several streams overlap. The device is idle only when none of them runs.
+    busy = union(on_device)
+    span = busy[-1][1] - busy[0][0] if busy else 0.0
+    gaps = [after[0] - before[1] for before, after in pairwise(busy)]
+    between = [after[0] - before[1] for before, after in pairwise(sorted(marks))]
+
+    computed: list[Interval] = []
+    for kind, intervals in by_kind.items():
+        if kind not in ("collectives", "copies"):
+            computed += intervals
+    computing = union(computed)
+    # Communication that no computation hides lengthens the step.
     exposed = {
         kind: total(outside(union(by_kind[kind]), computing)) / steps
         for kind in ("collectives", "copies")
@@ -170,11 +181,10 @@ def analyse(events: Sequence[Event], steps: int) -> dict[str, Any]:
 
 
 def kind_of(name: str) -> Kind:
-    """Return the kind of a kernel or copy by its name. A copy inside the device's memory is
-    other.
-    """
+    """Return the kind of a kernel or copy by its name."""
     lowered = name.lower()
     if lowered.startswith("memcpy"):
+        # Only copies between host and device use the link.
         return "copies" if "htod" in lowered or "dtoh" in lowered else "other"
     for kind, parts in _NAME_PARTS.items():
         if any(part in lowered for part in parts):
@@ -204,6 +214,7 @@ def outside(intervals: Sequence[Interval], others: Sequence[Interval]) -> list[I
     first = 0
     for begin, end in intervals:
         covered = begin
+        # Both lists are sorted, so what ends before this interval ends before all later ones.
         while first < len(others) and others[first][1] <= begin:
             first += 1
         for low, high in others[first:]:
@@ -225,8 +236,7 @@ _PLACES = 10
 
 
 def per_step(context: Context, settings: Mapping[str, Any]) -> Verdict:
-    """Count the waits of five steps of `settings["config"]`, and compare with
-    `settings["expected"]`.
+    """Compare the waits of some steps of `settings["config"]` with `settings["expected"]`.
 
     A step of float16 reads one number, because the loss scale decides whether the update happens.
     """
@@ -258,6 +268,7 @@ def waits_of_config(context: Context, config: Mapping[str, Any]) -> Counter[str]
 def waits_of(step: Callable[[], object], steps: int, device: torch.device) -> Counter[str]:
     """Run steps and return the number of waits at each place (`file:line`)."""
     with warnings.catch_warnings(record=True) as caught, accelerator.warning_of_waits(device):
+        # By default Python shows a warning once per place.
         warnings.simplefilter("always")
         for _ in range(steps):
             step()

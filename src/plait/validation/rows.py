@@ -80,9 +80,7 @@ class Verdict:
 
 
 class NotRun(Exception):
-    """The check cannot run on this machine. The message is the reason. All ranks raise it, or
-    none.
-    """
+    """Reason why a check cannot run on this machine. All ranks raise it, or none."""
 
 
 def verdict(problems: Sequence[str], **numbers: Any) -> Verdict:
@@ -106,6 +104,7 @@ def counts(results: Sequence[Result]) -> dict[str, int]:
 def exit_code(results: Sequence[Result]) -> int:
     """Return 0 if at least one row passed and none failed, otherwise 1."""
     by_outcome = counts(results)
+    # A validation in which nothing passed has shown nothing.
     return 1 if by_outcome["failed"] or not by_outcome["passed"] else 0
 
 
@@ -146,6 +145,7 @@ def _with_finite_numbers(value: Any) -> Any:
         return {str(key): _with_finite_numbers(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [_with_finite_numbers(entry) for entry in value]
+    # NaN and infinity are the floats whose difference from themselves is not 0.
     return str(value) if isinstance(value, float) and value - value != 0 else value
 
 
@@ -164,7 +164,8 @@ def summary_of(name: str, numbers: Numbers) -> str:
     summarise = _SUMMARIES.get(check)
     try:
         return summarise(numbers) if summarise is not None else ""
-    except (KeyError, TypeError):  # A row that was stopped has some of its numbers only.
+    except (KeyError, TypeError):
+        # A row that was stopped has only some of its numbers.
         return ""
 
 
@@ -197,15 +198,14 @@ def _parity(numbers: Numbers) -> str:
 
 
 def _throughput(numbers: Numbers) -> str:
-    parts = [
-        f"{name} {tokens:,.0f} tokens/s, MFU {numbers['mfu'][name]:.1%}"
-        for name, tokens in numbers["tokens_per_second"].items()
-    ]
-    parts += [
-        f"step of {next(iter(numbers['seconds']))} / {name} {ratio['median']:.3f}"
-        f" ({ratio['least']:.3f} to {ratio['most']:.3f})"
-        for name, ratio in numbers["ratio"].items()
-    ]
+    parts = []
+    for name, tokens in numbers["tokens_per_second"].items():
+        parts.append(f"{name} {tokens:,.0f} tokens/s, MFU {numbers['mfu'][name]:.1%}")
+    for name, ratio in numbers["ratio"].items():
+        # The first contender is Plait, which the others are compared with.
+        first = next(iter(numbers["seconds"]))
+        spread = f"({ratio['least']:.3f} to {ratio['most']:.3f})"
+        parts.append(f"step of {first} / {name} {ratio['median']:.3f} {spread}")
     if "layer" in numbers:
         layers = ", ".join(f"{name} {mfu:.1%}" for name, mfu in numbers["layer"]["mfu"].items())
         parts.append(f"MFU of a layer: {layers}")
@@ -222,16 +222,16 @@ def _profile(numbers: Numbers) -> str:
 
 
 def _memory(numbers: Numbers) -> str:
-    ranks = [
-        rank
-        for value in numbers.values()
-        if isinstance(value, list)
-        for rank in value
-        if isinstance(rank, Mapping) and "predicted" in rank
-    ]
-    errors = [rank["predicted"] / rank["measured"] - 1 for rank in ranks]
+    errors = []
+    measured = []
+    # Each case has a list with an entry per rank. The other numbers are no lists.
+    for value in numbers.values():
+        for rank in value if isinstance(value, list) else ():
+            if isinstance(rank, Mapping) and "predicted" in rank:
+                errors.append(rank["predicted"] / rank["measured"] - 1)
+                measured.append(rank["measured"])
     worst = max(errors, key=abs)
-    most = max(rank["measured"] for rank in ranks)
+    most = max(measured)
     return f"measured {format_bytes(most)}, prediction {worst:+.1%}"
 
 

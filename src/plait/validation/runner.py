@@ -90,16 +90,19 @@ class Runner:
         Raises:
             Interrupted: After the last result, if Ctrl-C was pressed.
         """
+        # Rows in the order in which they run, which differs from the order of their value.
         order = [row for batch in batches(rows) for row in batch]
         interrupted = False
         for batch in batches(rows):
             pending = list(batch)
             while pending:
                 later = order[order.index(pending[-1]) + 1 :]
+                # A row that has no time left must not cost a launch.
                 skipped = self.skip(pending, rows, later, interrupted=interrupted, launching=True)
                 yield from skipped
                 if not pending:
                     break
+                # A launch that ends early leaves rows in `pending`, which the next one runs.
                 launch = _Launch(self, pending, rows, later, facts)
                 try:
                     yield from launch.results()
@@ -197,16 +200,20 @@ class _Launch:
         with (self._folder / ERRORS).open("wb") as errors:
             self._process = subprocess.Popen(
                 self._runner.command(self._launched[0].ranks, self._folder),
-                stdin=subprocess.PIPE,  # Closed when this process ends; the launcher then ends too.
+                # Closed when this process ends, whereupon the launcher ends as well.
+                stdin=subprocess.PIPE,
                 stdout=errors,
                 stderr=errors,
-                start_new_session=True,  # This process alone handles Ctrl-C.
+                # Ctrl-C reaches only this process, which stops the launch itself.
+                start_new_session=True,
             )
         self._since = time.monotonic()
 
     def _watch(self) -> Iterator[Result]:
         assert self._process is not None
         while True:
+            # Asked before the events are read: what a process wrote before its end is then not
+            # missed.
             exited = self._process.poll() is not None
             for result in self._read():
                 yield result
@@ -242,6 +249,7 @@ class _Launch:
         with events.open("rb") as file:
             file.seek(self._offset)
             content = file.read()
+        # The rest is read again when its line is complete.
         complete = content[: content.rfind(b"\n") + 1]
         self._offset += len(complete)
         for line in complete.splitlines():
@@ -262,6 +270,7 @@ class _Launch:
             self._partial |= event["numbers"]
             return None
         numbers = event["numbers"]
+        # A check that raises has no other numbers than those that it has reported before.
         if event["outcome"] == "failed":
             numbers = {**self._partial, **numbers}
         return self._finished(event["outcome"], event["reason"], numbers)
@@ -296,7 +305,8 @@ class _Launch:
 
     def _end(self) -> None:
         assert self._process is not None
-        if not self._pending:  # Every row has its result, so the processes end by themselves.
+        # Every row has its result, so the processes end by themselves.
+        if not self._pending:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(GRACE_SECONDS)
         stop(self._process)
@@ -310,6 +320,7 @@ def batches(rows: Sequence[Row]) -> list[list[Row]]:
     groups: dict[tuple[int, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row.ranks, row.name if row.own_process else ""), []).append(row)
+    # Shared launches first. Rows with their own process follow, in the same number of ranks.
     return [groups[key] for key in sorted(groups, key=lambda key: (key[0], bool(key[1])))]
 
 
@@ -318,6 +329,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
     if process.stdin is not None:
         with contextlib.suppress(OSError):
             process.stdin.close()
+    # The launch has a session of its own, so the signal reaches the launcher and all ranks.
     for number in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is not None:
             return
@@ -329,6 +341,6 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 def _last_lines(path: Path) -> str:
     text = path.read_text(encoding="utf-8", errors="replace")
-    lines = [line.strip() for line in text.splitlines()]
+    lines = map(str.strip, text.splitlines())
     shown = [line for line in lines if line and not _WARNING.match(line)]
     return " | ".join(shown[-_REPORTED_LINES:])[-2000:]

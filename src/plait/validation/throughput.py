@@ -106,15 +106,18 @@ def compare(context: Context, settings: Mapping[str, Any]) -> Verdict:
         rounds.append({name: visit(context, name, workload) for name in order})
         context.progress(comparison(rounds, workload, peak, context.world))
     numbers = {**report, **comparison(rounds, workload, peak, context.world)}
+    # The planner is compared with the plain step of one device.
     if contenders[0] == "plait" and context.world == 1:
         context.results[STEP_SECONDS] = (workload, numbers["seconds"]["plait"])
 
     if settings.get("depths") and workload.layers > 1:
-        shallow = {name: visit(context, name, workload.with_layers(1)) for name in contenders}
-        seconds = {name: visited.seconds for name, visited in shallow.items()}
+        seconds = {}
+        for name in contenders:
+            seconds[name] = visit(context, name, workload.with_layers(1)).seconds
         numbers["layer"] = per_layer(numbers["seconds"], seconds, workload, peak)
     if any(name.endswith("-compiled") for name in contenders):
-        torch.compiler.reset()  # Compiled code of later rows is for other shapes.
+        # Compiled code of later rows is for other shapes.
+        torch.compiler.reset()
     return timed(context, judge(numbers, contenders))
 
 
@@ -123,6 +126,7 @@ def first_workload(context: Context, accumulation: int = 1) -> Workload:
     if context.is_small:
         workload = TINY
     else:
+        # All ranks must build the same model.
         free = min(context.gathered(context.free_bytes()))
         layers = context.results.get(LAYERS) or layers_that_fit(free, WIDE)
         workload = WIDE.with_layers(layers)
@@ -168,13 +172,13 @@ def first_visits(
     """Visit each contender once, with fewer layers if one of them runs out of memory.
 
     A step in which the allocator gives its cache back and asks the device again waits for the
-    device, so it counts as out of memory too.
+    device, so it also counts as out of memory.
 
     Returns:
         The workload that fits, the visits, and the errors of contenders that do not run.
 
     Raises:
-        NotRun: Memory runs out with LEAST_LAYERS too.
+        NotRun: Memory runs out even with LEAST_LAYERS.
     """
     while True:
         visits: dict[str, Visit] = {}
@@ -198,7 +202,8 @@ def first_visits(
         if workload.layers <= LEAST_LAYERS:
             raise NotRun(f"out of memory with {workload.layers} layers")
         workload = workload.with_layers(max(LEAST_LAYERS, workload.layers * 3 // 4))
-        torch.compiler.reset()  # Compiled code may keep memory of the models that did not fit.
+        # Compiled code may keep memory of the models that did not fit.
+        torch.compiler.reset()
         context.release_memory()
 
 
@@ -240,6 +245,7 @@ def visit(context: Context, name: str, workload: Workload) -> Visit:
         trainer.close()
         del trainer
         context.release_memory()
+    # NaN is the only number that differs from itself.
     if loss != loss:
         raise AssertionError(f"{name}: the loss is not a number")
     return Visit(max(context.gathered(seconds)), warm_seconds, peak, loss, retries)
@@ -248,8 +254,9 @@ def visit(context: Context, name: str, workload: Workload) -> Visit:
 def timed_steps(
     context: Context, trainer: peers.TimedTrainer, batch: Mapping[str, torch.Tensor]
 ) -> tuple[float, float]:
-    """Return (seconds per step, last loss). The host waits before the first step and after the
-    last.
+    """Return (seconds per step, last loss).
+
+    The host waits before the first step and after the last.
     """
     losses: list[torch.Tensor] = []
     if context.world > 1:
@@ -272,15 +279,15 @@ def another_round_fits(
     if len(rounds) >= settings.get("rounds", MOST_ROUNDS):
         return False
     steps = WARM_STEPS + TIMED_STEPS
-    last = rounds[-1].values()
-    # A later visit does not compile again. Building takes seconds at most.
-    round_seconds = sum(
-        min(visited.warm_seconds, 2 * visited.seconds + 5) + steps * visited.seconds
-        for visited in last
-    )
+    round_seconds = 0.0
+    for visited in rounds[-1].values():
+        # A later visit does not compile again. Building takes seconds at most.
+        warm_seconds = min(visited.warm_seconds, 2 * visited.seconds + 5)
+        round_seconds += warm_seconds + steps * visited.seconds
     depths = 0.5 * round_seconds if settings.get("depths") else 0.0
     fits = context.row_deadline - time.monotonic() > round_seconds + depths
-    return bool(context.from_first_rank(fits))  # Clocks of ranks differ, and all must decide alike.
+    # Clocks of ranks differ, and all must decide alike.
+    return bool(context.from_first_rank(fits))
 
 
 def comparison(
@@ -289,28 +296,33 @@ def comparison(
     """Return the numbers of rounds: per contender medians, and ratios to Plait by round."""
     names = list(rounds[0])
     first = names[0]
-    seconds = {name: median(visits[name].seconds for visits in rounds) for name in names}
     # Peers with the model split over ranks compute a part of the FLOPs each; ranks share a batch.
     replicas = ranks if first in ("plait", "plait-compiled") else max(1, ranks // 2)
-    ratios = {
-        name: [visits[first].seconds / visits[name].seconds for visits in rounds]
-        for name in names[1:]
-    }
+    seconds = {}
+    tokens_per_second = {}
+    mfu = {}
+    ratio = {}
+    peak_bytes = {}
+    for name in names:
+        visits = [visits_of_round[name] for visits_of_round in rounds]
+        seconds[name] = median(visited.seconds for visited in visits)
+        tokens_per_second[name] = replicas * workload.tokens / seconds[name]
+        mfu[name] = replicas * workload.flops / seconds[name] / (ranks * peak)
+        peak_bytes[name] = max(visited.peak_bytes for visited in visits)
+        if name != first:
+            # Ratios within a round, because a drift of the clocks meets both of its visits.
+            ratios = [
+                visits_of_round[first].seconds / visits_of_round[name].seconds
+                for visits_of_round in rounds
+            ]
+            ratio[name] = {"median": median(ratios), "least": min(ratios), "most": max(ratios)}
     return {
         "rounds": len(rounds),
         "seconds": seconds,
-        "tokens_per_second": {
-            name: replicas * workload.tokens / value for name, value in seconds.items()
-        },
-        "mfu": {
-            name: replicas * workload.flops / value / (ranks * peak)
-            for name, value in seconds.items()
-        },
-        "ratio": {
-            name: {"median": median(values), "least": min(values), "most": max(values)}
-            for name, values in ratios.items()
-        },
-        "peak_bytes": {name: max(visits[name].peak_bytes for visits in rounds) for name in names},
+        "tokens_per_second": tokens_per_second,
+        "mfu": mfu,
+        "ratio": ratio,
+        "peak_bytes": peak_bytes,
         "first_visit_seconds": {name: rounds[0][name].warm_seconds for name in names},
         "loss": {name: rounds[-1][name].loss for name in names},
     }
@@ -321,13 +333,17 @@ def per_layer(
 ) -> dict[str, Any]:
     """Return seconds and MFU of a layer, from the step times of two depths. See Note [FLOPs]."""
     layers = workload.layers - 1
-    seconds = {name: (deep[name] - shallow[name]) / layers for name in deep}
+    seconds = {}
+    mfu = {}
+    for name in deep:
+        seconds[name] = (deep[name] - shallow[name]) / layers
+        # Noise can make the deep model as fast as the shallow one.
+        mfu[name] = float("nan")
+        if seconds[name] > 0:
+            mfu[name] = workload.layer_flops / seconds[name] / peak
     return {
         "seconds": seconds,
-        "mfu": {
-            name: workload.layer_flops / value / peak if value > 0 else float("nan")
-            for name, value in seconds.items()
-        },
+        "mfu": mfu,
         "seconds_with_one_layer": dict(shallow),
     }
 

@@ -99,6 +99,7 @@ def fields_of(config: Config, source: str | None) -> tuple[shrink.Fields, str]:
     if config.model.config is None:
         assert config.model.path is not None
         return _read_fields(config.model.path, "model.path"), config.model.path
+    # A file without a tokenizer gives the size of the vocabulary in `data`.
     follow = {}
     if config.data is not None and config.data.tokenizer is None:
         follow["vocab_size"] = config.data.vocab_size
@@ -142,6 +143,7 @@ def _choose_transformers(
     fields: shrink.Fields, title: str, blocks: tuple[str, ...], layout: Layout, *, dtype: str
 ) -> ModelChoice:
     try:
+        # On the meta device, so that the size of the large model does not matter.
         large = transformers_model(fields, dtype=torch.float32)
     except (ValueError, KeyError) as error:
         raise InputError(
@@ -173,7 +175,8 @@ def _smallest(
     best_depth = None
     for small in _candidates(fields, layout):
         if best is not None and shrink.depth_of(small) == best_depth:
-            continue  # only a deeper one can have more kinds of modules
+            # Only a deeper model can have more kinds of modules.
+            continue
         try:
             completed, model = _try_model(tested.model_copy(update={"fields": small}))
         except (ConfigError, InputError):
@@ -213,9 +216,11 @@ def _candidates(fields: shrink.Fields, layout: Layout) -> Iterator[shrink.Fields
         for head_size in shrink.HEAD_SIZES:
             try:
                 narrow = shrink.with_width(shallow, layout, head_size=head_size)
-            except ValueError:  # it has no hidden size
+            except ValueError:
+                # The configuration has no hidden size, so no head size helps.
                 break
             yield shrink.with_small_vocabulary(narrow, layout)
+    # An architecture that does not run with narrow layers may run at full width.
     yield shrink.with_small_vocabulary(shrink.with_depth(fields, least), layout)
     yield shrink.with_small_vocabulary(fields, layout)
 
@@ -338,7 +343,9 @@ def _try_model(tested: TestedModel) -> tuple[TestedModel, nn.Module]:
             total, _ = built.loss(built.forward(model, micro_batch), micro_batch)
             return total
 
+        # `keeping_float64` skips casts in Python. What still rounds is found here.
         exact = not roundings(loss)
+        # A model with little randomness can return the same loss twice by chance.
         for _ in range(3):
             _refuse_random(tested, loss().item(), loss().item())
         loss().backward()

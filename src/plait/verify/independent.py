@@ -76,13 +76,18 @@ def train(
     """
     parameters = dict(model.named_parameters())
     _load(parameters, weights)
-    values = {name: _array(parameter) for name, parameter in parameters.items()}
-    states = {
-        name: _Moments(np.zeros_like(value), np.zeros_like(value)) for name, value in values.items()
-    }
+    values = {}
+    states = {}
+    for name, parameter in parameters.items():
+        values[name] = _array(parameter)
+        states[name] = _Moments(np.zeros_like(values[name]), np.zeros_like(values[name]))
     result = ReferenceResult(parameters=values)
     for index, micro_batches in enumerate(steps):
-        targets = sum(int((batch["labels"][:, 1:] != IGNORED).sum()) for batch in micro_batches)
+        # The loss of a step is a mean over the targets of all its micro-batches, so their number is
+        # known before the first backward.
+        targets = 0
+        for batch in micro_batches:
+            targets += int((batch["labels"][:, 1:] != IGNORED).sum())
         total = 0.0
         for batch in micro_batches:
             loss = _cross_entropy(model, batch)
@@ -119,6 +124,7 @@ class _Moments:
         self.square = adamw.beta2 * self.square + (1 - adamw.beta2) * gradient * gradient
         mean = self.mean / (1 - adamw.beta1**self.updates)
         square = self.square / (1 - adamw.beta2**self.updates)
+        # Decoupled weight decay: it does not pass through the moments.
         return value - adamw.lr * (
             mean / (np.sqrt(square) + adamw.eps) + adamw.weight_decay * value
         )
@@ -151,10 +157,13 @@ def _cross_entropy(model: Callable[..., Any], batch: Batch) -> torch.Tensor:
     Without targets the result is a zero that has gradients.
     """
     output = model(**{name: value for name, value in batch.items() if name != "labels"})
-    logits = getattr(output, "logits", output).to(torch.float64)  # [batch, seq, vocabulary]
+    # [batch, seq, vocabulary]
+    logits = getattr(output, "logits", output).to(torch.float64)
+    # Position t predicts label t + 1, and the last position has no label.
     labels = batch["labels"][:, 1:]
     row, position = torch.nonzero(labels != IGNORED, as_tuple=True)
-    scores = logits[row, position]  # [targets, vocabulary]
+    # [targets, vocabulary]
+    scores = logits[row, position]
     picked = scores[torch.arange(len(row)), labels[row, position]]
     # Subtracting the largest score keeps `exp` finite.
     highest = scores.detach().amax(dim=-1, keepdim=True)

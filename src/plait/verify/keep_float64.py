@@ -74,6 +74,7 @@ def keeping_float64(model: nn.Module, *others: type) -> Iterator[None]:
     if dtypes and torch.float64 not in dtypes:
         yield
         return
+    # A list, because the wrappers read it after the context has ended.
     inside = [True]
     owners = _owners(model) | {(_owner(kind, "step"), "step") for kind in others}
     before = {(owner, name): vars(owner)[name] for owner, name in owners}

@@ -152,9 +152,11 @@ def transformers_model(fields: Fields, *, dtype: torch.dtype, device: str = "met
     fields = dict(fields)
     attention = fields.pop("attn_implementation", None)
     config = CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
+    # Training needs no cache of keys and values.
     config.use_cache = False
     if dtype == torch.float64 and attention not in (None, "eager", "sdpa"):
-        attention = "sdpa"  # FlashAttention does not support float64
+        # FlashAttention does not support float64.
+        attention = "sdpa"
     settings = {"attn_implementation": attention} if attention else {}
     with torch.device(device):
         model: nn.Module = AutoModelForCausalLM.from_config(
@@ -164,7 +166,8 @@ def transformers_model(fields: Fields, *, dtype: torch.dtype, device: str = "met
         return model
     set_experts: Any = getattr(model, "set_experts_implementation", None)
     if set_experts is not None:
-        set_experts("eager")  # torch's grouped product takes no float64
+        # The grouped product of torch takes no float64.
+        set_experts("eager")
     # Some parameters are float32 whatever the model's dtype is.
     for parameter in model.parameters():
         if parameter.is_floating_point():
@@ -196,7 +199,8 @@ def call_function(path: str) -> tuple[nn.Module, Loss | None, BatchFunction | No
             f"--model {path}: it is called without arguments ({error}); {_WHAT_A_FUNCTION_RETURNS}"
         ) from None
     except ValueError:
-        pass  # A builtin has no signature.
+        # A builtin has no signature.
+        pass
     result = function()
     if isinstance(result, nn.Module):
         return result, None, None
@@ -248,6 +252,7 @@ def ragged_steps(
         seed: Seed of the generator that is passed to `micro_batch`.
         micro_batch: Function that creates a micro-batch.
     """
+    # Another seed than that of the weights, so that data and weights do not share random numbers.
     generator = torch.Generator().manual_seed(seed + 1)
     batches = [micro_batch(size, generator) for _ in range(steps * micro_batches)]
     if len(batches) > 1 and isinstance(batches[1], dict) and "labels" in batches[1]:
@@ -281,11 +286,13 @@ def token_batches(
         first_kind = int(torch.randint(0, len(kinds), (1,), generator=generator))
         for row in range(size):
             kind = kinds[(first_kind + row) % len(kinds)]
+            # At least three tokens of a row stay, so that it has targets.
             count = int(torch.randint(length // 3, length - 2, (1,), generator=generator))
             if kind != "full":
                 padded = slice(0, count)
                 if kind == "right":
                     padded = slice(length - count, length)
+                # Padding is no target, and the attention mask hides it.
                 labels[row, padded] = IGNORED
                 visible[row, padded] = 0
         batch = {first: ids, "labels": labels}

@@ -109,6 +109,7 @@ def reference_trace(
     gradients: list[dict[str, torch.Tensor | None]] = []
     for index, step in enumerate(steps):
         scale = scales[index] if scales else 1.0
+        # Weights of the whole step come first, because each loss is divided by their sum.
         total_weight = float(sum(loss_fn.weight(micro_batch) for micro_batch in step))
         sums: dict[str, torch.Tensor] = {}
         loss = 0.0
@@ -116,14 +117,17 @@ def reference_trace(
             on_device = to_device(micro_batch, device)
             total, _ = loss_fn(forward(_in_dtype(model, compute), on_device), on_device)
             loss += total.item()
+            # A step without targets has weight 0, and its gradients are 0.
             (total * (scale / max(total_weight, torch.finfo(torch.float64).tiny))).backward()
             if reduce is not None:
                 _move_gradients(parameters, sums, reduce)
+        # The optimizer reads gradients in the dtype of its parameters.
         for name, total in sums.items():
             parameters[name].grad = total.to(parameters[name].dtype)
         for parameter in parameters.values():
             if parameter.grad is not None and scale != 1.0:
                 parameter.grad.div_(scale)
+        # With an infinite limit only the norm is computed.
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clipping or math.inf)
         losses.append(loss / total_weight if total_weight else math.nan)
         norms.append(float(norm))
@@ -149,13 +153,18 @@ def _copies(parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
 
 
 def _gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor | None]:
-    return {name: None if p.grad is None else whole(p.grad) for name, p in parameters.items()}
+    gradients = {}
+    for name, parameter in parameters.items():
+        gradient = parameter.grad
+        gradients[name] = None if gradient is None else whole(gradient)
+    return gradients
 
 
 def _in_dtype(model: nn.Module, compute: torch.dtype | None) -> Any:
     """Return the model, or a function that runs it on differentiable casts of its parameters."""
     if compute is None:
         return model
+    # Casts are differentiable, so that gradients reach the parameters in their own dtype.
     casts = {}
     for name, parameter in model.named_parameters():
         casts[name] = parameter.to(compute) if parameter.is_floating_point() else parameter
@@ -203,6 +212,8 @@ def engine_trace(engine: Engine, steps: Steps) -> Trace:
     looks.append(record_gradient)
     try:
         for index, step in enumerate(steps):
+            # In a backward that updates, gradients arrive one by one, and parameters without one
+            # stay None.
             gradients.append(dict.fromkeys(initial) if in_backward is not None else {})
             result = engine.train_batch(micro_batches_of_rank(engine, step))
             losses.append(float(result.loss))
@@ -251,6 +262,7 @@ def from_all_ranks(local: Mapping[str, T]) -> dict[str, T]:
         return dict(local)
     merged: dict[str, T] = {}
     for entries in all_gather_objects(dict(local)):
+        # Entries of lower ranks win, because they were merged before.
         merged = {**entries, **merged}
     return merged
 
@@ -262,12 +274,15 @@ def spread_over_ranks(kind: Kind, local: Mapping[str, torch.Tensor]) -> list[Dif
     """
     digests = {}
     for name, tensor in local.items():
+        # Digests, because sending all tensors of all ranks would take world-size times their
+        # memory.
         content = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
         digests[name] = hashlib.blake2b(content).digest()
     by_name: dict[str, set[bytes]] = {}
     for entries in all_gather_objects(digests):
         for name, digest in entries.items():
             by_name.setdefault(name, set()).add(digest)
+    # Equal copies have one digest, as has a tensor of a single rank.
     differing = [name for name, distinct in by_name.items() if len(distinct) > 1]
     if not differing:
         return []

@@ -156,6 +156,7 @@ def prepare(
             f"--steps {steps}: every step's data and gradients are kept; use at most"
             f" {_MOST_STEPS:,}"
         )
+    # The degrees come first: they decide how many micro-batches the small batch needs.
     parallel, world, degree_notes = small_degrees(config, processes, most=most_processes)
     small, batch_notes = small_batch(config.model_copy(update={"parallel": parallel}))
     resolved = resolve(small, world_size=world)
@@ -270,6 +271,7 @@ def small_batch(config: Config) -> tuple[Config, list[str]]:
     micro_batch = config.train_micro_batch_size_per_gpu
     accumulation = config.gradient_accumulation_steps
     pp = config.parallel.pp
+    # More micro-batches than stages, so that a pipeline reaches its steady state.
     most_accumulation = max(ACCUMULATION, pp + 1)
     if config.parallel.pipeline.schedule == "dualpipev":
         # It needs at least 2 pp micro-batches.
@@ -293,6 +295,7 @@ def small_batch(config: Config) -> tuple[Config, list[str]]:
             changed[name] = min(size, limit)
             if size > limit:
                 lines.append(f"{name} {size} -> {limit}")
+    # A step at a learning rate of 0 would not test the update.
     if config.scheduler is not None:
         lines.append(
             f"scheduler {config.scheduler.type} left out: a constant learning rate, because a"

@@ -182,7 +182,8 @@ def compare_independent(
         grad_norms=trace.grad_norms[:count],
         gradients=trace.gradients[:count],
         parameters=trace.parameters if second.parameters else {},
-        spread=(),  # the other comparison reports copies
+        # The other comparison reports copies.
+        spread=(),
     )
     return Section("independent", INDEPENDENT, tuple(_rows(compare(second, same), bar)), notes)
 
@@ -224,6 +225,8 @@ def compare_configured(
     for key, error in _errors(exact, trace).items():
         rows.append(ComparedRow(*key, error, allowed.get(key, 0.0), errors_of_one.get(key)))
     differences = compare(exact, trace)
+    # Weights before the first step and copies on several ranks are compared bitwise, in every
+    # precision.
     rows += _rows([d for d in differences if d.kind == "initial weight" or d in trace.spread], 0.0)
     rows += _wrong_skips(single, trace)
     title = f"{plan.computes_in}, error against float64 at most {FACTOR} x that of one process"
@@ -309,6 +312,7 @@ def _units(plan: VerificationPlan) -> tuple[float, float]:
     precision = plan.resolved.precision
     reduced = torch.finfo(dtype_of(precision.reduction or plan.dtype)).eps
     computed = torch.finfo(dtype_of(precision.compute or plan.dtype)).eps
+    # A reduction in bfloat16 or float16 rounds more than the additional float32 operations.
     unit = max(ROUNDINGS * torch.finfo(torch.float32).eps, reduced)
     return unit, max(unit, computed / 4)
 
@@ -351,6 +355,8 @@ def _tensor_errors(
         if truth is None or value is None or truth.shape != value.shape:
             mismatches[kind, step, name] = math.inf
             continue
+        # Training changes a parameter little, and an error of the change would vanish beside the
+        # value.
         change = truth.double()
         if name in initial:
             change = change - initial[name].double()
@@ -362,6 +368,7 @@ def _tensor_errors(
     errors: dict[Key, float] = {}
     errors[kind, step, ""] = math.sqrt(sum(squares.values()) / max(sum(sizes.values()), 1e-300))
     for name, size in sizes.items():
+        # Squared sizes are added, so the fraction is squared as well.
         floor = FLOOR**2 * usual_square * counts[name]
         errors[kind, step, name] = math.sqrt(squares[name] / max(size + floor, 1e-300))
     return errors | mismatches
@@ -415,6 +422,7 @@ def lines(report: Report, *, everything: bool = False) -> list[str]:
         groups.sort(key=lambda group: -_badness(group[1]))
         table = [("", "worst", "error", "one process", "allowed", ""), *map(_cells, groups)]
         if section.name != "configured":
+            # Only the configured pass has the error of one process.
             table = [row[:3] + row[4:] for row in table]
         table_lines += _aligned(table)
     return table_lines
@@ -440,6 +448,7 @@ def _groups(
             title = _TITLES.get(row.kind, row.kind)
         elif not everything:
             block = next((block for block in blocks if row.name.startswith(f"{block}.")), None)
+            # Equal initial weights need one line. A difference is shown by its name.
             if row.kind == "initial weight" and row.error == 0:
                 title = "initial weights"
             elif block is not None:
@@ -467,8 +476,8 @@ def _cells(group: tuple[str, ComparedRow, int]) -> tuple[str, ...]:
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  "
-        + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    lines = []
+    for row in rows:
+        cells = map(str.ljust, row, widths)
+        lines.append(f"  {'  '.join(cells).rstrip()}")
+    return lines

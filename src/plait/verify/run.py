@@ -70,6 +70,7 @@ def main(arguments: Sequence[str]) -> None:
         plan: VerificationPlan = pickle.load(file)
     traces = run_watched(plan, seconds=seconds)
     if place().rank == 0:
+        # Renamed when it is complete, so that its existence means that the run has succeeded.
         with (folder / f"{TRACES}.partial").open("wb") as file:
             pickle.dump(traces, file)
         (folder / f"{TRACES}.partial").rename(folder / TRACES)
@@ -85,6 +86,8 @@ def run_watched(plan: VerificationPlan, *, seconds: float) -> Traces:
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     sys.stdout.flush()
     report = os.dup(1)
+    # At the level of descriptors, because libraries in C and child processes write to them
+    # directly.
     os.dup2(2, 1)
     faulthandler.dump_traceback_later(seconds, exit=True)
     try:
@@ -143,6 +146,7 @@ def references(plan: VerificationPlan, name: Pass, trace: Trace) -> References:
     """
     _, dtype = plan.settings(name)
     built = plan.build(dtype)
+    # The same seed as the layout, whose initial weights are compared.
     give_weights(built.model, blocks=plan.tested.blocks, seed=plan.resolved.seed)
     model = built.model.to(plan.device)
     data = _data_on_device(plan, built)
@@ -169,7 +173,11 @@ def references(plan: VerificationPlan, name: Pass, trace: Trace) -> References:
 
 def _data_on_device(plan: VerificationPlan, built: Built) -> list[list[Any]]:
     device = torch.device(plan.device)
-    return [[to_device(batch, device) for batch in step] for step in plan.data(built)]
+    steps = []
+    for step in plan.data(built):
+        micro_batches = [to_device(batch, device) for batch in step]
+        steps.append(micro_batches)
+    return steps
 
 
 def _in_float64(plan: VerificationPlan, model: nn.Module) -> nn.Module:
@@ -179,6 +187,7 @@ def _in_float64(plan: VerificationPlan, model: nn.Module) -> nn.Module:
     """
     if plan.tested.fields is None:
         return copy.deepcopy(model).double()
+    # The seed of `give_weights` does not matter, because every value is copied below.
     wide = plan.build(torch.float64).model
     give_weights(wide, blocks=plan.tested.blocks, seed=0)
     wide = wide.to(plan.device)
@@ -278,6 +287,7 @@ def second_trace(plan: VerificationPlan, trace: Trace) -> tuple[Trace | None, st
             f" because {adamw}"
         )
         data = data[:1]
+        # A learning rate of 0: the update is computed and changes nothing.
         adamw = independent.AdamW(0.0, 0.0, 0.0, 1.0, 0.0)
     with plan.lifting("float64", model):
         result = independent.train(
@@ -288,16 +298,19 @@ def second_trace(plan: VerificationPlan, trace: Trace) -> tuple[Trace | None, st
             clipping=plan.resolved.gradient_clipping,
             skipped=trace.skipped,
         )
-    gradients = tuple(
-        {name: None if g is None else torch.from_numpy(g) for name, g in step.items()}
-        for step in result.gradients
-    )
+    gradients: list[dict[str, torch.Tensor | None]] = []
+    for step in result.gradients:
+        tensors = {}
+        for name, gradient in step.items():
+            tensors[name] = None if gradient is None else torch.from_numpy(gradient)
+        gradients.append(tensors)
     parameters = {}
     if not unchecked:
         for name, value in result.parameters.items():
             # The update of a scalar returns a number instead of an array.
             parameters[name] = torch.from_numpy(np.asarray(value))
-    return Trace(tuple(result.losses), tuple(result.norms), gradients, parameters), unchecked
+    second = Trace(tuple(result.losses), tuple(result.norms), tuple(gradients), parameters)
+    return second, unchecked
 
 
 def adamw_of(spec: OptimizerSpec) -> independent.AdamW | str:

@@ -147,7 +147,8 @@ def _in_parts(fields: Mapping[str, Any], change: Callable[[Fields], Fields]) -> 
     result = copy.deepcopy(dict(fields))
     for name, value in fields.items():
         if isinstance(value, dict) and "model_type" in value:
-            with suppress(ValueError):  # the part has no layers
+            # A part without a hidden size stays as it is.
+            with suppress(ValueError):
                 result[name] = change(result[name])
     return result
 
@@ -198,6 +199,7 @@ def with_depth(fields: Mapping[str, Any], depth: int) -> Fields:
         return result
     kinds = kinds_of_layers(fields)
     first_of_kinds = {kinds.index(kind) for kind in kinds}
+    # Layers of every kind come first; the remaining ones fill up to the depth.
     others = [index for index in range(before) if index not in first_of_kinds]
     more = max(0, depth - len(first_of_kinds))
     layers = sorted(first_of_kinds.union(others[:more]))
@@ -245,6 +247,7 @@ def with_width(fields: Mapping[str, Any], layout: Layout, *, head_size: int) -> 
     for name in _OTHER_HEADS:
         if fields.get(name) == fields[heads]:
             result[name] = shrink_heads(fields[heads], fields[heads], degrees)[0]
+    # A model without the field has as many key-value heads as heads.
     kv = _present(fields, _KV_HEADS) or heads
     result[heads], kv_heads = shrink_heads(fields[heads], fields[kv], degrees)
     if kv != heads:
@@ -257,6 +260,7 @@ def with_width(fields: Mapping[str, Any], layout: Layout, *, head_size: int) -> 
         fields, result, _HEAD_SIZE, lambda size: max(2, size * head_size // old_head_size // 2 * 2)
     )
     result[hidden] = result[heads] * head_size
+    # Where heads do not fill the hidden size, they must not fill the small one either.
     if fields[hidden] != fields[heads] * old_head_size:
         result[hidden] = like(fields[hidden], result[hidden] + 8, (*all_degrees, 8))
     _lower(fields, result, _INNER, 2 * result[hidden], all_degrees)
@@ -298,6 +302,7 @@ def _shrink_state_space(
     fields: Mapping[str, Any], result: Fields, hidden: str, head_size: int
 ) -> None:
     """Shrink the heads of a state space layer, whose total width is `expand` x hidden."""
+    # `num_heads` and `head_dim` can also be those of attention, so the widths decide.
     for heads, size, expand in product(_STATE_HEADS, _STATE_HEAD_SIZE, _EXPAND):
         if not all(isinstance(fields.get(name), int) for name in (heads, size, expand)):
             continue
@@ -327,6 +332,7 @@ def _shrink_experts(fields: Mapping[str, Any], result: Fields, degrees: Sequence
     per_token = _present(fields, _PER_TOKEN)
     is_grouped = any(fields.get(group, 1) not in (None, 1) for group in _GROUPS)
     if name is not None and per_token is not None and not is_grouped:
+        # More experts than a token uses, so that routing chooses.
         target = max(4, 2 * fields[per_token])
         result[name] = min(fields[name], like(fields[name], target, degrees))
 
@@ -377,6 +383,7 @@ def _small_token(value: Any, size: int) -> Any:
 def like(value: int, target: int, degrees: Iterable[int]) -> int:
     """Return the least number >= `target` that is divisible by the same `degrees` as `value`."""
     degrees = tuple(degrees)
+    # The pattern of divisibility repeats after the product of the degrees.
     least = max(target, 1)
     for candidate in range(least, least + prod(set(degrees)) + 1):
         if all((candidate % degree == 0) == (value % degree == 0) for degree in degrees):
@@ -392,9 +399,11 @@ def shrink_heads(heads: int, kv_heads: int, degrees: Sequence[int]) -> tuple[int
     """
 
     def split(h: int, k: int) -> tuple[Any, ...]:
-        per_degree = [
-            (h % d == 0, k % d == 0, d % k == 0, min(h // d, 2), min(k // d, 2)) for d in degrees
-        ]
+        per_degree = []
+        for d in degrees:
+            divisible = (h % d == 0, k % d == 0, d % k == 0)
+            # Whether a rank has none, one or several heads.
+            per_degree.append((*divisible, min(h // d, 2), min(k // d, 2)))
         return (h == k, k == 1, h % k == 0, per_degree)
 
     expected = split(heads, kv_heads)

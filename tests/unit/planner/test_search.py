@@ -105,7 +105,10 @@ def test_every_candidate_is_a_layout_of_the_cluster():
     ).number  # of some degrees nothing can run
     assert number[0] >= 0 and np.all(np.diff(number) >= 0)
     assert len(
-        {tuple(row) for row in zip(*(np.asarray(getattr(at, f)) for f in at.as_dict(0)), strict=True)}
+        {
+            tuple(row)
+            for row in zip(*(np.asarray(getattr(at, f)) for f in at.as_dict(0)), strict=True)
+        }
     ) == len(at.tp)
 
 

@@ -113,6 +113,7 @@ def launch(
         ConfigError: The settings cannot work.
         LaunchError: The other machines did not appear.
     """
+    # torchrun would accept wrong settings, and then hang or ignore them.
     check(settings)
     with (
         tempfile.TemporaryDirectory(prefix="plait-launch-") as folder,
@@ -201,6 +202,7 @@ class Agent(LocalElasticAgent):
             return RunResult(state=WorkerState.HEALTHY)
         if received is not None:
             _print(f"the ranks have ended after {received.name}, which one of them received")
+            # A run that a signal has stopped must not start again.
             self._remaining_restarts = 0
             self.exit_code = 128 + received
             return RunResult(state=WorkerState.FAILED)
@@ -283,7 +285,7 @@ class Agent(LocalElasticAgent):
         """End the ranks, before torch's shutdown, which then finds none.
 
         Without a signal, other ranks failed or the machines changed. The ranks cannot continue
-        then, and a long grace would only delay the restart.
+        in that case, and a long grace would only delay the restart.
         """
         if death_sig is not None:
             self._interrupted = True
@@ -309,6 +311,7 @@ class Agent(LocalElasticAgent):
         def kill(*_: object) -> None:
             _send_signal(running, signal.SIGKILL)
 
+        # From here on, a second signal ends the ranks at once.
         with on_signals(kill):
             if running and self._interrupted and seconds:
                 _print(
@@ -397,6 +400,7 @@ def _worker_spec(
         local_world_size=settings.processes,
         rdzv_handler=handler,
         entrypoint=sys.executable,
+        # Unbuffered, so that the output of a rank that is killed is complete.
         args=("-u", str(WORKER), str(os.getpid()), *command),
         max_restarts=settings.max_restarts,
         monitor_interval=POLL_SECONDS,
@@ -438,6 +442,7 @@ def loopback_store(timeout: timedelta) -> TCPStore:
     TCPStore requires no key, and the socket that it would open listens on all interfaces. Anyone on
     the network could read and write the addresses that ranks exchange.
     """
+    # Port 0 lets the system choose a free one.
     listener = socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]
     # The store closes the descriptor.
@@ -445,6 +450,7 @@ def loopback_store(timeout: timedelta) -> TCPStore:
         LOOPBACK,
         port,
         is_master=True,
+        # The ranks connect only after this call has returned.
         wait_for_workers=False,
         timeout=timeout,
         master_listen_fd=listener.detach(),
@@ -593,6 +599,7 @@ def _exit_code(pid: int) -> int | None:
         return None
     if status.si_code == os.CLD_EXITED:
         return status.si_status
+    # Negative for a signal, as in `subprocess`.
     return -status.si_status
 
 

@@ -91,7 +91,7 @@ class Failure:
 def read_record(path: str | Path) -> FailureRecord | None:
     """Return the record in an error file, or None if the file does not exist or is incomplete.
 
-    Files of torch's `record` decorator can be read too.
+    Files of torch's `record` decorator can also be read.
     """
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -132,6 +132,7 @@ def process_exit_code(failure: Failure) -> int:
         return failure.record.exit_code
     if failure.exit_code > 0:
         return failure.exit_code
+    # The exit code -N stands for signal N, which shells report as 128 + N.
     return 128 - failure.exit_code
 
 
@@ -235,6 +236,7 @@ class Reporter:
                     )
                 self._report_cause(cause)
             for failure in failures:
+                # What was printed as the cause stays the cause.
                 if failure.rank == self._reported_rank:
                     cause = failure
             others = [failure for failure in failures if failure is not cause]
@@ -338,6 +340,7 @@ def _describe_end(exit_code: int) -> str:
     try:
         name = signal.Signals(-exit_code).name
     except ValueError:
+        # Most real-time signals have no name.
         name = "unknown"
     hint = ""
     # The kernel kills processes with SIGKILL if the machine runs out of memory.
@@ -387,6 +390,7 @@ class RankWatch:
             processes: Process ids by rank of this machine, including those that have ended.
         """
         now = time.monotonic()
+        # The agent polls more often than boards have to be read.
         if now - self._last_poll < HANG_POLL_SECONDS:
             return False
         self._last_poll = now

@@ -223,6 +223,8 @@ class _NodeLauncher:
     def _wait(self, index: int, ended: queue.SimpleQueue[int]) -> None:
         self.process.wait()
         for reader in self._readers:
+            # The last output comes before the end. A process that keeps the pipe open must not
+            # block it.
             reader.join(timeout=5)
         ended.put(index)
 
@@ -233,6 +235,7 @@ class _NodeLauncher:
                 self.process.stdin.write(format_line(number, grace_seconds))
                 self.process.stdin.flush()
             except OSError:
+                # The launcher or its connection has ended in the meantime.
                 return
 
 
@@ -275,11 +278,13 @@ def run(launch: RemoteLaunch) -> int:
                 machines.append(_NodeLauncher(launch, index, local=index == local, ended=ended))
             first_failure = _wait(machines, ended, received)
         finally:
+            # The lifeline of a killed launcher closes, and its ranks end. See Note [Lifeline].
             for machine in machines:
                 if machine.process.poll() is None:
                     machine.process.kill()
     if first_failure:
         return first_failure
+    # The first signal is the cause of the end. Later ones only hasten it.
     if received:
         return 128 + received[0]
     return 0

@@ -124,10 +124,12 @@ class Standby:
             json.dump(content, order_file)
         descriptors = [file.fileno() for file in files if file is not None]
         try:
+            # Open files can be passed to a running process only over a Unix socket.
             socket.send_fds(ready.connection, [f"run {order}\n".encode()], descriptors)
         except ConnectionError:
             return None
         self._processes.remove(ready)
+        # The process that takes its place is reported again.
         self._is_reported = False
         ready.connection.close()
         return ready.popen

@@ -86,6 +86,7 @@ def main(arguments: list[str]) -> None:
         sys.modules["__main__"] = module
         exec(code, module.__dict__)
     except KeyboardInterrupt:
+        # No failure of the rank, so nothing is recorded.
         sys.exit(128 + signal.SIGINT)
     except Exception as error:
         faulthandler.dump_traceback_later(EXIT_TIMEOUT_SECONDS, exit=True)
@@ -101,6 +102,7 @@ def _exit_process(exit_code: int) -> None:
     for thread in threading.enumerate():
         if not thread.daemon and thread is not threading.main_thread():
             thread.join(max(0.0, deadline - time.monotonic()))
+    # `os._exit` below does not run them.
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
@@ -111,6 +113,7 @@ def _exit_process(exit_code: int) -> None:
 def _load_script(arguments: list[str]) -> tuple[CodeType, ModuleType]:
     path = arguments[0]
     sys.argv = arguments
+    # The first entry is the folder of this file, in whose place the script expects its own.
     sys.path[0] = os.path.dirname(os.path.abspath(path))
     try:
         with open(path, "rb") as file:
@@ -178,7 +181,7 @@ def _report_failure(error: Exception) -> int:
     exit_code, text, is_message = _describe(error)
     recorded = _write_record(error, exit_code, text, is_message)
     # Hooks of error trackers keep working. Their output is dropped, because torch's hook prints a
-    # traceback that the launcher prints too.
+    # traceback that the launcher also prints.
     with contextlib.suppress(Exception), contextlib.redirect_stderr(io.StringIO()):
         sys.excepthook(type(error), error, _user_frames(error.__traceback__))
     if not recorded:
@@ -283,6 +286,7 @@ def _stand_by(descriptor: int) -> list[str]:
     connection = socket.socket(fileno=descriptor)
     while True:
         message, files, *_ = socket.recv_fds(connection, 4096, 2)
+        # The launcher has closed its end of the connection, so no restart follows.
         if not message:
             sys.exit(0)
         # Several import requests can arrive in one message.
@@ -306,6 +310,7 @@ def _stand_by(descriptor: int) -> list[str]:
     for number, received in zip(order["files"], files, strict=True):
         os.dup2(received, number)
         os.close(received)
+    # The rank gets the environment of the launch, and not that of this process.
     os.environ.clear()
     os.environ.update(order["environment"])
     arguments: list[str] = order["arguments"]
@@ -330,8 +335,10 @@ def _die_with(launcher: int) -> None:
     This works on Linux only. Elsewhere the launcher has to send signals.
     """
     if sys.platform == "linux":
-        set_parent_death_signal = 1  # PR_SET_PDEATHSIG, <sys/prctl.h>
+        # PR_SET_PDEATHSIG of <sys/prctl.h>.
+        set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    # The launcher may have died before prctl took effect.
     if os.getppid() != launcher:
         sys.exit(f"the launcher (process {launcher}) has ended; not starting")
 

@@ -163,6 +163,7 @@ def dry_run(
     if micro_batches_run < count:
         shorter = copy.deepcopy(dict(tree))
         samples = micro_batches_run * full.batch.micro_batch_size * full.layout.dp
+        # Both keys, because they must agree with the micro-batch size.
         shorter["gradient_accumulation_steps"] = micro_batches_run
         shorter["train_batch_size"] = samples
         resolved = resolve(load(shorter), world_size=world)
@@ -243,6 +244,7 @@ def _micro_batches_to_peak(resolved: Resolved) -> int:
     """
     count = resolved.batch.accumulation
     pp = resolved.layout.pp
+    # The second micro-batch finds the gradients of the first.
     if pp == 1:
         return min(count, 2)
     # These schedules have all micro-batches in flight.

@@ -217,6 +217,7 @@ def _default_precision(
             return precision
     if machines.device.name == "cpu":
         return "fp32"
+    # bfloat16 first, because it needs no loss scale.
     return next(name for name in ("bf16", "fp16", "fp32") if name in machines.device.flops)
 
 
@@ -254,6 +255,7 @@ def _too_long(section: Mapping[str, Any], sequence: int) -> str | None:
         limit = config.get(name)
         if not isinstance(limit, int):
             continue
+        # The first field that exists decides.
         if sequence <= limit:
             return None
         return (
@@ -317,6 +319,7 @@ def _overrides(
     overrides: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
     if precision is not None:
         for name in ("fp16", "bf16"):
+            # None removes the other key, because both dtypes together are refused.
             overrides[f"{name}.enabled"] = True if name == precision else None
     if model is not None:
         overrides["model"] = None
@@ -433,6 +436,7 @@ def read_calibration(path: Path | None, request: Request) -> Calibration | None:
         return None
     gpu = str(request.cluster.device.name)
     per_node = min(request.cluster.devices, int(request.cluster.device.devices_per_node))
+    # Two CPU machines differ, while GPUs of one name are alike.
     machine = machine_name(per_node) if gpu == "cpu" else ""
     calibration, origin = calibrate.load_calibration(path)
     calibrate.refuse_other(path, origin, gpu=gpu, machine=machine)
@@ -516,4 +520,5 @@ def _planned_for(path: Path) -> tuple[Mapping[str, Any], int] | None:
         content = json.loads(path.with_suffix(".plan.json").read_text(encoding="utf-8"))
         return content["asked"], content["cluster"]["devices"]
     except (OSError, ValueError, KeyError, TypeError):
+        # A damaged file is planned again.
         return None

@@ -67,6 +67,7 @@ def print_plan(
             rows = [
                 [STEP_TERMS[name], f"{ours:.3g} s", f"{theirs:.3g} s"]
                 for name, ours, theirs in comparison.differences[:6]
+                # Smaller differences do not explain the choice.
                 if abs(ours - theirs) > 1e-4
             ]
             print_table(console, ("term", "plan", describe(comparison.other.layout)), rows)

@@ -110,6 +110,7 @@ def validate(
                 screen.ended(result)
                 write_document()
         except Interrupted:
+            # Rows that did not run have results as well.
             write_document()
             screen.summary(results, out, time.monotonic() - started)
             raise
@@ -154,6 +155,7 @@ def machine_facts() -> dict[str, Any]:
     if process.returncode:
         last_lines = " | ".join(process.stderr.strip().splitlines()[-3:])
         raise DeviceError(f"torch cannot detect GPUs: {last_lines}")
+    # The last line, because libraries may print lines before it.
     facts: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
     if not facts["devices"]:
         raise DeviceError(_why_no_devices(facts))
@@ -196,6 +198,7 @@ def machine_of(facts: dict[str, Any], gpus: int | None) -> Machine:
     count = gpus or most
     return Machine(
         gpus=count,
+        # Rows must fit on every GPU that is used.
         memory_bytes=min(device["memory_bytes"] for device in devices[:count]),
         simulated=facts["simulated"],
         transformers=facts["installed"]["transformers"],
@@ -365,6 +368,7 @@ def validation_facts() -> dict[str, Any]:
 
 def _revision() -> dict[str, Any]:
     """Return the git revision of a working copy. A wheel has only its version."""
+    # The root of a working copy, in which this file is src/plait/cli/validating/command.py.
     folder = Path(__file__).resolve().parents[4]
     if not (folder / ".git").exists():
         return {"from": "a wheel", "revision": None, "changed": None}

@@ -142,6 +142,7 @@ class _Events:
     def __call__(self, **event: Any) -> None:
         if self._path is not None:
             with self._path.open("a", encoding="utf-8") as file:
+                # Checks report scalars of numpy and torch as well, which JSON does not have.
                 file.write(json.dumps(event, default=float) + "\n")
 
 

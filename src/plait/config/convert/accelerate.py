@@ -386,6 +386,7 @@ def _read_distributed_type(file: _AccelerateFile) -> str:
             meaning = f"{STAGE} 0: a replica on every process"
         else:
             meaning = f"{STAGE}, by {kind.lower()}_config"
+        # With DeepSpeed, gradient_clipping is a key of its section.
         if kind != "DEEPSPEED":
             meaning += _CLIPPING
         translation.rows.append(
@@ -625,7 +626,8 @@ def _complete_degrees(file: _AccelerateFile) -> None:
     """
     settings = file.translation.settings
     names = ("dp_replicate", "dp_shard", "tp", "cp")
-    degrees = [path for path in settings if path in [f"parallel.{name}" for name in names]]
+    paths = [f"parallel.{name}" for name in names]
+    degrees = [path for path in settings if path in paths]
     has_section = isinstance(file.tree.get("parallelism_config"), dict)
     if not has_section or all(_degree(settings, path) == "1" for path in degrees):
         # If all degrees are 1, Accelerate makes the processes data-parallel.

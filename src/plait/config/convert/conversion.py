@@ -46,6 +46,7 @@ def convert(source: ForeignSource, overrides: Sequence[str] = ()) -> Conversion:
     """
     document, examined = _examine_source(source, overrides)
     try:
+        # Only for its problems: the result is the tree.
         build_config(document, examined)
         problems: tuple[Problem, ...] = ()
     except ConfigError as error:
@@ -101,6 +102,7 @@ def _restore_names(document: TranslatedDocument, examined: ExaminedDocument) -> 
     # `examine` has a row per translated setting. The other program's keys have their own rows.
     other_rows = [row for row in examined.rows if row.key not in translated]
     examined.rows[:] = [*document.rows, *other_rows]
+    # Problems of translation come first: they can be the cause of the others.
     examined.problems[:0] = document.problems
 
     for path, origin in examined.origins.items():
@@ -108,6 +110,7 @@ def _restore_names(document: TranslatedDocument, examined: ExaminedDocument) -> 
         if key is not None and origin == "file":
             examined.written[path] = key
             examined.origins[path] = f"{document.noun}: {key}"
+        # `examine` takes every origin for a file.
         elif document.noun != "file":
             examined.origins[path] = origin.replace("file", f"{document.noun}s")
     for path in document.defaults:

@@ -416,6 +416,7 @@ def _read_keys(
         elif option.upper() in STRATEGIES:
             reshard = _reshard_value(option, version)
             shown, value = sharding.setdefault(RESHARD, ("fsdp", reshard))
+            # Compared as text, because a file may quote a boolean.
             if str(value).lower() != str(reshard).lower():
                 translation.problems.append(
                     Problem(
@@ -437,6 +438,7 @@ def _merge_rows(translation: Translation) -> None:
     rows = [row for row in translation.rows if row.key == "fsdp"]
     if not rows:
         return
+    # A refusal must not be hidden by an option that was translated.
     merged = next((row for row in rows if row.status is Status.REFUSED), rows[0])
     translation.rows[:] = [row for row in translation.rows if row.key != "fsdp" or row is merged]
 

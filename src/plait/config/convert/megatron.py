@@ -408,6 +408,7 @@ def _set_betas(settings: Settings) -> None:
     second = settings.pop("optimizer.params.beta2", None)
     beta = first or second
     if beta is not None:
+        # The beta that no flag gives has the default of Megatron-LM.
         betas = [first[1] if first else 0.9, second[1] if second else 0.999]
         settings["optimizer.params.betas"] = (beta[0], betas)
 
@@ -420,6 +421,7 @@ def _set_stage(settings: Settings, problems: list[Problem]) -> None:
         return
     if stage is None:
         settings["zero_optimization.stage"] = distributed
+    # A sharding strategy refines the distributed optimizer. Any other flag contradicts it.
     elif stage[0] != "--data-parallel-sharding-strategy":
         problems.append(
             Problem(
@@ -503,6 +505,7 @@ def _defaults(settings: Settings, problems: list[Problem]) -> dict[str, Any]:
         defaults[f"optimizer.params.{name}"] = value
     defaults["scheduler.type"] = "MegatronLR"
     defaults["scheduler.params.decay_style"] = "linear"
+    # Without --lr-decay-iters the decay ends with the run.
     defaults["scheduler.params.total_num_steps"] = "auto"
     return defaults
 
@@ -561,6 +564,7 @@ def _parse_value(flag: Flag, values: list[str]) -> Any:
     elif len(values) != 1:
         raise ValueError(f"takes one value and {len(values)} are given; write one after it")
     else:
+        # Parsed as a value of --set, so that `1e-4` is a number.
         parsed = scalar(values[0])
 
     return parsed if flag.convert is None else flag.convert(parsed)

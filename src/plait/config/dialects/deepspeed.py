@@ -553,17 +553,14 @@ REFUSED: tuple[RefusedKeys, ...] = (
 
 
 def _table() -> dict[str, Key]:
-    keys = [
-        Key(path, Status.IGNORED, kind, why)
-        for why, kinds in IGNORED
-        for path, kind in kinds.items()
-    ]
-    keys += [
-        Key(path, Status.REFUSED, kind, group.why, off, group.remedy)
-        for group in REFUSED
-        for path, (kind, off) in group.keys.items()
-    ]
+    keys = []
+    for why, kinds in IGNORED:
+        keys += [Key(path, Status.IGNORED, kind, why) for path, kind in kinds.items()]
+    for group in REFUSED:
+        for path, (kind, off) in group.keys.items():
+            keys.append(Key(path, Status.REFUSED, kind, group.why, off, group.remedy))
     table = {key.path: key for key in keys}
+    # Of two reasons for a key, one would be lost.
     assert len(table) == len(keys), "a key is in the table twice"
     return table
 
@@ -594,6 +591,7 @@ def type_problem(key: Key, value: Any) -> tuple[str, str] | None:
     valid = {
         "any": True,
         "flag": as_flag(value) is not None,
+        # False for infinity and NaN, whose quotient is NaN.
         "integer": number is not None and number == number // 1,
         "number": number is not None,
         "text": isinstance(value, str),

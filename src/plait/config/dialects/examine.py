@@ -69,6 +69,7 @@ def examine(
     Returns:
         The settings, and all problems. Nothing is raised.
     """
+    # Overrides are applied to a copy: the caller keeps the document.
     tree = _copy_tree(document.tree)
     examined = ExaminedDocument(raw=tree)
     for path, value in overrides:
@@ -279,6 +280,7 @@ def _visit_free(
 def _visit_table(shown: str, key: Key, value: Any, examined: ExaminedDocument) -> None:
     problem = type_problem(key, value)
     if key.path in SECRETS:
+        # Neither the rows nor the problems below show a secret.
         value = "(not shown)"
     if problem is not None:
         examined.problems.append(Problem(shown, value, *problem))
@@ -350,6 +352,7 @@ def _origin(written: str, overridden: set[str]) -> str:
     if any(written == path or written.startswith(f"{path}.") for path in overridden):
         return "override"
     if any(path.startswith(f"{written}.") for path in overridden):
+        # An override has replaced a part of what the file has.
         return "file and override"
     return "file"
 
@@ -369,6 +372,7 @@ def apply_override(tree: Tree, path: tuple[str, ...], value: Any) -> Problem | N
     target = _target(dotted)
     # A section written as a number has no keys that could be replaced.
     _expand_short_forms(tree, target)
+    # A list of all leaves, so that the loop can remove some of them.
     for leaf in _leaves(tree, ()):
         name = ".".join(leaf)
         if name != dotted and _target(name) == target:
@@ -422,7 +426,7 @@ def _leaves(tree: Tree, prefix: tuple[str, ...]) -> list[tuple[str, ...]]:
     leaves: list[tuple[str, ...]] = []
     for name, value in tree.items():
         path = (*prefix, name)
-        # The value of a setting such as `optimizer.params` is an object too.
+        # The value of a setting such as `optimizer.params` can also be an object.
         if isinstance(value, dict) and ".".join(path) not in keys.schema_fields():
             leaves += _leaves(value, path)
         else:

@@ -300,6 +300,7 @@ def names_in(section: str) -> tuple[str, ...]:
     """Return the known names in a section ("" for the top of the file), sorted."""
     prefix = f"{section}." if section else ""
     paths = [path.removeprefix(prefix) for path in known_paths() if path.startswith(prefix)]
+    # The first name below the section is one of its keys or sections.
     return tuple(sorted({path.split(".")[0] for path in paths}))
 
 
@@ -329,6 +330,7 @@ def remedy_for(section: str, name: str) -> str:
     if matches:
         return f"did you mean {' or '.join(prefix + match for match in matches)}?"
 
+    # The name may be right and the section wrong.
     elsewhere = sorted(path for path in known_paths() if path.rpartition(".")[2] == name)
     if elsewhere:
         return f"it belongs elsewhere: {' or '.join(elsewhere[:3])}"
@@ -346,6 +348,7 @@ def nearest(name: str, candidates: Iterable[str]) -> list[str]:
     """
     if len(name) > _MAX_NAME_LENGTH:
         return []
+    # Keys are in lower case with underscores, and flags of other programs have dashes.
     written = name.lower().replace("-", "_")
     limit = max(1, len(name) // 3)
     # The difference of the lengths is a lower bound of the distance, and much cheaper.
@@ -373,7 +376,9 @@ def edit_distance(a: str, b: str) -> int:
     for i, x in enumerate(a, start=1):
         row = [i]
         for j, y in enumerate(b, start=1):
+            # Remove, insert, or keep or replace a letter.
             cost = min(last[j] + 1, row[j - 1] + 1, last[j - 1] + (x != y))
+            # Swap two neighbours.
             if i > 1 and j > 1 and x == b[j - 2] and a[i - 2] == y:
                 cost = min(cost, before_last[j - 2] + 1)
             row.append(cost)

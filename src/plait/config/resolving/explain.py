@@ -85,6 +85,7 @@ def explain(
     draft = outline(config, world_size=world_size)
     values = values_of(draft)
     if draft.problems:
+        # Keys without effect are found in a `Resolved`, which an incomplete outline does not give.
         return Explanation(document.name, world_size, rows, values, draft.problems)
     return Explanation(
         document.name,
@@ -343,6 +344,7 @@ def _section_values(section: Any, path: str, sources: Mapping[str, str]) -> dict
     for name in type(section).model_fields:
         inner = f"{path}.{name}"
         value = getattr(section, name)
+        # Only settings have sources. What has none is a section.
         if inner in sources:
             values[inner] = value
         else:

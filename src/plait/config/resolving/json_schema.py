@@ -87,6 +87,7 @@ def _add_property(schema: dict[str, Any], path: str, entry: dict[str, Any]) -> N
     for name in parents:
         section = {"type": ["object", "boolean"], "additionalProperties": False}
         node = _dereference(schema, node.setdefault("properties", {}).setdefault(name, section))
+    # A field of the schema keeps its own entry.
     node.setdefault("properties", {}).setdefault(last, entry)
 
 

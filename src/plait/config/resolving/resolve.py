@@ -125,7 +125,7 @@ def validate_tree(examined: ExaminedDocument, tree: Mapping[str, Any]) -> Config
     """Return a tree as a Config.
 
     Args:
-        examined: Document whose problems are reported too.
+        examined: Document whose problems are also reported.
         tree: Tree of `examined`, or a part of it.
 
     Raises:
@@ -179,6 +179,7 @@ def _field_problems(field: str, errors: list[ErrorDetails]) -> list[Problem]:
         # Raised by a check of the schema, which may contain several problems.
         text = errors[0]["msg"].removeprefix("Value error, ")
         if isinstance(value, dict):
+            # A whole section is not repeated in the message.
             value = None
         return [Problem(field, value, *_split(problem)) for problem in text.split(" Also: ")]
     if value == "auto" and field in PLANNABLE_SETTINGS:
@@ -190,6 +191,7 @@ def _field_problems(field: str, errors: list[ErrorDetails]) -> list[Problem]:
         ]
 
     descriptions = [describe_error(error) for error in errors]
+    # Alternatives of a union can have the same rule.
     rules = dict.fromkeys(rule for rule, _ in descriptions)
     _, remedy = descriptions[0]
     return [Problem(field, value, f"must be {' or '.join(rules)}", remedy)]
@@ -197,6 +199,7 @@ def _field_problems(field: str, errors: list[ErrorDetails]) -> list[Problem]:
 
 def _split(text: str) -> tuple[str, str]:
     """Return (rule, remedy) of a text `rule; remedy`, the form of the schema's own checks."""
+    # The last semicolon, because a rule may contain others.
     rule, semicolon, remedy = text.rpartition("; ")
     if not semicolon:
         return text, "correct it"
@@ -401,6 +404,7 @@ def outline(
             hidden_size=hidden_size,
         )
 
+    # These two record their problems and raise none, so that both always have a result.
     optimizer = resolved_parts.optimizer(findings)
     scheduler = resolved_parts.scheduler(findings, optimizer, total_steps=total_steps)
     recompute = attempt(techniques.recompute, findings)

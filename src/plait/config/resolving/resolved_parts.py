@@ -133,6 +133,7 @@ def layout(findings: Findings, *, world_size: int) -> Layout:
     stage = findings.config.zero_optimization.stage
     solved = solve_layout(parallel, stage=stage, world_size=world_size)
     for axis in AXES:
+        # A degree that the file gives keeps its source.
         if not isinstance(getattr(parallel, axis), int):
             findings.sources[f"parallel.{axis}"] = (
                 f"derived: {format_processes(world_size)} / (pp {solved.pp} x cp {solved.cp} x tp"
@@ -215,6 +216,7 @@ def solve_layout(parallel: ParallelSection, *, stage: int, world_size: int) -> L
     model = parallel.pp * parallel.cp * parallel.tp
     if world_size % model:
         product = f"pp {parallel.pp} x cp {parallel.cp} x tp {parallel.tp} = {model}"
+        # Both neighbours are named, because processes can be added as well as removed.
         below = world_size // model * model
         above = below + model
         if below:
@@ -253,6 +255,7 @@ def smallest_world(parallel: ParallelSection) -> int:
         degree for degree in (parallel.dp_replicate, parallel.dp_shard) if isinstance(degree, int)
     ]
     stage = parallel.cp * parallel.tp * prod(data)
+    # Both degrees are given, so no process is left to distribute.
     if len(data) == 2:
         return parallel.pp * stage
     # The open degree has to make the processes of a pipeline stage a multiple of ep.
@@ -297,6 +300,7 @@ def _data_degrees(
                 f"start {possible}, or leave {'one of the two' if stage else 'dp_replicate'} out",
             )
         )
+    # ZeRO would shard over one process, which is stage 0 under another name.
     if stage > 0 and shard == 1 and dp > 1:
         raise ConfigError(
             Problem(
@@ -323,6 +327,7 @@ def _remaining(name: str, degree: int, dp: int, world_size: int) -> int:
         f"{format_processes(world_size)} leave {dp} for data parallelism and {dp} % {degree} ="
         f" {dp % degree}"
     )
+    # The next lower number of processes that the degree divides, or the lowest of all.
     possible = world_size // dp * degree * max(1, dp // degree)
     raise ConfigError(
         Problem(
@@ -457,6 +462,7 @@ def _divide(train: int, divisor: int, product: str) -> int:
 
 def _raise_contradiction(train: int, micro: int, accumulation: int, dp: int) -> NoReturn:
     product = micro * accumulation * dp
+    # Each remedy changes one of the three values and keeps the others.
     remedies = [f"{TRAIN_KEY} {product}"]
     if train % (micro * dp) == 0:
         remedies.append(f"{ACCUMULATION_KEY} {train // (micro * dp)}")
@@ -499,6 +505,7 @@ def precision(findings: Findings) -> Precision:
         compute = "float16"
         sources["precision.compute"] = f"{sources['fp16.enabled']}: fp16.enabled"
         sources["precision.check_overflow"] = "derived: the loss scale of fp16 needs it"
+        # Every overflow changes the scale, so the check cannot be switched off.
         check_overflow = True
     elif bf16_enabled:
         compute = "bfloat16"
@@ -609,6 +616,7 @@ def _loss_scale(findings: Findings, fp16: Fp16Section) -> LossScale:
     power = values["initial_scale_power"]
     initial = 2.0**power
     minimum = values["minimum"]
+    # A constant scale never changes, so only a dynamic one has a minimum.
     if values["static"] == 0 and initial < minimum:
         raise ConfigError(
             Problem(
@@ -663,6 +671,7 @@ def scheduler(
     if steps is None and findings.config.run is not None:
         steps = findings.config.run.steps
         steps_source = "run.steps"
+    # Read only by an "auto" warmup_max_lr. If it is unknown, a problem is recorded below.
     rate = _learning_rate(optimizer_spec)
 
     params = _caller_values(findings, "scheduler.params", spec.params, "Transformers' rule")
@@ -718,6 +727,7 @@ def _learning_rate(spec: OptimizerSpec) -> float | None:
         return float(spec.params["lr"])
     if spec.type == "Lion":
         return float(optimizers.LION["lr"])
+    # The class is imported only when the optimizer is built.
     if optimizers.is_path(spec.type):
         return None
     return float(inspect.signature(optimizers.torch_class(spec.type)).parameters["lr"].default)
@@ -739,6 +749,7 @@ def trackers(config: Config, run: RunSection) -> tuple[TrackerSpec, ...]:
             if name == "wandb":
                 defaults["project"] = "plait"
             for key, value in defaults.items():
+                # A value of the file takes precedence over the one that the run implies.
                 if key in settings and config.origin(f"{name}.{key}") == "default":
                     settings[key] = value
         specs.append(TrackerSpec(name=name, settings=settings))

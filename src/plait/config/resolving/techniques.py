@@ -166,6 +166,7 @@ def data_parallel(
     unused = findings.resolve_auto(
         "parallel.unused_parameters", parallel.unused_parameters, True, "DeepSpeed's default"
     )
+    # The model of the caller is more certain than a description in the file.
     hidden_size = hidden_size or described(findings.config, "hidden_size", "n_embd")
     bucket_bytes = _bucket_bytes(findings, dtypes, hidden_size)
     return DataParallel(
@@ -249,6 +250,7 @@ def compression(findings: Findings, dtypes: Precision) -> Compression:
             gradient_bits=bits,
             weight_bits=_BITS.get(weights, 0),
             powersgd_rank=parallel.powersgd_rank if name == "powersgd" else 0,
+            # PowerSGD has error feedback of its own.
             error_feedback=bool(feedback) and bits > 0,
             revocable=revocable,
         )
@@ -263,6 +265,7 @@ def compression(findings: Findings, dtypes: Precision) -> Compression:
         initial = gradients
     return Compression(
         scheme=build_scheme(initial, parallel.compress_weights if stage else "none"),
+        # From the least lossy one on, because a lossier one has to save more time.
         candidates=tuple(build_scheme(name) for name in _SCHEMES if name in allowed),
     )
 
@@ -494,6 +497,7 @@ def _bucket_bytes(findings: Findings, dtypes: Precision, hidden_size: int | None
         elements = findings.auto[path]
         source = "auto: the caller's"
     elif elements == "auto":
+        # As Transformers fills in an "auto" of DeepSpeed.
         elements = None if hidden_size is None else hidden_size**2
         source = f"auto: hidden size {hidden_size} squared"
 
@@ -548,6 +552,7 @@ def recompute(findings: Findings) -> Recompute:
 
     sequence_length = section.sequence_length
     data = findings.config.data
+    # No other mode depends on the length.
     if sequence_length is None and mode == "budget" and data is not None:
         sequence_length = data.sequence_length
         findings.sources[f"{path}.sequence_length"] = "derived: data.sequence_length"
@@ -631,6 +636,7 @@ def activation_offload(findings: Findings) -> ActivationOffload:
                     "keep one of them",
                 )
             )
+        # DeepSpeed's key has no fraction: it moves the inputs of all recomputed blocks.
         fraction = 1.0
         findings.sources[f"{path}.fraction"] = f"{config.origin(name)}: {name}"
 
@@ -667,6 +673,7 @@ def optimizer_offload(findings: Findings) -> OptimizerOffload:
         )
     raise_problems(problems)
 
+    # Files are mapped, so only host memory is pinned.
     if section.device == "cpu":
         return OptimizerOffload(device="cpu", pin_memory=section.pin_memory, ratio=section.ratio)
     return OptimizerOffload(

@@ -166,20 +166,18 @@ _WARMUP = "num_warmup_steps"
 _TOTAL = "num_training_steps"
 _TRANSFORMERS_VALUES: Mapping[str, TypeAdapter[Any]] = MappingProxyType(
     {
-        **{
-            name: TypeAdapter(NotNegativeInteger)
-            for name in (_WARMUP, "num_decay_steps", "num_stable_steps")
-        },
-        **{name: TypeAdapter(Steps) for name in (_TOTAL, "timescale")},
-        **{
-            name: TypeAdapter(NotNegative)
-            for name in ("num_cycles", "lr_end", "power", "min_lr", "min_lr_rate", "warmup_lr_rate")
-        },
+        **dict.fromkeys(
+            (_WARMUP, "num_decay_steps", "num_stable_steps"), TypeAdapter(NotNegativeInteger)
+        ),
+        **dict.fromkeys((_TOTAL, "timescale"), TypeAdapter(Steps)),
+        **dict.fromkeys(
+            ("num_cycles", "lr_end", "power", "min_lr", "min_lr_rate", "warmup_lr_rate"),
+            TypeAdapter(NotNegative),
+        ),
         "min_lr_ratio": TypeAdapter(NotNegative),
-        **{
-            name: TypeAdapter(Literal["linear", "cosine", "1-sqrt"])
-            for name in ("warmup_type", "decay_type")
-        },
+        **dict.fromkeys(
+            ("warmup_type", "decay_type"), TypeAdapter(Literal["linear", "cosine", "1-sqrt"])
+        ),
     }
 )
 """Valid values of the parameters of Transformers' schedules."""
@@ -235,6 +233,7 @@ TORCH: Mapping[str, type[torch.optim.lr_scheduler.LRScheduler]] = MappingProxyTy
         for name, member in vars(torch.optim.lr_scheduler).items()
         if isinstance(member, type)
         and issubclass(member, torch.optim.lr_scheduler.LRScheduler)
+        # The base classes are no schedules.
         and name not in (*REFUSED, "LRScheduler", "_LRScheduler")
     }
 )
@@ -254,8 +253,10 @@ def accepted(kind: str) -> dict[str, bool]:
     if kind in DEEPSPEED:
         return {name: field.is_required() for name, field in DEEPSPEED[kind].model_fields.items()}
     if kind in TRANSFORMERS:
+        # The only parameter of these schedules that has no default and no length of the run.
         return {name: name == "num_decay_steps" for name in TRANSFORMERS[kind]}
 
+    # The engine passes the optimizer, and a file cannot contain the function `scale_fn`.
     excluded = {"optimizer", "scale_fn", *_POSITION}
     # If the length of the run is omitted, it is filled in as for "auto". It is not required.
     return {

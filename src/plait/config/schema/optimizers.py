@@ -273,6 +273,7 @@ def convert(kind: str, name: str, value: object) -> object:
     """
     if value == "auto":
         return value
+    # The range first: the signature of torch has only the type.
     if name in _RANGES:
         value = _RANGES[name].validate_python(value)
 

@@ -96,10 +96,10 @@ class DataSection(Policy):
     chat template does not, so that the model learns to stop.
     """
     packing: Literal["documents"] | None = None
-    """Packing of documents into sequences. If omitted, documents are concatenated and cut at
+    """Packing of documents into sequences. If omitted, documents are concatenated and split at
     `sequence_length`, and attention sees the full sequence. documents: a sequence contains as many
     complete documents as fit, each with its own positions and its own attention. Only a document
-    that is longer than `sequence_length` is cut, and the remaining space is padding.
+    that is longer than `sequence_length` is split, and the remaining space is padding.
     """
     subset: str | None = None
     """Configuration of a hub data set (`wikitext-2-raw-v1`)."""
@@ -125,7 +125,7 @@ class DataSection(Policy):
     """
     sequence_length: Annotated[Integer, Field(ge=2, le=MAX_TOKENS)] = 256
     """Tokens per training sequence. Documents are joined with an end-of-text token between them and
-    cut to this length.
+    split at this length.
     """
     validation_fraction: Fraction = 0.02
     """Share of the documents that is held out for validation. A hash of each document selects them,

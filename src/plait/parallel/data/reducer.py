@@ -6,6 +6,9 @@ listens to gradients, so it works for any part of a model and any schedule. `sum
 simpler sum after the last backward, for axes whose gradients do not overlap with it.
 
 Note [Life of a gradient]
+    This is the life of a gradient of parameters that are replicated (ZeRO stage 0). Sharded
+    parameters are reduced by torch's `fully_shard` (`techniques/data_parallel.py`).
+
     A gradient has one copy, in a gradient bucket that all parameters of the bucket share.
 
     1. Accumulate. Autograd accumulates a gradient into `parameter.grad` and calls `_on_gradient`.
