@@ -121,6 +121,7 @@ def _checkpoint_of_tag(
 
 
 def _newest_of_tag(checkpoints: list[CheckpointFolder], tag: str) -> CheckpointFolder | None:
+    # `checkpoints` begins with the newest.
     return next((checkpoint for checkpoint in checkpoints if checkpoint.manifest.tag == tag), None)
 
 

@@ -134,6 +134,7 @@ class Reader:
                     record = self.tensors.get(name)
                     if name.startswith(RANK_START):
                         tensor = file.read(name)
+                        # Several ranks have tensors of this name, so the rank is hashed with it.
                         observe = rank_content.observer(
                             f"{rank}.{name}", record_of(tensor), window_of(tensor), begins=True
                         )
@@ -208,6 +209,7 @@ class Reader:
                 copies.setdefault(rank, []).append(copy)
 
         # Each file is opened once.
+        # Targets may be parameters, which autograd does not allow to write in place.
         with torch.no_grad():
             for rank in sorted(copies):
                 with ShardReader(self._file(rank), self._rank_manifest(rank).shards) as file:
@@ -286,6 +288,7 @@ def load_trained(
             "plait.load_trained fills a model that has memory, and this one is on the meta device;"
             " build it outside of the meta device"
         )
+    # Nothing is written before the comparison, so a refused model keeps its weights.
     compare_model(reader, model_shapes(tensors))
     reader.fill(tensors)
     put_values(model, reader.values)
@@ -355,7 +358,10 @@ def build_described_model(
     config = AutoConfig.for_model(model_type, **settings)
     with torch.device("meta"):
         model: nn.Module = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, trust_remote_code=False
+            # A checkpoint may come from somebody else, whose code must not run.
+            config,
+            dtype=dtype,
+            trust_remote_code=False,
         )
     keep_in_float32(model, dtype or config.dtype)
     return model

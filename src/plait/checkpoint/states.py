@@ -94,6 +94,7 @@ def model_content(
 
     tensors: dict[str, torch.Tensor] = {}
     values: dict[str, Any] = {}
+    # It names tensors without the prefixes of wrappers such as torch.compile's.
     for name, value in get_model_state_dict(model).items():
         if isinstance(value, torch.Tensor) and name.rpartition(".")[2] != _EXTRA:
             tensors[f"{MODEL_START}{name}"] = value
@@ -247,6 +248,7 @@ def merge_stages(record: dict[str, Any], group: dist.ProcessGroup | None) -> dic
             # Tied parameters are on several stages; the first one lists them.
             params = [name for name in entry["params"] if name not in seen]
             seen.update(params)
+            # All stages have the same groups, each with the parameters of its stage.
             alike = next((group for group in result["groups"] if _is_alike(group, entry)), None)
             if alike is None:
                 result["groups"].append({**entry, "params": params})
@@ -353,6 +355,7 @@ def load_states(
         if alias in owners:
             decoded = exact.decode(value, None, state_name)
             states.setdefault(owners[alias], {})[state_name] = decoded
+    # States of the run so far are freed, because none of them remains after the load.
     optimizer.state.clear()
 
     # `load_state_dict` identifies parameters by their number in the groups.

@@ -73,6 +73,7 @@ def built(config: Mapping[str, Any], *, dropout: bool) -> nn.Module:
 
     hf_config = _configuration(config)
     for part in _parts(hf_config):
+        # Training uses no KV cache, whose tensors would count as saved.
         part.use_cache = False
         for name in _dropouts(part):
             # LayerDrop decides by a random value which layers run; a dry run has no values.
@@ -418,6 +419,7 @@ def _keep_one_block_per_kind(model: nn.Module) -> tuple[tuple[str, ...], list[fl
     blocks = []
     shares = []
     for container, inside in lists.items():
+        # In reverse order, so that the first block of each kind is the one that remains.
         first = {kinds[name]: index for index, name in reversed(list(enumerate(inside)))}
         run = min(max(first.values()) + 1, _MAX_BLOCKS)
         blocks += inside[:run]

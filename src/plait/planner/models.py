@@ -88,6 +88,8 @@ def text_part(config: Mapping[str, Any], kind: str) -> dict[str, Any] | None:
     if inner is None or any(config.get(name) is not None for name in NAMES["layers"]):
         return None
     inner_kind = inner.get("model_type") or kind
+    # A null `q_lora_rank` is a value, because queries are not compressed. Other nulls stand for
+    # defaults.
     text = {
         "model_type": inner_kind,
         **{
@@ -555,6 +557,7 @@ def _describe(config: Mapping[str, Any], *, source: str, vocab: int | None) -> A
 
     mla = _latent_attention(config)
     kv_heads = optional["kv_heads"] or heads
+    # GPT-BigCode and Falcon have one head of keys and values by default.
     if model_type == "gpt_bigcode" and config.get("multi_query", True):
         kv_heads = 1
     if model_type == "falcon":
@@ -575,6 +578,7 @@ def _describe(config: Mapping[str, Any], *, source: str, vocab: int | None) -> A
     ffn = optional["ffn"] or 4 * hidden
     head_dim = optional["head_dim"] or hidden // heads
     if mla:
+        # A head of latent attention has one part with rotary positions and one without.
         head_dim = mla["nope"] + mla["rope"]
     positions = 0
     if model_type in _LEARNED_POSITIONS:
@@ -696,6 +700,7 @@ def find_model(source: str, *, sequence: int | None = None) -> Model:
             # The file is a configuration of `plait train`.
             config = dict(section["config"])
         architecture = from_config(config, source=str(file))
+        # A run starts from the weights of the folder, if it has any.
         if path.is_dir() and any(path.glob("*.safetensors")):
             return Model(architecture, {"path": str(path)})
         fields = {

@@ -99,6 +99,7 @@ class Space:
 
         # The first candidate of each layout has no relief.
         is_lightest = np.concatenate([[True], np.diff(self.number) != 0])
+        # A layout that is slow even without relief would only become slower with it.
         is_candidate = is_lightest & ~fits & (seconds <= within * seconds[fits].min())
         fits_on_device = self._of_layouts(fits & ~on_host)
         fits_on_host = self._of_layouts(fits & on_host)

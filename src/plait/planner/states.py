@@ -1,4 +1,4 @@
-"""Model states of Plait to the byte, from the accounts of its techniques.
+"""Model states of Plait to the byte, from the ledger of its techniques.
 
 The ledger is asked for the embedding, one block and the head; a stage is the sum of its parts. The
 facts about parameters are derived from an Architecture, so that no model is built; tests compare
@@ -75,6 +75,8 @@ def _attention_entries(model: Architecture, replicates_keys: bool) -> list[Entry
 
     entries: list[Entry] = []
     hidden = model.hidden
+    # Weights are [out, in]. Queries, keys and values are split by heads, which are rows; the
+    # output's weight has them in its columns.
     kv = model.kv_heads * model.head_dim
     for name, rows in (("q", model.heads * model.head_dim), ("k", kv), ("v", kv)):
         dim = None if replicates_keys and name != "q" else 0
@@ -268,6 +270,7 @@ def account_rows(job: Job) -> States:
     ]
 
     parts = []
+    # The ledger takes one model and one precision at a time.
     for key in dict.fromkeys(keys):
         index = np.array([i for i, other in enumerate(keys) if other == key])
         part = replace(job.take(index), model=Architecture(*key[:-1]))
@@ -382,7 +385,7 @@ the host), gathered, and unsharded (all weights in the dtype of computation).
 
 @dataclass(frozen=True)
 class _DistinctLayouts:
-    """Distinct combinations of the fields that the accounts of the techniques depend on.
+    """Distinct combinations of the fields that the ledger of the techniques depends on.
 
     There are far fewer of them than candidates. `inverse` is the combination of every candidate.
     """
@@ -396,12 +399,14 @@ class _DistinctLayouts:
     def of(cls, job: Job, size: int) -> _DistinctLayouts:
         layouts = job.layouts
         names = ["tp", "dp_replicate", "dp_shard", "stage"]
+        # Only shards of experts depend on the degrees of cp and ep.
         if job.model.experts:
             names += ["cp", "ep"]
         columns = {name: _column(getattr(layouts, name), size) for name in names}
 
         # States only depend on whether there are several micro-batches.
         accumulates = (_column(layouts.accumulation, size) > 1).astype(np.int64)
+        # One integer per combination in mixed radix, which is sorted faster than rows of integers.
         key = accumulates
         for column in columns.values():
             key = key * (int(column.max()) + 1) + column
@@ -615,8 +620,8 @@ def _parts_of_model(
 def _ranks(job: Job, size: int, *, every_moment: bool) -> list[tuple[np.ndarray, Holdings]]:
     """Return the layers and holdings of the first and the last rank, and of one between them.
 
-    The model is cut like the engine cuts it: equal blocks, and the head's product on the last stage
-    (`stages.forward_costs`, in elements).
+    The model is partitioned as in the engine: equal blocks, and the head's product on the last
+    stage (`stages.forward_costs`, in elements).
     """
     layouts = job.layouts
     rows = [
