@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -83,7 +83,9 @@ class Reader:
         self._last_read: tuple[int, RankManifest] | None = None
         leaders = [self._rank_manifest(rank) for rank in self.manifest.leaders]
         self.tensors = merge_stages((stage, leader.tensors) for stage, leader in enumerate(leaders))
-        self.values = {name: value for leader in leaders for name, value in leader.values.items()}
+        self.values: dict[str, Any] = {}
+        for leader in leaders:
+            self.values |= leader.values
 
     def _rank_manifest(self, rank: int) -> RankManifest:
         # Only the last one is kept in memory, because callers read them rank by rank.
@@ -228,12 +230,10 @@ class Reader:
             }
 
     def under(self, start: str) -> Iterator[tuple[str, TensorRecord]]:
-        """Return (name without prefix, record) for tensors whose name begins with `start`."""
-        return (
-            (name.removeprefix(start), record)
-            for name, record in self.tensors.items()
-            if name.startswith(start)
-        )
+        """Yield (name without prefix, record) for tensors whose name begins with `start`."""
+        for name, record in self.tensors.items():
+            if name.startswith(start):
+                yield name.removeprefix(start), record
 
 
 @dataclass(frozen=True)

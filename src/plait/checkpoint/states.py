@@ -117,8 +117,10 @@ def model_shapes(
     }
     if group is None:
         return local_shapes
-    by_stage = all_gather_objects(local_shapes, group)
-    return {name: shape for stage in by_stage for name, shape in stage.items()}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for stage_shapes in all_gather_objects(local_shapes, group):
+        shapes |= stage_shapes
+    return shapes
 
 
 def put_values(model: nn.Module, values: Mapping[str, Any]) -> None:
@@ -201,22 +203,20 @@ def optimizer_content(
             else:
                 values[state_name] = exact.encode(value, f"{class_label}: {state_name}")
 
-    groups = [
-        {
-            "params": [names[p][0] for p in group["params"]],
-            "now": _encode_group(optimizer, group),
-            "configured": _encode_group(optimizer, configured_group),
-        }
-        for group, configured_group in zip(optimizer.param_groups, configured, strict=True)
-    ]
-    extra = {
-        key: value for key, value in state_dict.items() if key not in ("state", "param_groups")
-    }
+    groups = []
+    for group, configured_group in zip(optimizer.param_groups, configured, strict=True):
+        groups.append(
+            {
+                "params": [names[p][0] for p in group["params"]],
+                "now": _encode_group(optimizer, group),
+                "configured": _encode_group(optimizer, configured_group),
+            }
+        )
     record = {
         "type": class_name(optimizer),
         "groups": groups,
         "values": values,
-        "extra": exact.encode(extra, class_label),
+        "extra": exact.encode(_other_entries(state_dict), class_label),
     }
     return OptimizerContent(tensors, record)
 
@@ -370,10 +370,7 @@ def load_states(
         {**group, **values, "params": group["params"]}
         for group, values in zip(state_dict["param_groups"], groups, strict=True)
     ]
-    extra = {
-        key: value for key, value in state_dict.items() if key not in ("state", "param_groups")
-    }
-    state_dict |= exact.decode(record["extra"], extra)
+    state_dict |= exact.decode(record["extra"], _other_entries(state_dict))
     optimizer.load_state_dict(state_dict)
 
     for parameter, tensors in fill.states.items():
@@ -502,6 +499,11 @@ def _refuse_other_moments(name: str, saved: Iterable[str], current: Iterable[str
 def _encode_group(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
     values = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     return dict(exact.encode(values, f"{type(optimizer).__name__}: a parameter group"))
+
+
+def _other_entries(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of an optimizer's `state_dict` besides its states and groups."""
+    return {key: value for key, value in state_dict.items() if key not in ("state", "param_groups")}
 
 
 def _describe_key(key: object) -> str:

@@ -413,7 +413,8 @@ def _tokenize_with_scores(tokenizer: PreTrainedTokenizerBase, text: str, spans: 
     """Return the tokens of `text`, and which of them begin in one of the spans.
 
     In generation, the prompt and the answer are tokenized separately. The text is therefore split
-    at the edges of spans, so that no token covers the end of a prompt and the beginning of an answer.
+    at the edges of spans, so that no token covers the end of a prompt and the beginning of an
+    answer.
     """
     ids, offsets = _tokenize(tokenizer, text)
     edges = {edge for span in spans for edge in span}

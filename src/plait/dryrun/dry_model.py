@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -546,11 +546,10 @@ def rank_activations(  # noqa: PLR0913 - all are keywords
     # All stages are measured on every rank, because all ranks must accept or refuse a budget
     # together.
     by_stage = [blocks[low:high] for low, high in pairwise(bounds)]
-    blocks_of_rank = [
-        [name for stage in schedule.stages_of(rank) for name in by_stage[stage]]
-        for rank in range(schedule.pp)
-    ]
-    stored = {name for names in blocks_of_rank for name in names[: offloads(len(names))]}
+    stored: set[str] = set()
+    for rank in range(schedule.pp):
+        names = list(chain.from_iterable(by_stage[stage] for stage in schedule.stages_of(rank)))
+        stored.update(names[: offloads(len(names))])
     # Only a split backward shows what a stage keeps until the gradients of its weights are
     # computed.
     actions = (action for row in schedule.ranks for action in row)
@@ -560,10 +559,8 @@ def rank_activations(  # noqa: PLR0913 - all are keywords
         mode: BlockMode, stored: Collection[str]
     ) -> list[tuple[StageTrace, tuple[int, ...]]]:
         """Run every stage; return its trace and the bytes that its blocks store."""
-        order = (
-            *(name for name in blocks if name in stored),
-            *(name for name in blocks if name not in stored),
-        )
+        # The sort is stable, so stored and other blocks keep their order.
+        order = tuple(sorted(blocks, key=lambda name: name not in stored))
         # Every block gets the same mode. `RankActivations` combines the figures of the modes by
         # block.
         same_mode = recompute_technique.model_copy(
@@ -623,14 +620,16 @@ def rank_activations(  # noqa: PLR0913 - all are keywords
         else:
             by_mode[mode] = measure(mode, stored)
 
-    facts = [
-        max_over_tp(_facts(plain[stage][0], {m: runs[stage] for m, runs in by_mode.items()}), mesh)
-        for stage in range(schedule.stages)
-    ]
-    return tuple(
-        RankActivations(schedule, rank, tuple(facts[stage] for stage in schedule.stages_of(rank)))
-        for rank in range(schedule.pp)
-    )
+    facts = []
+    for stage in range(schedule.stages):
+        stage_runs = {mode: runs[stage] for mode, runs in by_mode.items()}
+        facts.append(max_over_tp(_facts(plain[stage][0], stage_runs), mesh))
+
+    ranks = []
+    for rank in range(schedule.pp):
+        facts_of_stages = tuple(facts[stage] for stage in schedule.stages_of(rank))
+        ranks.append(RankActivations(schedule, rank, facts_of_stages))
+    return tuple(ranks)
 
 
 def _facts(

@@ -299,9 +299,11 @@ def _optimizer_bytes(
         for _, parameter in named:
             parameter.grad = torch.empty_like(parameter)
         states = state_tensors(optimizer)
-        parameters = [parameter for _, parameter in named]
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        live = LiveStorages(known=[*states, *parameters, *gradients])
+        known = list(states)
+        for _, parameter in named:
+            assert parameter.grad is not None
+            known += [parameter, parameter.grad]
+        live = LiveStorages(known=known)
         with live:
             optimizer.step()
 

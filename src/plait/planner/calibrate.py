@@ -444,7 +444,7 @@ def priors_from_rates(
     }
     if rates.all_reduce is not None and processes <= int(device.domain):
         fixed, per_byte = rates.all_reduce
-        # `traffic.collective_seconds`, solved for its constants.
+        # `step_time.collective_seconds`, solved for its constants.
         ring = 2 * (processes - 1) / processes
         share = ring * (processes + 0.5) / processes / float(device.link_bandwidth)
         if per_byte > 0:

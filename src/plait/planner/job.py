@@ -227,12 +227,10 @@ class Layouts:
     @classmethod
     def of(cls, layouts: Sequence[Mapping[str, Any]]) -> Layouts:
         """Create candidates from plain numbers. Missing fields have their defaults."""
-        return cls(
-            **{
-                f.name: np.array([layout.get(f.name, f.default) for layout in layouts])
-                for f in fields(cls)
-            }
-        )
+        columns = {}
+        for f in fields(cls):
+            columns[f.name] = np.array([layout.get(f.name, f.default) for layout in layouts])
+        return cls(**columns)
 
 
 @dataclass(frozen=True)

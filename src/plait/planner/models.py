@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -163,22 +164,15 @@ def check_places(config: Mapping[str, Any], kind: str, source: str) -> None:
     if nested is None:
         return
     part, inner = nested
-    written = {
-        name: config[name]
-        for keys in NAMES.values()
-        for name in keys
-        if config.get(name) is not None
-    }
-    raise_problems(
-        Problem(
-            f"{source}: {name}",
-            value,
-            f"Transformers takes it from {part}, where it is {there}",
-            f"write it there: {part}.{name}",
-        )
-        for name, value in written.items()
-        if (there := getattr(inner, name, None)) is not None and there != value
-    )
+    problems = []
+    for name in chain.from_iterable(NAMES.values()):
+        value = config.get(name)
+        read = getattr(inner, name, None)
+        if value is None or read in (None, value):
+            continue
+        rule = f"Transformers takes it from {part}, where it is {read}"
+        problems.append(Problem(f"{source}: {name}", value, rule, f"write it there: {part}.{name}"))
+    raise_problems(problems)
 
 
 @cache
@@ -539,10 +533,9 @@ def _describe(config: Mapping[str, Any], *, source: str, vocab: int | None) -> A
     check_sizes(config, f"{source}: ")
     _check_optional(config, source)
     config = _with_defaults(config, model_type)
-    optional = {
-        field: next((config[key] for key in keys if config.get(key) is not None), None)
-        for field, keys in _OPTIONAL.items()
-    }
+    optional: dict[str, Any] = {}
+    for field, keys in _OPTIONAL.items():
+        optional[field] = next((config[key] for key in keys if config.get(key) is not None), None)
     hidden = sizes["hidden"]
     heads = sizes["heads"]
     if optional["head_dim"] is None and hidden % heads:

@@ -191,22 +191,23 @@ def choice_as_json(choice: LayoutChoice) -> dict[str, Any]:
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:
     """Return a plan as plain values."""
+    shortages = [
+        {
+            "region": shortage.region,
+            "candidates": shortage.candidates,
+            "needed_bytes": shortage.needed,
+            "room_bytes": shortage.room,
+            "parts": dict(shortage.parts),
+        }
+        for shortage in plan.shortages
+    ]
     return {
         "candidates": plan.candidates,
         "fitting": plan.fitting,
         "ties": plan.ties,
-        "best": [choice_as_json(choice) for choice in plan.best],
+        "best": list(map(choice_as_json, plan.best)),
         "excluded": [{"region": e.region, "rule": e.rule} for e in plan.excluded],
-        "do_not_fit": [
-            {
-                "region": s.region,
-                "candidates": s.candidates,
-                "needed_bytes": s.needed,
-                "room_bytes": s.room,
-                "parts": dict(s.parts),
-            }
-            for s in plan.shortages
-        ],
+        "do_not_fit": shortages,
     }
 
 

@@ -116,12 +116,10 @@ class Space:
 
 def joined(parts: Sequence[Layouts]) -> Layouts:
     """Concatenate candidates."""
-    return Layouts(
-        **{
-            f.name: np.concatenate([getattr(part, f.name) for part in parts])
-            for f in fields(Layouts)
-        }
-    )
+    columns = {}
+    for f in fields(Layouts):
+        columns[f.name] = np.concatenate([getattr(part, f.name) for part in parts])
+    return Layouts(**columns)
 
 
 def divisors(count: int) -> list[int]:
@@ -569,7 +567,7 @@ def _runnable(builder: _SpaceBuilder, values: Mapping[str, Any], pp: int) -> Any
     """Return which candidates can run.
 
     Their schedule must exist for the micro-batches and work with the ZeRO stage, their experts must
-    be sharded as `experts.expert_parallel` supports, and their relief must be compatible.
+    be sharded as `parallel.techniques.experts` supports, and their relief must be compatible.
     """
     stage = values["stage"]
 

@@ -235,7 +235,7 @@ def end_parameters(model: Architecture) -> dict[str, list[Entry]]:
 def outer_ends(model: Architecture) -> frozenset[str]:
     """Return the keys of `end_parameters` that are outer units without a pipeline.
 
-    See `model.outer_units`.
+    See `model.outer_layers`.
     """
     entries = end_parameters(model)
     smallest = LEAST_SHARE * sum(_elements(parameters) for parameters in entries.values())
@@ -319,7 +319,7 @@ def account_states(
         job: The candidates.
         reduce: Dtype of the gradient reduction.
         form: Form of AdamW's moments.
-        every_moment: See `holdings.holdings`.
+        every_moment: See `pipeline.holdings`.
     """
     layouts = job.layouts
     size = max(
@@ -501,10 +501,10 @@ class _PartsOfModel:
     def bytes_on_rank(self, layers: np.ndarray, present: Bytes) -> Bytes:
         """Return the bytes on a rank with so many blocks and the ends that are present."""
         ends = self.ends
-        states = {
-            kind: value * layers + sum(ends[end][kind] * there for end, there in present.items())
-            for kind, value in self.block.items()
-        }
+        states = {}
+        for kind, value in self.block.items():
+            at_ends = sum(ends[end][kind] * there for end, there in present.items())
+            states[kind] = value * layers + at_ends
 
         # While a block is computed, it and the next block are gathered, at stage 3 also the root
         # unit. At the loss the head and one block are gathered. The gradient of a block and the
@@ -621,7 +621,7 @@ def _ranks(job: Job, size: int, *, every_moment: bool) -> list[tuple[np.ndarray,
     """Return the layers and holdings of the first and the last rank, and of one between them.
 
     The model is partitioned as in the engine: equal blocks, and the head's product on the last
-    stage (`stages.forward_costs`, in elements).
+    stage (`pipeline.estimates.forward_costs`, in elements).
     """
     layouts = job.layouts
     rows = [
@@ -638,10 +638,10 @@ def _ranks(job: Job, size: int, *, every_moment: bool) -> list[tuple[np.ndarray,
         stages = pp * chunks
         if stages not in cuts:
             cuts[stages] = _cut(job.model, stages)
-        blocks = [
-            tuple(cuts[stages][stage] for stage in stages_of_rank(kind, pp, rank, chunks))
-            for rank in range(pp)
-        ]
+        blocks = []
+        for rank in range(pp):
+            stages_here = stages_of_rank(kind, pp, rank, chunks)
+            blocks.append(tuple(cuts[stages][stage] for stage in stages_here))
         flights = in_flight(
             Layouts(pp=pp, vpp=chunks, schedule=kind, accumulation=micro_batches), np.arange(pp)
         )

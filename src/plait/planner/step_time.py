@@ -14,7 +14,7 @@ clouds.
 idle time of the closed form for the best candidates: with uneven stages, the head on the last
 stage, and messages in flight. The table is that of the runtime (`parallel.schedules.schedule`), the
 simulation `parallel.schedules.timeline`, and the partition of the model that of the engine
-(`parallel.pipeline.balance`). Durations come from the closed form.
+(`parallel.pipeline.estimates`). Durations come from the closed form.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def context_seconds(
 ) -> Numbers:
     """Return the exposed seconds of context parallelism in Plait, per layer and micro-batch.
 
-    The bytes are those of `parallel.context.traffic`, forward and backward.
+    The bytes are those of `parallel.techniques.context_parallel`, forward and backward.
 
     Args:
         job: The candidates.
@@ -336,7 +336,7 @@ def _pace_layers(job: Job) -> tuple[Numbers, Numbers]:
     """Return the most layers of a stage before the last one, and the layers of the last stage.
 
     Plait partitions the model so that the slowest stage is as fast as possible, including the head
-    (`parallel.pipeline.balance`). With one chunk per rank the last stage has fewer layers by the
+    (`parallel.pipeline.estimates`). With one chunk per rank the last stage has fewer layers by the
     cost of the head.
     """
     most, _, last = stage_layers(job)
