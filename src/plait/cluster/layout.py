@@ -250,7 +250,9 @@ def crossings(layout: Layout, topology: Topology) -> dict[str, int]:
     for index, node in enumerate(topology.nodes):
         node_of_rank += [index] * node.devices
     spanning = {}
-    for axis in [axis for axis in AXES if getattr(layout, axis) > 1]:
+    for axis in AXES:
+        if getattr(layout, axis) == 1:
+            continue
         count = 0
         for group in layout.groups(axis):
             count += len({node_of_rank[rank] for rank in group}) > 1

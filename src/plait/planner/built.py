@@ -127,11 +127,11 @@ def _sizes(config: str) -> Sizes | None:
     except Exception:  # `plait train` reports the error when it builds the model
         return None
     blocks = find_blocks(model)
-    inside = {
-        id(parameter): parameter.numel()
-        for name in blocks
-        for parameter in model.get_submodule(name).parameters()
-    }
+    # By identity, because blocks may share parameters.
+    inside: dict[int, int] = {}
+    for name in blocks:
+        for parameter in model.get_submodule(name).parameters():
+            inside[id(parameter)] = parameter.numel()
     outside = sum(
         parameter.numel() for parameter in model.parameters() if id(parameter) not in inside
     )

@@ -378,7 +378,7 @@ _OTHER_SIZES = (
 
 def _check_optional(config: Mapping[str, Any], source: str) -> None:
     """Raise ConfigError for invalid optional sizes and incomplete latent attention."""
-    names = [name for keys in _OPTIONAL.values() for name in keys] + list(_OTHER_SIZES)
+    names = [*chain.from_iterable(_OPTIONAL.values()), *_OTHER_SIZES]
     needed = _LATENT_SIZES if config.get("kv_lora_rank") else ()
     problems = [
         Problem(
@@ -470,25 +470,21 @@ def _with_defaults(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
     except Exception:  # `plait train` reports the error when it builds the model
         return written
     read = {
-        *(name for keys in _OPTIONAL.values() for name in keys),
+        *chain.from_iterable(_OPTIONAL.values()),
         *_OTHER_SIZES,
         "tie_word_embeddings",
         "multi_query",
     }
     sizes = {name: complete[name] for name in read if isinstance(complete.get(name), int)}
-    shares = {
-        name: complete[name]
-        for names in DROPOUTS.values()
-        for name in names
-        if isinstance(complete.get(name), float)
+    shares = {}
+    for name in chain.from_iterable(DROPOUTS.values()):
+        if isinstance(complete.get(name), float):
+            shares[name] = complete[name]
+    activations = {
+        name: complete[name] for name in _ACTIVATIONS if isinstance(complete.get(name), str)
     }
-
-    return (
-        sizes
-        | shares
-        | {name: complete[name] for name in _ACTIVATIONS if isinstance(complete.get(name), str)}
-        | written
-    )
+    # What the configuration says itself has precedence.
+    return sizes | shares | activations | written
 
 
 def from_config(

@@ -74,7 +74,8 @@ def chosen(
         "parallel.sequence_parallel": bool(layout["sp"]),
         "parallel.recompute.mode": RECOMPUTE_NAMES[RECOMPUTE[int(layout["recompute"])]],
         "zero_optimization.offload_optimizer.device": "cpu" if layout["offload"] else "none",
-        **{f"{name}.enabled": request.precision == name for name in ("fp16", "bf16")},
+        "fp16.enabled": request.precision == "fp16",
+        "bf16.enabled": request.precision == "bf16",
         "compile.enabled": request.compile,
         "data.sequence_length": request.sequence,
     }

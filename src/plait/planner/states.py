@@ -264,10 +264,10 @@ def account_rows(job: Job) -> States:
     """
     size = np.size(job.sequence)
     names = [f.name for f in fields(Architecture)]
-    keys = [
-        (*(np.asarray(getattr(job.model, name))[i].item() for name in names), int(job.precision[i]))
-        for i in range(size)
-    ]
+    keys: list[tuple[Any, ...]] = []
+    for i in range(size):
+        values = [np.asarray(getattr(job.model, name))[i].item() for name in names]
+        keys.append((*values, int(job.precision[i])))
 
     parts = []
     # The ledger takes one model and one precision at a time.
@@ -289,14 +289,15 @@ def _combine(parts: Sequence[tuple[np.ndarray, Any]], size: int) -> Any:
     """
     shape = parts[0][1]
     if isinstance(shape, Mapping):
-        return {
-            name: _combine([(index, part[name]) for index, part in parts], size) for name in shape
-        }
+        by_name = {}
+        for name in shape:
+            by_name[name] = _combine([(index, part[name]) for index, part in parts], size)
+        return by_name
     if is_dataclass(shape):
-        stacked = {
-            f.name: _combine([(index, getattr(part, f.name)) for index, part in parts], size)
-            for f in fields(shape)
-        }
+        stacked = {}
+        for f in fields(shape):
+            values = [(index, getattr(part, f.name)) for index, part in parts]
+            stacked[f.name] = _combine(values, size)
         return replace(shape, **stacked)  # type: ignore[type-var]
 
     array = np.asarray(shape)

@@ -633,16 +633,18 @@ def _durations(job: Job, rates: Rates, stages: int) -> Durations:
     head = only(head_cost(job, rates))
     per_layer = forward + backward + 2 * wait
     counts = balance_stages([1.0] * int(job.model.layers), stages, first=0, last=head / per_layer)
-    heads = [head if index == stages - 1 else 0.0 for index in range(stages)]
     send = only(send_seconds(job, rates)) * float(rates["p2p"])
 
     # The products of the head in the forward, for the gradient of its input and for that of its
     # weight take the same time.
+    heads = [0.0] * (stages - 1) + [head / 3]
+
+    def of_stages(per_block: float) -> tuple[float, ...]:
+        return tuple(n * per_block + extra for n, extra in zip(counts, heads, strict=True))
+
     return Durations(
-        forward=tuple(n * (forward + wait) + h / 3 for n, h in zip(counts, heads, strict=True)),
-        input=tuple(
-            n * (backward - weight + wait) + h / 3 for n, h in zip(counts, heads, strict=True)
-        ),
-        weight=tuple(n * weight + h / 3 for n, h in zip(counts, heads, strict=True)),
+        forward=of_stages(forward + wait),
+        input=of_stages(backward - weight + wait),
+        weight=of_stages(weight),
         send=(send,) * (stages - 1),
     )
