@@ -73,7 +73,7 @@ class Groups:
     Attributes:
         axes: Dimensions that are combined into one group.
         stages: Coordinates along pp whose ranks form a group, if they share all other coordinates.
-        levels: Dimensions whose groups are split by machine too.
+        levels: Dimensions whose groups are also split by machine.
     """
 
     axes: tuple[tuple[str, ...], ...] = ()

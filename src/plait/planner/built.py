@@ -344,7 +344,7 @@ def _count(config: dict[str, Any], sequence: int, precision: str, on_cores: bool
     )
     width = 2 if precision in ("bf16", "fp16") else 4
 
-    # A mask is a byte an element on GPUs, and on CPU cores as wide as the result.
+    # A mask has one byte per element on GPUs, and the width of the result on CPU cores.
     return replace(counted_model, dropped_scores=max(scores, 0.0) * (1 + width) / (2 * width))
 
 

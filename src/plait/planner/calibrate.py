@@ -433,7 +433,7 @@ def priors_from_rates(
     suffix = ""
     crowd = 1.0
     if family == "cpu":
-        # Processes share the memory, and the constants are those of a process alone.
+        # Processes share the memory, and the constants are those of a single process.
         suffix = ".cpu"
         crowd = processes ** known.constants["crowding.cpu"].median
     measured = {

@@ -388,7 +388,7 @@ def rank_parameters(job: Job) -> Numbers:
         0,
     )
 
-    # Plait distributes experts over the ranks of tp too, so that a rank has complete experts.
+    # Plait also distributes experts over the ranks of tp, so that a rank has complete experts.
     local = (per_layer - routed) / layouts.tp + routed / layouts.ep / np.where(
         job.is_plait, 1, layouts.tp
     )
@@ -428,7 +428,7 @@ def layer_traffic(job: Job, rates: Rates, layer: LayerCost) -> dict[str, Numbers
     sequence = np.asarray(layouts.sp) > 0
     shown = 1 - job.framework.hidden_tp
 
-    # Two all-reduces a pass; sequence parallelism splits each in two and gathers twice more in the
+    # Two all-reduces per pass; sequence parallelism splits each in two and gathers twice more in the
     # backward, half of it under products. What follows a block's last product is not repeated where
     # recomputation ends before it.
     left_out = job.stops_early * (1 - model.expert_layers / model.layers)

@@ -1,4 +1,4 @@
-"""Checkpoints of `torch.distributed.checkpoint`: tensors by name, and Adam's states if named so."""
+"""Checkpoints of `torch.distributed.checkpoint`: tensors by name, and states of Adam."""
 
 from __future__ import annotations
 
