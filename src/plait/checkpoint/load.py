@@ -357,11 +357,9 @@ def build_described_model(
     settings = {name: value for name, value in fields.items() if value is not None}
     config = AutoConfig.for_model(model_type, **settings)
     with torch.device("meta"):
+        # A checkpoint may come from somebody else, whose code must not run.
         model: nn.Module = AutoModelForCausalLM.from_config(
-            # A checkpoint may come from somebody else, whose code must not run.
-            config,
-            dtype=dtype,
-            trust_remote_code=False,
+            config, dtype=dtype, trust_remote_code=False
         )
     keep_in_float32(model, dtype or config.dtype)
     return model

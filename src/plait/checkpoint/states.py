@@ -94,7 +94,7 @@ def model_content(
 
     tensors: dict[str, torch.Tensor] = {}
     values: dict[str, Any] = {}
-    # It names tensors without the prefixes of wrappers such as torch.compile's.
+    # This function of torch leaves out the prefixes of wrappers such as torch.compile's.
     for name, value in get_model_state_dict(model).items():
         if isinstance(value, torch.Tensor) and name.rpartition(".")[2] != _EXTRA:
             tensors[f"{MODEL_START}{name}"] = value

@@ -312,7 +312,7 @@ def _row_sums(words: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     for row in range(0, rows, count):
         for column in range(0, columns, _WORDS_AT_ONCE):
             block = words[row : row + count, column : column + _WORDS_AT_ONCE]
-            # torch has no uint64 product. int64 wraps modulo 2^64 with the same bits.
+            # int64 wraps modulo 2^64, with the same bits as an unsigned product.
             products = block.to(torch.int64).mul_(keys[column : column + _WORDS_AT_ONCE])
             sums[row : row + count] += products.sum(dim=1)
     return sums

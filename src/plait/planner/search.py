@@ -419,7 +419,7 @@ def _shortages(
     """Return the smallest candidate of every (tp, pp, stage) of which nothing fits."""
     layouts = priced.layouts
     needed = priced.needed
-    # One integer per (tp, pp, stage): there are four stages, and pp is far below 4096.
+    # One integer per (tp, pp, stage): there are four ZeRO stages, and pp is far below 4096.
     key = (np.asarray(layouts.tp) * 4096 + np.asarray(layouts.pp)) * 4 + np.asarray(layouts.stage)
     order = np.lexsort((needed, key))
     # The first candidate of each key needs the least memory.

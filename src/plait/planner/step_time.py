@@ -428,9 +428,9 @@ def layer_traffic(job: Job, rates: Rates, layer: LayerCost) -> dict[str, Numbers
     sequence = np.asarray(layouts.sp) > 0
     shown = 1 - job.framework.hidden_tp
 
-    # Two all-reduces per pass; sequence parallelism splits each in two and gathers twice more in the
-    # backward, half of it under products. What follows a block's last product is not repeated where
-    # recomputation ends before it.
+    # Two all-reduces per pass; sequence parallelism splits each in two and gathers twice more in
+    # the backward, half of it under products. What follows a block's last product is not repeated
+    # where recomputation ends before it.
     left_out = job.stops_early * (1 - model.expert_layers / model.layers)
     tensor = np.where(
         sequence, (9 + (4 - left_out) * again) * one_way, (4 + (2 - left_out) * again) * reduce

@@ -5,8 +5,8 @@ the buffers that the gradient reducer fills.
 
 Note [Words in turn]
     Ranks announce each call in a word of shared memory, and each rank waits for the words of
-    all others. A rank can be one call ahead of another, which has seen all announcements but has not
-    read the values yet. It cannot be two calls ahead. Calls therefore use two words in turn, so
+    all others. A rank can be one call ahead of another, which has seen all announcements but has
+    not read the values yet. It cannot be two calls ahead. Calls therefore use two words in turn, so
     that no value is overwritten before it was read.
 """
 
@@ -392,7 +392,8 @@ class SharedBuckets:
     the buffers of all ranks. Nothing is copied, and the sum has the same bits on every rank.
 
     No thread works in the background. A rank sums its slice in a later `start` if the other ranks
-    are ready by then, and otherwise in `finish`. Ranks therefore wait for each other only in `finish`.
+    are ready by then, and otherwise in `finish`. Ranks therefore wait for each other only
+    in `finish`.
 
     Creating an object is collective.
 
