@@ -107,6 +107,8 @@ class FileSystemCommit(Commit):
     def _publish(self, manifest: str) -> None:
         write_text(self.files / MANIFEST, manifest)
         remove(self.files / BEGUN)
+        # A rename cannot replace a folder that has files. The older checkpoint stays loadable under
+        # its temporary name.
         if self.target.exists():
             remove(self._replaced)
             places.FILES.rename(self.target, self._replaced)
@@ -250,6 +252,7 @@ def delete_checkpoint(path: Place) -> None:
     deleted = path.with_name(f".{path.name.lstrip('.')}.deleted")
     remove(deleted)
     places.FILES.rename(path, deleted)
+    # The rename must reach the disk before the first file is deleted.
     sync_folder(path.parent)
     remove(deleted)
 

@@ -121,6 +121,7 @@ def _checkpoint_of_tag(
 
 
 def _newest_of_tag(checkpoints: list[CheckpointFolder], tag: str) -> CheckpointFolder | None:
+    # `checkpoints` begins with the newest.
     return next((checkpoint for checkpoint in checkpoints if checkpoint.manifest.tag == tag), None)
 
 
@@ -162,18 +163,19 @@ def _candidates_from_pointer(
         )
 
     sequence = latest.manifest.sequence
-    older = [checkpoint for checkpoint in checkpoints if checkpoint.manifest.sequence < sequence]
+    older = []
+    newer = []
+    for checkpoint in checkpoints:
+        if checkpoint.manifest.sequence < sequence:
+            older.append(checkpoint)
+        elif checkpoint.manifest.sequence > sequence:
+            newer.append(checkpoint.manifest.tag)
     if manifest_hash(latest.path) != pointer.manifest_sha256:
         return _with_note(
             [latest, *older],
             f"{folder / LATEST} is of an older checkpoint of the name {pointer.tag} than the one"
             " there, which is loaded",
         )
-    newer = [
-        checkpoint.manifest.tag
-        for checkpoint in checkpoints
-        if checkpoint.manifest.sequence > sequence
-    ]
     if newer:
         return _with_note(
             [latest, *older],
@@ -222,13 +224,13 @@ def _damaged(folder: Place) -> list[str]:
     if not folder.is_dir():
         return []
     saved_files = (MANIFEST, MANIFEST_HASH, rank_file(0, "json"), rank_file(0, "safetensors"))
-    return [
-        path.name
-        for path in entries(folder)
-        if not is_temporary(path)
-        and not is_unfinished(path)
-        and any(_has(path, name) for name in saved_files)
-    ]
+    damaged = []
+    for path in entries(folder):
+        if is_temporary(path) or is_unfinished(path):
+            continue
+        if any(_has(path, name) for name in saved_files):
+            damaged.append(path.name)
+    return damaged
 
 
 def _pointer(folder: Place) -> tuple[Pointer | None, str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -83,7 +83,9 @@ class Reader:
         self._last_read: tuple[int, RankManifest] | None = None
         leaders = [self._rank_manifest(rank) for rank in self.manifest.leaders]
         self.tensors = merge_stages((stage, leader.tensors) for stage, leader in enumerate(leaders))
-        self.values = {name: value for leader in leaders for name, value in leader.values.items()}
+        self.values: dict[str, Any] = {}
+        for leader in leaders:
+            self.values |= leader.values
 
     def _rank_manifest(self, rank: int) -> RankManifest:
         # Only the last one is kept in memory, because callers read them rank by rank.
@@ -134,6 +136,7 @@ class Reader:
                     record = self.tensors.get(name)
                     if name.startswith(RANK_START):
                         tensor = file.read(name)
+                        # Several ranks have tensors of this name, so the rank is hashed with it.
                         observe = rank_content.observer(
                             f"{rank}.{name}", record_of(tensor), window_of(tensor), begins=True
                         )
@@ -208,6 +211,7 @@ class Reader:
                 copies.setdefault(rank, []).append(copy)
 
         # Each file is opened once.
+        # Targets may be parameters, which autograd does not allow to write in place.
         with torch.no_grad():
             for rank in sorted(copies):
                 with ShardReader(self._file(rank), self._rank_manifest(rank).shards) as file:
@@ -226,12 +230,10 @@ class Reader:
             }
 
     def under(self, start: str) -> Iterator[tuple[str, TensorRecord]]:
-        """Return (name without prefix, record) for tensors whose name begins with `start`."""
-        return (
-            (name.removeprefix(start), record)
-            for name, record in self.tensors.items()
-            if name.startswith(start)
-        )
+        """Yield (name without prefix, record) for tensors whose name begins with `start`."""
+        for name, record in self.tensors.items():
+            if name.startswith(start):
+                yield name.removeprefix(start), record
 
 
 @dataclass(frozen=True)
@@ -286,6 +288,7 @@ def load_trained(
             "plait.load_trained fills a model that has memory, and this one is on the meta device;"
             " build it outside of the meta device"
         )
+    # Nothing is written before the comparison, so a refused model keeps its weights.
     compare_model(reader, model_shapes(tensors))
     reader.fill(tensors)
     put_values(model, reader.values)
@@ -354,6 +357,7 @@ def build_described_model(
     settings = {name: value for name, value in fields.items() if value is not None}
     config = AutoConfig.for_model(model_type, **settings)
     with torch.device("meta"):
+        # A checkpoint may come from somebody else, whose code must not run.
         model: nn.Module = AutoModelForCausalLM.from_config(
             config, dtype=dtype, trust_remote_code=False
         )

@@ -216,7 +216,7 @@ class Files:
 
         Args:
             path: The folder.
-            parents: Make missing parents too, and accept an existing folder.
+            parents: Whether to also make missing parents, and to accept an existing folder.
         """
         path.mkdir(parents=parents, exist_ok=parents)
 

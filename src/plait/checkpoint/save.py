@@ -267,6 +267,8 @@ class _Save:
             # [sha256 of the rank's manifest (32), content hash (16), hash of its rank tensors (16)]
             content.add(row[32:48])
             rank_content.add(row[48:64])
+        # Checkpoints are ordered by this number, because tags need not sort and file times may
+        # change.
         newest = max(
             (checkpoint.manifest.sequence for checkpoint in list_complete(self._folder)), default=0
         )
@@ -317,6 +319,7 @@ class _Save:
         shared: set[str] = set()
         for stage in range(self._mesh.layout.pp - 1):
             leader = self._mesh.layout.rank(pp=stage)
+            # The count is sent first, because the receivers allocate the hashes.
             count = torch.tensor([len(self._snapshot.records)], device=self._device)
             dist.broadcast(count, leader, group=self._group)
             if self._mesh.rank == leader:

@@ -94,6 +94,7 @@ def model_content(
 
     tensors: dict[str, torch.Tensor] = {}
     values: dict[str, Any] = {}
+    # This function of torch leaves out the prefixes of wrappers such as torch.compile's.
     for name, value in get_model_state_dict(model).items():
         if isinstance(value, torch.Tensor) and name.rpartition(".")[2] != _EXTRA:
             tensors[f"{MODEL_START}{name}"] = value
@@ -116,8 +117,10 @@ def model_shapes(
     }
     if group is None:
         return local_shapes
-    by_stage = all_gather_objects(local_shapes, group)
-    return {name: shape for stage in by_stage for name, shape in stage.items()}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for stage_shapes in all_gather_objects(local_shapes, group):
+        shapes |= stage_shapes
+    return shapes
 
 
 def put_values(model: nn.Module, values: Mapping[str, Any]) -> None:
@@ -200,22 +203,20 @@ def optimizer_content(
             else:
                 values[state_name] = exact.encode(value, f"{class_label}: {state_name}")
 
-    groups = [
-        {
-            "params": [names[p][0] for p in group["params"]],
-            "now": _encode_group(optimizer, group),
-            "configured": _encode_group(optimizer, configured_group),
-        }
-        for group, configured_group in zip(optimizer.param_groups, configured, strict=True)
-    ]
-    extra = {
-        key: value for key, value in state_dict.items() if key not in ("state", "param_groups")
-    }
+    groups = []
+    for group, configured_group in zip(optimizer.param_groups, configured, strict=True):
+        groups.append(
+            {
+                "params": [names[p][0] for p in group["params"]],
+                "now": _encode_group(optimizer, group),
+                "configured": _encode_group(optimizer, configured_group),
+            }
+        )
     record = {
         "type": class_name(optimizer),
         "groups": groups,
         "values": values,
-        "extra": exact.encode(extra, class_label),
+        "extra": exact.encode(_other_entries(state_dict), class_label),
     }
     return OptimizerContent(tensors, record)
 
@@ -247,6 +248,7 @@ def merge_stages(record: dict[str, Any], group: dist.ProcessGroup | None) -> dic
             # Tied parameters are on several stages; the first one lists them.
             params = [name for name in entry["params"] if name not in seen]
             seen.update(params)
+            # All stages have the same groups, each with the parameters of its stage.
             alike = next((group for group in result["groups"] if _is_alike(group, entry)), None)
             if alike is None:
                 result["groups"].append({**entry, "params": params})
@@ -353,6 +355,7 @@ def load_states(
         if alias in owners:
             decoded = exact.decode(value, None, state_name)
             states.setdefault(owners[alias], {})[state_name] = decoded
+    # States of the run so far are freed, because none of them remains after the load.
     optimizer.state.clear()
 
     # `load_state_dict` identifies parameters by their number in the groups.
@@ -367,10 +370,7 @@ def load_states(
         {**group, **values, "params": group["params"]}
         for group, values in zip(state_dict["param_groups"], groups, strict=True)
     ]
-    extra = {
-        key: value for key, value in state_dict.items() if key not in ("state", "param_groups")
-    }
-    state_dict |= exact.decode(record["extra"], extra)
+    state_dict |= exact.decode(record["extra"], _other_entries(state_dict))
     optimizer.load_state_dict(state_dict)
 
     for parameter, tensors in fill.states.items():
@@ -499,6 +499,11 @@ def _refuse_other_moments(name: str, saved: Iterable[str], current: Iterable[str
 def _encode_group(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
     values = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     return dict(exact.encode(values, f"{type(optimizer).__name__}: a parameter group"))
+
+
+def _other_entries(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of an optimizer's `state_dict` besides its states and groups."""
+    return {key: value for key, value in state_dict.items() if key not in ("state", "param_groups")}
 
 
 def _describe_key(key: object) -> str:

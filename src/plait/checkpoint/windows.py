@@ -106,6 +106,8 @@ class TensorRecord(Policy):
         degrees = layout.all_degrees
         for point in product(*(range(degrees.get(axis, 1)) for axis in axes)):
             coordinates = dict.fromkeys(AXES, 0)
+            # The tensor was written on its first stage, by the ranks with coordinate 0 on all other
+            # axes.
             coordinates["pp"] = self.stages[0]
             coordinates |= dict(zip(axes, point, strict=True))
             window = self.window(coordinates, degrees)
@@ -224,6 +226,7 @@ def tensor_blocks(name: str, tensor: torch.Tensor) -> Iterator[TensorBlock]:
     count = max(1, columns // columns_per_row)
     for row in range(0, rows.shape[0], count):
         for column in range(0, columns_per_row, columns):
+            # The host never has more than one block of a tensor on a device.
             block = rows[row : row + count, column : column + columns].cpu()
             yield TensorBlock(name, row, column, block)
 
@@ -309,6 +312,7 @@ def _row_sums(words: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     for row in range(0, rows, count):
         for column in range(0, columns, _WORDS_AT_ONCE):
             block = words[row : row + count, column : column + _WORDS_AT_ONCE]
+            # int64 wraps modulo 2^64, with the same bits as an unsigned product.
             products = block.to(torch.int64).mul_(keys[column : column + _WORDS_AT_ONCE])
             sums[row : row + count] += products.sum(dim=1)
     return sums

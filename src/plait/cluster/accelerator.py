@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 NAME: Final = "cuda"
-"""torch's device type, which files and options use too."""
+"""torch's device type. Files and options use the same name."""
 DeviceType = Literal["cpu", "cuda"]
 """Type of the device that a process runs on."""
 BACKEND: Final = "nccl"

@@ -250,10 +250,15 @@ def crossings(layout: Layout, topology: Topology) -> dict[str, int]:
     for index, node in enumerate(topology.nodes):
         node_of_rank += [index] * node.devices
     spanning = {}
-    for axis in [axis for axis in AXES if getattr(layout, axis) > 1]:
-        nodes_of_groups = [{node_of_rank[rank] for rank in group} for group in layout.groups(axis)]
-        spanning[axis] = sum(len(nodes) > 1 for nodes in nodes_of_groups)
-    return {axis: count for axis, count in spanning.items() if count}
+    for axis in AXES:
+        if getattr(layout, axis) == 1:
+            continue
+        count = 0
+        for group in layout.groups(axis):
+            count += len({node_of_rank[rank] for rank in group}) > 1
+        if count:
+            spanning[axis] = count
+    return spanning
 
 
 def refuse_wider_than_a_node(layout: Layout, topology: Topology) -> None:

@@ -73,7 +73,7 @@ class Groups:
     Attributes:
         axes: Dimensions that are combined into one group.
         stages: Coordinates along pp whose ranks form a group, if they share all other coordinates.
-        levels: Dimensions whose groups are split by machine too.
+        levels: Dimensions whose groups are also split by machine.
     """
 
     axes: tuple[tuple[str, ...], ...] = ()
@@ -262,11 +262,11 @@ class Mesh:
     def message_groups(self, count: int) -> tuple[tuple[dist.ProcessGroup, dist.ProcessGroup], ...]:
         """Create `count` pairs of groups over pp. Collective."""
         groups = [self.stages_group(range(self.layout.pp)) for _ in range(2 * count)]
-        return tuple(
-            (to_higher, to_lower)
-            for to_higher, to_lower in zip(groups[::2], groups[1::2], strict=True)
-            if to_higher is not None and to_lower is not None
-        )
+        pairs = []
+        for to_higher, to_lower in zip(groups[::2], groups[1::2], strict=True):
+            if to_higher is not None and to_lower is not None:
+                pairs.append((to_higher, to_lower))
+        return tuple(pairs)
 
     def host_group(self) -> dist.ProcessGroup | None:
         """Create a gloo group of all ranks that only one thread uses. Collective.

@@ -146,8 +146,8 @@ def finish_at_exit() -> None:
 def let_threads_finish() -> None:
     """Return when gloo's threads sleep, see Note [Threads of gloo].
 
-    Each pause gives them the interpreter's lock. A thread in a collective whose other ranks are
-    gone sleeps too, so this never waits for other ranks.
+    Each pause gives them the interpreter's lock. A thread also sleeps in a collective whose
+    other ranks are gone, so this never waits for other ranks.
     """
     deadline = time.monotonic() + LONGEST_SECONDS
     quiet_checks = 0

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -144,7 +145,7 @@ class StagedGroup(_PythonGroup):
         return _finish(list(tensors), staged)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        flat = [output for row in outputs for output in row]
+        flat = list(chain.from_iterable(outputs))
         staged = [_empty_on_host(output) for output in flat]
         count = self.size()
         for index, tensor in enumerate(_to_host(inputs)):
@@ -223,7 +224,7 @@ class StagedGroup(_PythonGroup):
         return _finish(list(outputs), host_outputs)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> dist.Work:
-        flat = [output for row in outputs for output in row]
+        flat = list(chain.from_iterable(outputs))
         staged = [_empty_on_host(output) for output in flat]
         # Only the root has outputs.
         self._gloo.gather([staged] if staged else [], _to_host(inputs), opts).wait()

@@ -324,7 +324,7 @@ def slice_dim(x: torch.Tensor, group: ProcessGroup, *, dim: int) -> torch.Tensor
 def unshared(grad: torch.Tensor) -> torch.Tensor:
     """Return a contiguous copy of a gradient that may be changed in place.
 
-    Autograd may use the gradient itself for other inputs too.
+    Autograd may also use the gradient itself for other inputs.
     """
     return grad.contiguous().clone()
 
@@ -409,7 +409,7 @@ def exchange_rows(
 ) -> torch.Tensor:
     """Send rows to every rank of a group, and receive rows from every rank. Collective.
 
-    The backward sends the gradients of the rows back, and is collective too.
+    The backward, which is also collective, sends the gradients of the rows back.
 
     Args:
         x: Rows [sum(sent), ...], ordered by the rank that receives them.

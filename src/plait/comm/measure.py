@@ -104,7 +104,7 @@ def measure_group(
     Args:
         axis: Name of the mesh dimension.
         group: The process group, with equally many ranks on each machine.
-        levels: Groups inside and across machines, whose operations are measured too.
+        levels: Groups inside and across machines, whose operations are also measured.
         machines: Number of machines of the group.
         device: Device of the tensors.
         seconds: Approximate time per level.
@@ -150,7 +150,7 @@ def measure_algorithms(
         machines: Number of machines of the group.
         device: Device of the tensors.
         seconds: Approximate time.
-        shared_memory: Whether to measure shared memory too, if the ranks have it.
+        shared_memory: Whether to also measure shared memory, if the ranks have it.
         largest_bytes: Size of the largest tensor, unless the fewest sizes need a larger one.
     """
     algorithms = all_reduce_operations(

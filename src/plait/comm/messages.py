@@ -158,7 +158,7 @@ class Messenger:
 
         Raises:
             CommunicationError: The backend is NCCL and messages are in flight. NCCL matches
-                messages by their order alone.
+                messages only by their order.
         """
         if self._has_begun and dist.get_backend(self._groups[0][0]) != "gloo":
             raise CommunicationError(

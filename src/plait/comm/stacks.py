@@ -4,7 +4,7 @@ The other process writes them in a signal handler that is implemented in C (`fau
 therefore works while a call holds the interpreter's lock. A stopped process is resumed for it, and
 is not stopped afterwards.
 
-The module does not import torch, because the launcher uses it too.
+The module does not import torch, because the launcher also uses it.
 """
 
 from __future__ import annotations

@@ -84,6 +84,7 @@ class DistributedDataParallel(nn.Module):
                     f" {remedy}"
                 )
 
+        # DistributedDataParallel replicates parameters, so ZeRO stage 0 is the default here.
         resolved = resolved_for(module, config if config is not None else _REPLICATED)
         # torch's wrapper has no call for the end of a step, which these configurations need.
         reason = reason_for_step(resolved)

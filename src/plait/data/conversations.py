@@ -62,6 +62,7 @@ def row_text(
             f"{where}: holds {surrogate}, half of a character (a lone surrogate); correct it, or"
             " leave it out"
         )
+    # Rows are hashed as texts, so equal rows must have equal texts.
     return json.dumps(parsed, sort_keys=True)
 
 
@@ -411,8 +412,9 @@ def _without_common_prefix(text: str, other: str) -> str:
 def _tokenize_with_scores(tokenizer: PreTrainedTokenizerBase, text: str, spans: Spans) -> Encoded:
     """Return the tokens of `text`, and which of them begin in one of the spans.
 
-    In generation, the prompt and the answer are tokenized separately. The text is therefore cut at
-    the edges of spans, so that no token covers the end of a prompt and the beginning of an answer.
+    In generation, the prompt and the answer are tokenized separately. The text is therefore split
+    at the edges of spans, so that no token covers the end of a prompt and the beginning of an
+    answer.
     """
     ids, offsets = _tokenize(tokenizer, text)
     edges = {edge for span in spans for edge in span}

@@ -67,6 +67,7 @@ class Stream:
         ends = np.asarray(self.ends, dtype=np.int64)
         first_ends = ends[:0]
         if position:
+            # A document that ends at the boundary has its end once.
             first_ends = np.append(ends[ends < position], position)
         first_scored = None
         second_scored = None
@@ -102,6 +103,7 @@ def write_tokens(
     # Two bytes per token suffice for most vocabularies.
     dtype = np.dtype("<u2" if vocabulary_size(tokenizer) <= 1 << 16 else "<u4")
     counts = {"train": 0, "validation": 0}
+    # An array takes 8 bytes per document, far less than a list of Python integers.
     ends = {"train": array("Q"), "validation": array("Q")}
     with ExitStack() as open_files:
         token_files = {}
@@ -159,6 +161,7 @@ def _tokenize_texts(
             [chunk.text for chunk in batch],
             add_special_tokens=False,
             return_attention_mask=False,
+            # Transformers would warn about texts that are longer than the model's context.
             verbose=False,
         )
         for chunk, ids in zip(batch, encoded["input_ids"], strict=True):
@@ -354,6 +357,7 @@ class Documents:
     def _chunks(self) -> tuple[Array, Array]:
         """Stream positions of the first token of every chunk, and after its last token."""
         ends = np.asarray(self.stream.ends, dtype=np.int64)
+        # Without documents there is no beginning either.
         begins = np.concatenate([[0], ends[:-1]])[: len(ends)]
 
         # Long documents are split: chunk i of a document starts i * length after the document.
@@ -434,9 +438,12 @@ def best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
 
     for item in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
         length = lengths[item]
+        # The smallest space that the item fits into.
         slot = bisect_left(spaces, length)
         if slot < len(spaces):
             space = spaces[slot]
+            # Among bins of equal space the first to reach it is filled, so that the result is
+            # deterministic.
             number = bins_by_space[space].popleft()
             if not bins_by_space[space]:
                 del bins_by_space[space]

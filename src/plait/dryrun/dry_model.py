@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -223,6 +223,8 @@ class DryModel:
             drops_gradients=not splits,
         )
         inputs = tensors_of(received)
+        # The rank keeps what it received until the backward of the stage, although it was allocated
+        # before the forward.
         recorder.hold(inputs)
         received_bytes = recorder.total
         inputs = [leaf for leaf in inputs if leaf.requires_grad]
@@ -236,6 +238,8 @@ class DryModel:
                 recorder.mark("forward", OUTSIDE)
                 outputs, handed = self._forward(stage, received, length, recorder)
                 forward = recorder.take()
+                # What is alive between forward and backward is what the stage saves of a
+                # micro-batch.
                 saved = Counter(recorder.bytes)
                 recorder.unit = BACKWARD
                 recorder.mark("backward", LOSS if is_last else HEAD)
@@ -244,6 +248,7 @@ class DryModel:
                     gradients = [torch.empty_like(tensor) for tensor in outputs]
                 if splits:
                     weight_backward = backward_inputs(outputs, gradients, inputs)
+                    # Only what the backward of the weights still needs may stay alive.
                     del gradients
                     for tensor in inputs:
                         tensor.grad = None
@@ -405,6 +410,8 @@ def _fake_copy(
 
     Floating-point parameters get the dtype of computation, to which `fully_shard` casts them.
     """
+    # `deepcopy` takes the replacements from `memo`. Thus no real storage is copied, and tied
+    # parameters stay tied.
     memo: dict[int, Any] = {}
 
     def fake(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -437,6 +444,8 @@ def _explained(model: nn.Module) -> Iterator[None]:
             " needs is not known beforehand; predict with the model before it gets this kernel"
         ) from error
     except Exception as error:
+        # torch raises unrelated classes for this: DataDependentOutputException,
+        # GuardOnDataDependentSymNode, and a RuntimeError for the data pointer of a fake tensor.
         if "DataDependent" not in type(error).__name__ and "data_ptr" not in str(error):
             raise
         raise ModelError(
@@ -534,12 +543,15 @@ def rank_activations(  # noqa: PLR0913 - all are keywords
         schedule = pipeline.schedule
         bounds = pipeline.cut.bounds
 
+    # All stages are measured on every rank, because all ranks must accept or refuse a budget
+    # together.
     by_stage = [blocks[low:high] for low, high in pairwise(bounds)]
-    blocks_of_rank = [
-        [name for stage in schedule.stages_of(rank) for name in by_stage[stage]]
-        for rank in range(schedule.pp)
-    ]
-    stored = {name for names in blocks_of_rank for name in names[: offloads(len(names))]}
+    stored: set[str] = set()
+    for rank in range(schedule.pp):
+        names = list(chain.from_iterable(by_stage[stage] for stage in schedule.stages_of(rank)))
+        stored.update(names[: offloads(len(names))])
+    # Only a split backward shows what a stage keeps until the gradients of its weights are
+    # computed.
     actions = (action for row in schedule.ranks for action in row)
     split_stages = {action.stage for action in actions if action.kind is Kind.INPUT}
 
@@ -547,10 +559,10 @@ def rank_activations(  # noqa: PLR0913 - all are keywords
         mode: BlockMode, stored: Collection[str]
     ) -> list[tuple[StageTrace, tuple[int, ...]]]:
         """Run every stage; return its trace and the bytes that its blocks store."""
-        order = (
-            *(name for name in blocks if name in stored),
-            *(name for name in blocks if name not in stored),
-        )
+        # The sort is stable, so stored and other blocks keep their order.
+        order = tuple(sorted(blocks, key=lambda name: name not in stored))
+        # Every block gets the same mode. `RankActivations` combines the figures of the modes by
+        # block.
         same_mode = recompute_technique.model_copy(
             update={"mode": mode, "every": 1, "assignment": (mode,) * len(blocks)}
         )
@@ -598,22 +610,26 @@ def rank_activations(  # noqa: PLR0913 - all are keywords
 
         return results
 
+    # Without a store, every tensor that a block saves stays on the device and is counted.
     plain = measure("none", ())
     by_mode: dict[BlockMode, list[tuple[StageTrace, tuple[int, ...]]]] = {}
+    # Without blocks nothing is recomputed, and the modes do not differ.
     for mode in MODES if blocks else MODES[:1]:
         if mode == "none" and not stored:
             by_mode[mode] = plain
         else:
             by_mode[mode] = measure(mode, stored)
 
-    facts = [
-        max_over_tp(_facts(plain[stage][0], {m: runs[stage] for m, runs in by_mode.items()}), mesh)
-        for stage in range(schedule.stages)
-    ]
-    return tuple(
-        RankActivations(schedule, rank, tuple(facts[stage] for stage in schedule.stages_of(rank)))
-        for rank in range(schedule.pp)
-    )
+    facts = []
+    for stage in range(schedule.stages):
+        stage_runs = {mode: runs[stage] for mode, runs in by_mode.items()}
+        facts.append(max_over_tp(_facts(plain[stage][0], stage_runs), mesh))
+
+    ranks = []
+    for rank in range(schedule.pp):
+        facts_of_stages = tuple(facts[stage] for stage in schedule.stages_of(rank))
+        ranks.append(RankActivations(schedule, rank, facts_of_stages))
+    return tuple(ranks)
 
 
 def _facts(
@@ -653,6 +669,7 @@ def max_over_tp(stage: StageFacts, mesh: Mesh) -> StageFacts:
     group = mesh.group("tp")
     if group is None:
         return stage
+    # Traffic and peak stay those of this rank.
     names = [field.name for field in fields(StageMode) if field.name not in ("traffic", "peak")]
     rows = [getattr(figures, name) for figures in stage.modes.values() for name in names]
     flat_values = [value for row in rows for value in (row if isinstance(row, tuple) else (row,))]

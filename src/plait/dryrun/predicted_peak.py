@@ -160,6 +160,7 @@ def predict_peak_on(
         ledger = ledger.with_(stage=counts)
 
     ledger = account_all(resolved.techniques, ledger, rank_facts)
+    # The measured states replace those of the ledger's formula.
     states, temporaries = _optimizer_bytes(resolved, mesh, rank_facts, ledger)
     ledger = ledger.with_(
         memory={**ledger.memory, "optimizer": np.full_like(ledger.dp_shard, states)}
@@ -246,6 +247,8 @@ def _moments(dry: DryModel, boundary: Any, *, row: Sequence[Action]) -> dict[int
                     index, received, length=length, splits=splits, first_unit=first
                 )
                 traces.append(trace.moments)
+        # With both forms in a schedule, the first trace has the full backward and the last the
+        # split one.
         moments[index] = replace(traces[-1], backward=traces[0].backward)
 
     return moments
@@ -258,6 +261,7 @@ def _optimizer_bytes(
 
     They are measured in a step on fake shards.
     """
+    # Facts contain item sizes. Any floating-point dtype of a size has the same bytes.
     dtypes = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
     shards = int(ledger.dp_shard[0])
     axis = None
@@ -289,13 +293,17 @@ def _optimizer_bytes(
                 )
             named.append((fact.name, nn.Parameter(weight)))
         optimizer = build_optimizer(resolved.optimizer, named)
+        # The states exist before the measured step, because those of the first step would count as
+        # temporary.
         make_fake_states(optimizer)
         for _, parameter in named:
             parameter.grad = torch.empty_like(parameter)
         states = state_tensors(optimizer)
-        parameters = [parameter for _, parameter in named]
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        live = LiveStorages(known=[*states, *parameters, *gradients])
+        known = list(states)
+        for _, parameter in named:
+            assert parameter.grad is not None
+            known += [parameter, parameter.grad]
+        live = LiveStorages(known=known)
         with live:
             optimizer.step()
 

@@ -77,6 +77,7 @@ class LiveStorages(TorchDispatchMode):
         for tensor in tensors:
             storage = local_tensor(tensor.detach()).untyped_storage()
             self._gone(storage_id(storage))
+            # The reference keeps the storage alive, so no later storage can get its address.
             self._known[storage_id(storage)] = storage
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -98,6 +99,7 @@ class LiveStorages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
+            # DTensor dispatches the operators on its local tensors, which are counted.
             return NotImplemented
         if self._paused:
             return func(*args, **(kwargs or {}))
@@ -119,6 +121,7 @@ class LiveStorages(TorchDispatchMode):
             return
         size = storage.nbytes()
         self._units[key] = (size, self.unit)
+        # The method is weak as well, because a storage must not keep the recorder alive.
         self._references[key] = weakref.ref(
             storage, partial(_call, weakref.WeakMethod(self._gone), key)
         )
@@ -214,6 +217,7 @@ class Recorder(LiveStorages):
         """Count the gradient of a parameter, which has been computed."""
         assert parameter.grad is not None
         before = self.total
+        # Gradients are counted separately, because the ZeRO stage determines how long they stay.
         self.forget([parameter.grad])
         self.gradients[unit] += before - self.total
         self._compare()
@@ -223,6 +227,8 @@ class Recorder(LiveStorages):
             return
         direction, unit = self._now
         self._done.append(Moment(direction, unit, self._peak, self._peak_with, self._alive()))
+        # The gradients of a sharding unit are reduced when its backward ends, and only their shards
+        # stay.
         if direction == "backward" and (unit >= 0 or unit == HEAD) and self.drops_gradients:
             self.gradients[unit] = 0
 
@@ -273,6 +279,7 @@ class DryRecorder(Recorder):
 
     def _collective(self, func: Any, args: Any) -> Any:
         kind, full_index, returns_tensors = _COLLECTIVES[operator_name(func)]
+        # The bytes are counted by the rank that sends them.
         if kind == "receive":
             return finished_work()
         size = sum(
@@ -282,6 +289,8 @@ class DryRecorder(Recorder):
         )
         ranks = process_group_of(args).size()
         if kind != "send":
+            # A ring all-reduce is a reduce-scatter and an all-gather. In each of them a rank sends
+            # (ranks - 1) / ranks of the tensor.
             rounds = 2 if kind == "all_reduce" else 1
             size = rounds * size * (ranks - 1) // ranks
         self.traffic[kind] += size
@@ -335,6 +344,7 @@ def watch(
         recorder.begin_forward(index)
         if isinstance(hidden, torch.Tensor):
             recorder.claim(hidden, index)
+            # The gradient of the first block's input is the last that blocks compute.
             if index == first_block and hidden.requires_grad:
                 hidden.register_hook(lambda _: recorder.mark("backward", OUTSIDE))
 
@@ -342,6 +352,7 @@ def watch(
         ends = last and index == last_block
         recorder.begin_forward(HEAD if ends else OUTSIDE)
         if ends:
+            # The hidden states are the first output of a block. The head reads them.
             for leaf in tree_leaves(output)[:1]:
                 recorder.claim(leaf, HEAD)
         when_gradient_comes(output, partial(recorder.begin_backward, index))
@@ -369,6 +380,7 @@ def when_gradient_comes(output: Any, call: Callable[[], None]) -> None:
     """Call a function when the first gradient of a tensor of `output` has been computed."""
     if not isinstance(output, torch.Tensor | tuple | list | dict):
         output = vars(output)
+    # The backward of several outputs begins with whichever gradient is computed first.
     called = False
 
     def first(_: torch.Tensor) -> None:

@@ -11,6 +11,7 @@ from plait.importing import require_extra
 
 require_extra("plait.hf", "hf", transformers="Hugging Face Transformers", accelerate="Accelerate")
 
+# Imported after the check, whose error names the missing packages and how to install them.
 from plait.hf.arguments import Seq2SeqTrainingArguments, TrainingArguments  # noqa: E402
 from plait.hf.loop_accelerator import Accelerator  # noqa: E402
 from plait.hf.trainer import (  # noqa: E402

@@ -360,6 +360,7 @@ class RanksAccelerator(accelerate.Accelerator):
             entry = entry.clone()
             if group is None or reduction == "none":
                 return entry
+            # An all-reduce of different shapes would hang or return wrong sums.
             shapes = _shapes(entry, group, device=self.device)
             if len(set(shapes)) > 1:
                 raise InputError(

@@ -88,6 +88,7 @@ class CheckpointMixin:
         if saved is None:
             return position
         client = exact.decode(saved.manifest.metadata.get("client_state"), where="client_state")
+        # A round of this layout that was read in part counts as read.
         return client[_EPOCH], math.ceil(client[_READ] / self._samples_of_round())
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

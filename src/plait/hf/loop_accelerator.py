@@ -89,6 +89,7 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
         else:
             self._steps = int(arguments.get("gradient_accumulation_steps", 1))
         self._config = checked_config(source, precision=self._precision, accumulation=self._steps)
+        # Only the layout is read until `prepare` knows the batch size and the model.
         self.resolved = self._resolve(micro=1, hidden_size=None)
         self.layout = self.resolved.layout
 
@@ -137,6 +138,7 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
         models = []
         for entry in args:
             is_optimizer = isinstance(entry, torch.optim.Optimizer)
+            # A script may pass what was prepared in an earlier call.
             if is_optimizer and not isinstance(entry, LoopOptimizer):
                 optimizers.append(entry)
             if isinstance(entry, nn.Module) and owner_of(entry) is None:
@@ -289,6 +291,7 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
         if not hasattr(sampler, "generator"):
             return
         if sampler.generator is None:
+            # The seed is drawn as torch's RandomSampler draws it.
             sampler.generator = torch.Generator()
             sampler.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
         state = [sampler.generator.get_state()]
@@ -410,8 +413,11 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
             )
         refuse_another_clipping(self._config, max_norm)
 
+        # The norm is that of gradients over all ranks. `optimizer.step` does not reduce them again.
         engine.sharded.finish_reduction()
+        # Gradients contain the loss scale until the optimizer's step.
         norm = engine.sharded.grad_norm() / engine.sharded.loss_scale
+        # With max_norm=inf a script only asks for the norm. The engine does not clip with 0.
         engine.stepper.clipping = 0.0 if math.isinf(max_norm) else float(max_norm)
         return norm
 
@@ -546,6 +552,7 @@ class LoopScheduler(AcceleratedScheduler):
         if any(optimizer.step_was_skipped for optimizer in self.optimizers):
             return
         for _ in range(self.times):
+            # Schedules with a fixed end, such as OneCycleLR, raise an error after it.
             if self.scheduler.last_epoch < getattr(self.scheduler, "total_steps", math.inf):
                 self.scheduler.step(*args, **kwargs)
 

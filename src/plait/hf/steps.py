@@ -163,6 +163,7 @@ def run_pipeline(
     factors = [*factors, *[0.0] * missing]
     factor_of = {id(batch): factor for batch, factor in zip(prepared, factors, strict=True)}
     total = torch.zeros((), dtype=torch.float64, device=engine.device)
+    # The reduction sums gradients over the data-parallel ranks, and the loss is their mean.
     scale = engine.sharded.loss_scale / engine.dp_size
 
     def scaled_loss(loss: torch.Tensor, batch: Any) -> torch.Tensor:
@@ -208,6 +209,7 @@ def from_output_stage(engine: Engine, value: Any) -> Any:
     received = []
     for index, (shape, dtype) in enumerate(facts):
         if tensors:
+            # Outputs may be views, and collectives take contiguous tensors.
             tensor = tensors[index].contiguous()
         else:
             tensor = torch.empty(shape, dtype=dtype, device=engine.device)

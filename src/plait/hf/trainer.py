@@ -107,6 +107,7 @@ class TrainerMixin(CheckpointMixin):
         self._epoch = 0
         self._count: int | None = None
         """Number of this rank's own samples in a micro-batch of an evaluation."""
+        # Bounded, because an entry keeps its data set alive.
         self._compared_data: deque[Any] = deque(maxlen=8)
         """Data sets whose rows were compared between ranks."""
         self._evaluated_samples = 0
@@ -225,6 +226,8 @@ class TrainerMixin(CheckpointMixin):
             )
         if generates(self.args) and not has_encoder(self.model):
             check_settings(self.model)
+        # A multiplication and an addition per weight in the forward, and twice as many in the
+        # backward. The weights are counted before they are sharded.
         self._flops_per_token = 6 * sum(p.numel() for p in self.model.parameters())
         # Checkpoints of a model with adapters do not have its frozen weights.
         if has_adapters(self.model):
@@ -283,6 +286,7 @@ class TrainerMixin(CheckpointMixin):
                 self, ranks=engine.dp_size, accumulation=self.args.gradient_accumulation_steps
             ):
                 warn(caution)
+        # `accelerator.prepare` would register them, but it is not called for an engine.
         self.accelerator._optimizers.append(self.optimizer)
         self.accelerator._models.append(self.model)
         self.model_wrapped = self.model

@@ -76,8 +76,7 @@ def layout_free_groups() -> Iterator[None]:
     """Make a Trainer create an optimizer whose groups do not depend on the layout.
 
     Transformers since 5.20 makes separate groups for the parameters of every device mesh, because
-    one fused call cannot take several. `optim.optimizer.step_by_placement`
-    solves that within a step.
+    one fused call cannot take several. `step_by_placement` solves that within a step.
     """
     module: Any = transformers.trainer
     original = getattr(module, "has_mixed_dtensor", None)

@@ -22,7 +22,7 @@ import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from math import ceil
 from typing import Any
 
@@ -181,8 +181,7 @@ def growing_bytes(layout: CacheLayout, demand: CacheDemand, *, tp: int = 1) -> i
 
     A tensor is copied into a longer one before it is freed, one tensor at a time.
     """
-    sizes = _tensor_sizes(layout, demand, tp)
-    return max((size for tensors in sizes for size in tensors), default=0)
+    return max(chain.from_iterable(_tensor_sizes(layout, demand, tp)), default=0)
 
 
 @dataclass(frozen=True)

@@ -122,11 +122,12 @@ def tensors_of(source: Source, model: nn.Module) -> dict[str, StoredTensor]:
         return tensors | renamed
 
     tensors |= source.adapter.replaced
-    return {
-        name: tensors[base_tensor(name)]
-        for name in model.state_dict()
-        if not is_adapters(name) and base_tensor(name) in tensors
-    }
+    base_tensors = {}
+    for name in model.state_dict():
+        stored_name = base_tensor(name)
+        if not is_adapters(name) and stored_name in tensors:
+            base_tensors[name] = tensors[stored_name]
+    return base_tensors
 
 
 def tensors_in_files(source: Source, model: nn.Module) -> dict[str, StoredTensor]:
@@ -365,11 +366,12 @@ def _blocks_on_host(
 
 def expected_tensors(model: nn.Module) -> dict[str, StoredTensor]:
     """Return the tensors of files that a model on the meta device would be written to."""
-    return {
-        name: StoredTensor(Path(), 0, p.numel() * p.element_size(), p.dtype, tuple(p.shape))
-        for name, p in model.named_parameters()
-        if not is_adapters(name)
-    }
+    tensors = {}
+    for name, p in model.named_parameters():
+        if not is_adapters(name):
+            size = p.numel() * p.element_size()
+            tensors[name] = StoredTensor(Path(), 0, size, p.dtype, tuple(p.shape))
+    return tensors
 
 
 def _resident_filler(

@@ -73,6 +73,7 @@ def built(config: Mapping[str, Any], *, dropout: bool) -> nn.Module:
 
     hf_config = _configuration(config)
     for part in _parts(hf_config):
+        # Training uses no KV cache, whose tensors would count as saved.
         part.use_cache = False
         for name in _dropouts(part):
             # LayerDrop decides by a random value which layers run; a dry run has no values.
@@ -126,11 +127,11 @@ def _sizes(config: str) -> Sizes | None:
     except Exception:  # `plait train` reports the error when it builds the model
         return None
     blocks = find_blocks(model)
-    inside = {
-        id(parameter): parameter.numel()
-        for name in blocks
-        for parameter in model.get_submodule(name).parameters()
-    }
+    # By identity, because blocks may share parameters.
+    inside: dict[int, int] = {}
+    for name in blocks:
+        for parameter in model.get_submodule(name).parameters():
+            inside[id(parameter)] = parameter.numel()
     outside = sum(
         parameter.numel() for parameter in model.parameters() if id(parameter) not in inside
     )
@@ -343,7 +344,7 @@ def _count(config: dict[str, Any], sequence: int, precision: str, on_cores: bool
     )
     width = 2 if precision in ("bf16", "fp16") else 4
 
-    # A mask is a byte an element on GPUs, and on CPU cores as wide as the result.
+    # A mask has one byte per element on GPUs, and the width of the result on CPU cores.
     return replace(counted_model, dropped_scores=max(scores, 0.0) * (1 + width) / (2 * width))
 
 
@@ -418,6 +419,7 @@ def _keep_one_block_per_kind(model: nn.Module) -> tuple[tuple[str, ...], list[fl
     blocks = []
     shares = []
     for container, inside in lists.items():
+        # In reverse order, so that the first block of each kind is the one that remains.
         first = {kinds[name]: index for index, name in reversed(list(enumerate(inside)))}
         run = min(max(first.values()) + 1, _MAX_BLOCKS)
         blocks += inside[:run]

@@ -158,6 +158,7 @@ def most_probable(
     """
 
     def scale_of(residual: Array) -> Array:
+        # Student's t gives rows far from their prediction a small weight.
         scale: Array = weights * (_FREEDOM + 1) / (_FREEDOM + (residual / spread) ** 2) / spread**2
         return scale
 
@@ -174,10 +175,13 @@ def most_probable(
         jacobian = jacobian_at(theta, predicted)
         residual = measured - predicted
         scale = scale_of(residual)
+        # Gauss-Newton leaves out the second derivatives of the predictions, so this is positive
+        # definite.
         hessian = jacobian.T @ (jacobian * scale[:, None]) + np.diag(1 / widths**2)
         gradient = jacobian.T @ (residual * scale) - theta / widths**2
         for _ in range(6):
             step = np.linalg.solve(hessian + damping * np.diag(np.diag(hessian)), gradient)
+            # No constant changes by more than a factor of two (exp 0.7) in one step.
             step *= min(1.0, 0.7 / max(np.abs(step).max(), 1e-12))
             proposal = np.clip(theta + step, *bounds)
             proposal_predicted = predict_at(proposal)
@@ -185,6 +189,7 @@ def most_probable(
             if value < best:
                 damping = max(damping / 4, 1e-6)
                 break
+            # More damping makes the next step shorter, and closer to the direction of the gradient.
             damping *= 6
         else:
             break
@@ -197,6 +202,7 @@ def most_probable(
 
     jacobian = jacobian_at(theta, predicted)
     scale = scale_of(measured - predicted)
+    # The posterior is treated as normal around its maximum (Laplace's approximation).
     covariance = np.linalg.inv(jacobian.T @ (jacobian * scale[:, None]) + np.diag(1 / widths**2))
     return theta, np.asarray(covariance, dtype=np.float64)
 
@@ -353,8 +359,10 @@ def _remaining(
     It lies between the remaining error of the fitted rows and the usual noise, by their number.
     """
     residual = measured - predict(fitted.rates)
+    # Limited, so that a single outlier does not decide.
     robust = float(np.sqrt(np.mean(np.clip(residual, -3 * between, 3 * between) ** 2)))
     n = len(measured)
+    # The usual noise counts like four further rows.
     return max(within, float(np.sqrt((n * robust**2 * 1.5 + 4 * (0.7 * between) ** 2) / (n + 4))))
 
 
@@ -425,7 +433,7 @@ def priors_from_rates(
     suffix = ""
     crowd = 1.0
     if family == "cpu":
-        # Processes share the memory, and the constants are those of a process alone.
+        # Processes share the memory, and the constants are those of a single process.
         suffix = ".cpu"
         crowd = processes ** known.constants["crowding.cpu"].median
     measured = {
@@ -436,7 +444,7 @@ def priors_from_rates(
     }
     if rates.all_reduce is not None and processes <= int(device.domain):
         fixed, per_byte = rates.all_reduce
-        # `traffic.collective_seconds`, solved for its constants.
+        # `step_time.collective_seconds`, solved for its constants.
         ring = 2 * (processes - 1) / processes
         share = ring * (processes + 0.5) / processes / float(device.link_bandwidth)
         if per_byte > 0:
@@ -490,6 +498,7 @@ def calibration_layouts(processes: int, *, batch: int, heads: int) -> list[dict[
             micro = batch // half // micro_batches
             layouts.append(_layout(batch, replicate=half, pp=2, micro=micro))
 
+    # With few processes or a small batch, some of these are the same layout.
     unique = {tuple(sorted(layout.items())): layout for layout in layouts}
     return list(unique.values())
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib.resources import files
+from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -167,17 +168,16 @@ def stack(entries: Sequence[T]) -> T:
     def together(values: list[Any]) -> Any:
         if not isinstance(values[0], dict):
             return np.array(values)
-        names = dict.fromkeys(name for value in values for name in value)
-        return {
-            name: np.array([value.get(name, np.nan) for value in values], dtype=float)
-            for name in names
-        }
+        arrays: dict[str, Any] = {}
+        for name in chain.from_iterable(values):
+            if name not in arrays:
+                arrays[name] = np.array([value.get(name, np.nan) for value in values], dtype=float)
+        return arrays
 
-    names = [f.name for f in fields(entries[0])]  # type: ignore[arg-type]
-    return replace(
-        entries[0],
-        **{name: together([getattr(entry, name) for entry in entries]) for name in names},
-    )  # type: ignore[type-var]
+    stacked: dict[str, Any] = {}
+    for f in fields(entries[0]):  # type: ignore[arg-type]
+        stacked[f.name] = together([getattr(entry, f.name) for entry in entries])
+    return replace(entries[0], **stacked)  # type: ignore[type-var]
 
 
 @dataclass(frozen=True)

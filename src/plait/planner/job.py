@@ -106,8 +106,8 @@ def plait(*, precision: str = "bf16", pure: bool = False, compiled: bool = False
     Args:
         precision: Name in `hardware.PRECISIONS`.
         pure: Whether weights and states have 16 bits.
-        compiled: Whether blocks are compiled. Kernels are fused then, with fewer launches, like
-            torchtitan's.
+        compiled: Whether blocks are compiled. This fuses kernels into fewer launches, as in
+            torchtitan.
     """
     wide = precision == "fp32"
     weights, gradients, optimizer, gathered = 4, 4, 8, 2
@@ -227,12 +227,10 @@ class Layouts:
     @classmethod
     def of(cls, layouts: Sequence[Mapping[str, Any]]) -> Layouts:
         """Create candidates from plain numbers. Missing fields have their defaults."""
-        return cls(
-            **{
-                f.name: np.array([layout.get(f.name, f.default) for layout in layouts])
-                for f in fields(cls)
-            }
-        )
+        columns = {}
+        for f in fields(cls):
+            columns[f.name] = np.array([layout.get(f.name, f.default) for layout in layouts])
+        return cls(**columns)
 
 
 @dataclass(frozen=True)

@@ -359,7 +359,7 @@ def _by_formula(job: Job) -> tuple[Numbers, Numbers]:
     kv = model.kv_heads * model.head_dim
     sequence = np.where(np.asarray(layouts.sp) > 0, layouts.tp, 1)
 
-    # GPT of the old frameworks trains with dropout: a mask a place
+    # GPT of the old frameworks trains with dropout, with one mask per place.
     old = (1 - model.gated) * (framework.attention > 0)
     share = model.expert_layers / model.layers
     ffn = (1 - share) * model.ffn + share * (model.active * model.expert_ffn + model.shared_ffn)
@@ -380,8 +380,8 @@ def _by_formula(job: Job) -> tuple[Numbers, Numbers]:
         / attention_tp
     )
 
-    # Products in 8 and 4 bits keep their inputs so, but for torchao's, which convert them again in
-    # the backward.
+    # Products in 8 and 4 bits keep their converted inputs. torchao's convert them again in the
+    # backward.
     narrow = (np.asarray(job.precision) >= PRECISIONS.index("fp8")) & (
         np.asarray(framework.dynamic_scaling) == 0
     )

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,8 @@ def text_part(config: Mapping[str, Any], kind: str) -> dict[str, Any] | None:
     if inner is None or any(config.get(name) is not None for name in NAMES["layers"]):
         return None
     inner_kind = inner.get("model_type") or kind
+    # A null `q_lora_rank` is a value, because queries are not compressed. Other nulls stand for
+    # defaults.
     text = {
         "model_type": inner_kind,
         **{
@@ -161,22 +164,15 @@ def check_places(config: Mapping[str, Any], kind: str, source: str) -> None:
     if nested is None:
         return
     part, inner = nested
-    written = {
-        name: config[name]
-        for keys in NAMES.values()
-        for name in keys
-        if config.get(name) is not None
-    }
-    raise_problems(
-        Problem(
-            f"{source}: {name}",
-            value,
-            f"Transformers takes it from {part}, where it is {there}",
-            f"write it there: {part}.{name}",
-        )
-        for name, value in written.items()
-        if (there := getattr(inner, name, None)) is not None and there != value
-    )
+    problems = []
+    for name in chain.from_iterable(NAMES.values()):
+        value = config.get(name)
+        read = getattr(inner, name, None)
+        if value is None or read in (None, value):
+            continue
+        rule = f"Transformers takes it from {part}, where it is {read}"
+        problems.append(Problem(f"{source}: {name}", value, rule, f"write it there: {part}.{name}"))
+    raise_problems(problems)
 
 
 @cache
@@ -382,7 +378,7 @@ _OTHER_SIZES = (
 
 def _check_optional(config: Mapping[str, Any], source: str) -> None:
     """Raise ConfigError for invalid optional sizes and incomplete latent attention."""
-    names = [name for keys in _OPTIONAL.values() for name in keys] + list(_OTHER_SIZES)
+    names = [*chain.from_iterable(_OPTIONAL.values()), *_OTHER_SIZES]
     needed = _LATENT_SIZES if config.get("kv_lora_rank") else ()
     problems = [
         Problem(
@@ -474,25 +470,21 @@ def _with_defaults(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
     except Exception:  # `plait train` reports the error when it builds the model
         return written
     read = {
-        *(name for keys in _OPTIONAL.values() for name in keys),
+        *chain.from_iterable(_OPTIONAL.values()),
         *_OTHER_SIZES,
         "tie_word_embeddings",
         "multi_query",
     }
     sizes = {name: complete[name] for name in read if isinstance(complete.get(name), int)}
-    shares = {
-        name: complete[name]
-        for names in DROPOUTS.values()
-        for name in names
-        if isinstance(complete.get(name), float)
+    shares = {}
+    for name in chain.from_iterable(DROPOUTS.values()):
+        if isinstance(complete.get(name), float):
+            shares[name] = complete[name]
+    activations = {
+        name: complete[name] for name in _ACTIVATIONS if isinstance(complete.get(name), str)
     }
-
-    return (
-        sizes
-        | shares
-        | {name: complete[name] for name in _ACTIVATIONS if isinstance(complete.get(name), str)}
-        | written
-    )
+    # What the configuration says itself has precedence.
+    return sizes | shares | activations | written
 
 
 def from_config(
@@ -537,10 +529,9 @@ def _describe(config: Mapping[str, Any], *, source: str, vocab: int | None) -> A
     check_sizes(config, f"{source}: ")
     _check_optional(config, source)
     config = _with_defaults(config, model_type)
-    optional = {
-        field: next((config[key] for key in keys if config.get(key) is not None), None)
-        for field, keys in _OPTIONAL.items()
-    }
+    optional: dict[str, Any] = {}
+    for field, keys in _OPTIONAL.items():
+        optional[field] = next((config[key] for key in keys if config.get(key) is not None), None)
     hidden = sizes["hidden"]
     heads = sizes["heads"]
     if optional["head_dim"] is None and hidden % heads:
@@ -555,6 +546,7 @@ def _describe(config: Mapping[str, Any], *, source: str, vocab: int | None) -> A
 
     mla = _latent_attention(config)
     kv_heads = optional["kv_heads"] or heads
+    # GPT-BigCode and Falcon have one head of keys and values by default.
     if model_type == "gpt_bigcode" and config.get("multi_query", True):
         kv_heads = 1
     if model_type == "falcon":
@@ -575,6 +567,7 @@ def _describe(config: Mapping[str, Any], *, source: str, vocab: int | None) -> A
     ffn = optional["ffn"] or 4 * hidden
     head_dim = optional["head_dim"] or hidden // heads
     if mla:
+        # A head of latent attention has one part with rotary positions and one without.
         head_dim = mla["nope"] + mla["rope"]
     positions = 0
     if model_type in _LEARNED_POSITIONS:
@@ -696,6 +689,7 @@ def find_model(source: str, *, sequence: int | None = None) -> Model:
             # The file is a configuration of `plait train`.
             config = dict(section["config"])
         architecture = from_config(config, source=str(file))
+        # A run starts from the weights of the folder, if it has any.
         if path.is_dir() and any(path.glob("*.safetensors")):
             return Model(architecture, {"path": str(path)})
         fields = {

@@ -272,14 +272,11 @@ def reliefs_of(offers: Offers, device: DeviceSpec, fixed: Mapping[str, int]) -> 
         }
 
     chunks = (fixed["loss_chunk"],) if "loss_chunk" in fixed else (0, LOSS_CHUNK)
-    reliefs = [
-        relief for kind, choices in kinds.items() if kind in offers.recompute for relief in choices
-    ]
-    reliefs = [
-        measure
-        for measure in reliefs
-        if fixed.get("recompute", measure.recompute) == measure.recompute
-    ]
+    reliefs: list[Relief] = []
+    for kind, choices in kinds.items():
+        is_allowed = fixed.get("recompute", RECOMPUTE.index(kind)) == RECOMPUTE.index(kind)
+        if kind in offers.recompute and is_allowed:
+            reliefs += choices
     reliefs = [replace(measure, loss_chunk=tokens) for measure in reliefs for tokens in chunks]
     shares = (fixed["offload"] / 100,) if fixed.get("offload", 0) else ON_HOST
     on_host = tuple(replace(measure, offload=share) for share in shares for measure in reliefs)
@@ -317,13 +314,11 @@ def relieves(layouts: Layouts) -> NDArray[np.bool_]:
 def relieved(layouts: Layouts, reliefs: tuple[Relief, ...]) -> Layouts:
     """Return every layout with every measure that it can have."""
     count = np.size(layouts.tp)
-    relieved_layouts = replace(
-        layouts.take(np.repeat(np.arange(count), len(reliefs))),
-        **{
-            f.name: np.tile([getattr(relief, f.name) for relief in reliefs], count)
-            for f in fields(Relief)
-        },
-    )
+    columns = {}
+    for f in fields(Relief):
+        columns[f.name] = np.tile([getattr(relief, f.name) for relief in reliefs], count)
+    # Every layout with all of the measures, then the next layout: [layouts * reliefs].
+    relieved_layouts = replace(layouts.take(np.repeat(np.arange(count), len(reliefs))), **columns)
     return relieved_layouts.take(relieves(relieved_layouts))
 
 

@@ -74,7 +74,8 @@ def chosen(
         "parallel.sequence_parallel": bool(layout["sp"]),
         "parallel.recompute.mode": RECOMPUTE_NAMES[RECOMPUTE[int(layout["recompute"])]],
         "zero_optimization.offload_optimizer.device": "cpu" if layout["offload"] else "none",
-        **{f"{name}.enabled": request.precision == name for name in ("fp16", "bf16")},
+        "fp16.enabled": request.precision == "fp16",
+        "bf16.enabled": request.precision == "bf16",
         "compile.enabled": request.compile,
         "data.sequence_length": request.sequence,
     }
@@ -191,22 +192,23 @@ def choice_as_json(choice: LayoutChoice) -> dict[str, Any]:
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:
     """Return a plan as plain values."""
+    shortages = [
+        {
+            "region": shortage.region,
+            "candidates": shortage.candidates,
+            "needed_bytes": shortage.needed,
+            "room_bytes": shortage.room,
+            "parts": dict(shortage.parts),
+        }
+        for shortage in plan.shortages
+    ]
     return {
         "candidates": plan.candidates,
         "fitting": plan.fitting,
         "ties": plan.ties,
-        "best": [choice_as_json(choice) for choice in plan.best],
+        "best": list(map(choice_as_json, plan.best)),
         "excluded": [{"region": e.region, "rule": e.rule} for e in plan.excluded],
-        "do_not_fit": [
-            {
-                "region": s.region,
-                "candidates": s.candidates,
-                "needed_bytes": s.needed,
-                "room_bytes": s.room,
-                "parts": dict(s.parts),
-            }
-            for s in plan.shortages
-        ],
+        "do_not_fit": shortages,
     }
 
 

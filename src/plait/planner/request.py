@@ -184,7 +184,7 @@ def _counting(request: Request) -> dict[str, Any]:
 
 
 def states_of(request: Request, job: Job, *, every_moment: bool = True) -> States:
-    """Return the bytes of model states of candidates, from the accounts of the techniques.
+    """Return the bytes of model states of candidates, from the ledger of the techniques.
 
     Args:
         request: The request.

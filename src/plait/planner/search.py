@@ -140,6 +140,8 @@ def choices_of(request: Request, layouts: Layouts, calibration: Calibration) -> 
     job = job_of(request, layouts)
     estimated = estimate(job, rates, states_of(request, job))
     count = np.size(layouts.tp)
+    # Intervals are computed from derivatives with one row per candidate, but a job may have
+    # scalars.
     everywhere = _broadcast_job(job, count)
     time_spread = deviation(time_of(everywhere), calibration.time, everywhere)
     memory_spread = deviation(
@@ -202,13 +204,16 @@ def ties(request: Request, choices: Sequence[LayoutChoice], calibration: Calibra
     derivative = sensitivity(time_of(job), calibration.time, relevant(calibration.time.names, job))
     difference = derivative - derivative[0]
     spread = np.sqrt(
+        # Variance of each difference: [choices, constants] x [constants, constants] -> [choices].
         np.einsum("ij,jk,ik->i", difference, calibration.time.covariance, difference)
+        # Both layouts have noise of their own.
         + 2 * _LAYOUT_SPREAD**2
     )
     slower = np.log([choice.seconds / choices[0].seconds for choice in choices])
     tied = slower <= -NormalDist().inv_cdf(_TIE_PROBABILITY) * spread
     if tied.all():
         return len(choices)
+    # The index of the first choice that does not tie.
     return int(np.argmin(tied))
 
 
@@ -364,6 +369,7 @@ def _fastest(
 ) -> list[LayoutChoice]:
     """Return the fastest layouts of each family that fit with enough probability."""
     order = np.flatnonzero(priced.needed <= room)
+    # Equally fast candidates keep the order of the space, so that plans are reproducible.
     order = order[np.argsort(priced.seconds[order], kind="stable")]
     chosen: list[LayoutChoice] = []
     seen: set[tuple[Any, ...]] = set()
@@ -413,8 +419,10 @@ def _shortages(
     """Return the smallest candidate of every (tp, pp, stage) of which nothing fits."""
     layouts = priced.layouts
     needed = priced.needed
+    # One integer per (tp, pp, stage): there are four ZeRO stages, and pp is far below 4096.
     key = (np.asarray(layouts.tp) * 4096 + np.asarray(layouts.pp)) * 4 + np.asarray(layouts.stage)
     order = np.lexsort((needed, key))
+    # The first candidate of each key needs the least memory.
     firsts = order[np.concatenate([[True], np.diff(key[order]) != 0])]
     smallest = firsts[(needed[firsts] > room) & np.isfinite(needed[firsts])]
     if not len(smallest):

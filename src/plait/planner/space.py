@@ -99,6 +99,7 @@ class Space:
 
         # The first candidate of each layout has no relief.
         is_lightest = np.concatenate([[True], np.diff(self.number) != 0])
+        # A layout that is slow even without relief would only become slower with it.
         is_candidate = is_lightest & ~fits & (seconds <= within * seconds[fits].min())
         fits_on_device = self._of_layouts(fits & ~on_host)
         fits_on_host = self._of_layouts(fits & on_host)
@@ -115,12 +116,10 @@ class Space:
 
 def joined(parts: Sequence[Layouts]) -> Layouts:
     """Concatenate candidates."""
-    return Layouts(
-        **{
-            f.name: np.concatenate([getattr(part, f.name) for part in parts])
-            for f in fields(Layouts)
-        }
-    )
+    columns = {}
+    for f in fields(Layouts):
+        columns[f.name] = np.concatenate([getattr(part, f.name) for part in parts])
+    return Layouts(**columns)
 
 
 def divisors(count: int) -> list[int]:
@@ -568,7 +567,7 @@ def _runnable(builder: _SpaceBuilder, values: Mapping[str, Any], pp: int) -> Any
     """Return which candidates can run.
 
     Their schedule must exist for the micro-batches and work with the ZeRO stage, their experts must
-    be sharded as `experts.expert_parallel` supports, and their relief must be compatible.
+    be sharded as `parallel.techniques.experts` supports, and their relief must be compatible.
     """
     stage = values["stage"]
 

@@ -1,4 +1,4 @@
-"""Model states of Plait to the byte, from the accounts of its techniques.
+"""Model states of Plait to the byte, from the ledger of its techniques.
 
 The ledger is asked for the embedding, one block and the head; a stage is the sum of its parts. The
 facts about parameters are derived from an Architecture, so that no model is built; tests compare
@@ -75,6 +75,8 @@ def _attention_entries(model: Architecture, replicates_keys: bool) -> list[Entry
 
     entries: list[Entry] = []
     hidden = model.hidden
+    # Weights are [out, in]. Queries, keys and values are split by heads, which are rows; the
+    # output's weight has them in its columns.
     kv = model.kv_heads * model.head_dim
     for name, rows in (("q", model.heads * model.head_dim), ("k", kv), ("v", kv)):
         dim = None if replicates_keys and name != "q" else 0
@@ -262,12 +264,13 @@ def account_rows(job: Job) -> States:
     """
     size = np.size(job.sequence)
     names = [f.name for f in fields(Architecture)]
-    keys = [
-        (*(np.asarray(getattr(job.model, name))[i].item() for name in names), int(job.precision[i]))
-        for i in range(size)
-    ]
+    keys: list[tuple[Any, ...]] = []
+    for i in range(size):
+        values = [np.asarray(getattr(job.model, name))[i].item() for name in names]
+        keys.append((*values, int(job.precision[i])))
 
     parts = []
+    # The ledger takes one model and one precision at a time.
     for key in dict.fromkeys(keys):
         index = np.array([i for i, other in enumerate(keys) if other == key])
         part = replace(job.take(index), model=Architecture(*key[:-1]))
@@ -286,14 +289,15 @@ def _combine(parts: Sequence[tuple[np.ndarray, Any]], size: int) -> Any:
     """
     shape = parts[0][1]
     if isinstance(shape, Mapping):
-        return {
-            name: _combine([(index, part[name]) for index, part in parts], size) for name in shape
-        }
+        by_name = {}
+        for name in shape:
+            by_name[name] = _combine([(index, part[name]) for index, part in parts], size)
+        return by_name
     if is_dataclass(shape):
-        stacked = {
-            f.name: _combine([(index, getattr(part, f.name)) for index, part in parts], size)
-            for f in fields(shape)
-        }
+        stacked = {}
+        for f in fields(shape):
+            values = [(index, getattr(part, f.name)) for index, part in parts]
+            stacked[f.name] = _combine(values, size)
         return replace(shape, **stacked)  # type: ignore[type-var]
 
     array = np.asarray(shape)
@@ -316,7 +320,7 @@ def account_states(
         job: The candidates.
         reduce: Dtype of the gradient reduction.
         form: Form of AdamW's moments.
-        every_moment: See `holdings.holdings`.
+        every_moment: See `pipeline.holdings`.
     """
     layouts = job.layouts
     size = max(
@@ -382,7 +386,7 @@ the host), gathered, and unsharded (all weights in the dtype of computation).
 
 @dataclass(frozen=True)
 class _DistinctLayouts:
-    """Distinct combinations of the fields that the accounts of the techniques depend on.
+    """Distinct combinations of the fields that the ledger of the techniques depends on.
 
     There are far fewer of them than candidates. `inverse` is the combination of every candidate.
     """
@@ -396,12 +400,14 @@ class _DistinctLayouts:
     def of(cls, job: Job, size: int) -> _DistinctLayouts:
         layouts = job.layouts
         names = ["tp", "dp_replicate", "dp_shard", "stage"]
+        # Only shards of experts depend on the degrees of cp and ep.
         if job.model.experts:
             names += ["cp", "ep"]
         columns = {name: _column(getattr(layouts, name), size) for name in names}
 
         # States only depend on whether there are several micro-batches.
         accumulates = (_column(layouts.accumulation, size) > 1).astype(np.int64)
+        # One integer per combination in mixed radix, which is sorted faster than rows of integers.
         key = accumulates
         for column in columns.values():
             key = key * (int(column.max()) + 1) + column
@@ -496,10 +502,10 @@ class _PartsOfModel:
     def bytes_on_rank(self, layers: np.ndarray, present: Bytes) -> Bytes:
         """Return the bytes on a rank with so many blocks and the ends that are present."""
         ends = self.ends
-        states = {
-            kind: value * layers + sum(ends[end][kind] * there for end, there in present.items())
-            for kind, value in self.block.items()
-        }
+        states = {}
+        for kind, value in self.block.items():
+            at_ends = sum(ends[end][kind] * there for end, there in present.items())
+            states[kind] = value * layers + at_ends
 
         # While a block is computed, it and the next block are gathered, at stage 3 also the root
         # unit. At the loss the head and one block are gathered. The gradient of a block and the
@@ -615,8 +621,8 @@ def _parts_of_model(
 def _ranks(job: Job, size: int, *, every_moment: bool) -> list[tuple[np.ndarray, Holdings]]:
     """Return the layers and holdings of the first and the last rank, and of one between them.
 
-    The model is cut like the engine cuts it: equal blocks, and the head's product on the last stage
-    (`stages.forward_costs`, in elements).
+    The model is partitioned as in the engine: equal blocks, and the head's product on the last
+    stage (`pipeline.estimates.forward_costs`, in elements).
     """
     layouts = job.layouts
     rows = [
@@ -633,10 +639,10 @@ def _ranks(job: Job, size: int, *, every_moment: bool) -> list[tuple[np.ndarray,
         stages = pp * chunks
         if stages not in cuts:
             cuts[stages] = _cut(job.model, stages)
-        blocks = [
-            tuple(cuts[stages][stage] for stage in stages_of_rank(kind, pp, rank, chunks))
-            for rank in range(pp)
-        ]
+        blocks = []
+        for rank in range(pp):
+            stages_here = stages_of_rank(kind, pp, rank, chunks)
+            blocks.append(tuple(cuts[stages][stage] for stage in stages_here))
         flights = in_flight(
             Layouts(pp=pp, vpp=chunks, schedule=kind, accumulation=micro_batches), np.arange(pp)
         )

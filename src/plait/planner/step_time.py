@@ -13,7 +13,7 @@ clouds.
 `simulated_terms` simulates the pipeline of one layout by its schedule's table. This refines the
 idle time of the closed form for the best candidates: with uneven stages, the head on the last
 stage, and messages in flight. The table is that of the runtime (`parallel.schedules.schedule`), the
-simulation `parallel.schedules.timeline`, and the cut of the model that of the engine
+simulation `parallel.schedules.timeline`, and the partition of the model that of the engine
 (`parallel.pipeline.estimates`). Durations come from the closed form.
 """
 
@@ -321,6 +321,7 @@ def step_seconds(job: Job, rates: Rates) -> Step:
     sharded = np.where(np.asarray(layouts.stage) >= 1, parameters / layouts.dp_shard, parameters)
     terms["accumulate"] = accumulation_seconds(job, rates, parameters)
     terms["optimizer"] = optimizer_seconds(job, rates, sharded)
+    # Stragglers slow every term so far, but not the fixed cost of a step.
     nodes = np.maximum(layouts.world / job.device.devices_per_node, 1)
     terms["stragglers"] = sum(terms.values()) * rates["straggler"] * np.log2(nodes)
 
@@ -335,7 +336,7 @@ def step_seconds(job: Job, rates: Rates) -> Step:
 def _pace_layers(job: Job) -> tuple[Numbers, Numbers]:
     """Return the most layers of a stage before the last one, and the layers of the last stage.
 
-    Plait cuts the model so that the slowest stage is as fast as possible, including the head
+    Plait partitions the model so that the slowest stage is as fast as possible, including the head
     (`parallel.pipeline.estimates`). With one chunk per rank the last stage has fewer layers by the
     cost of the head.
     """
@@ -388,7 +389,7 @@ def rank_parameters(job: Job) -> Numbers:
         0,
     )
 
-    # Plait distributes experts over the ranks of tp too, so that a rank has complete experts.
+    # Plait also distributes experts over the ranks of tp, so that a rank has complete experts.
     local = (per_layer - routed) / layouts.tp + routed / layouts.ep / np.where(
         job.is_plait, 1, layouts.tp
     )
@@ -428,9 +429,9 @@ def layer_traffic(job: Job, rates: Rates, layer: LayerCost) -> dict[str, Numbers
     sequence = np.asarray(layouts.sp) > 0
     shown = 1 - job.framework.hidden_tp
 
-    # Two all-reduces a pass; sequence parallelism splits each in two and gathers twice more in the
-    # backward, half of it under products. What follows a block's last product is not repeated where
-    # recomputation ends before it.
+    # Two all-reduces per pass; sequence parallelism splits each in two and gathers twice more in
+    # the backward, half of it under products. What follows a block's last product is not repeated
+    # where recomputation ends before it.
     left_out = job.stops_early * (1 - model.expert_layers / model.layers)
     tensor = np.where(
         sequence, (9 + (4 - left_out) * again) * one_way, (4 + (2 - left_out) * again) * reduce
@@ -572,9 +573,11 @@ def simulated_terms(job: Job, rates: Rates, terms: Mapping[str, float]) -> dict[
         timeline = timeline_of(job, rates)
     except InputError:
         return None
+    # The busiest rank determines the terms of computation. All else in the simulated time is idle
+    # time.
     busiest = max(timeline.busy(rank) for rank in range(len(timeline.ranks)))
 
-    # The closed form counts equal stages; the cut that the engine makes has a pace of its own.
+    # The closed form counts equal stages, but the engine's partition has a slowest stage.
     share = busiest / sum(terms[term] for term in RANK_TERMS)
     return {
         **terms,
@@ -623,6 +626,7 @@ def _durations(job: Job, rates: Rates, stages: int) -> Durations:
     layer = layer_cost(job, rates)
     traffic = layer_traffic(job, rates, layer)
     between = sum(only(value) for value in traffic.values())
+    # Half of a layer's traffic belongs to each pass.
     forward = only(layer.forward) + between / 2
     weight = only(layer.products_backward) / 2
     backward = only(layer.backward) + between / 2
@@ -630,14 +634,18 @@ def _durations(job: Job, rates: Rates, stages: int) -> Durations:
     head = only(head_cost(job, rates))
     per_layer = forward + backward + 2 * wait
     counts = balance_stages([1.0] * int(job.model.layers), stages, first=0, last=head / per_layer)
-    heads = [head if index == stages - 1 else 0.0 for index in range(stages)]
     send = only(send_seconds(job, rates)) * float(rates["p2p"])
 
+    # The products of the head in the forward, for the gradient of its input and for that of its
+    # weight take the same time.
+    heads = [0.0] * (stages - 1) + [head / 3]
+
+    def of_stages(per_block: float) -> tuple[float, ...]:
+        return tuple(n * per_block + extra for n, extra in zip(counts, heads, strict=True))
+
     return Durations(
-        forward=tuple(n * (forward + wait) + h / 3 for n, h in zip(counts, heads, strict=True)),
-        input=tuple(
-            n * (backward - weight + wait) + h / 3 for n, h in zip(counts, heads, strict=True)
-        ),
-        weight=tuple(n * weight + h / 3 for n, h in zip(counts, heads, strict=True)),
+        forward=of_stages(forward + wait),
+        input=of_stages(backward - weight + wait),
+        weight=of_stages(weight),
         send=(send,) * (stages - 1),
     )

@@ -4,9 +4,9 @@
 the buffers that the gradient reducer fills.
 
 Note [Words in turn]
-    Ranks announce each call in a word of shared memory, and each rank waits until all others have
-    done so. A rank can be one call ahead of another, which has seen all announcements but has not
-    read the values yet. It cannot be two calls ahead. Calls therefore use two words in turn, so
+    Ranks announce each call in a word of shared memory, and each rank waits for the words of
+    all others. A rank can be one call ahead of another, which has seen all announcements but has
+    not read the values yet. It cannot be two calls ahead. Calls therefore use two words in turn, so
     that no value is overwritten before it was read.
 """
 
@@ -116,7 +116,7 @@ class _Slots:
     def _announce(
         self, count: int, shape: str, flags: int, *, operation: str, verb: str
     ) -> list[int]:
-        """Announce the next call, and wait until all ranks have done so.
+        """Announce the next call, and wait until all ranks have announced theirs.
 
         The words 0 and 1 have announcements and the words 2 and 3 sizes, see Note [Words in turn].
 
@@ -392,7 +392,8 @@ class SharedBuckets:
     the buffers of all ranks. Nothing is copied, and the sum has the same bits on every rank.
 
     No thread works in the background. A rank sums its slice in a later `start` if the other ranks
-    are ready by then, and otherwise in `finish`, so ranks wait for each other in `finish` only.
+    are ready by then, and otherwise in `finish`. Ranks therefore wait for each other only
+    in `finish`.
 
     Creating an object is collective.
 

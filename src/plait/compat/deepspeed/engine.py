@@ -254,6 +254,8 @@ class DeepSpeedEngine(CheckpointMethods):
         A script need not call it, because `step` frees gradients. A warning is issued if the call
         discards micro-batches for which `step` was called already.
         """
+        # A script may call it after each `step`, as with torch's optimizers. That drops nothing,
+        # except within an accumulation.
         lost = self.plait.sharded.guard.backwards
         if lost and self._unfinished_steps and self.plait.rank == 0:
             warn(
@@ -451,6 +453,7 @@ class DeepSpeedEngine(CheckpointMethods):
         ]
 
 
+# Weak references, so that an engine is freed when the script drops it.
 _ENGINES: weakref.WeakSet[DeepSpeedEngine] = weakref.WeakSet()
 """Engines of this process, for functions that receive only a parameter."""
 
@@ -472,6 +475,7 @@ def find_parameter(parameter: nn.Parameter) -> tuple[DeepSpeedEngine, nn.Paramet
         names = [
             name for name, candidate in engine.module.named_parameters() if candidate is parameter
         ]
+        # While a module is gathered, its shards are in no module, but `known` has their identities.
         if not names and id(parameter) not in engine.plait.sharded.guard.known:
             continue
         if has_unreduced(engine.module):

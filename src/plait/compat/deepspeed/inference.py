@@ -155,6 +155,7 @@ def init_inference(
 
     if dtype is not None:
         model = model.to(dtype)
+    # A configuration requires a batch size, which has no effect on a forward.
     sharded = parallelize(model, {"train_micro_batch_size_per_gpu": 1, "parallel": {"tp": degree}})
     sharded.model.eval()
     return InferenceEngine(sharded)

@@ -32,6 +32,7 @@ class RepeatingLoader:
         try:
             return next(self.data_iter)
         except StopIteration:
+            # An empty loader raises StopIteration again, which ends the iteration.
             self.data_iter = iter(self.loader)
             return next(self.data_iter)
 
@@ -86,6 +87,8 @@ class StreamLoader:
         self._part.set_epoch(self._epoch)
         self._part.skipped = self._samples_read
         for batch in self._loader:
+            # Counted before the step, so that a checkpoint saved in the step does not repeat the
+            # batch.
             self._samples_read += self._samples_per_round
             yield batch
         self._epoch += 1
@@ -157,6 +160,7 @@ def build_loader(
             are given for an iterable one.
     """
     batch_size = batch_size or engine.train_micro_batch_size_per_gpu()
+    # `pin_memory` is True by default, and only copies to an accelerator use pinned memory.
     pin_memory = pin_memory and engine.device.type != "cpu"
     if isinstance(data, IterableDataset):
         if sampler is not None or workers > 1:

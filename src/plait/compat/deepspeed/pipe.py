@@ -150,6 +150,8 @@ class PipelineEngine(DeepSpeedEngine):
         if data_iter is None:
             data_iter = self._default_batches()
         count = self.gradient_accumulation_steps()
+        # The iterator is read before the step begins. If it is too short, no stage waits for
+        # another.
         micro_batches = self._next_batches(data_iter, count, "train_batch")
         self.plait.train()
         with self._updating("train_batch"):

@@ -120,6 +120,7 @@ def initialize(
         sources = {**resolved.sources, "optimizer.type": "default"}
         resolved = resolved.model_copy(update={"sources": sources})
 
+    # A pipeline computes the loss inside of the engine, which calls `loss_fn` on its last stage.
     engine_class = DeepSpeedEngine
     losses: dict[str, Any] = {}
     if isinstance(model, PipelineModule):

@@ -42,6 +42,7 @@ if not logger.handlers:
     _handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] %(message)s"))
     logger.addHandler(_handler)
     logger.setLevel(logging.INFO)
+    # Otherwise a handler of the root logger would write each message a second time.
     logger.propagate = False
 
 

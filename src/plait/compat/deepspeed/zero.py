@@ -151,6 +151,7 @@ class Init:
         dtype: torch.dtype | None = None,
         mpu: Any = None,
     ) -> None:
+        # Parameters get this dtype without the argument.
         if dtype == torch.get_default_dtype():
             dtype = None
         refuse_arguments(
@@ -224,6 +225,7 @@ class GatheredParameters:
         self._stack = ExitStack()
 
     def __enter__(self) -> None:
+        # All checks come before the first gather, which is collective and changes the modules.
         if any(parameter.is_meta for parameter in self._parameters):
             raise InputError(
                 "zero.GatheredParameters: the model is on meta and has no values before"
@@ -257,6 +259,7 @@ class GatheredParameters:
         self._stack.close()
         gathered = self._gathered
         self._gathered = []
+        # The shards return to the modules even if the script raised an error in the context.
         replaced = [parameter for parameter in gathered if not parameter.restore()]
         if kind is not None or not gathered:
             return
@@ -282,6 +285,7 @@ class GatheredParameters:
 
         if self._rank is None:
             return
+        # All ranks gathered in the order of `params`, so the broadcasts match.
         for parameter in gathered:
             value = parameter.full.detach().contiguous()
             if dist.is_initialized():
