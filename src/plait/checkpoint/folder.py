@@ -27,6 +27,8 @@ from plait.checkpoint.format import (
     MANIFEST_HASH,
     Manifest,
     Pointer,
+    RankManifest,
+    check_size,
     manifest_hash,
     rank_file,
     read_json,
@@ -198,12 +200,18 @@ def find_checkpoint(folder: Place, tag: str | None = None) -> CheckpointFolder |
     return next(iter(candidates(folder, tag)), None)
 
 
-def remove_old(folder: Place, *, keep: int) -> None:
+def remove_old(folder: Place, *, keep: int, checks_files: bool = False) -> None:
     """Delete all but the `keep` newest complete checkpoints, and remains of interrupted deletions.
 
     Never deletes the checkpoint that LATEST names, a copy under another name, or a folder with
     files that a save does not write: they belong to the user and do not count as checkpoints to
     keep. One rank calls this after a save. Failures are warnings.
+
+    Args:
+        folder: Folder of checkpoints.
+        keep: Number of checkpoints to keep.
+        checks_files: Whether checkpoints with missing or cut files do not count either. This reads
+            the lists of all ranks.
     """
     try:
         for path in entries(folder):
@@ -215,6 +223,7 @@ def remove_old(folder: Place, *, keep: int) -> None:
             for checkpoint in _complete(folder)
             if has_its_own_name(checkpoint.path.name, checkpoint.manifest.tag)
             and holds_own_files_only(checkpoint.path)
+            and not (checks_files and _is_cut(checkpoint))
         ]
         latest = None
         if pointer is not None:
@@ -232,6 +241,18 @@ def remove_old(folder: Place, *, keep: int) -> None:
             f"{folder}: old checkpoints could not be deleted ({error.strerror or error}); they only"
             " take up space"
         )
+
+
+def _is_cut(checkpoint: CheckpointFolder) -> bool:
+    """Return True if a file is missing or has another size than when it was written."""
+    path = checkpoint.path
+    try:
+        for rank, sha256 in enumerate(checkpoint.manifest.ranks):
+            manifest = read_json(RankManifest, path / rank_file(rank, "json"), sha256=sha256)
+            check_size(path / rank_file(rank, "safetensors"), manifest.shards)
+    except CheckpointError:
+        return True
+    return False
 
 
 def _damaged(folder: Place) -> list[str]:

@@ -229,7 +229,8 @@ def _count_different(a: torch.Tensor, b: torch.Tensor) -> int:
 def prune(folder: Place, *, keep: int) -> list[str]:
     """Delete all but the `keep` newest valid checkpoints, and remains of interrupted saves.
 
-    The checkpoint that LATEST names is never deleted.
+    A checkpoint with missing or cut files does not count, and stays. The one that LATEST names is
+    never deleted.
 
     Returns:
         Names of the deleted folders.
@@ -240,7 +241,7 @@ def prune(folder: Place, *, keep: int) -> list[str]:
     with reading(folder), _run_lock(folder):
         _require_folder(folder)
         before = {path.name for path in folder.iterdir()}
-        remove_old(folder, keep=keep)
+        remove_old(folder, keep=keep, checks_files=True)
         remove_unfinished(folder)
         return sorted(before - {path.name for path in folder.iterdir()})
 
@@ -269,7 +270,8 @@ def remove_unfinished(folder: Place) -> None:
     for path in entries(folder):
         if path.name.endswith(".replaced"):
             successor = folder / path.name[1:].removesuffix(".replaced")
-            is_needed = not successor.exists()
+            # Without its manifest the successor is incomplete, and this one is still loaded.
+            is_needed = not (successor / MANIFEST).exists()
         else:
             is_needed = False
         if is_unfinished(path) or (is_temporary(path) and not is_needed):
