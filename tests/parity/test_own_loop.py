@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -239,3 +240,69 @@ def test_a_step_that_failed_leaves_nothing_behind(pool: Pool, stage: int) -> Non
     for found in pool.run(2, after_a_failure, stage):
         for name, wanted in model.named_parameters():
             torch.testing.assert_close(found[name], wanted.detach(), rtol=0, atol=1e-12)
+
+
+def after_dropped_gradients(rank: int, world: int, stage: int) -> list[dict[str, torch.Tensor]]:
+    """Weights of loops that drop a step by `zero_grad` after its first micro-batch. Runs in a worker."""
+    mine = cases.ragged_steps(world * 2, steps=1, keys=())[0][rank * 2 : (rank + 1) * 2]
+    found = []
+    for drop in DROPS:
+        model = materialised("plain", tied=True)
+        sharded = plait.parallelize(model, settings(world, stage, 1, 2))
+        optimizer = cases.adamw(list(model.parameters()))
+        for _ in range(2):
+            with sharded.accumulate():
+                (mean_of(model(mine[1]["input_ids"]), mine[1]) * 3).backward()
+            drop(model, optimizer)
+            sharded.forward_backward(mine, mean_of)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=drop is not DROPS[1])
+        found.append({name: whole(p) for name, p in model.named_parameters()})
+        sharded.close()
+    return found
+
+
+DROPS: tuple[Callable[[Any, Any], None], ...] = (
+    lambda model, optimizer: optimizer.zero_grad(),
+    lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    lambda model, optimizer: model.zero_grad(),
+)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_zero_grad_drops_unreduced_gradients(pool: Pool, stage: int) -> None:
+    model = materialised("plain", tied=True)
+    optimizer = cases.adamw(list(model.parameters()))
+    for _ in range(2):
+        step = cases.ragged_steps(4, steps=1, keys=())[0]
+        sum(mean_of(model(piece["input_ids"]), piece) / 4 for piece in step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for loops in pool.run(2, after_dropped_gradients, stage):
+        for found in loops:
+            for name, wanted in model.named_parameters():
+                torch.testing.assert_close(found[name], wanted.detach(), rtol=0, atol=1e-12)
+
+
+def step_in_a_hook(rank: int, world: int, stage: int) -> str:
+    """The error of a loop whose gradient hooks call an optimizer per parameter. Runs in a worker."""
+    model = materialised("plain", tied=True)
+    sharded = plait.parallelize(model, settings(world, stage, 1, 1))
+
+    def update(parameter: torch.Tensor) -> None:
+        cases.adamw([parameter]).step()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(update)
+    batch = cases.ragged_steps(world, steps=1, keys=())[0][rank]
+    with pytest.raises(InputError) as caught:
+        mean_of(model(batch["input_ids"]), batch).backward()
+    sharded.close()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_step_inside_of_a_backward_is_refused(pool: Pool, stage: int) -> None:
+    """Parameters that no rank used would be decayed, and stage 0 has not reduced anything."""
+    for message in pool.run(2, step_in_a_hook, stage):
+        assert message.startswith("optimizer.step() was called inside of loss.backward()")

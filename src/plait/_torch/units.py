@@ -6,7 +6,7 @@ A unit is a module on which `fully_shard` was called. torch describes it by para
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from plait._torch.tensors import local_tensor
+from plait.errors import InputError
 
 # Before torch 2.15 FSDP stores the sum of gradients in the dtype of the reduction in a separate
 # attribute. Since 2.15 `grad` of the gathered parameter has the sum, and the old name is a
@@ -114,11 +115,63 @@ def gathered_parameters(module: FSDPModule) -> list[tuple[nn.Parameter, nn.Param
     ]
 
 
+def visible_gathered_parameters(model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """Return (sharded, unsharded) pairs of the parameters that are gathered now.
+
+    `model.parameters()` has the unsharded ones.
+    """
+    return [
+        (p.sharded_param, p._unsharded_param)
+        for module in sharded_modules(model)
+        for group in parameter_groups(module)
+        if group.is_unsharded
+        for p in group.fsdp_params
+    ]
+
+
 def has_unreduced(model: nn.Module) -> bool:
     """Return whether a unit has gradients of micro-batches that are not reduced over all ranks."""
     groups = [group for module in sharded_modules(model) for group in parameter_groups(module)]
     unsharded = any(_unsharded_gradients(p) for p in _gathered(model))
     return unsharded or any(group._partial_reduce_output is not None for group in groups)
+
+
+def unreduced_parameters(model: nn.Module) -> list[tuple[Any, list[nn.Parameter]]]:
+    """Return the shards whose gradients are not reduced over all ranks, per parameter group."""
+    unreduced = []
+    for module in sharded_modules(model):
+        for group in parameter_groups(module):
+            members = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
+            # A partial reduction has the gradients of all parameters of the group.
+            if group._partial_reduce_output is None:
+                members = [p for p in members if _unsharded_gradients(p)]
+            if members:
+                unreduced.append((group, [p.sharded_param for p in members]))
+    return unreduced
+
+
+def drop_unreduced(group: Any, shards: Sequence[nn.Parameter]) -> None:
+    """Drop the unreduced gradients of some shards of a parameter group.
+
+    Raises:
+        InputError: They were reduced together with gradients that are still needed.
+    """
+    dropped = {id(shard) for shard in shards}
+    gathered = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
+    if group._partial_reduce_output is not None:
+        if len(dropped) < len(gathered):
+            raise InputError(
+                f"zero_grad() inside of a step dropped the gradients of {len(dropped)} of"
+                f" {len(gathered)} parameters that are reduced together; drop those of the whole"
+                " model (model.zero_grad())"
+            )
+        group._partial_reduce_output = None
+
+    for p in gathered:
+        if id(p.sharded_param) in dropped:
+            if _HAS_SEPARATE_SUM:
+                p.unsharded_accumulated_grad = None
+            p._unsharded_param.grad = None
 
 
 def drop_gradients(model: nn.Module) -> None:

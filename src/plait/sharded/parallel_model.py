@@ -28,9 +28,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from plait._torch.passes import backward_was_interrupted
+from plait._torch.passes import backward_was_interrupted, graph_task
 from plait._torch.tensors import local_tensor
-from plait._torch.units import has_unreduced
+from plait._torch.units import has_unreduced, sharded_modules
 from plait.cluster.mesh import Mesh
 from plait.config.resolving.resolve import Resolved
 from plait.errors import ConfigError, InputError, ModelError, Problem, raise_problems
@@ -39,6 +39,7 @@ from plait.model.positions import call_model
 from plait.optim.gradient_math import multiply_all
 from plait.optim.optimizer import step_by_placement
 from plait.parallel.data.reducer import Reducer
+from plait.parallel.data.unused import UnusedTracker
 from plait.parallel.hooks import StepHook
 from plait.parallel.micro_batches import Forward, default_forward
 from plait.parallel.parts import Parts
@@ -53,6 +54,7 @@ from plait.sharded.assemble import (
 from plait.sharded.guard import checked_loss
 from plait.sharded.misuse import checked_optimizer, refuse_own_batches
 from plait.sharded.model import ShardedModel, refuse_taken, take_over
+from plait.sharded.placeholders import Placeholders
 from plait.sharded.step import StepOutcome, Stepper, clip_factor
 
 
@@ -65,6 +67,7 @@ class StepWatch(StepHook):
         model: The sharded model.
         before: Parameters of the model before it was sharded.
         reducer: Reducer of the model's gradients, if there is one.
+        placeholders: Placeholders of gradients that are not reduced yet.
         why_called: The reason why a step has to be `ParallelModel.step`, or None.
     """
 
@@ -74,9 +77,11 @@ class StepWatch(StepHook):
         before: list[nn.Parameter],
         reducer: Reducer | None,
         *,
+        placeholders: Placeholders,
         why_called: str | None = None,
     ) -> None:
         self._reducer = reducer
+        self._placeholders = placeholders
         self._why_called = why_called
         self.in_handle_step = False
         """True while `ParallelModel.step` runs."""
@@ -120,6 +125,13 @@ class StepWatch(StepHook):
                 f"{self._why_called}: call sharded.step(optimizer) instead of optimizer.step()"
             )
 
+        if graph_task() is not None and (self._reducer is not None or sharded_modules(model)):
+            raise InputError(
+                "optimizer.step() was called inside of loss.backward(), where gradients are not"
+                " complete; call it after the backward, or use plait.initialize with"
+                " parallel.optimizer_in_backward = true"
+            )
+        self._placeholders.settle()
         updated = [
             parameter
             for group in optimizer.param_groups
@@ -251,7 +263,14 @@ class ParallelModel(ShardedModel):
             before: Parameters of the model before it was sharded.
         """
         self.why_called = reason_for_step(config)
-        self._watch = StepWatch(parts.model, before, parts.reducer, why_called=self.why_called)
+        self._placeholders = Placeholders(parts.model, parts.hooks.of(UnusedTracker))
+        self._watch = StepWatch(
+            parts.model,
+            before,
+            parts.reducer,
+            placeholders=self._placeholders,
+            why_called=self.why_called,
+        )
         self.steps = 0
         self._steppers: WeakKeyDictionary[torch.optim.Optimizer, Stepper] = WeakKeyDictionary()
         parts = parts.with_hooks(self._watch)
@@ -393,6 +412,7 @@ class ParallelModel(ShardedModel):
                 It is raised on all ranks before anything has changed.
         """
         self.guard.recover()
+        self._placeholders.settle()
         stepper = self._steppers.get(optimizer)
         if stepper is None:
             stepper = self._adopt(optimizer)

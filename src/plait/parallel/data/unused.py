@@ -13,7 +13,7 @@ compares the order of the units' collectives between ranks.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from operator import or_
@@ -137,6 +137,11 @@ class UnusedTracker(StepHook):
         """Forget which parameters the step has used so far."""
         self._used = [False] * len(self.parameters)
         self._had_gradient = None
+
+    def forget(self, shards: Iterable[torch.Tensor]) -> None:
+        """Forget that the step has used some parameters, whose gradients were dropped."""
+        for shard in shards:
+            self._used[self._index[shard]] = False
 
     def on_error(self, lost: FailureScope) -> None:
         """Forget the collectives of a failed pass, which may differ between ranks."""
