@@ -1209,3 +1209,11 @@ def test_hooks_of_a_tensor_are_seen() -> None:
     assert modules.has_tensor_hooks(tensor)
     handle.remove()
     assert not modules.has_tensor_hooks(tensor)
+
+
+def test_a_change_of_an_expanded_tensor_counts() -> None:
+    """Placeholders of gradients are one element, which `zero_grad(set_to_none=False)` zeroes."""
+    view = torch.full((), torch.nan).expand(2, 3)
+    before = dtensor.version_of(view)
+    view.zero_()
+    assert dtensor.version_of(view) > before and not view.any()

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from plait._torch.passes import around_backward
-from plait._torch.tensors import local_tensor
+from plait._torch.tensors import local_tensor, version_of
 from plait._torch.units import (
     drop_unreduced,
     unreduced_parameters,
@@ -43,7 +43,7 @@ class Placeholder:
     gradient: torch.Tensor
     """The placeholder, or a gradient of an earlier step that the user has not dropped."""
     version: int
-    """`_version_of` the gradient when it was assigned."""
+    """`_versions_of` the gradient when it was assigned."""
     is_earlier: bool
 
     @property
@@ -52,7 +52,7 @@ class Placeholder:
         if self.parameter.grad is not self.gradient:
             return True
         # Reading the values waits for the device, so only a changed gradient is read.
-        if _version_of(self.gradient) == self.version:
+        if _versions_of(self.gradient) == self.version:
             return False
         return not bool(local_tensor(self.gradient).any())
 
@@ -129,10 +129,10 @@ def _placeholder(shard: nn.Parameter, parameter: nn.Parameter) -> Placeholder:
         nan = torch.full((), torch.nan, dtype=local.dtype, device=local.device)
         gradient = like_parameter(nan.expand(local.shape), parameter)
         parameter.grad = gradient
-    return Placeholder(shard, parameter, gradient, _version_of(gradient), is_earlier)
+    return Placeholder(shard, parameter, gradient, _versions_of(gradient), is_earlier)
 
 
-def _version_of(gradient: torch.Tensor) -> int:
+def _versions_of(gradient: torch.Tensor) -> int:
     """Return a number that grows with every change in place."""
     # An operation on a DTensor does not count as a change of its local tensor.
-    return gradient._version + local_tensor(gradient)._version
+    return version_of(gradient) + version_of(local_tensor(gradient))
