@@ -54,7 +54,7 @@ from plait.sharded.assemble import (
 from plait.sharded.guard import checked_loss
 from plait.sharded.misuse import checked_optimizer, refuse_own_batches
 from plait.sharded.model import ShardedModel, refuse_taken, take_over
-from plait.sharded.placeholders import Placeholders
+from plait.sharded.placeholders import GradientPlaceholders
 from plait.sharded.step import StepOutcome, Stepper, clip_factor
 
 
@@ -77,7 +77,7 @@ class StepWatch(StepHook):
         before: list[nn.Parameter],
         reducer: Reducer | None,
         *,
-        placeholders: Placeholders,
+        placeholders: GradientPlaceholders,
         why_called: str | None = None,
     ) -> None:
         self._reducer = reducer
@@ -263,7 +263,7 @@ class ParallelModel(ShardedModel):
             before: Parameters of the model before it was sharded.
         """
         self.why_called = reason_for_step(config)
-        self._placeholders = Placeholders(parts.model, parts.hooks.of(UnusedTracker))
+        self._placeholders = GradientPlaceholders(parts.model, parts.hooks.of(UnusedTracker))
         self._watch = StepWatch(
             parts.model,
             before,

@@ -33,7 +33,7 @@ from plait.parallel.parameter_layout import like_parameter
 
 
 @dataclass(frozen=True)
-class Placeholder:
+class GradientPlaceholder:
     """Gradient that the user can drop, in place of one that the user cannot."""
 
     shard: nn.Parameter
@@ -62,7 +62,7 @@ class Placeholder:
             self.parameter.grad = None
 
 
-class Placeholders:
+class GradientPlaceholders:
     """Placeholders of a model. See Note [Placeholders of gradients].
 
     Args:
@@ -73,9 +73,9 @@ class Placeholders:
     def __init__(self, model: nn.Module, unused: UnusedTracker | None) -> None:
         self._model = model
         self._unused = unused
-        self._unreduced: list[tuple[Any, list[Placeholder]]] = []
+        self._unreduced: list[tuple[Any, list[GradientPlaceholder]]] = []
         """Placeholders on shards, per parameter group."""
-        self._gathered: list[Placeholder] = []
+        self._gathered: list[GradientPlaceholder] = []
         """Placeholders on gathered parameters, for gradients of their shards."""
         # The tracker of unused parameters must not see the placeholders. The hook that is
         # registered last begins first.
@@ -121,7 +121,7 @@ class Placeholders:
             self._unused.forget(dropped)
 
 
-def _placeholder(shard: nn.Parameter, parameter: nn.Parameter) -> Placeholder:
+def _placeholder(shard: nn.Parameter, parameter: nn.Parameter) -> GradientPlaceholder:
     gradient = parameter.grad
     is_earlier = gradient is not None
     if gradient is None:
@@ -129,7 +129,7 @@ def _placeholder(shard: nn.Parameter, parameter: nn.Parameter) -> Placeholder:
         nan = torch.full((), torch.nan, dtype=local.dtype, device=local.device)
         gradient = like_parameter(nan.expand(local.shape), parameter)
         parameter.grad = gradient
-    return Placeholder(shard, parameter, gradient, _versions_of(gradient), is_earlier)
+    return GradientPlaceholder(shard, parameter, gradient, _versions_of(gradient), is_earlier)
 
 
 def _versions_of(gradient: torch.Tensor) -> int:
