@@ -166,6 +166,7 @@ def test_a_wrong_input(
     ("line", "words"),
     [
         ("{", "line 2: is not JSON"),
+        ('{"prompt": "a", "id": NaN}', "line 2: is not JSON: NaN is no number in JSON; write null"),
         ("[]", "line 2: needs exactly one of prompt, token_ids, messages"),
         ('{"prompt": "a", "token_ids": [1]}', "needs exactly one"),
         ('{"prompt": "a", "id": 1, "id": 2}', "line 2: has id twice; leave one of them out"),

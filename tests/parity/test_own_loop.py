@@ -239,3 +239,27 @@ def test_a_step_that_failed_leaves_nothing_behind(pool: Pool, stage: int) -> Non
     for found in pool.run(2, after_a_failure, stage):
         for name, wanted in model.named_parameters():
             torch.testing.assert_close(found[name], wanted.detach(), rtol=0, atol=1e-12)
+
+
+def step_in_a_hook(rank: int, world: int, stage: int) -> str:
+    """The error of a loop whose gradient hooks call an optimizer per parameter. Runs in a worker."""
+    model = materialised("plain", tied=True)
+    sharded = plait.parallelize(model, settings(world, stage, 1, 1))
+
+    def update(parameter: torch.Tensor) -> None:
+        cases.adamw([parameter]).step()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(update)
+    batch = cases.ragged_steps(world, steps=1, keys=())[0][rank]
+    with pytest.raises(InputError) as caught:
+        mean_of(model(batch["input_ids"]), batch).backward()
+    sharded.close()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_step_inside_of_a_backward_is_refused(pool: Pool, stage: int) -> None:
+    """Parameters that no rank used would be decayed, and stage 0 has not reduced anything."""
+    for message in pool.run(2, step_in_a_hook, stage):
+        assert message.startswith("optimizer.step() was called inside of loss.backward()")

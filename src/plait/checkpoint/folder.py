@@ -26,6 +26,8 @@ from plait.checkpoint.format import (
     MANIFEST_HASH,
     Manifest,
     Pointer,
+    RankManifest,
+    check_size,
     manifest_hash,
     rank_file,
     read_json,
@@ -190,12 +192,18 @@ def find_checkpoint(folder: Place, tag: str | None = None) -> CheckpointFolder |
     return next(iter(candidates(folder, tag)), None)
 
 
-def remove_old(folder: Place, *, keep: int) -> None:
+def remove_old(folder: Place, *, keep: int, checks_files: bool = False) -> None:
     """Delete all but the `keep` newest complete checkpoints, and remains of interrupted deletions.
 
     Never deletes the checkpoint that LATEST names, a copy under another name, or a folder with
     files that a save does not write: they belong to the user and do not count as checkpoints to
     keep. One rank calls this after a save. Failures are warnings.
+
+    Args:
+        folder: Folder of checkpoints.
+        keep: Number of checkpoints to keep.
+        checks_files: Whether checkpoints with missing or truncated files do not count either. This
+            reads the manifests of all ranks.
     """
     try:
         for path in entries(folder):
@@ -207,6 +215,7 @@ def remove_old(folder: Place, *, keep: int) -> None:
             for checkpoint in _complete(folder)
             if is_name_of_tag(checkpoint.path.name, checkpoint.manifest.tag)
             and has_only_saved_files(checkpoint.path)
+            and not (checks_files and _is_truncated(checkpoint))
         ]
         latest = _newest_of_tag(checkpoints, pointer.tag) if pointer is not None else None
         for old in checkpoints[keep:]:
@@ -217,6 +226,18 @@ def remove_old(folder: Place, *, keep: int) -> None:
             f"{folder}: old checkpoints could not be deleted ({error.strerror or error}); they only"
             " take up space"
         )
+
+
+def _is_truncated(checkpoint: CheckpointFolder) -> bool:
+    """Return True if a file is missing or has another size than when it was written."""
+    path = checkpoint.path
+    try:
+        for rank, sha256 in enumerate(checkpoint.manifest.ranks):
+            manifest = read_json(RankManifest, path / rank_file(rank, "json"), sha256=sha256)
+            check_size(path / rank_file(rank, "safetensors"), manifest.shards)
+    except CheckpointError:
+        return True
+    return False
 
 
 def _damaged(folder: Place) -> list[str]:

@@ -242,7 +242,7 @@ def prune(folder: Place, *, keep: int) -> list[str]:
     with reading(folder), _run_lock(folder):
         _require_folder(folder)
         before = {path.name for path in folder.iterdir()}
-        remove_old(folder, keep=keep)
+        remove_old(folder, keep=keep, checks_files=True)
         remove_unfinished(folder)
         return sorted(before - {path.name for path in folder.iterdir()})
 
@@ -270,6 +270,7 @@ def remove_unfinished(folder: Place) -> None:
     """Delete what a killed save left, except a replaced checkpoint whose successor is missing."""
     for path in entries(folder):
         successor = folder / path.name[1:].removesuffix(".replaced")
-        is_needed = path.name.endswith(".replaced") and not successor.exists()
+        # Without its manifest the successor is incomplete, and the replaced one is still loaded.
+        is_needed = path.name.endswith(".replaced") and not (successor / MANIFEST).exists()
         if is_unfinished(path) or (is_temporary(path) and not is_needed):
             remove(path)

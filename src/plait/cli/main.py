@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import importlib
 import io
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -166,6 +167,7 @@ def _plait(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command and exit with 0, the exit code of the verb, or 2 for a wrong command line."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    _open_closed_streams()
     # Characters that the terminal cannot encode are escaped. They would raise otherwise.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -204,6 +206,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         _refuse_command_line(error, arguments)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _open_closed_streams() -> None:
+    """Replace standard streams that the caller has closed, as some daemons do, by the null device.
+
+    Python sets a closed stream to None.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
 
 
 def _refuse_command_line(error: Any, arguments: Sequence[str]) -> NoReturn:

@@ -28,6 +28,7 @@ from plait.cluster import accelerator
 from plait.cluster.accelerator import HostCopy
 from plait.comm import hang
 from plait.comm.collectives import AsyncAllReduce
+from plait.comm.failures import naming
 from plait.comm.watch import WATCH
 from plait.engine.state import (
     EngineFacts,
@@ -37,7 +38,7 @@ from plait.engine.state import (
     snapshot_of,
 )
 from plait.engine.trackers import EngineTrackers
-from plait.errors import InputError, PlaitError
+from plait.errors import InputError, PlaitError, warn
 from plait.inference.generate import generate
 from plait.inference.requests import Generation
 from plait.inference.score import score
@@ -227,7 +228,8 @@ class Engine(EngineFacts):
                 total, weight = checked_total(loss_fn(output, micro_batch))
                 totals += torch.stack([total.double(), self._to_device(weight, torch.float64)])
         if self._loss_group is not None:
-            dist.all_reduce(totals, group=self._loss_group)
+            with naming("all-reduce of the validation loss"):
+                dist.all_reduce(totals, group=self._loss_group)
         return float(totals[0]), float(totals[1])
 
     def predict(self, batch: Any, *, cache: Any = None) -> Any:
@@ -337,6 +339,10 @@ class Engine(EngineFacts):
         """Start the step of the three calls again, with its first micro-batch."""
         self._micro_step = self._step_start
         self._boundary = None
+        self._drop_losses()
+
+    def _drop_losses(self) -> None:
+        """Drop the weights and losses of the step's micro-batches so far."""
         self._weights = []
         if self.trackers is not None:
             self.trackers.drop_losses()
@@ -469,16 +475,28 @@ class Engine(EngineFacts):
         """Return the current learning rate of every parameter group."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
-    def zero_grad(self) -> None:
-        """Drop the gradients of the step's micro-batches so far.
+    def zero_grad(self, *, restart: bool = True) -> None:
+        """Drop the gradients of the step's micro-batches so far, and begin the step again.
 
         `step` drops the gradients that it has used, so a loop need not call this.
+
+        Args:
+            restart: Whether the next micro-batch is the first of its step. With False the dropped
+                micro-batches still count, as in DeepSpeed and Accelerate.
         """
         self._recover()
         self._guard.drop()
-        self._weights = []
-        if self.trackers is not None:
-            self.trackers.drop_losses()
+        if not restart:
+            self._drop_losses()
+            return
+        dropped = self._micro_step - self._step_start
+        if dropped and self.rank == 0:
+            warn(
+                f"engine.zero_grad() drops {dropped} of the {self.config.batch.accumulation}"
+                " micro-batches of a step, which begins again with its first one; leave it out of"
+                " a loop over micro-batches, because engine.step() drops the gradients it has used"
+            )
+        self._restart_step()
 
     def train(self, mode: bool = True) -> Engine:
         """Set training mode."""
@@ -592,7 +610,7 @@ class Engine(EngineFacts):
         self._recover()
         if self._guard.backwards:
             # These gradients belong to other weights.
-            self.zero_grad()
+            self._guard.drop()
             self._restart_step()
         with WATCH.during(hang.CHECKPOINT):
             # The newest checkpoint may still be on its way to the disk.

@@ -104,7 +104,11 @@ class Trackers:
         trackers = self._trackers
         self._trackers = []
         for tracker in trackers:
-            tracker.finish()
+            try:
+                tracker.finish()
+            except Exception as error:
+                # The run has its checkpoints, and other trackers have yet to end.
+                warn(f"a tracker failed at the end of the run: {error}")
 
 
 def _start_tracker(spec: TrackerSpec, recorded: dict[str, Any]) -> Any:

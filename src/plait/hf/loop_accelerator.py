@@ -525,7 +525,7 @@ class LoopOptimizer(EngineOptimizerProxy):
                 f"optimizer.zero_grad() drops the gradients of {dropped} micro-batches that no step"
                 " has used; call it after optimizer.step()"
             )
-        self.engine.zero_grad()
+        self.engine.zero_grad(restart=False)
 
     def load_state_dict(self, state_dict: Any) -> NoReturn:
         """Raise InputError: the states are shards of one layout."""

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 from plait.errors import InputError, first_lone_surrogate, shorten
 from plait.files import names_open_file, try_lock, write_atomically
@@ -108,7 +108,7 @@ def _parse_line(row: str, where: str) -> PromptLine:
 
 def _parse_object(row: str, where: str) -> dict[str, Any]:
     try:
-        fields = json.loads(row, object_pairs_hook=_unique_fields)
+        fields = json.loads(row, object_pairs_hook=_unique_fields, parse_constant=_refuse_constant)
     except _DuplicateField as name:
         raise InputError(f"{where}: has {name} twice; leave one of them out") from None
     except RecursionError:
@@ -118,6 +118,11 @@ def _parse_object(row: str, where: str) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise InputError(f"{where}: needs exactly one of {', '.join(KEYS)}")
     return fields
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    """Refuse NaN and infinity, which Python's `json` reads, and which answers would repeat."""
+    raise ValueError(f"{name} is no number in JSON; write null")
 
 
 def _is_prompt(key: str, prompt: Any) -> bool:

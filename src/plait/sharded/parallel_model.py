@@ -26,9 +26,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from plait._torch.passes import backward_was_interrupted
+from plait._torch.passes import backward_was_interrupted, graph_task
 from plait._torch.tensors import local_tensor
-from plait._torch.units import has_unreduced
+from plait._torch.units import has_unreduced, sharded_modules
 from plait.cluster.mesh import Mesh
 from plait.config.resolving.resolve import Resolved
 from plait.errors import ConfigError, InputError, ModelError, Problem, raise_problems
@@ -235,7 +235,9 @@ class ParallelModel(ShardedModel):
 
         The forward and backward of every micro-batch but the last go inside; the last goes outside.
         Where the ZeRO stage allows it, nothing is communicated inside. An exception inside ends the
-        step and drops its gradients, also those that no optimizer sees yet.
+        step and drops its gradients, also those that no optimizer sees yet. At ZeRO 1 and 2
+        `optimizer.zero_grad()` drops only reduced gradients, as with torch's `fully_shard`. A loop
+        that gives up a step after a micro-batch inside has to raise an exception inside.
         """
         self.before_microbatch(last=False)
         try:
@@ -465,6 +467,12 @@ class StepWatch(StepHook):
                 f"{self._why_called}: call sharded.step(optimizer) instead of optimizer.step()"
             )
 
+        if graph_task() is not None and (self._reducer is not None or sharded_modules(model)):
+            raise InputError(
+                "optimizer.step() was called inside of loss.backward(), where gradients are not"
+                " complete; call it after the backward, or use plait.initialize with"
+                " parallel.optimizer_in_backward = true"
+            )
         updated = [
             parameter
             for group in optimizer.param_groups

@@ -43,6 +43,7 @@ from plait.checkpoint.folder import remove_old
 from plait.checkpoint.places import Place
 from plait.cluster import accelerator
 from plait.cluster.accelerator import HostCopy
+from plait.comm.failures import naming
 from plait.config.schema.sections import RunSection
 from plait.data.loader import BatchSource
 from plait.errors import NumbersError
@@ -466,7 +467,8 @@ class StopRequest:
         # `full` is a kernel. A tensor made from a Python number would be copied to the device.
         request = torch.full((1,), number, dtype=torch.float64, device=device)
         if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(request, op=dist.ReduceOp.MAX)
+            with naming("all-reduce of requests to stop"):
+                dist.all_reduce(request, op=dist.ReduceOp.MAX)
         return request
 
 

@@ -177,6 +177,7 @@ class _Launch:
         self._later = later
         self._facts = facts
         self._running = False
+        self._gave_end_turn = False
         self._partial: dict[str, Any] = {}
         self._since = time.monotonic()
         self._offset = 0
@@ -240,6 +241,7 @@ class _Launch:
         turn = str(self._launched.index(self._pending[0])) if self._pending else END_TURN
         with (self._folder / TURNS).open("a", encoding="utf-8") as file:
             file.write(turn + "\n")
+        self._gave_end_turn = not self._pending
 
     def _read(self) -> Iterator[Result]:
         """Yield the results among the new events. The last line may be written only in part."""
@@ -305,8 +307,8 @@ class _Launch:
 
     def _end(self) -> None:
         assert self._process is not None
-        # Every row has its result, so the processes end by themselves.
-        if not self._pending:
+        # Only processes that have read the end of the turns end by themselves.
+        if self._gave_end_turn:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(GRACE_SECONDS)
         stop(self._process)

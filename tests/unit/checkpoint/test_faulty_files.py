@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from plait.checkpoint.folder import CheckpointFolder, candidates, remove_old
+from plait.checkpoint.inspect import prune
 from plait.checkpoint.load import Reader
 from plait.checkpoint.save import Snapshot, Writer, write
 from plait.checkpoint.windows import record_of
@@ -154,6 +155,21 @@ def test_old_ones_that_cannot_be_deleted(mesh: Mesh, tmp_path: Path) -> None:
         assert loaded(tmp_path) == 9.0
         remove_old(tmp_path, keep=2)
         write(of(mesh, tmp_path, float(call), f"again-{call}"))
+
+
+@pytest.mark.parametrize("file", ["00000.safetensors", "00000.json"])
+@pytest.mark.parametrize("damage", ["missing", "cut"])
+def test_pruning_keeps_an_undamaged_one(mesh: Mesh, tmp_path: Path, file: str, damage: str) -> None:
+    """A checkpoint with a good manifest and a damaged file does not count as one that is kept."""
+    for number in range(3):
+        write(of(mesh, tmp_path, float(number), f"step-{number}"))
+    path = tmp_path / "step-2" / file
+    content = path.read_bytes()
+    path.unlink()
+    if damage == "cut":
+        path.write_bytes(content[:-1])
+    assert prune(tmp_path, keep=1) == ["step-0"]
+    assert loaded(tmp_path) == 1.0
 
 
 def test_a_slow_disk_does_not_keep_the_training(mesh: Mesh, tmp_path: Path) -> None:

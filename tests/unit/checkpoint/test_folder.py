@@ -136,6 +136,15 @@ def test_files_and_links_that_a_kill_left_are_deleted_too(three: Path) -> None:
     )
 
 
+def test_pruning_keeps_one_whose_successor_is_incomplete(three: Path) -> None:
+    (three / "c").rename(three / ".c.replaced")
+    (three / "c").mkdir()
+    (three / "c" / "00000.safetensors").write_text("")
+    assert tags(three) == ["c", "b", "a"]
+    assert prune(three, keep=1) == ["a"]
+    assert tags(three) == ["c", "b"]
+
+
 def test_the_users_copies_and_notes_are_kept(three: Path) -> None:
     """A copy under another name, a copy of the newest, and a checkpoint with a file of the user's."""
     shutil.copytree(three / "a", three / "best-model-do-not-delete")

@@ -50,6 +50,16 @@ def test_every_verb_is_there_and_explains_itself(
     assert f"Usage: plait {verb}" in capsys.readouterr().out
 
 
+def test_closed_standard_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chat finds the end of its input, and the command ends well without a place for output."""
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    assert _exit(["--version"]) == 0
+    assert sys.stdin.readline() == ""
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        stream.close()
+
+
 def test_no_verb_is_left_out() -> None:
     files = Path(command.__file__).parent.glob("*.py")
     shared = ("__init__", "main", "options", "terminal")

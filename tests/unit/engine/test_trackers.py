@@ -138,6 +138,24 @@ def test_a_tracker_that_fails_does_not_end_the_run(tmp_path: Path) -> None:
     engine.close()
 
 
+def test_a_tracker_that_fails_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine is closed, and so are the other trackers."""
+    ended = []
+
+    def finish(tracker: trackers.CsvTracker) -> None:
+        ended.append(tracker)
+        raise ConnectionError("the server is gone")
+
+    # A library's server that is gone, without the library.
+    monkeypatch.setattr(trackers.CsvTracker, "finish", finish)
+    section = {"enabled": True, "job_name": "job"}
+    model = nn.Linear(3, 1)
+    engine = plait.initialize(model, {**CONFIG, "csv_monitor": section})
+    with pytest.warns(UserWarning, match="a tracker failed at the end of the run: the server is"):
+        engine.close()
+    assert len(ended) == 1
+
+
 def test_a_tracker_that_cannot_start() -> None:
     Path("job").touch()
     with pytest.raises(InputError, match=r"starting the trackers: .*job"):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import signal
 
+import pytest
 import torch
+import torch.distributed as dist
 
+from plait.errors import CommunicationError
 from plait.train.loop import STOP_REQUESTED, StopRequest
 
 
@@ -29,3 +32,18 @@ def test_a_checkpoint_that_is_due() -> None:
     assert float(stop.shared(device=torch.device("cpu"), is_due=True)) == 0.5
     stop.ask()
     assert int(stop.shared(device=torch.device("cpu"), is_due=True)) == STOP_REQUESTED
+
+
+def test_a_rank_that_is_lost_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise gloo's error would be the whole message, with exit code 1."""
+
+    def lose(*_: object, **__: object) -> None:
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+
+    # A group of two ranks whose other rank has ended, without the processes.
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "all_reduce", lose)
+    with pytest.raises(CommunicationError, match="requests to stop: rank 0 lost the connection"):
+        StopRequest().shared(device=torch.device("cpu"))

@@ -264,7 +264,7 @@ class DeepSpeedEngine(CheckpointMethods):
                 " the step uses only the other micro-batches; leave it out, because engine.step()"
                 " frees gradients"
             )
-        self.plait.zero_grad()
+        self.plait.zero_grad(restart=False)
         self.is_reduced = False
 
     def train(self, mode: bool = True) -> None:
