@@ -231,7 +231,8 @@ def _count_different(a: torch.Tensor, b: torch.Tensor) -> int:
 def prune(folder: Place, *, keep: int) -> list[str]:
     """Delete all but the `keep` newest valid checkpoints, and remains of interrupted saves.
 
-    The checkpoint that LATEST names is never deleted.
+    A checkpoint with missing or truncated files does not count, and stays. The checkpoint that
+    LATEST names is never deleted.
 
     Returns:
         Names of the deleted folders.
