@@ -132,7 +132,9 @@ def test_a_tracker_that_fails_does_not_end_the_run(tmp_path: Path) -> None:
             engine.backward(engine(torch.ones(2, 3)).mean())
             engine.step()
 
-    with pytest.warns(UserWarning, match="a tracker failed at step 1, and the run continues without it"):
+    with pytest.warns(
+        UserWarning, match="a tracker failed at step 1, and the run continues without it"
+    ):
         steps()
     assert engine.global_steps == 2
     engine.close()
