@@ -56,7 +56,7 @@ def run(folder: Path, *arguments: str, code: int = 0) -> None:
         ),
         ({"prompt": "a"}, ["--top-p", "3"], "top_p = 3.0 must be"),
         ({"prompt": "a"}, ["--seed", "-1"], "--seed = '-1'"),
-        ({"prompt": "a"}, ["--seed", str(2**63 - 1)], f"under 2**63; give {2**63 - 2} at most"),
+        ({"prompt": "a"}, ["--seed", str(2**63 - 1)], f"below 2**63; use at most {2**63 - 2}"),
         (
             {"prompt": "a", "text": "b"},
             [],
