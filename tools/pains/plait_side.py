@@ -71,7 +71,7 @@ def train(task: Task, folder: Path, run: Run = PLAIN_RUN) -> Trained:
         engine.save_checkpoint(str(folder))
     weights = full_weights(engine)
     if run.adapters:
-        written = full_weights(engine, trained=True)
+        written = full_weights(engine, adapters=("default",))
         if engine.rank == 0:
             engine.model.save_pretrained(folder, state_dict=written)  # type: ignore[operator]
     engine.close()
