@@ -1,4 +1,4 @@
-"""tests/long_cases.txt: cases that only `make proof` runs, so that `make test` stays at eight minutes.
+"""tests/long_cases.txt: cases that only `make proof` runs, so that `make test` stays short.
 
     python -m tools.long_cases build/results/test-*.xml     choose from the durations of a whole run of `make test`, and write the list
 
