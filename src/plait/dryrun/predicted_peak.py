@@ -40,8 +40,8 @@ from plait.optim.optimizer import build_optimizer, make_fake_states
 from plait.parallel.accounting.ledger import Ledger, parameter_part
 from plait.parallel.accounting.peak import Peak, StageMoments, StepFacts, step_peak
 from plait.parallel.micro_batches import default_forward, tensors_in
-from plait.parallel.order import account_all, apply_all
-from plait.parallel.parts import Parts, Plans
+from plait.parallel.order import account_all, apply_all, check_each
+from plait.parallel.parts import Parts
 from plait.parallel.pipeline.estimates import facts_of_rank, stage_counts
 from plait.parallel.pipeline.stage import StagedModel
 from plait.parallel.schedules.schedule import Action, Kind
@@ -123,10 +123,8 @@ def predict_peak_on(
         raise InputError(f"the peak of a step is not predicted with {reason}")
     blocks = find_blocks(model, resolved.blocks or None)
     context = resolved.context(model=model, blocks=blocks)
-    plans = Plans()
-    for technique in (resolved.tensor_parallel, resolved.pipeline, resolved.tiled_mlp):
-        plans = plans.merge(technique.check(context) or Plans())
-    parts = Parts(model, blocks, plans)
+    checked = (resolved.tensor_parallel, resolved.pipeline, resolved.tiled_mlp)
+    parts = Parts(model, blocks, check_each(checked, context))
     pipeline = parts.plans.pipeline
     full_facts = model_facts(model, blocks, tensor_plan=parts.plans.tensor)
     ledger = Ledger.of_rank(

@@ -107,7 +107,6 @@ def _optimizer_remedy(value: Any) -> str:
     return 'use "adamw_torch"'
 
 
-_OWN = "Plait's own, over the data-parallel ranks"
 _DDP = "Plait does not wrap the model in DistributedDataParallel"
 _FSDP = "the configuration describes the layout"
 _EVAL_CAST = "it casts the model in place, and its parameters are parts that the optimizer updates"

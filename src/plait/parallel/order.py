@@ -96,8 +96,13 @@ def check_all(context: TechniqueContext) -> Plans:
         The plans of all techniques.
     """
     refuse_incompatible(context)
+    return check_each(context.techniques, context)
+
+
+def check_each(techniques: Iterable[Technique], context: TechniqueContext) -> Plans:
+    """Check techniques separately, without their combinations, and return their plans."""
     plans = Plans()
-    for technique in context.techniques:
+    for technique in techniques:
         plans = plans.merge(technique.check(context) or Plans())
     return plans
 

@@ -102,8 +102,6 @@ class ShardCollectives:
 
     description: str = ""
     compressors: CompressedUnits = field(default_factory=CompressedUnits)
-    autotuner: CompressionAutotuner | None = None
-    """Hook whose steps decide whether gradients are compressed, or None if that is fixed."""
     is_default: bool = False
     """True if no setting has decided the selection."""
     parameter_host: SharedMemoryGroup | None = None

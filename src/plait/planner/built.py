@@ -1,4 +1,4 @@
-"""What is counted on the model of a configuration as Transformers builds it, without memory for it.
+"""Counts on the model of a configuration as Transformers builds it, without memory for it.
 
 Its parameters are counted on the meta device, for families that the planner has no formulas for
 (`as_built`).

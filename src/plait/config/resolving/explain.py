@@ -133,7 +133,7 @@ def _mark_unused(rows: Sequence[KeyReport], resolved: Resolved) -> tuple[KeyRepo
 
 
 UnusedRule = tuple[bool, Sequence[str], str]
-"""Whether settings have no effect, their paths, and the reason."""
+"""Groups of settings without an effect: True if that is so, their paths, and the reason."""
 
 
 def _unused_rules(resolved: Resolved) -> Iterator[UnusedRule]:

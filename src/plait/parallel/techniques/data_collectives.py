@@ -346,7 +346,7 @@ def _compressed_reduction(
 
 def select_sharded(
     technique: CollectiveSettings, stage: int, parts: Parts, mesh: Mesh
-) -> ShardCollectives:
+) -> tuple[ShardCollectives, CompressionAutotuner | None]:
     """Select the collectives of shards, and install them. Collective over `dp_shard` and tp.
 
     Args:
@@ -354,6 +354,10 @@ def select_sharded(
         stage: The ZeRO stage.
         parts: The sharded model.
         mesh: The mesh of all ranks.
+
+    Returns:
+        The collectives, and the hook whose steps decide whether gradients are compressed, or None
+        if that is fixed.
 
     Raises:
         ConfigError: `transport` is shared memory, and the parameters are replicated.
@@ -367,7 +371,7 @@ def select_sharded(
             )
             remedy = 'use "auto", or zero_optimization.stage 1, 2 or 3'
             raise ConfigError(Problem("parallel.transport", "shared-memory", rule, remedy))
-        return ShardCollectives()
+        return ShardCollectives(), None
 
     transport = _connect(technique, group, mesh, label="dp_shard")
     # Shared memory is laid out for one group, and the secondary partition is gathered over another.
@@ -411,7 +415,8 @@ def select_sharded(
     is_default = technique.transport == "prefer-shared-memory" and not (
         scheme.weight_bits or scheme.gradient_bits or sentence
     )
-    return ShardCollectives(f"{description}{sentence}", compressors, autotuner, is_default, host)
+    selected = ShardCollectives(f"{description}{sentence}", compressors, is_default, host)
+    return selected, autotuner
 
 
 def _describe_sharded(scheme: Scheme, transport: Transport, *, is_shared: bool) -> str:

@@ -192,12 +192,8 @@ class DataParallel(CollectiveSettings):
         if self.stage == 3:
             free_after_forward = self.secondary_partition or True
         shard_units(parts, mesh, free_after_forward=free_after_forward)
-        collectives = data_collectives.select_sharded(self, self.stage, parts, mesh)
-        return replace(
-            parts,
-            shard_collectives=collectives,
-            compression_autotuner=collectives.autotuner,
-        )
+        collectives, autotuner = data_collectives.select_sharded(self, self.stage, parts, mesh)
+        return replace(parts, shard_collectives=collectives, compression_autotuner=autotuner)
 
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
         """Return the hooks of a step.
