@@ -32,7 +32,7 @@ def start(
     # Two nodes that are one machine do share memory, which two machines would not.
     alone = nodes is None
     levels = (
-        split_by_node(group, [r // per_node for r in range(group.size())])
+        split_by_node([range(group.size())], [r // per_node for r in range(group.size())])
         if nodes is not None
         else None
     )

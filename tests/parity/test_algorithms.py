@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from functools import cache
 from typing import Any, get_args
 from unittest.mock import patch
 
@@ -21,10 +20,8 @@ from tests.pool import Pool, WorkerFailed
 NAMES: tuple[Name, ...] = get_args(Name)
 
 
-@cache
 def levels_of(ranks: int, per_node: int) -> Levels | None:
-    """Made once in a worker: torch names such groups by their ranks, and cannot use a name again."""
-    return split_by_node(dist.group.WORLD, [rank // per_node for rank in range(ranks)])
+    return split_by_node([range(ranks)], [rank // per_node for rank in range(ranks)])
 
 
 def sums(rank: int, ranks: int, algorithm: Name, per_node: int) -> list[list[float]]:
@@ -93,10 +90,10 @@ def test_several_at_once(pool: Pool) -> None:
 
 def uneven(rank: int, ranks: int) -> None:
     """Runs in a worker."""
-    assert split_by_node(dist.group.WORLD, [0] * ranks) is None
-    assert split_by_node(dist.group.WORLD, list(range(ranks))) is None
-    assert split_by_node(dist.group.WORLD, [0, 0, 1]) is None
-    assert split_by_node(dist.group.WORLD, [0, 1, 0]) is None
+    assert split_by_node([range(ranks)], [0] * ranks) is None
+    assert split_by_node([range(ranks)], list(range(ranks))) is None
+    assert split_by_node([range(ranks)], [0, 0, 1]) is None
+    assert split_by_node([range(ranks)], [0, 1, 0]) is None
 
 
 def test_one_level_where_machines_are_not_alike(pool: Pool) -> None:
@@ -175,3 +172,20 @@ def test_formulas() -> None:
         12000,
         0,
     )
+
+
+def create_twice(rank: int, ranks: int) -> None:
+    """Runs in a worker."""
+    for machine in (100, 200):
+        levels = split_by_node([range(4)], [machine, machine, machine + 1, machine + 1])
+        assert levels is not None
+        for group in (levels.inside, levels.across):
+            ones = torch.ones(1)
+            dist.all_reduce(ones, group=group)
+            assert ones.item() == 2
+            dist.destroy_process_group(group)
+
+
+def test_groups_by_machine_are_created_again(pool: Pool) -> None:
+    """A second engine on several machines has the groups of one that was closed."""
+    pool.run(4, create_twice)

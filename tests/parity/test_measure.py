@@ -26,7 +26,7 @@ from tests.pool import Pool
 
 def measured(rank: int, ranks: int, per_machine: int) -> GroupLinks:
     """Runs in a worker."""
-    levels = split_by_node(dist.group.WORLD, [r // per_machine for r in range(ranks)])
+    levels = split_by_node([range(ranks)], [r // per_machine for r in range(ranks)])
     return measure_group(
         "dp_replicate",
         dist.group.WORLD,

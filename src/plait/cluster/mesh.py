@@ -317,22 +317,19 @@ class Mesh:
     def _split_by_node(self, axis: str, nodes: Sequence[int]) -> tuple[Levels | None, int]:
         """Return the parts by machine and the number of machines of a dimension's group.
 
-        Collective over the group.
+        Collective over all ranks.
 
         Args:
             axis: Name of the dimension.
             nodes: Machine of every rank of the run.
         """
-        group = self.group(axis)
-        if group is None:
-            return None, 1
-        group_nodes = [nodes[rank] for rank in dist.get_process_group_ranks(group)]
-        ranks_per_node = Counter(group_nodes)
-        levels = None
-        if len(ranks_per_node) > 1:
-            levels = split_by_node(group, group_nodes)
+        groups = self.layout.groups(axis)
+        levels = split_by_node(groups, nodes)
         if levels is not None:
             self.created_groups.extend((levels.inside, levels.across))
+
+        members = next(ranks for ranks in groups if self.rank in ranks)
+        ranks_per_node = Counter(nodes[rank] for rank in members)
         if len(set(ranks_per_node.values())) > 1:
             return levels, 1
         return levels, len(ranks_per_node)
@@ -364,39 +361,43 @@ class Mesh:
             end_default_group()
 
 
-def split_by_node(group: dist.ProcessGroup, nodes: Sequence[int]) -> Levels | None:
-    """Create the groups inside and across machines of a group. Collective over the group.
+def split_by_node(groups: Sequence[Sequence[int]], nodes: Sequence[int]) -> Levels | None:
+    """Create the groups inside and across machines of disjoint groups. Collective over all ranks.
 
     Args:
-        group: The process group.
-        nodes: Machine of each rank of the group.
+        groups: Ranks of each group.
+        nodes: Machine of every rank of the run.
 
     Returns:
-        None if the group has only one machine or one rank per machine, or if its machines do not
-        have equally many consecutive ranks.
+        The parts of the group that this rank is in. None if that group has only one machine or one
+        rank per machine, or if its machines do not have equally many consecutive ranks.
     """
-    ranks = dist.get_process_group_ranks(group)
-    by_node: dict[int, list[int]] = {}
-    for rank, node in zip(ranks, nodes, strict=True):
-        by_node.setdefault(node, []).append(rank)
-    inside = list(by_node.values())
-    if len(inside) in (1, len(ranks)):
-        return None
-    is_even = len({len(members) for members in inside}) == 1
-    if not is_even or list(chain.from_iterable(inside)) != ranks:
-        return None
+    parts = [_ranks_by_node(ranks, nodes) for ranks in groups]
+    # All ranks create all groups, so that torch numbers them. A group that only its members create
+    # is named by its ranks, and a second group with this name would wait for ever.
+    created = []
+    for side in (
+        [ranks for inside in parts for ranks in inside],
+        [list(ranks) for inside in parts for ranks in zip(*inside, strict=True)],
+    ):
+        if side:
+            group, _ = dist.new_subgroups_by_enumeration(side)
+            if group is not None:
+                created.append(_with_default_timeout(group))
+    return Levels(*created) if created else None
 
-    across = [list(column) for column in zip(*inside, strict=True)]
-    # All ranks create their inside group first. Ranks outside of `group` do not take part, so the
-    # creation must not synchronise with them.
-    this_rank = dist.get_rank()
-    return Levels(
-        *(
-            _with_default_timeout(dist.new_group(members, use_local_synchronization=True))
-            for members in [*inside, *across]
-            if this_rank in members
-        )
-    )
+
+def _ranks_by_node(ranks: Sequence[int], nodes: Sequence[int]) -> list[list[int]]:
+    """Return the ranks of a group by machine, or nothing if `split_by_node` does not split it."""
+    by_node: dict[int, list[int]] = {}
+    for rank in ranks:
+        by_node.setdefault(nodes[rank], []).append(rank)
+    inside = list(by_node.values())
+    is_even = len({len(members) for members in inside}) == 1
+    is_consecutive = list(chain.from_iterable(inside)) == list(ranks)
+    if len(inside) in (1, len(ranks)) or not is_even or not is_consecutive:
+        return []
+    return inside
 
 
 def _node_of_each_rank() -> list[int]:
