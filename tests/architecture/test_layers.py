@@ -19,14 +19,7 @@ import torch.distributed.pipelining.schedules
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-ROOT = Path(__file__).parents[2]
-SOURCE = ROOT / "src" / "plait"
-FILES = sorted(SOURCE.rglob("*.py"))
-
-
-@cache
-def _tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+from tests.architecture.sources import FILES, ROOT, SOURCE, nodes, tree
 
 
 def _name(path: Path) -> str:
@@ -39,7 +32,7 @@ def _at(path: Path, node: ast.AST) -> str:
 
 def _imports(path: Path) -> Iterator[tuple[ast.AST, str, str]]:
     """(node, module, imported name or "") for every import anywhere in a file."""
-    for node in ast.walk(_tree(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node, alias.name, ""
@@ -90,7 +83,7 @@ def test_only_topology_and_commands_read_the_environment() -> None:
         _at(path, node)
         for path in FILES
         if not _name(path).startswith(allowed)
-        for node in ast.walk(_tree(path))
+        for node in nodes(path)
         if _dotted(node) in ("os.environ", "os.environb", "os.getenv", "os.putenv")
     ]
     bad += [
@@ -111,36 +104,11 @@ def _hidden_by_torch() -> frozenset[str]:
     parameter = torch.nn.Parameter(torch.ones(1))
     schedule = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD([parameter]))
     things: list[object] = [
-        torch,
-        dist,
-        torch.nn,
-        torch.optim,
-        torch.Tensor,
-        parameter,
-        torch.UntypedStorage,
-        torch.nn.Module(),
-    ]
-    things += [
-        torch.ops.aten.add_.Tensor,
-        DeviceMesh,
-        DTensor,
-        FakeWork,
-        dist.ProcessGroup,
-        dist.distributed_c10d,
-        torch.autograd.Variable,
-    ]
-    things += [
-        torch.optim.Optimizer,
-        schedule,
-        torch.optim.lr_scheduler.SequentialLR,
-        torch.Generator,
-        torch.nn.modules.dropout,
-    ]
-    things += [
-        torch.nn.MultiheadAttention,
-        torch.distributed.pipelining.schedules.Schedule1F1B,
-        torch._C,
-    ]
+        torch, dist, torch.nn, torch.optim, torch.Tensor, parameter, torch.UntypedStorage, torch.nn.Module(), torch.ops.aten.add_.Tensor,
+        DeviceMesh, DTensor, FakeWork, dist.ProcessGroup, dist.distributed_c10d, torch.autograd.Variable, torch.optim.Optimizer, schedule,
+        torch.optim.lr_scheduler.SequentialLR, torch.Generator, torch.nn.modules.dropout, torch.nn.MultiheadAttention,
+        torch.distributed.pipelining.schedules.Schedule1F1B, torch._C,
+    ]  # fmt: skip
     for module in (_fsdp_state, _fsdp_param_group, _fsdp_param):
         things += [
             thing for name, thing in vars(module).items() if name.startswith(("FSDP", "_FSDP"))
@@ -161,13 +129,11 @@ BY_NAME = ("getattr", "hasattr", "setattr")
 
 def _private_names_of_torch(path: Path) -> Iterator[str]:
     own = {
-        node.name
-        for node in ast.walk(_tree(path))
-        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        node.name for node in nodes(path) if isinstance(node, ast.FunctionDef | ast.ClassDef)
     } - {*DOCUMENTED}
     own |= {
         node.attr
-        for node in ast.walk(_tree(path))
+        for node in nodes(path)
         if isinstance(node, ast.Attribute) and _dotted(node.value) in ("self", "cls")
     }
     for node, module, name in _imports(path):
@@ -176,7 +142,7 @@ def _private_names_of_torch(path: Path) -> Iterator[str]:
         ):
             yield _at(path, node)
     names = _hidden_by_torch() - own - {*DOCUMENTED}
-    for node in ast.walk(_tree(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Attribute):
             name, of = node.attr, _dotted(node.value)
         elif (
@@ -225,25 +191,11 @@ def test_a_private_name_of_torch_is_found(tmp_path: Path, monkeypatch: pytest.Mo
     )
     monkeypatch.setattr(sys.modules[__name__], "_name", lambda path: path.name)
     found = sorted(found.partition(":")[2] for found in _private_names_of_torch(path))
-    assert found == [
-        "1",
-        "2",
-        "3 _flatten",
-        "4 _local_tensor",
-        "5 _buffers",
-    ]
+    assert found == ["1", "2", "3 _flatten", "4 _local_tensor", "5 _buffers"]
 
 
 PURE_PACKAGES = ("config", "planner", "model")
-IMPURE_MODULES = (
-    "torch.distributed",
-    "torch.cuda",
-    "socket",
-    "subprocess",
-    "urllib",
-    "requests",
-    "huggingface_hub",
-)
+IMPURE_MODULES = ("torch.distributed", "torch.cuda", "socket", "subprocess", "urllib", "requests", "huggingface_hub")  # fmt: skip
 
 
 def test_configuration_planner_and_model_facts_are_pure() -> None:
@@ -259,17 +211,8 @@ def test_configuration_planner_and_model_facts_are_pure() -> None:
 
 
 OPTIONAL = (
-    "transformers",
-    "tokenizers",
-    "datasets",
-    "accelerate",
-    "huggingface_hub",
-    "peft",
-    "torchao",
-    "matplotlib",
-    "deepspeed",
-    "psutil",
-)
+    "transformers", "tokenizers", "datasets", "accelerate", "huggingface_hub", "peft", "torchao", "matplotlib", "deepspeed", "psutil",
+)  # fmt: skip
 
 
 def test_optional_dependencies_are_imported_where_they_are_used() -> None:
@@ -283,7 +226,7 @@ def test_optional_dependencies_are_imported_where_they_are_used() -> None:
             for node, module, _ in _imports(path)
             if module.startswith("plait.hf")
         ]
-        for node in _tree(path).body:
+        for node in tree(path).body:
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             bad += [
@@ -315,12 +258,11 @@ def _documented(body: list[ast.stmt], owner: str, bases: bool) -> Iterator[tuple
 def test_public_functions_are_documented_and_typed() -> None:
     failures = []
     for path in FILES:
-        tree = _tree(path)
-        if path.name != "__main__.py" and not ast.get_docstring(tree):
+        if path.name != "__main__.py" and not ast.get_docstring(tree(path)):
             failures.append(f"{_name(path)} has no docstring")
-        for node, name in _documented(tree.body, "", False):
+        for node, name in _documented(tree(path).body, "", False):
             failures.append(f"{_at(path, node)} {name} has no docstring")
-        for node in ast.walk(tree):
+        for node in nodes(path):
             is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
             if is_function and not node.name.startswith("_") and node.returns is None:
                 failures.append(f"{_at(path, node)} {node.name} has no return type")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import socket
 import stat
-import subprocess
 import sys
 import zipfile
 from datetime import timedelta
@@ -20,6 +20,7 @@ from torch.distributed import TCPStore
 import plait
 from plait.checkpoint.foreign.unpickle import read_torch
 from plait.cli.launching.agent import LOOPBACK, loopback_store
+from plait.cli.main import main
 from plait.comm import stacks
 from plait.errors import CheckpointError, InputError, PlaitError
 
@@ -119,8 +120,12 @@ def listening_addresses(port: int) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("call", ["plait.from_pretrained", "plait generate", "plait verify"])
-def test_code_in_a_model_folder_does_not_run(tmp_path: Path, call: str) -> None:
+@pytest.mark.parametrize(
+    "call", ["plait.from_pretrained", "plait generate --prompt x", "plait verify"]
+)
+def test_code_in_a_model_folder_does_not_run(
+    tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Nobody is asked either: a `y` in a pipe would be an answer."""
     folder, canary = tmp_path / "model", tmp_path / "ran"
     folder.mkdir()
@@ -136,11 +141,12 @@ def test_code_in_a_model_folder_does_not_run(tmp_path: Path, call: str) -> None:
         with pytest.raises(InputError, match="trust_remote_code"):
             plait.from_pretrained(folder)
     else:
-        options = ["--prompt", "x"] if "generate" in call else []
-        command = [sys.executable, "-m", "plait", call.split()[1], "--model", str(folder), *options]
-        done = subprocess.run(command, input="y\ny\n", capture_output=True, text=True, timeout=120)
-        assert done.returncode and "Traceback" not in done.stderr
-        assert "[y/N]" not in done.stdout + done.stderr
+        monkeypatch.setattr(sys, "stdin", io.StringIO("y\ny\n"))
+        with pytest.raises(SystemExit) as end:
+            main([*call.split()[1:], "--model", str(folder)])
+        shown = capsys.readouterr()
+        assert end.value.code and "plait: " in shown.err
+        assert "[y/N]" not in shown.out + shown.err
     assert not canary.exists()
 
 

@@ -55,22 +55,11 @@ def test_the_line_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         "optional-dependencies"
     ]
     assert {"hf", "peft", "stores"} <= extras.keys()
-    command = shlex.split(install_line("hf"))
-    options = [
-        "--dry-run",
-        "--no-deps",
-        "--no-build-isolation",
-        "--no-index",
-        "--disable-pip-version-check",
-        "--ignore-installed",
-    ]
-    done = subprocess.run(
-        [sys.executable, "-m", *command, *options], capture_output=True, text=True, check=True
-    )
-    assert (
-        "Would install plait" in done.stdout
-        and "does not provide the extra" not in done.stdout + done.stderr
-    )
+    options = "--dry-run --no-deps --no-build-isolation --no-index --disable-pip-version-check --ignore-installed"
+    command = [sys.executable, "-m", *shlex.split(install_line("hf")), *options.split()]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "Would install plait" in done.stdout
+    assert "does not provide the extra" not in done.stdout + done.stderr
 
 
 def test_the_trainer_without_its_extra() -> None:

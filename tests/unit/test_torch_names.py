@@ -246,6 +246,19 @@ def test_outputs_in_dataclasses(nested: bool) -> None:
     assert all(layer.weight.grad is not None for layer in used)
 
 
+def recorded(unit: nn.Module) -> list[torch.Tensor]:
+    """Return the list that inputs of the unit's reduce-scatters are added to."""
+    inputs: list[torch.Tensor] = []
+
+    class Recorded(AllToAllReduceScatter):
+        def __call__(self, output_tensor, input_tensor, *args, **kwargs):  # type: ignore[no-untyped-def]
+            inputs.append(input_tensor.clone())
+            super().__call__(output_tensor, input_tensor, *args, **kwargs)
+
+    unit.set_custom_reduce_scatter(Recorded())  # type: ignore[operator]
+    return inputs
+
+
 class HalfUsed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -260,14 +273,7 @@ def test_zeros_are_reduced_for_unused_parameters() -> None:
     unit = HalfUsed()
     fully_shard(unit, mesh=init_device_mesh("cpu", (2,)))
     units.reduce_unused_parameters(unit)
-    reduced: list[torch.Tensor] = []
-
-    class Recorded(AllToAllReduceScatter):
-        def __call__(self, output_tensor, input_tensor, *args, **kwargs):  # type: ignore[no-untyped-def]
-            reduced.append(input_tensor.clone())
-            super().__call__(output_tensor, input_tensor, *args, **kwargs)
-
-    unit.set_custom_reduce_scatter(Recorded())
+    reduced = recorded(unit)
     unit(torch.ones(1, 3)).sum().backward()
     # The fake group need not write the output of a reduce-scatter, so its numbers say nothing.
     assert all(p.grad is not None for p in unit.parameters())
@@ -362,18 +368,11 @@ def test_operators_that_dispatch_modes_do_not_see() -> None:
 def test_custom_reduce_scatter() -> None:
     """`fully_shard` calls it in place of the collective."""
     assert issubclass(AllToAllReduceScatter, units.ReduceScatter)
-    calls = []
-
-    class Counted(AllToAllReduceScatter):
-        def __call__(self, output_tensor, input_tensor, group, op, async_op=False):  # type: ignore[no-untyped-def]
-            calls.append(input_tensor.numel())
-            super().__call__(output_tensor, input_tensor, group, op, async_op)
-
     model = sharded()
-    for module in units.sharded_modules(model):
-        module.set_custom_reduce_scatter(Counted())
+    inputs = [recorded(module) for module in units.sharded_modules(model)]
     model(torch.ones(1, 4)).sum().backward()
-    assert sorted(calls) == [16, 20], "both units, rows padded to both ranks"
+    sizes = sorted(tensor.numel() for tensors in inputs for tensor in tensors)
+    assert sizes == [16, 20], "both units, rows padded to both ranks"
 
 
 def test_unused_parameters_of_accumulated_steps() -> None:
@@ -385,14 +384,7 @@ def test_unused_parameters_of_accumulated_steps() -> None:
     fully_shard(unit, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
     units.reduce_unused_parameters(unit)
     units.reduce_unused_parameters(unit)
-    sent: list[torch.Tensor] = []
-
-    class Recorded(AllToAllReduceScatter):
-        def __call__(self, output_tensor, input_tensor, *args, **kwargs):  # type: ignore[no-untyped-def]
-            sent.append(input_tensor.clone())
-            super().__call__(output_tensor, input_tensor, *args, **kwargs)
-
-    unit.set_custom_reduce_scatter(Recorded())
+    sent = recorded(unit)
     x = torch.full((1, 3), 2.0)
     for uses in ((False, False), (False, True), (True, True)):
         for index, late in enumerate(uses):
@@ -417,14 +409,7 @@ def test_order_of_reduced_gradients(own_dtype: bool) -> None:
         unit.first.sum() * 1 + unit.second.sum() * 2 + unit.third.sum() * 3 + unit.fourth.sum()
     )
     fully_shard(unit, mesh=init_device_mesh("cpu", (2,)))
-    sent: list[torch.Tensor] = []
-
-    class Recorded(AllToAllReduceScatter):
-        def __call__(self, output_tensor, input_tensor, *args, **kwargs):  # type: ignore[no-untyped-def]
-            sent.append(input_tensor.clone())
-            super().__call__(output_tensor, input_tensor, *args, **kwargs)
-
-    unit.set_custom_reduce_scatter(Recorded())  # type: ignore[operator]
+    sent = recorded(unit)  # type: ignore[arg-type]
     unit().backward()
     runs = torch.unique_consecutive(sent[0].view(2, -1)[0], return_counts=True)[1].tolist()
     shapes = [numel for _, numel, trainable in units.reduced_shapes(unit) if trainable]  # type: ignore[arg-type]

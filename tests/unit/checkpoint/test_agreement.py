@@ -9,20 +9,18 @@ from plait.comm.failures import run_on_all_ranks
 from plait.errors import CheckpointError
 
 
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
+def test_every_error_is_told() -> None:
+    for error, said in (
         (RuntimeError("no memory"), "RuntimeError: no memory"),
         (MemoryError(), "MemoryError"),
         (KeyError("step"), "KeyError: 'step'"),
         (CheckpointError("x is cut"), "x is cut"),
         (OSError(28, "No space left on device", "a/b"), "a/b: No space left on device"),
-    ],
-)
-def test_every_error_is_told(error: Exception, said: str) -> None:
-    def work() -> None:
-        raise error
+    ):
 
-    with pytest.raises(CheckpointError) as caught:
-        run_on_all_ranks(work, device=torch.device("cpu"), doing="saving")
-    assert str(caught.value) == f"saving: {said}" and caught.value.__cause__ is error
+        def work(error: Exception = error) -> None:
+            raise error
+
+        with pytest.raises(CheckpointError) as caught:
+            run_on_all_ranks(work, device=torch.device("cpu"), doing="saving")
+        assert str(caught.value) == f"saving: {said}" and caught.value.__cause__ is error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import pickle
 import shutil
@@ -10,6 +12,7 @@ import zipfile
 from collections.abc import Iterator
 from enum import IntEnum
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -84,19 +87,15 @@ def trained() -> tuple[Model, torch.optim.AdamW]:
     return model, optimizer
 
 
+def run_in_this_process(command: list[str], **_: Any) -> SimpleNamespace:
+    """Stands for `subprocess.run`, without the seconds that a process takes to start. One test takes the process."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        convert.main(*command[3:])
+    return SimpleNamespace(stdout=said.getvalue(), stderr="", returncode=0)
+
+
 def in_this_process(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> convert.Imported:
-    """Without the seconds that a process takes to start; one test takes the process."""
-
-    def run(command: list[str], **_: Any) -> Any:
-        import contextlib
-        import io
-        import types
-
-        with contextlib.redirect_stdout(io.StringIO()) as said:
-            convert.main(*command[3:])
-        return types.SimpleNamespace(stdout=said.getvalue(), stderr="", returncode=0)
-
-    monkeypatch.setattr(convert.subprocess, "run", run)
+    monkeypatch.setattr(convert.subprocess, "run", run_in_this_process)
     return convert.convert(source, str(out))
 
 
@@ -109,21 +108,18 @@ def compare(out: Path, *, rtol: float) -> Reader:
     wanted = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     names = {parameter: name for name, parameter in model.named_parameters()}
     for parameter, states in optimizer.state.items():
-        wanted |= {
-            f"optimizer.state.{names[parameter]}.{key}": value for key, value in states.items()
-        }
+        at = f"optimizer.state.{names[parameter]}"
+        wanted |= {f"{at}.{key}": value for key, value in states.items()}
     assert set(reader.tensors) == set(wanted)
     for name, tensor in wanted.items():
         torch.testing.assert_close(
             reader.read(name), tensor.detach(), rtol=rtol, atol=1e-7, msg=name
         )
     groups = found.manifest.metadata["optimizer"]["groups"]
-    assert sorted(
-        (tuple(group["params"]), exact.decode(group["now"]["weight_decay"])) for group in groups
-    ) == [
-        (("first.bias",), 0.0),
-        (("first.weight", "last.weight"), 0.1),
-    ]
+    decays = {
+        tuple(group["params"]): exact.decode(group["now"]["weight_decay"]) for group in groups
+    }
+    assert decays == {("first.bias",): 0.0, ("first.weight", "last.weight"): 0.1}
     other = Model()
     plait.load_trained(other, out)
     torch.testing.assert_close(other.state_dict(), model.state_dict(), rtol=rtol, atol=1e-7)
@@ -133,40 +129,33 @@ def compare(out: Path, *, rtol: float) -> Reader:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_deepspeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int) -> None:
     done = in_this_process(MADE / f"zero{stage}", tmp_path / "out", monkeypatch)
-    assert f"ZeRO {stage}, 2 ranks" in done.kind and (done.steps, done.tensors, done.states) == (
-        3,
-        5,
-        9,
-    )
+    assert f"ZeRO {stage}, 2 ranks" in done.kind
+    assert (done.steps, done.tensors, done.states) == (3, 5, 9)
     facts = compare(tmp_path / "out", rtol=1e-5).manifest.metadata
-    assert (
-        exact.decode(facts["client_state"]) == {"epoch": 2, "name": "x"}
-        and facts["global_steps"] == 3
-    )
+    assert exact.decode(facts["client_state"]) == {"epoch": 2, "name": "x"}
+    assert facts["global_steps"] == 3
     assert any("generators" in what for what in done.left_out)
 
 
 def test_the_command_line(tmp_path: Path) -> None:
-    """With the process that reads; a file that names what is not read ends with a message and the exit code of a bad checkpoint."""
-    run = CliRunner().invoke(
-        app, [str(MADE / "zero3"), "--out", str(tmp_path / "out"), "--tag", "theirs"]
-    )
+    """With the process that reads."""
+    arguments = [str(MADE / "zero3"), "--out", str(tmp_path / "out"), "--tag", "theirs"]
+    run = CliRunner().invoke(app, arguments)
     assert run.exit_code == 0, run.output
-    assert (
-        "step 3, 5 tensors and 9 states" in run.output and "not converted: generators" in run.output
-    )
+    assert "step 3, 5 tensors and 9 states" in run.output
+    assert "not converted: generators" in run.output
     assert compare(tmp_path / "out", rtol=1e-5).path == tmp_path / "out" / "theirs"
+
+
+def test_a_bad_file_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that names what is not read ends with a message and the exit code of a bad checkpoint."""
     shutil.copytree(MADE / "zero1", tmp_path / "bad")
-    torch.save(
-        {"optimizer_state_dict": Canary(tmp_path / "executed")},
-        next((tmp_path / "bad").rglob("*rank_0*optim*")),
-    )
+    file = next((tmp_path / "bad").rglob("*rank_0*optim*"))
+    torch.save({"optimizer_state_dict": Canary(tmp_path / "executed")}, file)
+    monkeypatch.setattr(convert.subprocess, "run", run_in_this_process)
     run = CliRunner().invoke(app, [str(tmp_path / "bad"), "--out", str(tmp_path / "other")])
-    assert (
-        isinstance(run.exception, CheckpointError)
-        and run.exception.exit_code == 4
-        and "posix.mkdir" in str(run.exception)
-    )
+    assert isinstance(run.exception, CheckpointError) and run.exception.exit_code == 4
+    assert "posix.mkdir" in str(run.exception)
     assert not (tmp_path / "executed").exists() and not (tmp_path / "other").exists()
 
 
@@ -204,12 +193,9 @@ def test_enums_of_python_3_11_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", as_python_3_11_0)
     monkeypatch.setattr(ZeroStageEnum, "__reduce_ex__", as_python_3_11_0)
     monkeypatch.setattr(ZeroStageEnum, "__module__", "deepspeed.runtime.zero.config")
-    for name in (
-        "deepspeed",
-        "deepspeed.runtime",
-        "deepspeed.runtime.zero",
-        "deepspeed.runtime.zero.config",
-    ):
+    module = "deepspeed.runtime.zero.config"
+    for end in range(1, 5):
+        name = ".".join(module.split(".")[:end])
         monkeypatch.setitem(sys.modules, name, sys.modules[__name__])
     torch.save({"zero_stage": ZeroStageEnum.gradients}, tmp_path / "states.pt")
     assert read_torch(tmp_path / "states.pt")["zero_stage"].args == (2,)
@@ -247,20 +233,20 @@ def test_any_other_getattr_is_refused(tmp_path: Path) -> None:
     assert read_pickle(tmp_path / "plain") is not getattr
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "metadata",
-        "item",
-        "optimizer states",
-        "model states",
-        "compressed",
-        "latest above",
-        "path above",
-        "cut",
-        "none",
-    ],
+KINDS = (
+    "metadata",
+    "item",
+    "optimizer states",
+    "model states",
+    "compressed",
+    "latest above",
+    "path above",
+    "cut",
+    "none",
 )
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_was_made_to_do_harm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
@@ -276,22 +262,16 @@ def test_what_was_made_to_do_harm(
                 if kind == "path above":
                     info.relative_path = "../other"
                 elif index.fqn == "model.x":
-                    torch.save(Canary(canary), source / "own.pt")
-                    info.relative_path, info.offset, info.length = (
-                        "own.pt",
-                        0,
-                        (source / "own.pt").stat().st_size,
-                    )
+                    own = source / "own.pt"
+                    torch.save(Canary(canary), own)
+                    info.relative_path, info.offset, info.length = own.name, 0, own.stat().st_size
             (source / ".metadata").write_bytes(pickle.dumps(metadata))
     elif kind == "none":
         source.mkdir()
     else:
         shutil.copytree(MADE / "zero2", source)
-        path = next(
-            (source / "step3").glob(
-                "*rank_1*optim*" if kind != "model states" else "*model_states*"
-            )
-        )
+        name = "*rank_1*optim*" if kind != "model states" else "*model_states*"
+        path = next((source / "step3").glob(name))
         if kind in ("optimizer states", "model states"):
             torch.save({"optimizer_state_dict": Canary(canary)}, path)
         elif kind == "latest above":
@@ -303,18 +283,15 @@ def test_what_was_made_to_do_harm(
             path.write_bytes(path.read_bytes()[:-200])
     with pytest.raises(PlaitError) as caught:
         in_this_process(source, tmp_path / "out", monkeypatch)
-    assert isinstance(caught.value, CheckpointError | InputError) and str(source) in str(
-        caught.value
-    )
+    assert isinstance(caught.value, CheckpointError | InputError)
+    assert str(source) in str(caught.value)
     assert not canary.exists() and not (tmp_path / "out" / "LATEST").exists()
 
 
 def test_elements_across_parts() -> None:
     parts = [torch.arange(3.0), torch.arange(3.0, 4.0), torch.arange(4.0, 9.0)]
-    assert all(
-        content.slice_of_parts(parts, a, b).tolist() == list(range(a, a + b))
-        for a in range(9)
-        for b in range(10 - a)
-    )
+    for a in range(9):
+        for b in range(10 - a):
+            assert content.slice_of_parts(parts, a, b).tolist() == list(range(a, a + b))
     with pytest.raises(CheckpointError, match="lacks 1 of them"):
         content.slice_of_parts(parts, 4, 6)

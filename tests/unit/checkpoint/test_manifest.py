@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,34 +13,27 @@ from plait.hashing import sha256_of
 from tests.checkpoints import put
 
 
-@pytest.mark.parametrize("degrees", [{"tp": 0}, {"xx": 2}, {"pp": -1}, {"pp": "many"}, []])
-def test_degrees_of_no_layout(tmp_path: Path, degrees: Any) -> None:
+def test_degrees_of_no_layout(tmp_path: Path) -> None:
     path = put(tmp_path, "a", {})
-    edited = json.dumps(json.loads((path / "manifest.json").read_text()) | {"degrees": degrees})
-    (path / "manifest.json").write_text(edited)
-    (path / "manifest.sha256").write_text(sha256_of(edited))
-    with pytest.raises(
-        CheckpointError, match=r"manifest.json is not a valid Manifest of Plait: degrees"
-    ):
-        read_manifest(path)
+    for degrees in ({"tp": 0}, {"xx": 2}, {"pp": -1}, {"pp": "many"}, []):
+        edited = json.dumps(json.loads((path / "manifest.json").read_text()) | {"degrees": degrees})
+        (path / "manifest.json").write_text(edited)
+        (path / "manifest.sha256").write_text(sha256_of(edited))
+        with pytest.raises(
+            CheckpointError, match=r"manifest.json is not a valid Manifest of Plait: degrees"
+        ):
+            read_manifest(path)
 
 
-@pytest.mark.parametrize(
-    "record",
-    [
-        {"shape": [-1]},
-        {"cuts": [["xx", 0]]},
-        {"cuts": [["tp", 2]]},
-        {"cuts": [["tp", -1]]},
-        {"stages": []},
-        {"stages": [-1]},
-    ],
-)
-def test_records_of_no_tensor(tmp_path: Path, record: dict[str, Any]) -> None:
+def test_records_of_no_tensor(tmp_path: Path) -> None:
     shards = {"file": "../x", "size": 0, "header_sha256": "", "entries": {}}
-    tensor = {"dtype": "float32", "shape": [2, 3], "cuts": [], "stages": [0]} | record
-    (tmp_path / "00000.json").write_text(json.dumps({"shards": shards, "tensors": {"x": tensor}}))
-    with pytest.raises(
-        CheckpointError, match=r"00000.json is not a valid RankManifest of Plait: tensors.x"
-    ):
-        read_json(RankManifest, tmp_path / "00000.json")
+    for record in (
+        {"shape": [-1]}, {"cuts": [["xx", 0]]}, {"cuts": [["tp", 2]]}, {"cuts": [["tp", -1]]}, {"stages": []}, {"stages": [-1]},
+    ):  # fmt: skip
+        tensor = {"dtype": "float32", "shape": [2, 3], "cuts": [], "stages": [0], **record}
+        text = json.dumps({"shards": shards, "tensors": {"x": tensor}})
+        (tmp_path / "00000.json").write_text(text)
+        with pytest.raises(
+            CheckpointError, match=r"00000.json is not a valid RankManifest of Plait: tensors.x"
+        ):
+            read_json(RankManifest, tmp_path / "00000.json")

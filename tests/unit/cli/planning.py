@@ -1,23 +1,10 @@
-"""What `plait plan` is asked for in tests."""
+"""Measured runs for `plait calibrate`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from tests.unit.planner.rows import ROW
-
-ASKED = (
-    "--model",
-    "llama-3-8b",
-    "--world-size",
-    "16",
-    "--gpu",
-    "h100",
-    "--batch",
-    "64",
-    "--seq",
-    "2048",
-)
 
 
 def runs_file(folder: Path, count: int = 6) -> Path:
@@ -27,8 +14,8 @@ def runs_file(folder: Path, count: int = 6) -> Path:
         {
             **ROW,
             "id": f"X-{index}",
-            "micro_batch": str(1 + index % 2),
-            "step_time_s": str(2 + index / 10),
+            "micro_batch": f"{1 + index % 2}",
+            "step_time_s": f"{2 + index / 10}",
         }
         for index in range(count)
     ]

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from plait.cli import calibrate as command
-from plait.cli.main import main
 from plait.cluster.topology import machine_name
 from plait.engine import calibration as live
 from plait.engine.calibration import TimedSteps
@@ -19,25 +18,18 @@ from plait.planner.calibrate import (
     runs_of,
     save_calibration,
 )
-from tests.unit.cli.planning import ASKED, runs_file
+from tests.unit.cli.commands import PLAN, run
+from tests.unit.cli.planning import runs_file
 from tests.unit.planner.rows import measured
 
 TINY = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
         "num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 16, "tie_word_embeddings": False}  # fmt: skip
 
 
-def run(*arguments: object) -> int:
-    """The command's exit code."""
-    try:
-        return int(main(list(map(str, arguments))) or 0)
-    except SystemExit as end:
-        return int(end.code or 0)
-
-
 def seconds(capsys: pytest.CaptureFixture[str], *more: object) -> tuple[float, list[str]]:
     """(the best plan's step, the notes)."""
     capsys.readouterr()
-    assert run("plan", *ASKED, "--json", *more) == 0
+    assert run(f"{PLAN} --json", *more) == 0
     told = json.loads(capsys.readouterr().out)
     return told["best"][0]["step"]["seconds"], told["notes"]
 
@@ -54,12 +46,9 @@ def test_a_plan_takes_the_constants_of_its_device_alone(
     before, notes = seconds(capsys)
     after, _ = seconds(capsys, "--calibrate", out)
     assert not notes and after > 1.2 * before
-    assert (
-        run("plan", "--model", "gpt2", "--world-size", "8", "--gpu", "a100", "--calibrate", out)
-        == 2
-    )
+    assert run("plan --model gpt2 --world-size 8 --gpu a100 --calibrate", out) == 2
     assert "calibration of h100, and the plan is for a100" in capsys.readouterr().err
-    assert run("plan", *ASKED, "--calibrate", runs_file(tmp_path)) == 2
+    assert run(f"{PLAN} --calibrate", runs_file(tmp_path)) == 2
     assert "name a file that `plait calibrate` wrote" in capsys.readouterr().err
 
 
@@ -81,22 +70,8 @@ def test_a_live_calibration_of_one_process(
     assert origin.facts["runs"] == calibration.time.rows == 4
     model = tmp_path / "config.json"
     model.write_text(json.dumps(TINY))
-    asked = (
-        "plan",
-        "--model",
-        model,
-        "--world-size",
-        "1",
-        "--gpu",
-        "cpu",
-        "--batch",
-        "4",
-        "--seq",
-        "16",
-        "--nproc-per-node",
-        "1",
-    )
-    assert run(*asked, "--calibrate", out) == 0
+    asked = "plan --world-size 1 --gpu cpu --batch 4 --seq 16 --nproc-per-node 1 --calibrate"
+    assert run(asked, out, "--model", model) == 0
 
 
 def test_steps_that_wait_are_told_apart_from_steps_that_compute() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from plait.cli.main import main
+from tests.table import check_rows
 
 FILE = """{
   // two processes share every matrix product
@@ -79,15 +80,8 @@ def test_explain_as_json(file: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_wrong_file_shows_its_keys_and_every_problem(
     file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, out, err = run(
-        "explain",
-        file,
-        "--set",
-        "train_batch_size=9",
-        "--set",
-        "data_parallel_size=3",
-        capsys=capsys,
-    )
+    wrong = ("--set", "train_batch_size=9", "--set", "data_parallel_size=3")
+    code, out, err = run("explain", file, *wrong, capsys=capsys)
     assert code == 2
     assert "zero_optimization.stage" in out
     assert (
@@ -101,33 +95,25 @@ def test_a_wrong_file_shows_its_keys_and_every_problem(
     assert json.loads(out)["problems"][0]["message"].startswith("train_batch_size = 9: ")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["nowhere.json"], "nowhere.json: there is no such file"),
-        (["{file}", "--set", "zero_optimization.stge=3"], "did you mean zero_optimization.stage?"),
-        (["{file}", "--set", "nonsense"], "--set = 'nonsense': an override is a dotted key"),
-        (["{file}", "--world-size", "3"], "tp 2 = 2 and 3 % 2 = 1; start 2 or 4 processes"),
-        (["{file}", "--world-size", "0"], "--world-size = '0': "),
-        (["{file}", "{file}"], "one FILE is read at a time and 2 are given"),
-        ([], "Missing argument"),
-    ],
-)
-def test_mistakes_exit_with_2_and_a_sentence(
-    arguments: list[str], said: str, file: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, _, err = run(
-        "explain", *(argument.replace("{file}", file) for argument in arguments), capsys=capsys
-    )
-    assert code == 2
-    assert said in " ".join(err.replace("│", " ").split())
-    assert "Traceback" not in err
+MISTAKES = {
+    "nowhere.json": "nowhere.json: there is no such file",
+    "{file} --set zero_optimization.stge=3": "did you mean zero_optimization.stage?",
+    "{file} --set nonsense": "--set = 'nonsense': an override is a dotted key",
+    "{file} --world-size 3": "tp 2 = 2 and 3 % 2 = 1; start 2 or 4 processes",
+    "{file} --world-size 0": "--world-size = '0': ",
+    "{file} {file}": "one FILE is read at a time and 2 are given",
+    "": "Missing argument",
+    "-- --tensor-model-parallel-size 4": "run: plait config convert -- --tensor-model-parallel-size 4",
+}
 
 
-def test_megatron_flags_are_converted_and_not_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = run("explain", "--", "--tensor-model-parallel-size", "4", capsys=capsys)
-    assert code == 2
-    assert "run: plait config convert -- --tensor-model-parallel-size 4" in err
+def test_mistakes_exit_with_2_and_a_sentence(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def check(row: tuple[str, str]) -> None:
+        code, _, err = run("explain", *row[0].replace("{file}", file).split(), capsys=capsys)
+        assert code == 2 and "Traceback" not in err
+        assert row[1] in " ".join(err.replace("│", " ").split())
+
+    check_rows({row[0]: row for row in MISTAKES.items()}, check)
 
 
 def test_schema(capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,55 +163,54 @@ CONVERTED = {
 }
 
 
+@pytest.fixture
+def accelerate(tmp_path: Path) -> Path:
+    path = tmp_path / "accelerate.yaml"
+    path.write_text(ACCELERATE)
+    return path
+
+
 def test_a_file_of_accelerate_becomes_a_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    accelerate: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source, out = tmp_path / "accelerate.yaml", tmp_path / "run.json"
-    source.write_text(ACCELERATE)
-    code, table, err = run("convert", str(source), "--out", str(out), capsys=capsys)
+    out = accelerate.with_name("run.json")
+    command = ("convert", str(accelerate), "--out", str(out))
+    code, table, err = run(*command, capsys=capsys)
     assert (code, err) == (0, "")
     assert json.loads(out.read_text()) == CONVERTED
     rows = {line.split()[0]: line.split(maxsplit=3)[1:] for line in table.splitlines()[:-2]}
+    ignored = "ignored: an option of the launcher; see `plait launch --help`"
     assert rows["key"] == ["value", "Plait's", "note"]
     assert rows["fsdp_config.fsdp_reshard_after_forward"] == ["true", "zero_optimization.stage"]
     assert rows["parallelism_config.parallelism_config_tp_size"] == ["2", "parallel.tp"]
-    assert rows["machine_rank"] == [
-        "0",
-        "-",
-        "ignored: an option of the launcher; see `plait launch --help`",
-    ]
+    assert rows["machine_rank"] == ["0", "-", ignored]
     assert "(left out)" in table and "Accelerate's default" in table
     assert table.splitlines()[-1].startswith(f"wrote {out}; add the sections model and data")
-    code, _, err = run("convert", str(source), "--out", str(out), capsys=capsys)
+    code, _, err = run(*command, capsys=capsys)
     assert code == 2 and "exists; give another name" in err
 
 
 def test_without_out_the_file_is_on_standard_output(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    accelerate: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source = tmp_path / "accelerate.yaml"
-    source.write_text(ACCELERATE)
-    code, out, err = run("convert", str(source), "--set", "parallel.tp=1", capsys=capsys)
+    code, out, err = run("convert", str(accelerate), "--set", "parallel.tp=1", capsys=capsys)
     assert code == 0 and "machine_rank" in err
     assert json.loads(out) == {**CONVERTED, "parallel": {"dp_replicate": 1, "dp_shard": 2, "tp": 1}}
 
 
 def test_inconvertible_keys_are_listed_and_nothing_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    accelerate: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source, out = tmp_path / "accelerate.yaml", tmp_path / "run.json"
-    source.write_text(ACCELERATE.replace("num_processes", "num_procesess").replace("bf16", "fp8"))
-    code, table, err = run("convert", str(source), "--out", str(out), capsys=capsys)
+    out = accelerate.with_name("run.json")
+    accelerate.write_text(
+        ACCELERATE.replace("num_processes", "num_procesess").replace("bf16", "fp8")
+    )
+    code, table, err = run("convert", str(accelerate), "--out", str(out), capsys=capsys)
     assert code == 2 and not out.exists()
-    assert (
-        "refused: unknown key of Accelerate" in table
-        and "refused: this release computes in fp16" in table
-    )
-    assert (
-        "num_procesess = 4: unknown key of Accelerate; did you mean num_processes?" in err
-        and "mixed_precision = 'fp8'" in err
-    )
-    assert "Traceback" not in err
+    assert "refused: unknown key of Accelerate" in table
+    assert "refused: this release computes in fp16" in table
+    assert "num_procesess = 4: unknown key of Accelerate; did you mean num_processes?" in err
+    assert "mixed_precision = 'fp8'" in err and "Traceback" not in err
 
 
 def test_a_deepspeed_file_becomes_a_file_without_what_is_ignored(
@@ -233,15 +218,6 @@ def test_a_deepspeed_file_becomes_a_file_without_what_is_ignored(
 ) -> None:
     code, out, err = run("convert", file, capsys=capsys)
     assert code == 0
-    wanted = {
-        "zero_optimization": {"stage": 2},
-        "train_micro_batch_size_per_gpu": 4,
-        "parallel": {"tp": 2},
-    }
-    assert json.loads(out) == wanted
-    assert [line.split()[2] for line in err.splitlines()[1:]] == [
-        "zero_optimization.stage",
-        "-",
-        "parallel.tp",
-        "train_micro_batch_size_per_gpu",
-    ]
+    batch, stage = "train_micro_batch_size_per_gpu", "zero_optimization.stage"
+    assert json.loads(out) == {"zero_optimization": {"stage": 2}, batch: 4, "parallel": {"tp": 2}}
+    assert [line.split()[2] for line in err.splitlines()[1:]] == [stage, "-", "parallel.tp", batch]

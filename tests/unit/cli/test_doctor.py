@@ -8,51 +8,40 @@ from importlib.metadata import version
 
 import pytest
 
-from plait.cli.main import main
-
-
-def run(*arguments: str) -> int:
-    """The command's exit code."""
-    try:
-        return int(main(["doctor", *arguments]) or 0)
-    except SystemExit as end:
-        return int(end.code or 0)
+from tests.table import check_rows
+from tests.unit.cli.commands import run
 
 
 def test_the_environment(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
-    assert run("--json") == 0
+    assert run("doctor --json") == 0
     found = json.loads(capsys.readouterr().out)
     assert (
         found["versions"]["torch"] == version("torch")
         and found["versions"]["python"] == platform.python_version()
     )
     assert found["machine"]["cores"] >= 1 and found["variables"]["NCCL_DEBUG"] == "INFO"
-    assert run() == 0
+    assert run("doctor") == 0
     shown = capsys.readouterr().out
     assert version("torch") in shown and "NCCL_DEBUG" in shown
+    assert run("doctor --nccl --json") == 0
+    assert json.loads(capsys.readouterr().out)["variables"]["NCCL_DEBUG"] == "INFO"
 
 
-def test_nccl(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NCCL_ALGO", "Ring")
-    assert run("--nccl", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["variables"]["NCCL_ALGO"] == "Ring"
+WRONG = {
+    "--seconds 3": "add --links",
+    "--links --seconds 0": "not between 0.1 and 600",
+    "--links --nproc-per-node 1": "one process has no links",
+    "--links --nccl": "one of them at a time",
+    "--links --out /no/such/folder/x.json": "there is no folder",
+}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--seconds", "3"), "add --links"),
-        (("--links", "--seconds", "0"), "not between 0.1 and 600"),
-        (("--links", "--nproc-per-node", "1"), "one process has no links"),
-        (("--links", "--nccl"), "one of them at a time"),
-        (("--links", "--out", "/no/such/folder/x.json"), "there is no folder"),
-    ],
-)
-def test_wrong_input(
-    arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(*arguments) == 2
-    assert said in capsys.readouterr().err
+def test_wrong_input(capsys: pytest.CaptureFixture[str]) -> None:
+    def check(row: tuple[str, str]) -> None:
+        assert run(f"doctor {row[0]}") == 2
+        assert row[1] in capsys.readouterr().err
+
+    check_rows({row[0]: row for row in WRONG.items()}, check)

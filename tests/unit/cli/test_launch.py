@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import socket
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from plait.cli import main as command
 from plait.cli.launching import remote
 from plait.cli.launching.launch_settings import LaunchSettings, check
 from plait.errors import ConfigError
+from tests.table import check_rows
 
 
 @pytest.fixture
@@ -74,52 +76,14 @@ def test_a_module(started: list[Any]) -> None:
 
 
 def test_every_option_arrives(script: str, started: list[Any]) -> None:
-    _plait(
-        "--nproc-per-node",
-        "4",
-        "--nnodes",
-        "2:3",
-        "--rdzv-endpoint",
-        "a:1",
-        "--rdzv-id",
-        "job",
-        "--max-restarts",
-        "5",
-        "--grace",
-        "7",
-        "--timeout",
-        "8",
-        script,
-    )
-    assert started[0][1] == LaunchSettings(
-        4,
-        2,
-        3,
-        rdzv_endpoint="a:1",
-        rdzv_id="job",
-        max_restarts=5,
-        grace_seconds=7,
-        timeout_seconds=8,
-    )
-    _plait(
-        "--nproc-per-node",
-        "4",
-        "--nnodes",
-        "2",
-        "--node-rank",
-        "1",
-        "--master-addr",
-        "a",
-        "--master-port",
-        "5",
-        script,
-    )
+    elastic = "--nproc-per-node 4 --nnodes 2:3 --rdzv-endpoint a:1 --rdzv-id job --max-restarts 5 --grace 7 --timeout 8"
+    _plait(*elastic.split(), script)
+    meeting = LaunchSettings(4, 2, 3, rdzv_endpoint="a:1", rdzv_id="job")
+    seconds = {"grace_seconds": 7, "timeout_seconds": 8}
+    assert started[0][1] == dataclasses.replace(meeting, max_restarts=5, **seconds)
+    fixed = "--nproc-per-node 4 --nnodes 2 --node-rank 1 --master-addr a --master-port 5"
+    _plait(*fixed.split(), script)
     assert started[1][1] == LaunchSettings(4, 2, 2, node_rank=1, master_addr="a", master_port=5)
-
-
-def test_torchruns_spelling_of_the_processes(script: str, started: list[Any]) -> None:
-    _plait("--nproc-per-node", "4", script)
-    assert started[0][1].processes == 4
 
 
 def test_one_process_a_device_by_default(
@@ -130,37 +94,33 @@ def test_one_process_a_device_by_default(
     assert started[0][1].processes == 6
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ([], "no script to launch"),
-        (["-m"], "no module to launch"),
-        (["missing.py"], "missing.py: no such script"),
-        (["--nnodes", "x", "train.py"], "--nnodes = 'x'"),
-        (["-i", "a", "train.py"], "--include: chooses among the machines of a hostfile"),
-        (["--no-ssh", "train.py"], "--no-ssh"),
-        (["--export", "A", "train.py"], "--export"),
-        (
-            ["-H", "hosts", "--nnodes", "2", "train.py"],
-            "--nnodes = '2': given together with --hostfile",
-        ),
-        (["-H", "hosts", "--node-rank", "0", "train.py"], "--node-rank = 0: given together"),
-        (["-H", "hosts", "--max-restarts", "2", "train.py"], "--max-restarts = 2: given together"),
-        (["-H", "hosts", "train.py"], "hostfile hosts: No such file"),
-    ],
-)
+MISTAKES = {
+    "": "no script to launch",
+    "-m": "no module to launch",
+    "missing.py": "missing.py: no such script",
+    "--nnodes x train.py": "--nnodes = 'x'",
+    "-i a train.py": "--include: chooses among the machines of a hostfile",
+    "--no-ssh train.py": "--no-ssh",
+    "--export A train.py": "--export",
+    "-H hosts --nnodes 2 train.py": "--nnodes = '2': given together with --hostfile",
+    "-H hosts --node-rank 0 train.py": "--node-rank = 0: given together",
+    "-H hosts --max-restarts 2 train.py": "--max-restarts = 2: given together",
+    "-H hosts train.py": "hostfile hosts: No such file",
+}
+
+
+@pytest.mark.usefixtures("script")
 def test_mistakes_are_told_before_anything_starts(
-    script: str,
-    started: list[Any],
-    started_remote: list[Any],
-    arguments: list[str],
-    words: str,
-    capsys: pytest.CaptureFixture[str],
+    started: list[Any], started_remote: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert _plait(*arguments) == 2
-    assert words in capsys.readouterr().err
-    assert not started
-    assert not started_remote
+    def check(row: tuple[str, str]) -> None:
+        assert _plait(*row[0].split()) == 2
+        assert row[1] in capsys.readouterr().err
+        assert not started and not started_remote
+
+    check_rows({row[0]: row for row in MISTAKES.items()}, check)
+    with pytest.raises(ConfigError, match="--nproc-per-node = 0"):
+        verb.run(["x"], LaunchSettings(0))
 
 
 class TestHostfile:
@@ -213,16 +173,9 @@ class TestHostfile:
         assert "the hostfile does not contain this machine: 192.0.2.7" in capsys.readouterr().err
 
 
-class TestRun:
-    def test_for_other_verbs(self, started: list[Any]) -> None:
-        assert verb.run(["plait.x", "a.json"], LaunchSettings(2, grace_seconds=5)) == 0
-        assert started == [(["-m", "plait.x", "a.json"], LaunchSettings(2, grace_seconds=5))]
-
-    def test_mistakes(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert _plait() == 2
-        assert "no script" in capsys.readouterr().err
-        with pytest.raises(ConfigError, match="--nproc-per-node = 0"):
-            verb.run(["x"], LaunchSettings(0))
+def test_run_for_other_verbs(started: list[Any]) -> None:
+    assert verb.run(["plait.x", "a.json"], LaunchSettings(2, grace_seconds=5)) == 0
+    assert started == [(["-m", "plait.x", "a.json"], LaunchSettings(2, grace_seconds=5))]
 
 
 def test_devices_of_this_machine_without_a_hostfile(

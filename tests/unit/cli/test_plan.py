@@ -7,42 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from plait.cli.main import main
 from plait.cluster.topology import default_processes
 from plait.config.resolving.resolve import load, resolve
 from plait.planner.constants import interval_coverage
-from tests.unit.cli.planning import ASKED
+from tests.table import check_rows
+from tests.unit.cli.commands import PLAN, SMALL_PLAN, run
 
 QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart.json"
-
-
-def run(*arguments: object) -> int:
-    """The command's exit code."""
-    try:
-        return int(main(["plan", *map(str, arguments)]) or 0)
-    except SystemExit as end:
-        return int(end.code or 0)
 
 
 def test_a_plan_is_printed_explained_and_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "deep" / "run.json"
-    # Without pipelines and other stages each of the dozen searches is shorter.
-    assert (
-        run(
-            *ASKED,
-            "--fix",
-            "pp=1,stage=3",
-            "--why",
-            "tp=8",
-            "--why",
-            "tp=3",
-            "--out",
-            out,
-        )
-        == 0
-    )
+    assert run(f"{PLAN} --why tp=8 --why tp=3 --out", out) == 0
     shown = capsys.readouterr().out
     for text in (
         "llama-3-8b: 8.0 B parameters; 16 x NVIDIA H100",
@@ -61,7 +39,7 @@ def test_a_plan_is_printed_explained_and_written(
 
 
 def test_json_on_standard_output_is_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(*ASKED, "--json", "--why", "tp=8", "--top", "2") == 0
+    assert run(f"{PLAN} --json --why tp=8 --top 2") == 0
     told = json.loads(capsys.readouterr().out)
     assert len(told["best"]) == 2 and told["why"][0]["query"] == "tp=8"
     assert load(told["config"]).train_batch_size == 64
@@ -70,14 +48,10 @@ def test_json_on_standard_output_is_nothing_else(capsys: pytest.CaptureFixture[s
 
 def test_a_training_file_is_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run.json"
-    assert run(QUICKSTART, "--gpu", "a100", "--world-size", "4", "--out", out) == 0
+    assert run("plan --gpu a100 --world-size 4 --out", out, QUICKSTART) == 0
     assert "8: 2 samples per device" in capsys.readouterr().out
     before, after = json.loads(QUICKSTART.read_text()), json.loads(out.read_text())
-    assert (
-        after["optimizer"] == before["optimizer"]
-        and after["run"] == before["run"]
-        and after["model"] == before["model"]
-    )
+    assert all(after[name] == before[name] for name in ("optimizer", "run", "model"))
     assert after["train_batch_size"] == 8 and after["data"]["sequence_length"] == 128
 
 
@@ -85,106 +59,55 @@ def test_without_devices_the_plan_is_for_trainings_processes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     capacities = []
-    for processes in (1, "auto", 4):
+    file, out = tmp_path / "run.json", tmp_path / "planned.json"
+    for processes, count in ((1, 1), ("auto", default_processes())):
         tree = json.loads(QUICKSTART.read_text())
         tree["run"]["processes"] = processes
-        file = tmp_path / "run.json"
         file.write_text(json.dumps(tree))
-        assert run(file, "--json", "--out", tmp_path / "planned.json") == 0
+        assert run("plan --json --out", out, file) == 0
         best = json.loads(capsys.readouterr().out)["sidecar"]
-        assert best["cluster"]["devices"] == (
-            default_processes() if processes == "auto" else processes
-        )
+        assert best["cluster"]["devices"] == count
         assert best["layout"]["stage"] == 2  # of a single process too, where it shards over one
-        assert (
-            resolve(
-                load(tmp_path / "planned.json"), world_size=best["cluster"]["devices"]
-            ).data_parallel.stage
-            == 2
-        )
-        capacities.append(best["cluster"]["memory_bytes"] * best["cluster"]["devices"])
-    assert capacities == pytest.approx(
-        [capacities[0]] * 3, rel=1e-6
-    )  # processes share the machine's memory
+        assert resolve(load(out), world_size=count).data_parallel.stage == 2
+        capacities.append(best["cluster"]["memory_bytes"] * count)
+    # Processes share the machine's memory.
+    assert capacities[1] == pytest.approx(capacities[0], rel=1e-6)
 
 
 def test_nothing_fits_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--model", "llama-3-405b", "--world-size", "8", "--gpu", "h100", "--batch", "8") == 1
+    assert run("plan --model llama-3-405b --world-size 8 --gpu h100 --batch 8") == 1
     said = capsys.readouterr().err
     assert "nothing fits" in said and "of 79.1 GiB: " in said and "more GPUs" in said
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (("--world-size", "8", "--gpu", "h100"), "nothing to plan for"),
-        (("--model", "lama-3-8b", "--world-size", "8", "--gpu", "h100"), "did you mean llama-3-8b"),
-        (("--model", "llama-3-8b", "--world-size", "8", "--gpu", "h10"), "did you mean h100"),
-        (("--model", "llama-3-8b", "--gpu", "h100"), "the number of GPUs is not known; add it"),
-        (("--model", "llama-3-8b", "--world-size", "12", "--gpu", "h100"), "12 % 8 = 4"),
-        (
-            ("--model", "llama-3-8b", "--world-size", "8", "--gpu", "h100", "--batch", "0"),
-            "at least one sample",
-        ),
-        (
-            ("--model", "llama-3-8b", "--world-size", "8", "--gpu", "v100", "--precision", "bf16"),
-            "does not support it",
-        ),
-        (
-            ("--model", "llama-3-8b", "--world-size", "8", "--gpu", "h100", "--precision", "int8"),
-            "Plait does not train in it",
-        ),
-        (
-            ("--model", "llama-3-8b", "--world-size", "8", "--gpu", "h100", "--fix", "speed=2"),
-            "must be FIELD=VALUE with a field of a layout",
-        ),
-        (
-            (
-                "--model",
-                "llama-3-8b",
-                "--world-size",
-                "8",
-                "--gpu",
-                "h100",
-                "--batch",
-                "7",
-                "--fix",
-                "tp=1",
-            ),
-            "7 % 8 = 7",
-        ),
-        (
-            (
-                "--model",
-                "llama-3-8b",
-                "--world-size",
-                "8",
-                "--gpu",
-                "h100",
-                "--batch",
-                "8",
-                "--out",
-                "x.yaml",
-            ),
-            "ends in .json",
-        ),
-        (("--model", "llama-3-8b", "--nnodes", "2"), "add --nproc-per-node, or --gpu"),
-        (
-            ("--model", "llama-3-8b", "--nnodes", "2", "--gpu", "h100", "--world-size", "8"),
-            "2 machines of 8 GPUs are 16",
-        ),
-    ],
-)
-def test_wrong_input(
-    arguments: tuple[str, ...], expected: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(*arguments) == 2
-    said = capsys.readouterr().err
-    assert expected in said and "Traceback" not in said
+WRONG = {
+    "--world-size 8 --gpu h100": "nothing to plan for",
+    "--model lama-3-8b --world-size 8 --gpu h100": "did you mean llama-3-8b",
+    "--model llama-3-8b --world-size 8 --gpu h10": "did you mean h100",
+    "--model llama-3-8b --gpu h100": "the number of GPUs is not known; add it",
+    "--model llama-3-8b --world-size 12 --gpu h100": "12 % 8 = 4",
+    "--model llama-3-8b --world-size 8 --gpu h100 --batch 0": "at least one sample",
+    "--model llama-3-8b --world-size 8 --gpu v100 --precision bf16": "does not support it",
+    "--model llama-3-8b --world-size 8 --gpu h100 --precision int8": "Plait does not train in it",
+    "--model llama-3-8b --world-size 8 --gpu h100 --fix speed=2": "must be FIELD=VALUE with a field of a layout",
+    "--model llama-3-8b --world-size 8 --gpu h100 --batch 7 --fix tp=1": "7 % 8 = 7",
+    "--model llama-3-8b --world-size 8 --gpu h100 --batch 8 --out x.yaml": "ends in .json",
+    "--model llama-3-8b --nnodes 2": "add --nproc-per-node, or --gpu",
+    "--model llama-3-8b --nnodes 2 --gpu h100 --world-size 8": "2 machines of 8 GPUs are 16",
+}
+
+
+def test_wrong_input(capsys: pytest.CaptureFixture[str]) -> None:
+    def check(row: tuple[str, str]) -> None:
+        assert run(f"plan {row[0]}") == 2
+        said = capsys.readouterr().err
+        assert row[1] in said and "Traceback" not in said
+
+    check_rows({row[0]: row for row in WRONG.items()}, check)
 
 
 def test_names_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("models") == 0
+    assert run("plan models") == 0
     shown = capsys.readouterr().out
     assert "turing-nlg-530b" in shown and "mi300x" in shown
 
@@ -195,22 +118,18 @@ def test_a_file_written_by_hand_is_not_replaced(
     """E5: one that a plan wrote is, until somebody works on it."""
     out = tmp_path / "run.json"
     out.write_text('{"train_batch_size": 8}')
-    assert run(*ASKED, "--out", out) == 2
-    assert (
-        "delete it first" in capsys.readouterr().err
-        and out.read_text() == '{"train_batch_size": 8}'
-    )
+    plan = f"{SMALL_PLAN} --out {out}"
+    assert run(plan) == 2 and "delete it first" in capsys.readouterr().err
+    assert out.read_text() == '{"train_batch_size": 8}'
     out.unlink()
-    assert run(*ASKED, "--out", out) == 0
-    assert run(*ASKED, "--out", out) == 0
-    out.write_text(out.read_text().replace("64", "32", 1))
-    assert run(*ASKED, "--out", out) == 2
+    assert run(plan) == run(plan) == 0
+    out.write_text(out.read_text().replace("4", "8", 1))
+    assert run(plan) == 2
 
 
 def test_neighbours_are_one_table(capsys: pytest.CaptureFixture[str]) -> None:
     """E11: a row each; two that are the same layout are not explained twice."""
-    small = ("--model", "gpt2", "--world-size", "2", "--gpu", "h100", "--batch", "4")
-    assert run(*small, "--seq", "512", "--why", "neighbours") == 0
+    assert run(f"{SMALL_PLAN} --fix pp=1 --why neighbours") == 0
     shown = capsys.readouterr().out
     section = shown[shown.index("one step away") :].split("\n\n")[0].splitlines()
     layouts = [line for line in section[1:] if "the same layout as" not in line]
@@ -220,11 +139,23 @@ def test_neighbours_are_one_table(capsys: pytest.CaptureFixture[str]) -> None:
 def test_machines_and_their_gpus_stand_for_the_world_size(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    asked = [text for text in ASKED if text not in ("--world-size", "16")]
-    assert run(*asked, "--nnodes", "2", "--nproc_per_node", "8", "--json") == 0
-    several = json.loads(capsys.readouterr().out)
-    assert run(*ASKED, "--json") == 0
-    assert json.loads(capsys.readouterr().out)["best"] == several["best"]
+    printed = []
+    for devices in ("--world-size 16", "--nnodes 2 --nproc_per_node 8"):
+        assert run(PLAN.replace("--world-size 16", devices), "--json") == 0
+        printed.append(json.loads(capsys.readouterr().out)["best"])
+    assert printed[0] == printed[1]
+
+
+def notes(capsys: pytest.CaptureFixture[str], file: Path, sequence: int, **config: object) -> str:
+    """Return the notes of a plan for a small Llama."""
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 512}
+    file.write_text(
+        json.dumps({"model_type": "llama", **sizes, "max_position_embeddings": 64, **config})
+    )
+    assert (
+        run("plan --gpu h100 --world-size 1 --batch 1 --json --model", file, "--seq", sequence) == 0
+    )
+    return " ".join(json.loads(capsys.readouterr().out)["notes"])
 
 
 def test_a_model_that_training_refuses_is_told(
@@ -232,14 +163,11 @@ def test_a_model_that_training_refuses_is_told(
 ) -> None:
     """The plan itself needs no more than sizes."""
     pytest.importorskip("transformers")
-    file = tmp_path / "config.json"
-    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 512}
-    file.write_text(json.dumps({"model_type": "llama", **sizes, "hidden_act": "bogus"}))
-    assert run("--model", file, *ASKED[2:], "--json") == 0
-    assert any(
-        "`plait train` refuses this model" in note and "'bogus'" in note
-        for note in json.loads(capsys.readouterr().out)["notes"]
-    )
+    said = notes(capsys, tmp_path / "config.json", 128, hidden_act="bogus")
+    assert "`plait train` refuses this model" in said and "'bogus'" in said
+    assert "max_position_embeddings is 64" in said
+    said = notes(capsys, tmp_path / "config.json", 64)
+    assert "refuses" not in said and "max_position_embeddings" not in said
 
 
 def test_dropout_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -248,72 +176,14 @@ def test_dropout_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     sizes = {"n_layer": 2, "n_embd": 1024, "n_head": 16, "vocab_size": 512, "n_positions": 1024}
     found = {}
     for share in (0.0, 0.1):
-        file.write_text(
-            json.dumps(
-                {
-                    "model_type": "gpt2",
-                    **sizes,
-                    **dict.fromkeys(("resid_pdrop", "attn_pdrop", "embd_pdrop"), share),
-                }
-            )
-        )
-        options = (
-            "--gpu",
-            "h100",
-            "--world-size",
-            1,
-            "--batch",
-            64,
-            "--seq",
-            1024,
-            "--fix",
-            "recompute=full",
-            "--fix",
-            "micro_batch=64",
-        )
-        assert run("--model", file, *options, "--json") == 0
+        dropout = dict.fromkeys(("resid_pdrop", "attn_pdrop", "embd_pdrop"), share)
+        file.write_text(json.dumps({"model_type": "gpt2", **sizes, **dropout}))
+        options = "--gpu h100 --world-size 1 --batch 64 --seq 1024 --fix recompute=full --fix micro_batch=64"
+        assert run(f"plan {options} --json --model", file) == 0
         told = json.loads(capsys.readouterr().out)
         assert not any("dropout" in note for note in told["notes"])
         found[share] = told
     assert json.dumps(found[0.0]) != json.dumps(found[0.1])
-
-
-@pytest.mark.parametrize(("seq", "told"), [(64, False), (128, True)])
-def test_samples_that_are_too_long_for_the_model_are_told(
-    seq: int, told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "config.json"
-    sizes = {
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "vocab_size": 512,
-        "max_position_embeddings": 64,
-    }
-    file.write_text(json.dumps({"model_type": "llama", **sizes}))
-    assert (
-        run(
-            "--model",
-            file,
-            "--gpu",
-            "h100",
-            "--world-size",
-            1,
-            "--batch",
-            1,
-            "--seq",
-            seq,
-            "--json",
-        )
-        == 0
-    )
-    assert (
-        any(
-            "max_position_embeddings is 64" in note
-            for note in json.loads(capsys.readouterr().out)["notes"]
-        )
-        is told
-    )
 
 
 def test_a_file_that_training_refuses_is_not_planned(
@@ -327,18 +197,12 @@ def test_a_file_that_training_refuses_is_not_planned(
         "num_attention_heads": 4,
         "vocab_size": 512,
     }
-    tree = {
-        "train_batch_size": 8,
-        "model": {"config": {"model_type": "llama", **sizes}},
-        "data": {"sequence_length": 64},
-    }
+    model = {"config": {"model_type": "llama", **sizes}}
+    tree = {"train_batch_size": 8, "model": model, "data": {"sequence_length": 64}}
+    command = f"plan --gpu h100 --world-size 8 --out {out} {file}"
     file.write_text(json.dumps(tree | {"fp16": {"enabled": True}, "bf16": {"enabled": True}}))
-    assert run(file, "--gpu", "h100", "--world-size", 8, "--out", out) == 2
-    assert (
-        "fp16.enabled and bf16.enabled: are both true" in capsys.readouterr().err
-        and not out.exists()
-    )
-    file.write_text(
-        json.dumps(tree | {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}})
-    )  # Transformers' --learning_rate
-    assert run(file, "--gpu", "h100", "--world-size", 8, "--out", out) == 0 and out.exists()
+    assert run(command) == 2 and not out.exists()
+    assert "fp16.enabled and bf16.enabled: are both true" in capsys.readouterr().err
+    # Transformers' --learning_rate.
+    file.write_text(json.dumps(tree | {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}))
+    assert run(command) == 0 and out.exists()

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
-from plait.cli.main import main
 from plait.parallel.schedules.schedule import SCHEDULES
+from tests.table import check_rows
+from tests.unit.cli import commands
 
 
 def run(*arguments: str) -> int:
-    """The command's exit code."""
-    with pytest.raises(SystemExit) as ended:
-        main(["schedule", *arguments])
-    assert isinstance(ended.value.code, int)
-    return ended.value.code
+    return commands.run("schedule", *arguments)
 
 
 def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:
@@ -45,21 +40,9 @@ def test_defaults_are_4_ranks_and_8_micro_batches(capsys: pytest.CaptureFixture[
     found = report(capsys, "1f1b")
     assert (found["pp"], found["microbatches"], found["total"]) == (4, 8, 33)
     assert found["bubble"] == pytest.approx(3 / 11)
-
-
-@pytest.mark.parametrize(
-    ("options", "total"),
-    [
-        (["--pp", "2"], 27),
-        (["--microbatches", "9"], 36),
-        (["--microbatches", "1"], 12),
-    ],
-)
-def test_every_option_counts(
-    options: list[str], total: float, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """1F1B takes (m + p - 1)(F + B), and with one micro-batch 2 (p - 1) messages more."""
-    assert report(capsys, "1f1b", *options)["total"] == total
+    # (m + p - 1)(F + B), and with one micro-batch 2 (p - 1) messages more.
+    for option, total in (("--pp 2", 27), ("--microbatches 9", 36), ("--microbatches 1", 12)):
+        assert report(capsys, "1f1b", *option.split())["total"] == total
 
 
 def test_stages_and_width(capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,32 +77,23 @@ def test_list(as_json: bool, capsys: pytest.CaptureFixture[str]) -> None:
         assert [line.split()[0] for line in shown.splitlines()] == list(SCHEDULES)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["1F1B"], "did you mean `1f1b`?"),
-        (["interleaved-1f1b", "--microbatches", "11"], "use 10 or 12"),
-        (["dualpipev", "--microbatches", "7"], "has 8 stages and needs as many micro-batches"),
-        (["1f1b", "--stages-per-rank", "2"], "1f1b has exactly 1 on a rank"),
-        (["1f1b", "--pp", "0"], "parallel.pp = 0"),
-        (["1f1b", "--microbatches", "0"], "gradient_accumulation_steps = 0"),
-        ([], "NAME"),
-    ],
-)
-def test_wrong_input(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+WRONG = {
+    "1F1B": "did you mean `1f1b`?",
+    "interleaved-1f1b --microbatches 11": "use 10 or 12",
+    "dualpipev --microbatches 7": "has 8 stages and needs as many micro-batches",
+    "1f1b --stages-per-rank 2": "1f1b has exactly 1 on a rank",
+    "1f1b --pp 0": "parallel.pp = 0",
+    "1f1b --microbatches 0": "gradient_accumulation_steps = 0",
+    "": "NAME",
+}
+
+
+def test_wrong_input(capsys: pytest.CaptureFixture[str]) -> None:
     """A message, exit code 2, nothing on standard output."""
-    assert run(*arguments) == 2
-    shown = capsys.readouterr()
-    assert said in shown.err and shown.out == ""
 
+    def check(row: tuple[str, str]) -> None:
+        assert run(*row[0].split()) == 2
+        shown = capsys.readouterr()
+        assert row[1] in shown.err and shown.out == ""
 
-def test_1f1b_needs_no_torch() -> None:
-    """Those that torch does not generate are drawn at once."""
-    code = (
-        "import sys\nfrom plait.cli.main import main\n"
-        "try: main(['schedule', '1f1b', '--json'])\nexcept SystemExit as e: print(e.code, 'torch' in sys.modules)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert done.stdout.splitlines()[-1] == "0 False"
+    check_rows({row[0]: row for row in WRONG.items()}, check)

@@ -28,3 +28,11 @@ def test_a_machine_without_one() -> None:
     accelerator.reset_peak(CPU)
     with accelerator.on_stream(None):
         assert float(torch.ones(())) == 1
+
+
+def test_the_library_report() -> None:
+    lines = accelerator.library_report({"NCCL_ALGO": "Ring"}, version=(2, 27, 5))
+    assert lines[0] == "NCCL 2.27.5"
+    assert any(line.split()[:2] == ["NCCL_ALGO", "Ring"] for line in lines)
+    assert any(line.split()[:3] == ["NCCL_PROTO", "not", "set"] for line in lines)
+    assert "no NCCL" in accelerator.library_report({}, version=None)[0]

@@ -5,13 +5,18 @@ from __future__ import annotations
 import os
 import resource
 import socket
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from plait.cluster import process_groups
+from plait.cluster.open_files import check_open_files
+from plait.cluster.topology import RankInfo
+from plait.errors import InputError
 from tests.pool import quick_starts
 
 
@@ -56,38 +61,46 @@ def messages(limited: int) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("limited", [0, 1])
-def test_low_limit_is_named_on_both_ranks(limited: int) -> None:
-    first, second = messages(limited)
+def test_low_limit_of_the_rank_with_the_store_is_named_on_both() -> None:
+    first, second = messages(0)
     assert first == second
-    assert first.startswith(f"rank {limited}: ulimit -n: the process may have 24 open files")
+    assert first.startswith("rank 0: ulimit -n: the process may have 24 open files")
     assert first.endswith("raise the limit on its machine: ulimit -n 4096")
 
 
-def test_usual_limit() -> None:
-    assert messages(-1) == ["joined", "joined"]
+def test_low_limit_of_another_rank_is_named_on_both() -> None:
+    """That rank waits for nobody, so one process can be both in turn."""
+    store, said = dist.HashStore(), []
+    for rank, limited in ((1, limit_of_files(16)), (0, nullcontext())):
+        with limited, pytest.raises(InputError) as error:
+            check_open_files(store, RankInfo(rank, 2, rank, 2, 0))
+        said.append(str(error.value))
+    assert said[0] == said[1] and said[0].startswith("rank 1: ulimit -n: the process may have")
 
 
-def open_all() -> list[int]:
-    """Open files up to the limit."""
-    descriptors = []
-    with suppress(OSError):
-        while True:
-            descriptors.append(os.open(os.devnull, os.O_RDONLY))
-    return descriptors
+@contextmanager
+def limit_of_files(limit: int) -> Iterator[None]:
+    """Let this process open no file whose number is not below a limit."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_exit_at_the_limit() -> None:
     """The end of a process that can open no further file does not fail."""
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    descriptors: list[int] = []
     used = max(int(path.name) for path in Path("/proc/self/fd").iterdir())
-    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 8, before[1]))
-    descriptors = open_all()
-    try:
-        with pytest.raises(OSError, match="Too many open files"):
-            os.open(os.devnull, os.O_RDONLY)
-        process_groups.let_threads_finish()
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
-        for descriptor in descriptors:
-            os.close(descriptor)
+    with limit_of_files(used + 8):
+        with suppress(OSError):
+            while True:
+                descriptors.append(os.open(os.devnull, os.O_RDONLY))
+        try:
+            with pytest.raises(OSError, match="Too many open files"):
+                os.open(os.devnull, os.O_RDONLY)
+            process_groups.let_threads_finish()
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)

@@ -54,19 +54,9 @@ def test_a_measured_cost_goes_through_its_samples() -> None:
     """A backend that changes its protocol at 1 MB; between sizes on a line, beyond the last with the slope of all, never less
     for more."""
     cost = measured_cost([(1_000_000, 2e-3), (1_000, 1e-4), (4_000_000, 5e-3), (100_000, 0.9e-4)])
-    assert cost.samples == (
-        (1_000, 0.9e-4),
-        (100_000, 0.9e-4),
-        (1_000_000, 2e-3),
-        (4_000_000, 5e-3),
-    )
-    for nbytes, seconds in (
-        (1_000, 0.9e-4),
-        (1_000_000, 2e-3),
-        (2_500_000, 3.5e-3),
-        (4_000_000, 5e-3),
-        (7_999_000, 9.91e-3),
-    ):
+    samples = ((1_000, 0.9e-4), (100_000, 0.9e-4), (1_000_000, 2e-3), (4_000_000, 5e-3))
+    assert cost.samples == samples
+    for nbytes, seconds in (*samples, (2_500_000, 3.5e-3), (7_999_000, 9.91e-3)):
         assert cost.at(nbytes) == pytest.approx(seconds)
     assert 0 <= cost.at(10) <= 1e-4
 
@@ -90,15 +80,10 @@ def test_two_levels_share_the_network() -> None:
 
 
 def test_the_file(tmp_path: Path) -> None:
+    inside, network = Link(1e-6, 1e10), Link(1e-5, 1e9)
     groups = [
-        describe(
-            "dp_replicate",
-            machines=2,
-            per_machine=2,
-            inside=Link(1e-6, 1e10),
-            network=Link(1e-5, 1e9),
-        ),
-        describe("dp_shard", machines=1, per_machine=2, inside=Link(1e-6, 1e10)),
+        describe("dp_replicate", machines=2, per_machine=2, inside=inside, network=network),
+        describe("dp_shard", machines=1, per_machine=2, inside=inside),
     ]
     path = tmp_path / "links.json"
     save(path, groups, facts={"at": "now"})

@@ -30,25 +30,13 @@ CONFIG: dict[str, Any] = {"train_batch_size": 1, "optimizer": {"type": "AdamW", 
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (
-            lambda: deepspeed.initialize(model=MODEL, config=CONFIG, mpu=object()),
-            '"parallel": {"tp": 2, "pp": 2}',
-        ),
+        (lambda: deepspeed.initialize(model=MODEL, config=CONFIG, mpu=object()), '"parallel": {"tp": 2, "pp": 2}'),
         (lambda: deepspeed.initialize(model=MODEL, config=CONFIG, mesh_param=(1, 1)), "mesh_param"),
-        (
-            lambda: deepspeed.initialize(model=MODEL, config=CONFIG, distributed_port=29501),
-            "MASTER_PORT",
-        ),
-        (
-            lambda: deepspeed.initialize(model=MODEL, config=CONFIG, dist_init_required=False),
-            "there is none",
-        ),
+        (lambda: deepspeed.initialize(model=MODEL, config=CONFIG, distributed_port=29501), "MASTER_PORT"),
+        (lambda: deepspeed.initialize(model=MODEL, config=CONFIG, dist_init_required=False), "there is none"),
         (lambda: deepspeed.initialize(config=CONFIG), "not NoneType"),
         (lambda: deepspeed.initialize(model=MODEL), "needs a configuration"),
-        (
-            lambda: deepspeed.initialize(model=deepspeed.PipelineModule([MODEL]), config=CONFIG),
-            "loss_fn",
-        ),
+        (lambda: deepspeed.initialize(model=deepspeed.PipelineModule([MODEL]), config=CONFIG), "loss_fn"),
         (lambda: deepspeed.PipelineModule([MODEL], partition_method="random"), "predicted time"),
         (lambda: deepspeed.PipelineModule([MODEL], activation_checkpoint_interval=2), "use 1"),
         (lambda: deepspeed.PipelineModule([MODEL], topology=object()), "topology"),
@@ -61,14 +49,11 @@ CONFIG: dict[str, Any] = {"train_batch_size": 1, "optimizer": {"type": "AdamW", 
         (lambda: deepspeed.init_inference(MODEL, {"quant": {"enabled": True}}), "TorchAoConfig"),
         (lambda: deepspeed.init_inference(MODEL, dtype=torch.int8), "quantise with Transformers"),
         (lambda: deepspeed.init_inference(MODEL, tensor_parallel={"tp_size": 0}), "at least 1"),
-        (
-            lambda: deepspeed.init_inference(MODEL, mp_size=2, tensor_parallel={"tp_size": 4}),
-            "differ",
-        ),
+        (lambda: deepspeed.init_inference(MODEL, mp_size=2, tensor_parallel={"tp_size": 4}), "differ"),
         (lambda: deepspeed.init_inference(MODEL, "nowhere.json"), "cannot be read as JSON"),
         (lambda: deepspeed.init_inference(MODEL, max_tokns=3), "leave it out"),
     ],
-)
+)  # fmt: skip
 def test_refused(call: Callable[[], Any], words: str) -> None:
     with pytest.raises(InputError) as error:
         call()

@@ -8,7 +8,7 @@ import math
 import random
 from typing import Any
 
-from tests.unit.config.published import ACCEPTED, REFUSED
+from tests.unit.config.cases import ACCEPTED, REFUSED
 
 TRAINED: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
@@ -31,14 +31,9 @@ TRAINED: dict[str, Any] = {
         }
     },
     "data": {"source": "python-stdlib", "vocab_size": 1024, "sequence_length": 32},
-    "run": {
-        "folder": "runs/mutated",
-        "steps": 4,
-        "seed": 0,
-        "processes": 1,
-    },
+    "run": {"folder": "runs/mutated", "steps": 4, "seed": 0, "processes": 1},
 }
-BASES = [TRAINED, *(tree for tree, _ in ACCEPTED.values()), *(tree for tree, _ in REFUSED.values())]
+BASES = [TRAINED, *(row["file"] for row in (ACCEPTED | REFUSED).values())]
 
 LONG = "9" * 5000
 VALUES: tuple[Any, ...] = (

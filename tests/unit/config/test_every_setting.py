@@ -14,7 +14,7 @@ from plait.config.dialects import keys
 from plait.config.schema.config import Config
 from plait.errors import ConfigError
 from tests.table import check_rows
-from tests.unit.config.cases import load, resolved
+from tests.unit.config.cases import load, resolved, tree_of, written
 
 FP16 = {"fp16.enabled": True}
 SCRATCH = {"model.config": {"model_type": "llama"}}
@@ -88,16 +88,8 @@ CHANGES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "compile.enabled": ({}, False, True),
     "compile.backend": ({}, "inductor", "aot_eager"),
     "compile.mode": ({}, "default", "max-autotune"),
-    "activation_checkpointing.partition_activations": (
-        {"parallel.recompute.mode": "full", "parallel.tp": 2},
-        False,
-        True,
-    ),
-    "activation_checkpointing.cpu_checkpointing": (
-        {"parallel.recompute.mode": "full"},
-        False,
-        True,
-    ),
+    "activation_checkpointing.partition_activations": ({"parallel.recompute.mode": "full", "parallel.tp": 2}, False, True),
+    "activation_checkpointing.cpu_checkpointing": ({"parallel.recompute.mode": "full"}, False, True),
     "parallel.activation_offload.fraction": ({}, 0, 0.5),
     "parallel.activation_offload.device": (
         {"parallel.activation_offload.fraction": 1, "parallel.activation_offload.path": "a"},
@@ -113,11 +105,7 @@ CHANGES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "parallel.mlp_tile_tokens": ({}, 0, 128),
     "parallel.recompute.mode": ({}, "none", "full"),
     "parallel.recompute.every": ({"parallel.recompute.mode": "full"}, 1, 2),
-    "parallel.recompute.keep": (
-        {"parallel.recompute.mode": "selective"},
-        ["attention"],
-        ["matmul"],
-    ),
+    "parallel.recompute.keep": ({"parallel.recompute.mode": "selective"}, ["attention"], ["matmul"]),
     "parallel.recompute.budget_gib": ({"parallel.recompute.sequence_length": 8}, 1, 2),
     "parallel.recompute.sequence_length": ({"parallel.recompute.budget_gib": 1}, 8, 16),
     "parallel.pp": ({}, 1, 2),
@@ -143,11 +131,7 @@ CHANGES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "parallel.compress_weights": ({"zero_optimization.stage": 1}, "none", "int8"),
     "parallel.error_feedback": ({"parallel.compress_gradients": "int4"}, True, False),
     "parallel.powersgd_rank": ({"parallel.compress_gradients": "powersgd"}, 4, 8),
-    "parallel.optimizer_in_backward": (
-        {"zero_optimization.stage": 2, "parallel.unused_parameters": False},
-        False,
-        True,
-    ),
+    "parallel.optimizer_in_backward": ({"zero_optimization.stage": 2, "parallel.unused_parameters": False}, False, True),
     "parallel.secondary_partition": ({"zero_optimization.stage": 3}, 0, 2),
     "faults.timeout_seconds": ({}, 60, 120),
     "faults.check_collectives": ({}, False, True),
@@ -203,18 +187,7 @@ CHANGES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "comet.online": ({"comet.enabled": True}, True, False),
     "comet.mode": ({"comet.enabled": True}, "get", "create"),
     "run.checkpoints": ({}, "a", "s3://b/c"),
-}
-
-
-def tree_of(settings: dict[str, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for path, value in settings.items():
-        *parents, last = path.split(".")
-        place = tree
-        for name in parents:
-            place = place.setdefault(name, {})
-        place[last] = value
-    return tree
+}  # fmt: skip
 
 
 def outcome(settings: dict[str, Any]) -> Any:
@@ -287,39 +260,14 @@ def test_truth_values_are_true_and_false_alone() -> None:
     assert count > 10 and not tolerant, tolerant
 
 
-@pytest.mark.parametrize(
-    ("tree", "said"),
-    [
-        ({"bf16": {"enabled": "yes"}}, "bf16.enabled = 'yes': must be true or false"),
-        ({"optimizer": {"type": "AdamW", "params": {"adam_w_mode": "no"}}}, "adam_w_mode"),
-        ({"flops_profiler": {"enabled": "yes"}}, "flops_profiler"),
-        (
-            {"sparse_attention": {"mode": "fixed"}, "compression_training": {"enabled": "yes"}},
-            "compression_training",
-        ),
-    ],
-)
-def test_a_text_for_a_truth_value(tree: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        load(tree)
-
-
-@pytest.mark.parametrize(
-    "tree",
-    [
-        {"run": {"folder": "s3://bucket/run"}},
-        {"data": {"cache": "gs://bucket/cache"}},
-        {
-            "zero_optimization": {
-                "stage": 2,
-                "offload_optimizer": {"device": "nvme", "nvme_path": "s3://bucket"},
-            }
-        },
-        {"parallel": {"activation_offload": {"device": "disk", "path": "s3:/bucket"}}},
-    ],
-)
-def test_a_url_for_a_folder(tree: dict[str, Any]) -> None:
+def test_a_url_for_a_folder() -> None:
     """A local folder `s3:` would be made of it."""
-    with pytest.raises(ConfigError, match=r"this one is a URL; .*run.checkpoints"):
-        load(tree)
+    for text in (
+        "run.folder=s3://bucket/run",
+        "data.cache=gs://bucket/cache",
+        "zero_optimization.stage=2 zero_optimization.offload_optimizer.device=nvme zero_optimization.offload_optimizer.nvme_path=s3://bucket",
+        "parallel.activation_offload.device=disk parallel.activation_offload.path=s3:/bucket",
+    ):
+        with pytest.raises(ConfigError, match=r"this one is a URL; .*run.checkpoints"):
+            load(written(text))
     assert load({"run": {"checkpoints": "s3://bucket/run"}}).run.checkpoints == "s3://bucket/run"

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from plait.errors import ConfigError
-from tests.unit.config.cases import BATCH, resolved
+from tests.table import check_rows
+from tests.unit.config.cases import BATCH, resolved, rows, written
 
 FULL = {"recompute": {"mode": "full"}}
 
@@ -36,148 +37,47 @@ def test_cpu_checkpointing_is_offload_of_inputs() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("tree", "said"),
-    [
-        ({"parallel": {"recompute": {"mode": "budget"}}}, "no budget is given"),
-        ({"parallel": {"recompute": {"mode": "full", "budget_gib": 1}}}, "the mode is full"),
-        (
-            {"parallel": {"recompute": {"budget_gib": 1}}},
-            "neither it nor data.sequence_length is given",
-        ),
-        (
-            {
-                "activation_checkpointing": {"cpu_checkpointing": True},
-                "parallel": {**FULL, "activation_offload": {"fraction": 0.5}},
-            },
-            "the file sets 0.5 on cpu",
-        ),
-        (
-            {"parallel": {"activation_offload": {"fraction": 0.5, "device": "disk"}}},
-            "no folder is given",
-        ),
-        ({"parallel": {"activation_offload": {"fraction": 1.5}}}, "1.5"),
-        (
-            {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
-            "stage 0 keeps full optimizer states",
-        ),
-        (
-            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}},
-            "no folder is given",
-        ),
-        (
-            {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "a"}}},
-            "stage 0 keeps full optimizer states",
-        ),
-        (
-            {
-                "zero_optimization": {
-                    "stage": 2,
-                    "offload_optimizer": {"device": "nvme", "nvme_path": "a", "buffer_count": 3},
-                }
-            },
-            "buffer_count",
-        ),
-        (
-            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
-            "no folder is given",
-        ),
-        (
-            {
-                "zero_optimization": {
-                    "stage": 3,
-                    "offload_param": {"device": "nvme", "nvme_path": "a", "buffer_count": 1},
-                }
-            },
-            "buffer_count",
-        ),
-        (
-            {
-                "zero_optimization": {
-                    "stage": 2,
-                    "offload_param": {"device": "nvme", "nvme_path": "a"},
-                }
-            },
-            "stage 2 keeps parameters unsharded",
-        ),
-        (
-            {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
-            "and those are on the device",
-        ),
-        (
-            {
-                "zero_optimization": {
-                    "stage": 3,
-                    "offload_param": {"device": "cpu"},
-                    "offload_optimizer": {"device": "nvme", "nvme_path": "a"},
-                }
-            },
-            "and those are on disk",
-        ),
-        (
-            {
-                "zero_optimization": {
-                    "stage": 3,
-                    "offload_param": {"device": "nvme", "nvme_path": "a"},
-                    "offload_optimizer": {"device": "cpu"},
-                }
-            },
-            "takes them into host memory",
-        ),
-        (
-            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0}}},
-            "offload_optimizer.ratio",
-        ),
-        (
-            {
-                "zero_optimization": {
-                    "stage": 3,
-                    "offload_param": {"device": "cpu"},
-                    "offload_optimizer": {"device": "cpu", "ratio": 0.5},
-                }
-            },
-            "offload_optimizer.ratio leaves part of them on the device",
-        ),
-        (
-            {
-                "zero_optimization": {
-                    "stage": 2,
-                    "offload_param": {"device": "cpu"},
-                    "offload_optimizer": {"device": "cpu"},
-                }
-            },
-            "stage 2 keeps parameters unsharded",
-        ),
-        ({"pipeline": {"activation_checkpoint_interval": 2}}, "not in groups"),
-        (
-            {"optimizer": {"type": "SGD", "states": "int8"}},
-            "written for Adam and AdamW, and this is SGD",
-        ),
-        ({"optimizer": {"states": "int4"}}, "int4"),
-        (
-            {"optimizer": {"states": "float8", "params": {"amsgrad": True}}},
-            "`amsgrad` is a parameter of torch's kernels",
-        ),
-        (
-            {
-                "optimizer": {"states": "int8"},
-                "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
-            },
-            "device is cpu",
-        ),
-        (
-            {
-                "optimizer": {"states": "bf16"},
-                "zero_optimization": {"stage": 2},
-                "parallel": {"optimizer_in_backward": True},
-            },
-            "optimizer_in_backward is true",
-        ),
-    ],
-)
-def test_contradictions(tree: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        resolved(tree)
+CONTRADICTIONS = """
+    parallel.recompute.mode=budget -> no budget is given
+    parallel.recompute.mode=full parallel.recompute.budget_gib=1 -> the mode is full
+    parallel.recompute.budget_gib=1 -> neither it nor data.sequence_length is given
+    activation_checkpointing.cpu_checkpointing=true parallel.recompute.mode=full parallel.activation_offload.fraction=0.5 -> the file sets 0.5 on cpu
+    parallel.activation_offload.fraction=0.5 parallel.activation_offload.device=disk -> no folder is given
+    parallel.activation_offload.fraction=1.5 -> 1.5
+    OPT.device=cpu -> stage 0 keeps full optimizer states
+    zero_optimization.stage=2 OPT.device=nvme -> no folder is given
+    OPT.device=nvme OPT.nvme_path=a -> stage 0 keeps full optimizer states
+    zero_optimization.stage=2 OPT.device=nvme OPT.nvme_path=a OPT.buffer_count=3 -> buffer_count
+    zero_optimization.stage=3 PARAM.device=nvme -> no folder is given
+    zero_optimization.stage=3 PARAM.device=nvme PARAM.nvme_path=a PARAM.buffer_count=1 -> buffer_count
+    zero_optimization.stage=2 PARAM.device=nvme PARAM.nvme_path=a -> stage 2 keeps parameters unsharded
+    zero_optimization.stage=3 PARAM.device=cpu -> and those are on the device
+    zero_optimization.stage=3 PARAM.device=cpu OPT.device=nvme OPT.nvme_path=a -> and those are on disk
+    zero_optimization.stage=3 PARAM.device=nvme PARAM.nvme_path=a OPT.device=cpu -> takes them into host memory
+    zero_optimization.stage=2 OPT.device=cpu OPT.ratio=0 -> offload_optimizer.ratio
+    zero_optimization.stage=3 PARAM.device=cpu OPT.device=cpu OPT.ratio=0.5 -> offload_optimizer.ratio leaves part of them on the device
+    zero_optimization.stage=2 PARAM.device=cpu OPT.device=cpu -> stage 2 keeps parameters unsharded
+    pipeline.activation_checkpoint_interval=2 -> not in groups
+    optimizer.type=SGD optimizer.states=int8 -> written for Adam and AdamW, and this is SGD
+    optimizer.states=int4 -> int4
+    optimizer.states=float8 optimizer.params.amsgrad=true -> `amsgrad` is a parameter of torch's kernels
+    optimizer.states=int8 zero_optimization.stage=2 OPT.device=cpu -> device is cpu
+    optimizer.states=bf16 zero_optimization.stage=2 parallel.optimizer_in_backward=true -> optimizer_in_backward is true
+"""
+
+
+def check_contradiction(row: tuple[str, str]) -> None:
+    text = (
+        row[0]
+        .replace("OPT", "zero_optimization.offload_optimizer")
+        .replace("PARAM", "zero_optimization.offload_param")
+    )
+    with pytest.raises(ConfigError, match=row[1]):
+        resolved(written(text))
+
+
+def test_contradictions() -> None:
+    check_rows(rows(CONTRADICTIONS), check_contradiction)
 
 
 def test_a_budget_needs_a_batch_size() -> None:
@@ -200,17 +100,12 @@ ON_HOST = {"device": "cpu"}
         ({"stage": 1, "offload_optimizer": IN_FILES}, "nvme", True, "nvme, with the states"),
         ({"stage": 2, "offload_optimizer": IN_FILES}, "nvme", True, "nvme, with the states"),
         ({"stage": 3, "offload_param": IN_FILES}, "nvme", False, "nvme"),
-        (
-            {"stage": 3, "offload_param": IN_FILES, "offload_optimizer": IN_FILES},
-            "nvme",
-            False,
-            "nvme",
-        ),
+        ({"stage": 3, "offload_param": IN_FILES, "offload_optimizer": IN_FILES}, "nvme", False, "nvme"),
         ({"stage": 2, "offload_optimizer": ON_HOST}, "cpu", True, "cpu, with the states"),
         ({"stage": 3, "offload_optimizer": ON_HOST}, "cpu", True, "cpu, with the states"),
         ({"stage": 3, "offload_optimizer": ON_HOST, "offload_param": ON_HOST}, "cpu", False, "cpu"),
     ],
-)
+)  # fmt: skip
 def test_where_shards_are(zero: dict[str, Any], device: str, with_states: bool, said: str) -> None:
     """The table of docs/reference/offload.md, and what `plait config explain` says of it."""
     from plait.config.resolving.explain import explain

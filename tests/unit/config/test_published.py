@@ -2,41 +2,47 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from plait.config.resolving.explain import explain, values_of
 from plait.config.resolving.resolve import resolve
 from plait.errors import ConfigError
-from tests.unit.config.cases import load
-from tests.unit.config.published import ACCEPTED, REFUSED, leaves
-
-CALLER = {"train_micro_batch_size_per_gpu": 2, "bf16.enabled": True}
+from tests.table import check_rows
+from tests.unit.config.cases import ACCEPTED, CALLER, REFUSED, leaves, load
 
 
-@pytest.mark.parametrize("name", ACCEPTED)
-def test_accepted(name: str) -> None:
-    tree, expected = ACCEPTED[name]
-    config = load(tree)
-    values = {
-        value.name: value.value
-        for value in values_of(resolve(config, world_size=4, total_steps=50, auto=CALLER))
-    }
-    assert {key: values[key] for key in expected} == expected
+def check_accepted(row: dict[str, Any]) -> None:
+    made = resolve(load(row["file"]), world_size=4, total_steps=50, auto=CALLER)
+    values = {value.name: value.value for value in values_of(made)}
+    found = {key: values[key] for key in row["values"]}
+    assert {key: list(v) if isinstance(v, tuple) else v for key, v in found.items()} == row[
+        "values"
+    ]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused(name: str) -> None:
-    tree, keys = REFUSED[name]
+def test_accepted() -> None:
+    check_rows(ACCEPTED, check_accepted)
+
+
+def check_refused(row: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as error:
-        resolve(load(tree), world_size=4, auto=CALLER)
-    assert [problem.field for problem in error.value.problems] == keys
+        resolve(load(row["file"]), world_size=4, auto=CALLER)
+    assert [problem.field for problem in error.value.problems] == row["fields"]
     assert all(problem.rule and problem.remedy for problem in error.value.problems)
 
 
-@pytest.mark.parametrize("name", [*ACCEPTED, *REFUSED])
-def test_every_key_has_a_row(name: str) -> None:
-    tree = (ACCEPTED.get(name) or REFUSED[name])[0]
-    rows = [row.key for row in explain(tree).keys]
-    assert len(rows) == len(set(rows))
-    for leaf in leaves(tree):
-        assert any(leaf == row or leaf.startswith(f"{row}.") for row in rows), leaf
+def test_refused() -> None:
+    check_rows(REFUSED, check_refused)
+
+
+def check_every_key(row: dict[str, Any]) -> None:
+    names = [key.key for key in explain(row["file"]).keys]
+    assert len(names) == len(set(names))
+    for leaf in leaves(row["file"]):
+        assert any(leaf == name or leaf.startswith(f"{name}.") for name in names), leaf
+
+
+def test_every_key_has_a_row() -> None:
+    check_rows(ACCEPTED | REFUSED, check_every_key)

@@ -49,13 +49,13 @@ def _slow(folder: Path) -> None:
 def test_processes_wait_for_the_first(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     processes = [
-        context.Process(target=build_once, args=(tmp_path, "kind", "key", _slow)) for _ in range(3)
+        context.Process(target=build_once, args=(tmp_path, "kind", "key", _slow)) for _ in range(2)
     ]
     for process in processes:
         process.start()
     for process in processes:
         process.join(timeout=60)
-    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert [process.exitcode for process in processes] == [0, 0]
     assert (tmp_path / "kind" / "calls").read_text() == "x"
 
 

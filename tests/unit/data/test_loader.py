@@ -40,18 +40,8 @@ def test_a_shuffle_shuffles() -> None:
 
 def test_the_order_is_the_one_that_runs_were_started_with() -> None:
     """A change of these numbers changes what every interrupted run goes on with."""
-    assert shuffle_positions(np.arange(10), count=10, key="0 0").tolist() == [
-        3,
-        9,
-        1,
-        0,
-        5,
-        2,
-        7,
-        8,
-        4,
-        6,
-    ]
+    order = shuffle_positions(np.arange(10), count=10, key="0 0").tolist()
+    assert order == [3, 9, 1, 0, 5, 2, 7, 8, 4, 6]
 
 
 @given(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +25,6 @@ CHAT = [
 ]
 
 
-def answers(
-    encode: Callable[[str], tuple[list[int], list[bool]]], row: dict[str, Any], form: str = "chat"
-) -> str:
-    ids, scored = encode(row_text(row, form, where="row"))
-    return str(
-        tokenizer().decode([token for token, counts in zip(ids, scored, strict=True) if counts])
-    )
-
-
 def test_what_is_scored_is_what_transformers_says() -> None:
     made = tokenizer()
     ids, scored = encoder(made, "chat", scored="answers")(
@@ -51,23 +41,15 @@ def test_what_is_scored_is_what_transformers_says() -> None:
 
 
 def test_instructions() -> None:
-    in_template, plain = (
-        encoder(tokenizer(), "instruct", scored="answers"),
-        encoder(tokenizer(None), "instruct", scored="answers"),
-    )
     pair = {"prompt": "2 + 2 = ", "completion": "4"}
-    assert (answers(in_template, pair, "instruct"), answers(plain, pair, "instruct")) == (
-        "4</s>",
-        "4</s>",
-    )
-    ids, _ = in_template(
-        row_text({"instruction": "Add.", "input": "2, 2", "output": "4"}, "instruct", where="row")
-    )
-    assert tokenizer().decode(ids) == "<user>Add.\n\n2, 2<assistant>4</s>"
-    ids, _ = plain(
-        row_text({"instruction": "Add.", "input": "", "output": "4"}, "instruct", where="row")
-    )
-    assert tokenizer().decode(ids) == "Add.4</s>"
+    for template in (TEMPLATE, None):
+        assert encoded(tokenizer(template), pair, "instruct")[1] == "4</s>"
+    for template, given, text in (
+        (TEMPLATE, "2, 2", "<user>Add.\n\n2, 2<assistant>4</s>"),
+        (None, "", "Add.4</s>"),
+    ):
+        row = {"instruction": "Add.", "input": given, "output": "4"}
+        assert encoded(tokenizer(template), row, "instruct")[0] == text
 
 
 @pytest.mark.parametrize(
@@ -78,47 +60,19 @@ def test_instructions() -> None:
         ("chat", {"messages": [{"role": "user"}]}, "message 1 is not an object with the texts"),
         ("chat", {"messages": [{"role": "user", "content": ["x"]}]}, "message 1"),
         ("chat", {"messages": ["x"]}, "message 1"),
-        (
-            "instruct",
-            {"prompt": "x"},
-            "has the texts prompt and completion, or instruction and output",
-        ),
+        ("instruct", {"prompt": "x"}, "has the texts prompt and completion, or instruction and output"),
         ("instruct", {"instruction": 3, "output": "x"}, "has the texts"),
         ("instruct", {"instruction": "x", "output": "x", "input": 3}, "'input' holds a int"),
-        (
-            "chat",
-            {"messages": CHAT, "functions": [], "tag": 1},
-            "nothing reads 'functions', 'tag'; a row has messages, tools",
-        ),
-        (
-            "chat",
-            {"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]},
-            "message 1 has the weight 0.5",
-        ),
+        ("chat", {"messages": CHAT, "functions": [], "tag": 1}, "nothing reads 'functions', 'tag'; a row has messages, tools"),
+        ("chat", {"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]}, "message 1 has the weight 0.5"),
         ("chat", {"messages": CHAT, "tools": "no JSON"}, "'tools' is not a list of objects"),
-        (
-            "chat",
-            {"messages": CHAT, "chat_template_kwargs": [1]},
-            "'chat_template_kwargs' is not an object",
-        ),
-        (
-            "instruct",
-            {"instruction": "x", "output": "x", "context": "y"},
-            "nothing reads 'context'",
-        ),
-        (
-            "instruct",
-            {"prompt": "x", "completion": "x", "instruction": "y"},
-            "nothing reads 'instruction'",
-        ),
-        (
-            "instruct",
-            {"instruction": "x", "output": "x", "history": ["y"]},
-            "'history' is not a list of pairs",
-        ),
+        ("chat", {"messages": CHAT, "chat_template_kwargs": [1]}, "'chat_template_kwargs' is not an object"),
+        ("instruct", {"instruction": "x", "output": "x", "context": "y"}, "nothing reads 'context'"),
+        ("instruct", {"prompt": "x", "completion": "x", "instruction": "y"}, "nothing reads 'instruction'"),
+        ("instruct", {"instruction": "x", "output": "x", "history": ["y"]}, "'history' is not a list of pairs"),
         ("instruct", {"instruction": "x", "output": "x", "system": 3}, "'system' holds a int"),
     ],
-)
+)  # fmt: skip
 def test_a_row_that_is_none(form: str, row: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said) as error:
         row_text(row, form, where="a.jsonl, line 3")
@@ -146,24 +100,16 @@ def encoded(made: Any, row: dict[str, Any], form: str = "chat", **settings: Any)
 @pytest.mark.parametrize("packed", [False, True])
 def test_tools_and_settings_of_a_row_are_used(packed: bool) -> None:
     made = tokenizer(WITH_TOOLS)
-    row: dict[str, Any] = {
-        "messages": CHAT[1:3],
-        "tools": TOOLS,
-        "chat_template_kwargs": {"slowly": True},
-    }
+    row = {"messages": CHAT[1:3], "tools": TOOLS, "chat_template_kwargs": {"slowly": True}}
     if packed:  # as columns of objects are stored in Arrow, where what other rows have is null
-        row = {
-            **row,
-            "tools": json.dumps(TOOLS),
-            "chat_template_kwargs": {"slowly": True, "other": None},
-            "id": None,
-        }
+        settings = {"slowly": True, "other": None}
+        row |= {"tools": json.dumps(TOOLS), "chat_template_kwargs": settings, "id": None}
     text, scored = encoded(made, row)
     assert text.startswith("[weather](slow)<user>") and scored == "Yes.</s>"
-    ids = made.apply_chat_template(
+    theirs = made.apply_chat_template(
         CHAT[1:3], tools=TOOLS, slowly=True, tokenize=True, return_dict=True
-    )["input_ids"]
-    assert text == made.decode(ids)
+    )
+    assert text == made.decode(theirs["input_ids"])
 
 
 def test_calls_of_tools_need_no_content() -> None:
@@ -234,11 +180,7 @@ def test_templates_that_think() -> None:
     assert encoded(tokenizer(THINKS), {"messages": CHAT[1:]})[1] == "(thinks)No, it is night.</s>"
     (caution,) = template_warnings(tokenizer(THINKS), append_end_of_text=False)
     assert "only the last answer is scored" in caution
-    asks = (
-        TEMPLATE.replace("{% generation %}", "")
-        .replace("{% endgeneration %}", "")
-        .replace("<assistant>{% endif %}", "<assistant><think>{% endif %}")
-    )
+    asks = UNMARKED.replace("<assistant>{% endif %}", "<assistant><think>{% endif %}")
     with pytest.raises(InputError, match="starts generation with '<think>'"):
         encoded(tokenizer(asks), {"messages": CHAT})
     assert encoded(tokenizer(asks), {"messages": CHAT}, scored="all")[1].endswith("night.</s>")
@@ -303,24 +245,18 @@ def prepared(folder: Path, **section: Any) -> PreparedData:
 @pytest.mark.parametrize("packing", [None, "documents"])
 def test_jsonl_and_data_sets_give_the_same(tmp_path: Path, packing: str | None) -> None:
     rows = [{"messages": CHAT[: 3 + 2 * (number % 2)], "id": number} for number in range(6)]
-    ignored = ("id",)
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     Dataset.from_list(rows).save_to_disk(str(tmp_path / "set"))
-    found = prepared(
-        tmp_path,
-        source="jsonl",
-        paths=(str(tmp_path / "a.jsonl"),),
-        format="chat",
-        packing=packing,
-        ignored_columns=ignored,
-    )
-    other = prepared(
-        tmp_path,
-        source="datasets",
-        paths=(str(tmp_path / "set"),),
-        format="chat",
-        packing=packing,
-        ignored_columns=ignored,
+    found, other = (
+        prepared(
+            tmp_path,
+            source=source,
+            paths=(str(tmp_path / name),),
+            format="chat",
+            packing=packing,
+            ignored_columns=("id",),
+        )
+        for source, name in (("jsonl", "a.jsonl"), ("datasets", "set"))
     )
     everything = list(range(len(found.train)))
     ours, theirs = found.train.take(everything), other.train.take(everything)  # type: ignore[arg-type]
@@ -345,26 +281,17 @@ def test_what_the_loss_is_of_has_a_cache_of_its_own(tmp_path: Path) -> None:
     assert counted[0] < counted[1]
 
 
-@pytest.mark.parametrize(
-    ("section", "said"),
-    [
+def test_sections_that_contradict_themselves() -> None:
+    for section, said in (
+        ({"source": "files", "format": "chat"}, 'set `source` to "jsonl" or "datasets"'),
+        ({"source": "jsonl", "format": "chat", "field": "talk"}, "columns have fixed names"),
         (
-            {"source": "files", "paths": ["x"], "format": "chat"},
-            'set `source` to "jsonl" or "datasets"',
-        ),
-        (
-            {"source": "jsonl", "paths": ["x"], "format": "chat", "field": "talk"},
-            "columns have fixed names",
-        ),
-        (
-            {"source": "jsonl", "paths": ["x"], "format": "preference"},
+            {"source": "jsonl", "format": "preference"},
             "use TRL's DPOTrainer, wrapped by plait.hf.wrap",
         ),
-    ],
-)
-def test_sections_that_contradict_themselves(section: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        DataSection(**section)
+    ):
+        with pytest.raises(ValueError, match=said):
+            DataSection(paths=["x"], **section)
 
 
 def test_a_model_from_scratch_needs_a_tokenizer(tmp_path: Path) -> None:
@@ -374,15 +301,10 @@ def test_a_model_from_scratch_needs_a_tokenizer(tmp_path: Path) -> None:
         prepare(section, cache=tmp_path / "cache", model_tokenizer=None, report=lambda _: None)
 
 
-@pytest.mark.parametrize(
-    ("form", "row"),
-    [
-        ("chat", {"messages": [{"role": "user", "content": "a\udfff"}]}),
-        ("instruct", {"prompt": "a", "completion": "\udfff"}),
-    ],
-)
-def test_half_of_a_character_is_refused(form: str, row: dict[str, Any]) -> None:
-    with pytest.raises(
-        InputError, match=r"rows.jsonl, line 3: holds '\\udfff', half of a character"
-    ):
-        row_text(row, form, where="rows.jsonl, line 3")
+def test_half_of_a_character_is_refused() -> None:
+    chat = {"messages": [{"role": "user", "content": "a\udfff"}]}
+    for form, row in (("chat", chat), ("instruct", {"prompt": "a", "completion": "\udfff"})):
+        with pytest.raises(
+            InputError, match=r"rows.jsonl, line 3: holds '\\udfff', half of a character"
+        ):
+            row_text(row, form, where="rows.jsonl, line 3")

@@ -80,19 +80,17 @@ def test_json_lines_give_their_field(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
+def test_a_bad_line_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    for line, said in (
         ('{"body": "x"}', r"line 2: has no field 'text'; it has 'body'"),
         ('{"text": 3}', r"line 2: 'text' holds a int"),
         ('["text"]', r"line 2: is a JSON list"),
         ('{"text": ', r"line 2: not valid JSON"),
-    ],
-)
-def test_a_bad_line_is_named(tmp_path: Path, line: str, said: str) -> None:
-    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "fine"}) + "\n" + line + "\n")
-    with pytest.raises(InputError, match=said):
-        _documents(tmp_path / "cache", source="jsonl", paths=(str(tmp_path / "a.jsonl"),))
+    ):
+        file.write_text(json.dumps({"text": "fine"}) + "\n" + line + "\n")
+        with pytest.raises(InputError, match=said):
+            _documents(tmp_path / "cache", source="jsonl", paths=(str(file),))
 
 
 def test_the_standard_library_is_the_same_every_time(tmp_path: Path) -> None:
@@ -119,27 +117,12 @@ def test_a_data_set_from_disk(tmp_path: Path, dataset: Path) -> None:
     assert _documents(tmp_path, source="datasets", paths=(str(dataset),)) == ["one", "two"]
     assert _documents(tmp_path, source="datasets", paths=(str(dataset),), split="test") == ["two"]
     which = ({}, {"split": "test"}, {"field": "title"})
-    assert (
-        len(
-            {
-                _fingerprint(tmp_path, source="datasets", paths=(str(dataset),), **changes)
-                for changes in which
-            }
-        )
-        == 3
-    )
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
+    section = {"source": "datasets", "paths": (str(dataset),)}
+    assert len({_fingerprint(tmp_path, **section, **changes) for changes in which}) == 3
+    for changes, said in (
         ({"split": "dev"}, r"data\.split = 'dev'.*'train', 'test'"),
         ({"field": "body"}, r"data\.field = 'body'.*text, title, other"),
         ({"field": "other"}, r"row 0: 'other' holds a int"),
-    ],
-)
-def test_what_a_data_set_lacks_is_named(
-    tmp_path: Path, dataset: Path, changes: dict[str, str], said: str
-) -> None:
-    with pytest.raises(InputError, match=said):
-        _documents(tmp_path, source="datasets", paths=(str(dataset),), **changes)
+    ):
+        with pytest.raises(InputError, match=said):
+            _documents(tmp_path, **section, **changes)

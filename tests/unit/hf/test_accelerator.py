@@ -38,22 +38,13 @@ def _alone() -> Iterator[None]:
         ({"rng_types": ["torch"]}, "rng_types"),
         ({"dynamo_backend": "inductor"}, '"compile": {"enabled": true}'),
         ({"mixed_precision": "fp8"}, "no, bf16, fp16"),
-        (
-            {"dataloader_config": DataLoaderConfiguration(dispatch_batches=True)},
-            "dispatch_batches=True",
-        ),
+        ({"dataloader_config": DataLoaderConfiguration(dispatch_batches=True)}, "dispatch_batches=True"),
         ({"dataloader_config": DataLoaderConfiguration(even_batches=False)}, "each sample once"),
-        (
-            {"project_config": ProjectConfiguration(automatic_checkpoint_naming=True)},
-            "save_state(folder)",
-        ),
+        ({"project_config": ProjectConfiguration(automatic_checkpoint_naming=True)}, "save_state(folder)"),
         ({"kwargs_handlers": [GradScalerKwargs(init_scale=4.0)]}, '"fp16"'),
-        (
-            {"plait_config": {"parallel": {"pp": 1}}, "deepspeed_plugin": object()},
-            "leave one of them out",
-        ),
+        ({"plait_config": {"parallel": {"pp": 1}}, "deepspeed_plugin": object()}, "leave one of them out"),
     ],
-)
+)  # fmt: skip
 def test_arguments(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError) as error:
         Accelerator(cpu=True, **arguments)
@@ -73,22 +64,14 @@ def test_plugins_of_other_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     ("config", "arguments", "field"),
     [
         ({"bf16": {"enabled": True}}, {"mixed_precision": "fp16"}, "bf16.enabled"),
-        (
-            {"gradient_accumulation_steps": 4},
-            {"gradient_accumulation_steps": 2},
-            "gradient_accumulation_steps",
-        ),
+        ({"gradient_accumulation_steps": 4}, {"gradient_accumulation_steps": 2}, "gradient_accumulation_steps"),
         ({"optimizer": {"type": "AdamW", "params": {}}}, {}, "optimizer"),
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2}}}, {}, "scheduler"),
         ({"parallel": {"loss_chunk_tokens": 8}}, {}, "parallel.loss_chunk_tokens"),
         ({"experts": {"z_loss": 0.1}}, {}, "experts.z_loss"),
-        (
-            {"parallel": {"optimizer_in_backward": True}, "gradient_clipping": 0},
-            {},
-            "parallel.optimizer_in_backward",
-        ),
+        ({"parallel": {"optimizer_in_backward": True}, "gradient_clipping": 0}, {}, "parallel.optimizer_in_backward"),
     ],
-)
+)  # fmt: skip
 def test_a_file_that_contradicts(
     config: dict[str, Any], arguments: dict[str, Any], field: str
 ) -> None:

@@ -132,16 +132,10 @@ def test_plain_arguments_are_taken(tmp_path: Path) -> None:
 
 
 def test_only_where_processes_share_a_batch(tmp_path: Path) -> None:
-    args = arguments(
-        TrainingArguments,
-        str(tmp_path),
-        neftune_noise_alpha=5.0,
-        train_sampling_strategy="batch_rebalance",
-    )
-    assert {problem.field.rpartition(".")[2] for problem in examined(args, Layout(tp=2))[0]} == {
-        "neftune_noise_alpha",
-        "train_sampling_strategy",
-    }
+    given = {"neftune_noise_alpha": 5.0, "train_sampling_strategy": "batch_rebalance"}
+    args = arguments(TrainingArguments, str(tmp_path), **given)
+    problems, _ = examined(args, Layout(tp=2))
+    assert {problem.field.rpartition(".")[2] for problem in problems} == set(given)
 
 
 def test_noted(tmp_path: Path) -> None:
@@ -157,36 +151,23 @@ def settings(source: Any, folder: Path, *, world: int = 2, **given: Any) -> Any:
 
 def test_auto_is_filled(tmp_path: Path) -> None:
     """By Transformers' rule, with the data-parallel ranks in place of all processes; what the file leaves out too."""
-    text: Any = dict.fromkeys(
-        ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
-        "auto",
-    )
-    text |= {"gradient_clipping": "auto", "bf16": {"enabled": "auto"}, "parallel": {"tp": 2}}
-    text |= {
-        "optimizer": {
-            "type": "AdamW",
-            "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto"),
-        }
+    sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    rates = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
+    text: Any = {
+        **dict.fromkeys((*sizes, "gradient_clipping"), "auto"),
+        "bf16": {"enabled": "auto"},
+        "parallel": {"tp": 2},
+        "optimizer": {"type": "AdamW", "params": rates},
     }
     found = settings(text, tmp_path, world=4, bf16=True, adam_beta2=0.95)
-    assert (
-        found.batch.train_batch_size,
-        found.batch.micro_batch_size,
-        found.batch.accumulation,
-    ) == (8, 2, 2)
+    batch = found.batch
+    assert (batch.train_batch_size, batch.micro_batch_size, batch.accumulation) == (8, 2, 2)
     assert found.gradient_clipping == 0.5 and found.precision.compute is not None
-    assert found.optimizer.params == {
-        "lr": 1e-2,
-        "betas": (0.9, 0.95),
-        "eps": 1e-8,
-        "weight_decay": 0.1,
-    }
+    expected = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    assert found.optimizer.params == expected
     bare = settings({}, tmp_path, bf16=True)
-    assert (bare.batch.train_batch_size, bare.gradient_clipping, bare.seed) == (
-        8,
-        0.5,
-        42,
-    ) and bare.precision.compute is not None
+    assert (bare.batch.train_batch_size, bare.gradient_clipping, bare.seed) == (8, 0.5, 42)
+    assert bare.precision.compute is not None
     for name in recompute_fields(TrainingArguments):
         recompute = settings(
             {}, tmp_path, **{name: True, f"{name}_kwargs": {"every_n_layers": 2}}
@@ -208,39 +189,23 @@ def test_contradictions(tmp_path: Path) -> None:
     }
     with pytest.raises(ConfigError) as raised:
         settings(text, tmp_path)
-    assert {problem.field for problem in raised.value.problems} == {
-        "train_micro_batch_size_per_gpu",
-        "gradient_clipping",
-        "bf16.enabled",
-    }
+    fields = {problem.field for problem in raised.value.problems}
+    assert fields == {"train_micro_batch_size_per_gpu", "gradient_clipping", "bf16.enabled"}
+    alone = {"gradient_accumulation_steps": 1, "max_grad_norm": 0}
     with pytest.raises(ConfigError, match=r"parallel.optimizer_in_backward"):
-        settings(
-            {"parallel": {"optimizer_in_backward": True}},
-            tmp_path,
-            gradient_accumulation_steps=1,
-            max_grad_norm=0,
-        )
-
-
-def test_parts_of_sequences(tmp_path: Path) -> None:
-    """The Trainer's loss is the model's, which wants whole sequences."""
+        settings({"parallel": {"optimizer_in_backward": True}}, tmp_path, **alone)
+    # The Trainer's loss is the model's, which wants whole sequences.
     with pytest.raises(ConfigError, match=r"parallel.cp.*train_batch"):
         settings({"parallel": {"cp": 2}}, tmp_path)
 
 
 def test_what_the_loss_of_the_model_has_not(tmp_path: Path) -> None:
     """It would change nothing."""
+    text = {"experts": {"z_loss": 0.001, "balance": "global"}, "parallel": {"ep": 2, "tp": 2}}
     with pytest.raises(ConfigError) as raised:
-        settings(
-            {"experts": {"z_loss": 0.001, "balance": "global"}, "parallel": {"ep": 2, "tp": 2}},
-            tmp_path,
-            world=4,
-        )
-    assert [problem.field for problem in raised.value.problems] == [
-        "parallel.ep",
-        "experts.z_loss",
-        "experts.balance",
-    ]
+        settings(text, tmp_path, world=4)
+    fields = [problem.field for problem in raised.value.problems]
+    assert fields == ["parallel.ep", "experts.z_loss", "experts.balance"]
 
 
 def test_schedule(tmp_path: Path) -> None:
@@ -250,12 +215,7 @@ def test_schedule(tmp_path: Path) -> None:
     config, _ = settings_of(text, args, world_size=2, hidden_size=32)
     found = schedule_of(config, args, world_size=2, max_steps=17)
     assert found is not None
-    assert found.params == {
-        "warmup_min_lr": 0.0,
-        "warmup_max_lr": 1e-2,
-        "warmup_num_steps": 3,
-        "total_num_steps": 17,
-    }
+    assert found.params == dict(zip(names, (0.0, 1e-2, 3, 17), strict=True))
 
 
 def test_deepspeed_is_left_to_plait(tmp_path: Path) -> None:
@@ -281,12 +241,8 @@ def test_wrap() -> None:
         pass
 
     found = wrap(Mine)
-    assert (
-        found.__name__ == "Mine"
-        and issubclass(found, Mine)
-        and wrap(found) is found
-        and wrap(Trainer) is Trainer
-    )
+    assert found.__name__ == "Mine" and issubclass(found, Mine)
+    assert wrap(found) is found and wrap(Trainer) is Trainer
     assert issubclass(Seq2SeqTrainer, transformers.Seq2SeqTrainer)
     with pytest.raises(InputError, match="a subclass of transformers.Trainer"):
         wrap(dict)

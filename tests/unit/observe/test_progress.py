@@ -40,14 +40,8 @@ def _shown(*events: Event, terminal: bool = False, every: int = 2) -> str:
 
 
 def test_lines_in_a_pipe_have_no_control_characters() -> None:
-    text = _shown(
-        _step(1),
-        _step(2),
-        Validated(2, 1.0, 4096.0, 0.1),
-        _step(3),
-        CheckpointSaved(3, "c/step-3", 0.25),
-        _step(5),
-    )
+    others = (Validated(2, 1.0, 4096.0, 0.1), _step(3), CheckpointSaved(3, "c/step-3", 0.25))
+    text = _shown(_step(1), _step(2), *others, _step(5))
     assert "\x1b" not in text
     assert "\r" not in text
     assert text.splitlines() == [
@@ -68,13 +62,8 @@ def test_a_terminal_shows_every_step_in_place() -> None:
 
 
 def test_a_line_has_the_mean_since_the_line_before() -> None:
-    steps = [
-        _step(1, loss=9.0),
-        _step(2, loss=5.0),
-        _step(3, loss=2.0),
-        _step(4, loss=1.0),
-        _step(5, loss=4.0),
-    ]
+    losses = (9.0, 5.0, 2.0, 1.0, 4.0)
+    steps = [_step(number, loss=loss) for number, loss in enumerate(losses, start=1)]
     lines = _shown(*steps, every=4).splitlines()
     assert [line.split()[1:4] for line in lines] == [
         ["1", "loss", "9.0000"],
@@ -89,19 +78,11 @@ def test_a_skipped_step_is_always_told() -> None:
 
 def test_communication_has_lines_where_it_is_not_the_default() -> None:
     assert "step 2  int8 from here on\n" in _shown(CommunicationSelected(2, "int8 from here on"))
-    started = RunStarted(
-        0,
-        5,
-        2,
-        10,
-        "dp_replicate=2",
-        "runs/x",
-        communication="gradients are reduced by torch: the backend is nccl",
-    )
+    reason = "gradients are reduced by torch: the backend is nccl"
+    started = RunStarted(0, 5, 2, 10, "dp_replicate=2", "runs/x", communication=reason)
     assert "gradients" not in _shown(started)
-    assert "ranks   sent as int8\n" in _shown(
-        replace(started, notable_communication="sent as int8")
-    )
+    notable = replace(started, notable_communication="sent as int8")
+    assert "ranks   sent as int8\n" in _shown(notable)
 
 
 def test_rates_are_those_of_the_last_steps() -> None:

@@ -38,9 +38,8 @@ def test_a_planned_run_is_compared(tmp_path: Path, fixed: dict[str, int]) -> Non
     said: list[str] = []
     listener = listened(file, found, said)
     assert listener is not None and not said
-    for number, seconds in enumerate(
-        [9.0] * WARMUP_STEPS + [0.5] * 4 + [0.7, 0.7, 7.0, 0.6], start=1
-    ):
+    times = [9.0] * WARMUP_STEPS + [0.5] * 4 + [0.7, 0.7, 7.0, 0.6]
+    for number, seconds in enumerate(times, start=1):
         listener(step(number, seconds, skipped=seconds == 7.0))
     assert not said
     listener(step(20, 0.6))
@@ -68,11 +67,7 @@ def test_a_short_run_is_compared_at_its_end(tmp_path: Path) -> None:
 
 
 OTHER_RUNS: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
-    (
-        ("train_micro_batch_size_per_gpu=1", "gradient_accumulation_steps=4"),
-        {},
-        "micro_batch was planned as 4 and is 1",
-    ),
+    (("train_micro_batch_size_per_gpu=1", "gradient_accumulation_steps=4"), {}, "micro_batch was planned as 4 and is 1"),
     (("zero_optimization.stage=2",), {}, "stage was planned as 3 and is 2"),
     (("parallel.recompute.mode=full",), {}, "recompute was planned as none and is full"),
     ((), {"parameters": 7}, "and is 7"),
@@ -83,18 +78,10 @@ OTHER_RUNS: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     # D10: what a comparison of layouts alone let through.
     (("communication_data_type=bf16",), {}, "reduction was planned as fp32 and is bf16"),
     (("optimizer.states=int8",), {}, "optimizer.states was planned as None and is int8"),
-    (
-        ("optimizer.type=SGD", "optimizer.params.lr=1"),
-        {},
-        "plans do not model optimizer.type = SGD",
-    ),
-    (
-        ("parallel.compress_gradients=int8",),
-        {},
-        "plans do not model parallel.compress_gradients = int8",
-    ),
+    (("optimizer.type=SGD", "optimizer.params.lr=1"), {}, "plans do not model optimizer.type = SGD"),
+    (("parallel.compress_gradients=int8",), {}, "plans do not model parallel.compress_gradients = int8"),
     (("model.dtype=bfloat16",), {}, "the model was planned as"),
-]
+]  # fmt: skip
 """Overrides, changes of what was checked, and what the line says."""
 
 

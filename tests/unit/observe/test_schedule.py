@@ -8,12 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.observe.schedule import (
-    schedule_names,
-    timeline_json,
-    timeline_lines,
-    timeline_summary,
-)
+from plait.observe.schedule import schedule_names, timeline_json, timeline_lines, timeline_summary
 from plait.parallel.schedules.schedule import SCHEDULES, Schedule, make_schedule
 from plait.parallel.schedules.timeline import Timeline, even, peak_in_flight, simulate
 from tests.unit.parallel.tables import schedules, unhurried

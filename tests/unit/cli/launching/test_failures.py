@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -45,30 +46,18 @@ def _failure(
     [
         ([_failure(0, 1, summary=LOST, at=50), _failure(1, 1, summary="ValueError: no", at=40)], 1),
         # Two real exceptions: the earlier one.
-        (
-            [
-                _failure(0, 1, summary="ValueError: a", at=50),
-                _failure(1, 1, summary="ValueError: b", at=40),
-            ],
-            1,
-        ),
+        ([_failure(0, 1, summary="ValueError: a", at=50), _failure(1, 1, summary="ValueError: b", at=40)], 1),
         # The crash leaves no record and is noticed after the other rank recorded that its peer is gone.
         ([_failure(0, 1, summary=LOST, at=50), _failure(1, -11, noticed=60)], 1),
         ([_failure(0, -signal.SIGTERM, noticed=10), _failure(1, 7, noticed=60)], 1),
         ([_failure(0, -signal.SIGTERM, noticed=10), _failure(1, -signal.SIGKILL, noticed=60)], 1),
         # A user's own error may speak of timeouts.
-        (
-            [
-                _failure(0, 1, summary=LOST, at=30),
-                _failure(1, 1, summary="ValueError: timeout must be positive", at=40),
-            ],
-            1,
-        ),
+        ([_failure(0, 1, summary=LOST, at=30), _failure(1, 1, summary="ValueError: timeout must be positive", at=40)], 1),
         ([_failure(0, 1, summary=LOST, at=30), _failure(1, 1, summary=LOST, at=20)], 1),
         # What failed first may be on another machine: still more telling than the rank that was stopped here.
         ([_failure(0, -signal.SIGTERM, noticed=10), _failure(1, 1, summary=LOST, at=20)], 1),
     ],
-)
+)  # fmt: skip
 def test_the_cause_comes_before_its_effects(failures: list[Failure], cause: int) -> None:
     assert first_cause(failures).rank == cause
     assert first_cause(failures[::-1]).rank == cause
@@ -119,10 +108,11 @@ class TestReporter:
     def files(self, tmp_path: Path) -> dict[int, Path]:
         return {rank: tmp_path / f"{rank}.json" for rank in range(4)}
 
-    def _reporter(self, lines: list[str], files: dict[int, Path]) -> Reporter:
-        reporter = Reporter("a01", lines.append)
-        reporter.watch({rank: str(path) for rank, path in files.items()})
-        return reporter
+    @pytest.fixture
+    def reporter(self, lines: list[str], files: dict[int, Path]) -> Iterator[Reporter]:
+        with Reporter("a01", lines.append) as reporter:
+            reporter.watch({rank: str(path) for rank, path in files.items()})
+            yield reporter
 
     def _wait(self, lines: list[str]) -> None:
         deadline = time.monotonic() + 10
@@ -130,16 +120,15 @@ class TestReporter:
             time.sleep(0.02)
 
     def test_an_exception_is_told_while_the_others_still_run(
-        self, lines: list[str], files: dict[int, Path]
+        self, lines: list[str], files: dict[int, Path], reporter: Reporter
     ) -> None:
-        with self._reporter(lines, files) as reporter:
-            _record(files[2], text="Traceback\n  here\nValueError: no")
-            self._wait(lines)
-            assert lines == [
-                "plait: rank 2 (node a01, process 4321) failed with exit code 1. Its traceback:\nTraceback\n  here\nValueError: no"
-            ]
-            _record(files[0], summary=LOST, time_ns=5)
-            cause = reporter.report_attempt({0: 1, 1: -15, 2: 1}, 99)
+        _record(files[2], text="Traceback\n  here\nValueError: no")
+        self._wait(lines)
+        assert lines == [
+            "plait: rank 2 (node a01, process 4321) failed with exit code 1. Its traceback:\nTraceback\n  here\nValueError: no"
+        ]
+        _record(files[0], summary=LOST, time_ns=5)
+        cause = reporter.report_attempt({0: 1, 1: -15, 2: 1}, 99)
         assert cause.rank == 2
         assert lines[1:] == [
             f"plait: rank 0 (node a01, process 4321) failed too, with exit code 1: {LOST}",
@@ -147,110 +136,91 @@ class TestReporter:
         ]
 
     def test_a_lost_peer_waits_for_the_rank_that_crashed(
-        self, lines: list[str], files: dict[int, Path]
+        self, lines: list[str], files: dict[int, Path], reporter: Reporter
     ) -> None:
-        with self._reporter(lines, files) as reporter:
-            _record(files[0], summary=LOST)
-            time.sleep(0.4)
-            assert lines == []
-            cause = reporter.report_attempt({0: 1, 1: -11}, 99)
+        _record(files[0], summary=LOST)
+        time.sleep(0.4)
+        assert lines == []
+        cause = reporter.report_attempt({0: 1, 1: -11}, 99)
         assert cause.rank == 1
         assert "rank 1 (node a01) was killed by signal 11 SIGSEGV" in lines[0]
         assert "rank 0" in lines[1]
 
     def test_a_lost_peer_alone_points_to_the_other_machines(
-        self, lines: list[str], files: dict[int, Path]
+        self, lines: list[str], files: dict[int, Path], reporter: Reporter
     ) -> None:
-        with self._reporter(lines, files) as reporter:
-            _record(files[0], summary=LOST)
-            assert reporter.report_attempt({0: 1}, 99).rank == 0
+        _record(files[0], summary=LOST)
+        assert reporter.report_attempt({0: 1}, 99).rank == 0
         assert "other machines" in lines[1]
 
     def test_the_same_failure_on_many_ranks_is_told_once(
-        self, lines: list[str], files: dict[int, Path]
+        self, lines: list[str], files: dict[int, Path], reporter: Reporter
     ) -> None:
-        with self._reporter(lines, files) as reporter:
-            for rank, path in files.items():
-                _record(path, time_ns=10 - rank)
-            assert reporter.report_attempt(dict.fromkeys(files, 1), 99).rank == 3
+        for rank, path in files.items():
+            _record(path, time_ns=10 - rank)
+        assert reporter.report_attempt(dict.fromkeys(files, 1), 99).rank == 3
         assert lines[0].startswith("plait: rank 3")
         assert lines[1:] == ["plait: ranks 0, 1, 2 failed in the same way"]
 
-    def test_a_users_error_is_one_sentence(self, lines: list[str], files: dict[int, Path]) -> None:
-        with self._reporter(lines, files) as reporter:
-            for path in files.values():
-                _record(
-                    path,
-                    summary="ConfigError: tp = 3",
-                    text="tp = 3: no; use 2",
-                    told=True,
-                    exit_code=2,
-                )
-            assert process_exit_code(reporter.report_attempt(dict.fromkeys(files, 2), 99)) == 2
+    def test_a_users_error_is_one_sentence(
+        self, lines: list[str], files: dict[int, Path], reporter: Reporter
+    ) -> None:
+        for path in files.values():
+            error = {"summary": "ConfigError: tp = 3", "text": "tp = 3: no; use 2"}
+            _record(path, told=True, exit_code=2, **error)
+        assert process_exit_code(reporter.report_attempt(dict.fromkeys(files, 2), 99)) == 2
         assert lines == ["plait: tp = 3: no; use 2"]
 
-    def test_out_of_memory_is_named(self, lines: list[str], files: dict[int, Path]) -> None:
-        with self._reporter(lines, files) as reporter:
-            reporter.report_attempt({0: -9}, 99)
+    def test_out_of_memory_is_named(
+        self, lines: list[str], files: dict[int, Path], reporter: Reporter
+    ) -> None:
+        reporter.report_attempt({0: -9}, 99)
         assert "signal 9 SIGKILL (out of memory?)" in lines[0]
 
     def test_a_collective_that_cannot_complete_is_an_effect(
-        self, lines: list[str], files: dict[int, Path]
+        self, lines: list[str], files: dict[int, Path], reporter: Reporter
     ) -> None:
-        with self._reporter(lines, files) as reporter:
-            _record(
-                files[0],
-                summary="CommunicationError: rank 1 ended",
-                text="rank 1 ended",
-                told=True,
-                exit_code=5,
-            )
-            time.sleep(0.3)
-            assert lines == []
-            assert reporter.report_attempt({0: 5, 1: -9}, 99).rank == 1
+        error = {"summary": "CommunicationError: rank 1 ended", "text": "rank 1 ended"}
+        _record(files[0], told=True, exit_code=5, **error)
+        time.sleep(0.3)
+        assert lines == []
+        assert reporter.report_attempt({0: 5, 1: -9}, 99).rank == 1
         assert "rank 1 (node a01) was killed by signal 9" in lines[0]
 
     def test_a_rank_that_ended_well_before_the_others_is_their_cause(
-        self, lines: list[str], files: dict[int, Path]
+        self, lines: list[str], files: dict[int, Path], reporter: Reporter
     ) -> None:
-        with self._reporter(lines, files) as reporter:
-            _record(files[0], summary=LOST)
-            reporter.report_attempt({0: 1}, 99, ended={1})
+        _record(files[0], summary=LOST)
+        reporter.report_attempt({0: 1}, 99, ended={1})
         assert (
             lines[0]
             == "plait: rank 1 (node a01) ended with exit code 0 before the others, which wait for it"
         )
 
     def test_a_rank_that_failed_and_does_not_end(
-        self, lines: list[str], files: dict[int, Path]
+        self, lines: list[str], files: dict[int, Path], reporter: Reporter
     ) -> None:
-        with self._reporter(lines, files) as reporter:
-            _record(files[2], exit_code=4, time_ns=time.time_ns() - 3 * 10**9)
-            _record(files[3], time_ns=time.time_ns())
-            assert reporter.failed_and_running([0, 1, 2, 3], 2) == {2: 4}
-            assert reporter.failed_and_running([0, 1, 3], 2) == {}
+        _record(files[2], exit_code=4, time_ns=time.time_ns() - 3 * 10**9)
+        _record(files[3], time_ns=time.time_ns())
+        assert reporter.failed_and_running([0, 1, 2, 3], 2) == {2: 4}
+        assert reporter.failed_and_running([0, 1, 3], 2) == {}
 
     def test_after_a_hang_other_failures_are_its_effects(
-        self, lines: list[str], files: dict[int, Path]
+        self, lines: list[str], files: dict[int, Path], reporter: Reporter
     ) -> None:
-        with self._reporter(lines, files) as reporter:
-            reporter.report_hang("plait: rank 1 is stuck")
-            _record(files[0], summary="ValueError: late")
-            time.sleep(0.3)
+        reporter.report_hang("plait: rank 1 is stuck")
+        _record(files[0], summary="ValueError: late")
+        time.sleep(0.3)
         assert lines == ["plait: rank 1 is stuck"]
 
     def test_every_attempt_is_told(
-        self, lines: list[str], files: dict[int, Path], tmp_path: Path
+        self, lines: list[str], files: dict[int, Path], reporter: Reporter, tmp_path: Path
     ) -> None:
-        with self._reporter(lines, files) as reporter:
-            _record(files[0], text="first")
-            reporter.report_attempt({0: 1}, 99, restarting=True)
-            again = tmp_path / "again.json"
-            reporter.watch({0: str(again)})
-            _record(again, text="second")
-            reporter.report_attempt({0: 1}, 99)
-        assert [line.splitlines()[-1] for line in lines] == [
-            "first",
-            "plait: starting the ranks again",
-            "second",
-        ]
+        _record(files[0], text="first")
+        reporter.report_attempt({0: 1}, 99, restarting=True)
+        again = tmp_path / "again.json"
+        reporter.watch({0: str(again)})
+        _record(again, text="second")
+        reporter.report_attempt({0: 1}, 99)
+        last_lines = [line.splitlines()[-1] for line in lines]
+        assert last_lines == ["first", "plait: starting the ranks again", "second"]

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import os
 import shlex
+import signal
 import socket
+import threading
 
 import pytest
 
@@ -113,3 +116,44 @@ class TestMaster:
         with pytest.raises(ConfigError, match="--master-addr"):
             master_address(TWO.hosts, name)
         assert master_address((HostfileEntry(name, (0,)),), None) == name
+
+
+class Agent:
+    grace_seconds = 300.0
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    numbers: list[int] = []
+    monkeypatch.setattr(
+        remote.os,
+        "kill",
+        lambda pid, number: numbers.append(number) if pid == os.getpid() else None,
+    )
+    return numbers
+
+
+def _follow(agent: Agent, lines: list[bytes]) -> None:
+    remote.follow(agent, lines)
+    for thread in threading.enumerate():
+        if thread.name == "plait-lifeline":
+            thread.join(10)
+
+
+def test_a_line_is_a_signal_with_a_grace(sent: list[int]) -> None:
+    agent = Agent()
+    _follow(agent, [remote.format_line(signal.SIGINT, 12.5)])
+    assert sent[0] == signal.SIGINT
+    assert agent.grace_seconds == 12.5
+
+
+def test_the_end_of_the_line_ends_the_ranks(sent: list[int]) -> None:
+    agent = Agent()
+    _follow(agent, [])
+    assert sent == [signal.SIGTERM]
+    assert agent.grace_seconds == 300
+
+
+def test_other_lines_do_nothing(sent: list[int]) -> None:
+    _follow(Agent(), [b"\n", b"SIGKILL 3\n", b"hello\n", b"\xff\n"])
+    assert sent == [signal.SIGTERM]

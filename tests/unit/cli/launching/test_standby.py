@@ -14,9 +14,7 @@ from typing import Any
 import pytest
 
 from plait.cli.launching.agent import WORKER
-from plait.cli.launching.launch_settings import LaunchSettings, check
 from plait.cli.launching.standby import VARIABLE, Standby
-from plait.errors import ConfigError
 
 SCRIPT = """
 import json, os, sys
@@ -60,15 +58,8 @@ def run(standby: Standby, folder: Path, **environment: str) -> Any:
     """(exit code, what the script printed) of a process that stood by."""
     (folder / "script.py").write_text(SCRIPT)
     with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
-        command = [
-            sys.executable,
-            "-u",
-            str(WORKER),
-            str(os.getpid()),
-            str(folder / "script.py"),
-            "a",
-            "-m",
-        ]
+        script = [str(WORKER), str(os.getpid()), str(folder / "script.py")]
+        command = [sys.executable, "-u", *script, "a", "-m"]
         taken = standby.take(command, {**os.environ, **environment}, (out, err))
     if taken is None:
         return None
@@ -111,9 +102,3 @@ def test_more_imports_are_told(two: Standby, tmp_path: Path) -> None:
     wait(two)
     code, printed, _ = run(two, tmp_path)
     assert (code, printed[0]) == (7, ["numpy"])
-
-
-def test_for_nothing_it_is_refused() -> None:
-    with pytest.raises(ConfigError, match="there is none; add --max-restarts N"):
-        check(LaunchSettings(2, standby=True))
-    check(LaunchSettings(2, standby=True, max_restarts=1))

@@ -21,16 +21,7 @@ KUBEFLOW = {
     "PET_MASTER_ADDR": "job-node-0-0.job",
     "PET_MASTER_PORT": "29400",
 }
-NAMES = (
-    "nnodes",
-    "nproc_per_node",
-    "node_rank",
-    "master_addr",
-    "master_port",
-    "rdzv_endpoint",
-    "rdzv_id",
-    "max_restarts",
-)
+NAMES = "nnodes nproc_per_node node_rank master_addr master_port rdzv_endpoint rdzv_id max_restarts"
 SRUN = {
     "SLURM_PROCID": "3",
     "SLURM_STEP_NUM_TASKS": "8",
@@ -93,7 +84,7 @@ def test_options_go_before_variables(
 
 def test_one_way_to_meet() -> None:
     """Of variables alone, the endpoint counts; a variable that is no number is refused by its name."""
-    nothing = dict.fromkeys(NAMES)
+    nothing = dict.fromkeys(NAMES.split())
     both = {**KUBEFLOW, "PET_RDZV_ENDPOINT": "a:1"}
     assert with_variables(nothing, both)["master_addr"] is None
     assert with_variables(nothing, both)["rdzv_endpoint"] == "a:1"
@@ -102,23 +93,18 @@ def test_one_way_to_meet() -> None:
         with_variables(nothing, {"PET_NODE_RANK": "one"})
 
 
+TASKS = "SLURM_STEP_TASKS_PER_NODE"
+
+
 @pytest.mark.parametrize(
     ("variables", "arguments", "said"),
     [
-        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, (), "process 3 of 8 of srun"),
-        (
-            {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "4(x2)"},
-            ("--nnodes", "2", "--rdzv-endpoint", "a:1"),
-            "process 3 of 8 of srun",
-        ),
-        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}, (), "process 1 of 2 of the launcher"),
-        (
-            {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "1(x8)"},
-            ("--nnodes", "8", "--rdzv-endpoint", "a:1"),
-            "",
-        ),
-        ({"RANK": "0"}, (), ""),
-        ({}, (), ""),
+        ({**SRUN, TASKS: "4(x2)"}, "", "process 3 of 8 of srun"),
+        ({**SRUN, TASKS: "4(x2)"}, "--nnodes 2 --rdzv-endpoint a:1", "process 3 of 8 of srun"),
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}, "", "process 1 of 2 of the launcher"),
+        ({**SRUN, TASKS: "1(x8)"}, "--nnodes 8 --rdzv-endpoint a:1", ""),
+        ({"RANK": "0"}, "", ""),
+        ({}, "", ""),
     ],
 )
 def test_a_launcher_around_it_is_warned_of(
@@ -126,12 +112,12 @@ def test_a_launcher_around_it_is_warned_of(
     monkeypatch: pytest.MonkeyPatch,
     recwarn: pytest.WarningsRecorder,
     variables: dict[str, str],
-    arguments: tuple[str, ...],
+    arguments: str,
     said: str,
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert launch("--nproc-per-node", "2", *arguments) == 0
+    assert launch("--nproc-per-node", "2", *arguments.split()) == 0
     text = " ".join(str(one.message) for one in recwarn)
     assert said in text if said else "of its own" not in text
 
@@ -139,16 +125,8 @@ def test_a_launcher_around_it_is_warned_of(
 @pytest.mark.parametrize("given", ["0", "0:2", "3:2"])
 def test_no_machine_is_refused(started: list[LaunchSettings], given: str) -> None:
     """`plait train` divides the processes by the machines."""
-    arguments = [
-        "run.json",
-        "--set",
-        "run.processes=4",
-        "--nnodes",
-        given,
-        "--rdzv-endpoint",
-        "a:1",
-    ]
-    refused = CliRunner().invoke(train.app, arguments)
+    arguments = f"run.json --set run.processes=4 --nnodes {given} --rdzv-endpoint a:1"
+    refused = CliRunner().invoke(train.app, arguments.split())
     assert isinstance(refused.exception, ConfigError) and f"--nnodes = '{given}'" in str(
         refused.exception
     )

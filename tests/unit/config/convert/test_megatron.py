@@ -12,9 +12,14 @@ from plait.config.resolving.resolve import load, resolve
 from plait.config.schema.config import Status
 from plait.errors import ConfigError
 from tests.table import check_rows
+from tests.unit.config.cases import rows
 
 TARGETS = {"optimizer.params.beta1", "optimizer.params.beta2", DISTRIBUTED, LAYERS_PER_STAGE}
 """What `megatron` puts together with other flags."""
+
+
+def split(line: str) -> list[str]:
+    return line.split()
 
 
 def problems(*flags: str) -> list[str]:
@@ -23,32 +28,16 @@ def problems(*flags: str) -> list[str]:
     return [str(problem) for problem in error.value.problems]
 
 
-def words(line: str) -> list[str]:
-    return line.split()
-
-
-def test_the_literal_example() -> None:
-    config = load_foreign(
-        [
-            "--tensor-model-parallel-size",
-            "4",
-            "--pipeline-model-parallel-size",
-            "2",
-            "--num-layers",
-            "48",
-        ]
+def test_flags_and_the_same_names_in_a_file() -> None:
+    flags = load_foreign(
+        split("--tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 --num-layers 48")
     )
-    assert (config.parallel.tp, config.parallel.pp, config.num_layers) == (4, 2, 48)
-    assert config.origin("parallel.tp") == "flag: --tensor-model-parallel-size"
-    layout = resolve(config, world_size=32, micro_batch_size=1).layout
-    assert (layout.tp, layout.pp, layout.dp_replicate, layout.dp_shard) == (4, 2, 4, 1)
-
-
-def test_the_same_names_in_a_file() -> None:
-    config = load(
+    file = load(
         {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 2, "num_layers": 48}
     )
-    assert (config.parallel.tp, config.parallel.pp, config.num_layers) == (4, 2, 48)
+    for config in (flags, file):
+        assert (config.parallel.tp, config.parallel.pp, config.num_layers) == (4, 2, 48)
+    assert flags.origin("parallel.tp") == "flag: --tensor-model-parallel-size"
 
 
 def test_load_names_the_command_that_converts() -> None:
@@ -57,7 +46,7 @@ def test_load_names_the_command_that_converts() -> None:
 
 
 def test_a_training_command() -> None:
-    flags = words(
+    flags = split(
         "--tensor-model-parallel-size 2 --context-parallel-size 2 --sequence-parallel --use-distributed-optimizer --bf16 "
         "--overlap-grad-reduce --micro-batch-size 1 --global-batch-size 16 --lr 3e-4 --weight-decay=0.1 --adam-beta1 0.9 "
         "--adam-beta2 0.95 --adam-eps 1e-8 --clip-grad 0.5 --train-iters 100 --seed 1234 --save runs/a --load runs/a "
@@ -66,30 +55,18 @@ def test_a_training_command() -> None:
     )
     config = load_foreign(flags)
     made = resolve(config, world_size=16)
-    assert (made.layout.tp, made.layout.cp, made.layout.dp_shard, made.data_parallel.stage) == (
-        2,
-        2,
-        4,
-        1,
-    )
+    layout = made.layout
+    assert (layout.tp, layout.cp, layout.dp_shard, made.data_parallel.stage) == (2, 2, 4, 1)
     assert made.tensor_parallel.sequence_parallel
     assert (made.batch.accumulation, made.gradient_clipping, made.seed) == (4, 0.5, 1234)
-    assert made.optimizer.params == {
-        "lr": 3e-4,
-        "weight_decay": 0.1,
-        "betas": (0.9, 0.95),
-        "eps": 1e-8,
-    }
-    assert made.scheduler is not None and made.scheduler.params == {
-        "decay_style": "constant",
-        "total_num_steps": 100,
-    }
+    optimizer = {"lr": 3e-4, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
+    assert made.optimizer.params == optimizer
+    schedule = {"decay_style": "constant", "total_num_steps": 100}
+    assert made.scheduler is not None and made.scheduler.params == schedule
     assert (made.precision.compute, made.precision.reduce) == ("bfloat16", "float32")
     assert (made.run.folder, made.run.steps, made.run.checkpoint_every) == ("runs/a", 100, 10)
-    assert (made.sources["optimizer.params.lr"], made.sources["run.seed"]) == (
-        "flags",
-        "flag: --seed",
-    )
+    sources = (made.sources["optimizer.params.lr"], made.sources["run.seed"])
+    assert sources == ("flags", "flag: --seed")
     assert [row.key for row in config.provenance.rows] == [
         flag.partition("=")[0] for flag in flags if flag.startswith("--")
     ]
@@ -98,17 +75,10 @@ def test_a_training_command() -> None:
     ] == "ignored"
 
 
-@pytest.mark.parametrize(
-    ("strategy", "stage"),
-    [("no_shard", 0), ("optim", 1), ("optim_grads", 2), ("optim_grads_params", 3)],
-)
-def test_sharding_strategies_are_stages(strategy: str, stage: int) -> None:
-    assert (
-        load_foreign(
-            ["--use-megatron-fsdp", "--data-parallel-sharding-strategy", strategy]
-        ).zero_optimization.stage
-        == stage
-    )
+def test_sharding_strategies_are_stages() -> None:
+    for stage, strategy in enumerate(("no_shard", "optim", "optim_grads", "optim_grads_params")):
+        flags = ["--use-megatron-fsdp", "--data-parallel-sharding-strategy", strategy]
+        assert load_foreign(flags).zero_optimization.stage == stage
 
 
 def test_one_beta_keeps_the_default_of_the_other() -> None:
@@ -127,49 +97,29 @@ def test_one_beta_keeps_the_default_of_the_other() -> None:
 def test_what_flags_leave_out_is_megatrons() -> None:
     """D6: linear decay, weight decay 0.01, fp16 from 2^32, seed 1234, gradients of bf16 reduced in float32; each with its source."""
     made = resolve(
-        load_foreign(words("--micro-batch-size 1 --lr 1e-4 --train-iters 50 --fp16")), world_size=2
+        load_foreign(split("--micro-batch-size 1 --lr 1e-4 --train-iters 50 --fp16")), world_size=2
     )
-    assert made.scheduler is not None and (
-        made.scheduler.type,
-        made.scheduler.params["decay_style"],
-    ) == ("MegatronLR", "linear")
-    assert (
-        made.optimizer.params["weight_decay"] == 0.01
-        and made.seed == 1234
-        and made.run.validate_every == 1000
-    )
-    assert (
-        made.precision.loss_scale is not None
-        and made.precision.loss_scale.initial_scale_power == 32
-    )
-    for path in (
+    assert made.scheduler is not None and made.scheduler.type == "MegatronLR"
+    assert made.scheduler.params["decay_style"] == "linear"
+    assert made.optimizer.params["weight_decay"] == 0.01
+    assert (made.seed, made.run.validate_every, made.precision.reduce) == (1234, 1000, "float16")
+    assert made.precision.loss_scale is not None
+    assert made.precision.loss_scale.initial_scale_power == 32
+    defaults = (
         "scheduler.params.decay_style",
         "optimizer.params.weight_decay",
         "run.seed",
         "fp16.initial_scale_power",
-    ):
+    )
+    for path in defaults:
         assert made.sources[path] == "Megatron's default", path
-    assert made.precision.reduce == "float16"
-    bf16 = resolve(load_foreign(words("--micro-batch-size 1 --bf16")), world_size=2)
-    assert (bf16.precision.reduce, bf16.scheduler) == ("float32", None)
-    assert (
-        resolve(
-            load_foreign(words("--micro-batch-size 1 --bf16 --grad-reduce-in-bf16")), world_size=2
-        ).precision.reduce
-        == "bfloat16"
-    )
-    over = resolve(
-        load_foreign(
-            words("--micro-batch-size 1 --lr 1"),
-            ["optimizer.params.weight_decay=0.3", "run.seed=3"],
-        ),
-        world_size=1,
-    )
-    assert (over.optimizer.params["weight_decay"], over.seed, over.sources["run.seed"]) == (
-        0.3,
-        3,
-        "override",
-    )
+    for flags, dtype in (("--bf16", "float32"), ("--bf16 --grad-reduce-in-bf16", "bfloat16")):
+        bf16 = resolve(load_foreign(split(f"--micro-batch-size 1 {flags}")), world_size=2)
+        assert (bf16.precision.reduce, bf16.scheduler) == (dtype, None)
+    overrides = ["optimizer.params.weight_decay=0.3", "run.seed=3"]
+    over = resolve(load_foreign(split("--micro-batch-size 1 --lr 1"), overrides), world_size=1)
+    assert (over.optimizer.params["weight_decay"], over.seed) == (0.3, 3)
+    assert over.sources["run.seed"] == "override"
     assert problems("--weight-decay", "0.1") == [
         "--lr: --weight-decay describes an optimizer, and Megatron-LM has no default for its learning rate; give it"
     ]
@@ -178,7 +128,7 @@ def test_what_flags_leave_out_is_megatrons() -> None:
 def test_a_schedule_by_flags() -> None:
     """E8."""
     flags = "--lr 1e-3 --min-lr 1e-5 --lr-decay-style cosine --lr-warmup-iters 10 --lr-decay-iters 90 --train-iters 100"
-    config = load_foreign(words(flags))
+    config = load_foreign(split(flags))
     assert config.scheduler is not None and config.scheduler.type == "MegatronLR"
     assert config.scheduler.params == {
         "min_lr": 1e-5,
@@ -192,11 +142,11 @@ def test_stages_by_their_layers_and_sharding_by_its_strategy() -> None:
     flags = (
         "--num-layers 24 --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 3"
     )
-    assert load_foreign(words(flags)).parallel.pipeline.stages_per_rank == 2
-    assert "24 % 20 = 4" in problems(*words(flags.replace(" 3", " 5")))[0]
+    assert load_foreign(split(flags)).parallel.pipeline.stages_per_rank == 2
+    assert "24 % 20 = 4" in problems(*split(flags.replace(" 3", " 5")))[0]
     assert "both" not in problems("--num-layers-per-virtual-pipeline-stage", "3")[0]
     fsdp = "--use-megatron-fsdp --use-distributed-optimizer --data-parallel-sharding-strategy optim_grads_params"
-    assert load_foreign(words(fsdp)).zero_optimization.stage == 3
+    assert load_foreign(split(fsdp)).zero_optimization.stage == 3
     assert load_foreign(["--use-distributed-optimizer"]).zero_optimization.stage == 1
 
 
@@ -211,7 +161,7 @@ def test_selective_recomputes_what_megatron_does() -> None:
 
 def test_loss_scale_flags() -> None:
     fp16 = load_foreign(
-        words(
+        split(
             "--fp16 --initial-loss-scale 65536 --loss-scale-window 500 --min-loss-scale 2 --hysteresis 3"
         )
     ).fp16
@@ -231,61 +181,31 @@ def test_overrides_win_over_flags() -> None:
     assert (config.parallel.tp, config.origin("parallel.tp")) == (2, "override")
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (
-            "--tensor-model-paralel-size 4",
-            "--tensor-model-paralel-size: unknown flag; did you mean --tensor-model-parallel-size?",
-        ),
-        ("--zzz 4", "--zzz: unknown flag; leave it out, or set the key"),
-        (
-            "--micro-batch-size",
-            "--micro-batch-size: takes one value and 0 are given; write one after it",
-        ),
-        (
-            "--micro-batch-size 1 2",
-            "--micro-batch-size = '1 2': takes one value and 2 are given; write one after it",
-        ),
-        ("--bf16 true", "--bf16 = 'true': takes no value; leave the value out"),
-        (
-            "--micro-batch-size four",
-            "--micro-batch-size = 'four': must be a whole number; write a whole number",
-        ),
-        (
-            "--data-parallel-sharding-strategy all",
-            "--data-parallel-sharding-strategy = 'all': is none of no_shard, optim,",
-        ),
-        (
-            "--num-layers-per-virtual-pipeline-stage 2",
-            "--num-layers-per-virtual-pipeline-stage = 2: the stages of a rank are --num-layers /",
-        ),
-        (
-            "--recompute-num-layers 2",
-            "--recompute-num-layers = 2: blocks are recomputed one by one",
-        ),
-        (
-            "--expert-tensor-parallel-size 8",
-            "--expert-tensor-parallel-size = 8: experts are split by expert",
-        ),
-        (
-            "--lr-decay-style wavy",
-            "--lr-decay-style = 'wavy': is none of constant, linear, cosine, inverse-square-root, WSD",
-        ),
-        (
-            "--save a --load b",
-            "--load = 'b': --save says 'a'; both set run.folder and disagree; keep one of them",
-        ),
-        (
-            "--fp16 --bf16 --use-torch-fsdp2 --use-distributed-optimizer",
-            "both set zero_optimization.stage and disagree",
-        ),
-        ("8 --bf16", "the command line = '8': begins with a value and not with a flag"),
-    ],
-)
-def test_refusals(flags: str, message: str) -> None:
-    found = problems(*flags.split())
-    assert any(message in text for text in found), found
+REFUSALS = """
+    --tensor-model-paralel-size 4 -> --tensor-model-paralel-size: unknown flag; did you mean --tensor-model-parallel-size?
+    --zzz 4 -> --zzz: unknown flag; leave it out, or set the key
+    --micro-batch-size -> --micro-batch-size: takes one value and 0 are given; write one after it
+    --micro-batch-size 1 2 -> --micro-batch-size = '1 2': takes one value and 2 are given; write one after it
+    --bf16 true -> --bf16 = 'true': takes no value; leave the value out
+    --micro-batch-size four -> --micro-batch-size = 'four': must be a whole number; write a whole number
+    --data-parallel-sharding-strategy all -> --data-parallel-sharding-strategy = 'all': is none of no_shard, optim,
+    --num-layers-per-virtual-pipeline-stage 2 -> --num-layers-per-virtual-pipeline-stage = 2: the stages of a rank are --num-layers /
+    --recompute-num-layers 2 -> --recompute-num-layers = 2: blocks are recomputed one by one
+    --expert-tensor-parallel-size 8 -> --expert-tensor-parallel-size = 8: experts are split by expert
+    --lr-decay-style wavy -> --lr-decay-style = 'wavy': is none of constant, linear, cosine, inverse-square-root, WSD
+    --save a --load b -> --load = 'b': --save says 'a'; both set run.folder and disagree; keep one of them
+    --fp16 --bf16 --use-torch-fsdp2 --use-distributed-optimizer -> both set zero_optimization.stage and disagree
+    8 --bf16 -> the command line = '8': begins with a value and not with a flag
+"""
+
+
+def check_refusal(row: tuple[str, str]) -> None:
+    found = problems(*row[0].split())
+    assert any(row[1] in text for text in found), found
+
+
+def test_refusals() -> None:
+    check_rows(rows(REFUSALS), check_refusal)
 
 
 def test_refused_flags_are_accepted_where_they_ask_for_nothing() -> None:

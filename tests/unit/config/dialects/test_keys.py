@@ -12,7 +12,8 @@ from plait.config.dialects.deepspeed import TABLE
 from plait.config.dialects.keys import ALIASES, SHORT_FORMS
 from plait.config.schema.config import Status
 from plait.errors import ConfigError
-from tests.unit.config.cases import load
+from tests.table import check_rows
+from tests.unit.config.cases import load, rows, written
 
 DEEPSPEED = {
     "": """
@@ -74,9 +75,9 @@ DEEPSPEED = {
 """The sections of DeepSpeed 0.19.8's files and of published ones."""
 
 
-@pytest.mark.parametrize("section", DEEPSPEED)
-def test_every_key_of_deepspeed_is_known(section: str) -> None:
-    assert set(DEEPSPEED[section].split()) - set(keys.names_in(section)) == set()
+def test_every_key_of_deepspeed_is_known() -> None:
+    for section, names in DEEPSPEED.items():
+        assert not set(names.split()) - set(keys.names_in(section)), section
 
 
 def test_the_table_and_the_schema_cover_each_other() -> None:
@@ -124,7 +125,7 @@ def typos(name: str, chance: random.Random) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(12, marks=pytest.mark.proof)])
+@pytest.mark.parametrize("count", [1, pytest.param(12, marks=pytest.mark.proof)])
 def test_a_one_letter_typo_finds_the_key(count: int) -> None:
     """Random typos of each key."""
     wrong = []
@@ -160,39 +161,29 @@ def test_a_name_unlike_any_other_gets_the_list() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("tree", "message"),
-    [
-        (
-            {"gradient_cliping": 0.3},
-            "gradient_cliping = 0.3: unknown key; did you mean gradient_clipping?",
-        ),
-        (
-            {"zero_optimisation": {"stage": 2}},
-            "zero_optimisation = {'stage': 2}: unknown key; did you mean zero_optimization?",
-        ),
-        (
-            {"zero_optimization": {"stag": 2}},
-            "zero_optimization.stag = 2: unknown key; did you mean zero_optimization.stage?",
-        ),
-        ({"tensor-model-parallel-size": 2}, "did you mean tensor_model_parallel_size?"),
-        (
-            {"parallel": {"recompute": {"mod": "full"}}},
-            "parallel.recompute.mod = 'full': unknown key; did you mean parallel.recompute.mode?",
-        ),
-        ({"parallel": {"tpp": 2}}, "did you mean parallel.pp or parallel.tp?"),
-    ],
-)
-def test_unknown_keys_are_refused(tree: dict[str, object], message: str) -> None:
+UNKNOWN = """
+    gradient_cliping=0.3 -> gradient_cliping = 0.3: unknown key; did you mean gradient_clipping?
+    zero_optimisation.stage=2 -> zero_optimisation = {'stage': 2}: unknown key; did you mean zero_optimization?
+    zero_optimization.stag=2 -> zero_optimization.stag = 2: unknown key; did you mean zero_optimization.stage?
+    tensor-model-parallel-size=2 -> did you mean tensor_model_parallel_size?
+    parallel.recompute.mod=full -> parallel.recompute.mod = 'full': unknown key; did you mean parallel.recompute.mode?
+    parallel.tpp=2 -> did you mean parallel.pp or parallel.tp?
+"""
+
+
+def check_unknown(row: tuple[str, str]) -> None:
     with pytest.raises(ConfigError) as error:
-        load(tree)
-    assert message in str(error.value)
+        load(written(row[0]))
+    assert row[1] in str(error.value)
+
+
+def test_unknown_keys_are_refused() -> None:
+    check_rows(rows(UNKNOWN), check_unknown)
 
 
 def test_edit_distance() -> None:
     for a, b, distance in (
         ("", "", 0),
-        ("abc", "abc", 0),
         ("abc", "acb", 1),
         ("abc", "ab", 1),
         ("", "abc", 3),

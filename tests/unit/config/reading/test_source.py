@@ -34,11 +34,7 @@ def test_comments_and_trailing_commas_are_tolerated(tmp_path: Path) -> None:
     )
     assert read(path).tree == TREE
     assert read(str(path)).name == str(path)
-
-
-def test_numbers_in_any_notation(tmp_path: Path) -> None:
-    path = tmp_path / "ds.json"
-    path.write_text('{"a": 5e8, "b": 1e-5, "c": -0.5}')
+    path.write_bytes(b'\xef\xbb\xbf{"a": 5e8, "b": 1e-5, "c": -0.5}')  # a byte order mark
     assert read(path).tree == {"a": 5e8, "b": 1e-5, "c": -0.5}
 
 
@@ -152,36 +148,12 @@ def test_a_folder_a_list_and_binary_data_are_no_configuration(tmp_path: Path) ->
         read(tmp_path / "x.json")
 
 
-def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path) -> None:
-    (tmp_path / "x.json").write_bytes(b'\xef\xbb\xbf{"a": 1}')
-    assert read(tmp_path / "x.json").tree == {"a": 1}
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("3", 3),
-        ("5e8", 5e8),
-        ("5e-5", 5e-5),
-        ("true", True),
-        ("null", None),
-        ("auto", "auto"),
-        ("", None),
-        ("[1, 2]", [1, 2]),
-        ("[a, b]", ["a", "b"]),
-        ('{"stage": 3}', {"stage": 3}),
-        ("def foo(): ", "def foo():"),
-        ("a: b", "a: b"),
-        ('"3"', "3"),
-        ("runs/x=y", "runs/x=y"),
-        ("[unclosed", "[unclosed"),
-    ],
-)
-def test_override_values(text: str, value: object) -> None:
-    assert parse_override(f"a.b={text}") == (("a", "b"), value)
-
-
-@pytest.mark.parametrize("text", ["a.b", "=3", "a..b=3", ".a=3", "a.=3"])
-def test_malformed_overrides(text: str) -> None:
-    with pytest.raises(ConfigError, match="an override is a dotted key"):
-        parse_override(text)
+def test_override_values() -> None:
+    for text, value in {
+        "3": 3, "5e8": 5e8, "5e-5": 5e-5, "true": True, "null": None, "auto": "auto", "": None, "[1, 2]": [1, 2], "[a, b]": ["a", "b"],
+        '{"stage": 3}': {"stage": 3}, "def foo(): ": "def foo():", "a: b": "a: b", '"3"': "3", "runs/x=y": "runs/x=y", "[unclosed": "[unclosed",
+    }.items():  # fmt: skip
+        assert parse_override(f"a.b={text}") == (("a", "b"), value)
+    for text in ("a.b", "=3", "a..b=3", ".a=3", "a.=3"):
+        with pytest.raises(ConfigError, match="an override is a dotted key"):
+            parse_override(text)

@@ -18,18 +18,16 @@ dps = st.integers(1, 16)
 @given(size, size, dps)
 def test_any_two_give_the_third(micro: int, accumulation: int, dp: int) -> None:
     train = micro * accumulation * dp
-    for given_ in [
+    given_values = (
         (train, micro, accumulation),
         (train, micro, None),
         (train, None, accumulation),
         (None, micro, accumulation),
-    ]:
-        batch = solve_batch(*given_, dp)
-        assert (batch.train_batch_size, batch.micro_batch_size, batch.accumulation) == (
-            train,
-            micro,
-            accumulation,
-        )
+    )
+    for values in given_values:
+        batch = solve_batch(*values, dp)
+        found = (batch.train_batch_size, batch.micro_batch_size, batch.accumulation)
+        assert found == (train, micro, accumulation)
 
 
 @given(size, dps)

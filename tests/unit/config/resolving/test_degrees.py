@@ -12,6 +12,8 @@ from plait.cluster.layout import Layout
 from plait.config.resolving.resolved_parts import smallest_world, solve_layout
 from plait.config.schema.config import ParallelSection
 from plait.errors import ConfigError
+from tests.table import check_rows
+from tests.unit.config.cases import rows, written
 
 degree = st.sampled_from([1, 2, 3, 4])
 
@@ -72,64 +74,25 @@ def test_processes_that_remain() -> None:
     assert solve(3, 0, dp_replicate="auto", dp_shard=-1) == Layout(dp_replicate=3)
 
 
-@pytest.mark.parametrize(
-    ("world", "stage", "parallel", "message"),
-    [
-        (
-            6,
-            0,
-            {"tp": 4},
-            "parallel: pp 1 x cp 1 x tp 4 = 4 and 6 % 4 = 2; start 4 or 8 processes, or change a degree",
-        ),
-        (
-            2,
-            0,
-            {"tp": 2, "pp": 2},
-            "parallel: pp 2 x cp 1 x tp 2 = 4, more than 2 processes; start 4 processes, or change a degree",
-        ),
-        (
-            8,
-            2,
-            {"dp_shard": 3},
-            "parallel.dp_shard = 3: 8 processes leave 8 for data parallelism and 8 % 3 = 2; use 1, 2, 4, 8, or start 6 processes",
-        ),
-        (
-            8,
-            2,
-            {"dp_shard": 2, "dp_replicate": 2},
-            "parallel: dp_replicate 2 x dp_shard 2 = 4, and 8 processes leave 8 for data parallelism; "
-            "start 4 processes, or leave one of the two out",
-        ),
-        (
-            4,
-            0,
-            {"dp_shard": 2},
-            "parallel.dp_shard = 2: zero_optimization.stage is 0, which shards nothing; "
-            "set zero_optimization.stage to 1, 2 or 3, or parallel.dp_replicate to 2 instead",
-        ),
-        (
-            4,
-            1,
-            {"dp_replicate": 4},
-            "parallel.dp_shard = 1: zero_optimization.stage is 1, which shards over dp_shard, "
-            "and all 4 data-parallel processes are dp_replicate; "
-            "leave dp_shard and dp_replicate out (dp_shard becomes 4), or set zero_optimization.stage to 0",
-        ),
-        (
-            4,
-            0,
-            {"dp_replicate": 2},
-            "parallel: dp_replicate 2 x dp_shard 1 = 2, and 4 processes leave 4 for data parallelism; "
-            "start 2 processes, or leave dp_replicate out",
-        ),
-    ],
-)
-def test_refusals_have_the_numbers_and_what_works(
-    world: int, stage: int, parallel: dict[str, Any], message: str
-) -> None:
+REFUSALS = """
+    world_size=6 stage=0 tp=4 -> parallel: pp 1 x cp 1 x tp 4 = 4 and 6 % 4 = 2; start 4 or 8 processes, or change a degree
+    world_size=2 stage=0 tp=2 pp=2 -> parallel: pp 2 x cp 1 x tp 2 = 4, more than 2 processes; start 4 processes, or change a degree
+    world_size=8 stage=2 dp_shard=3 -> parallel.dp_shard = 3: 8 processes leave 8 for data parallelism and 8 % 3 = 2; use 1, 2, 4, 8, or start 6 processes
+    world_size=8 stage=2 dp_shard=2 dp_replicate=2 -> parallel: dp_replicate 2 x dp_shard 2 = 4, and 8 processes leave 8 for data parallelism; start 4 processes, or leave one of the two out
+    world_size=4 stage=0 dp_shard=2 -> parallel.dp_shard = 2: zero_optimization.stage is 0, which shards nothing; set zero_optimization.stage to 1, 2 or 3, or parallel.dp_replicate to 2 instead
+    world_size=4 stage=1 dp_replicate=4 -> parallel.dp_shard = 1: zero_optimization.stage is 1, which shards over dp_shard, and all 4 data-parallel processes are dp_replicate; leave dp_shard and dp_replicate out (dp_shard becomes 4), or set zero_optimization.stage to 0
+    world_size=4 stage=0 dp_replicate=2 -> parallel: dp_replicate 2 x dp_shard 1 = 2, and 4 processes leave 4 for data parallelism; start 2 processes, or leave dp_replicate out
+"""
+
+
+def check_refusal(row: tuple[str, str]) -> None:
     with pytest.raises(ConfigError) as error:
-        solve(world, stage, **parallel)
-    assert str(error.value) == message
+        solve(**written(row[0]))
+    assert str(error.value) == row[1]
+
+
+def test_refusals_have_the_numbers_and_what_works() -> None:
+    check_rows(rows(REFUSALS), check_refusal)
 
 
 def test_the_smallest_world_counts_what_is_given() -> None:

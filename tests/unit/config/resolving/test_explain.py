@@ -9,7 +9,8 @@ import pytest
 from plait.config.dialects.keys import schema_fields
 from plait.config.resolving.explain import Explanation, explain, values_of
 from plait.errors import ConfigError
-from tests.unit.config.cases import BATCH, load, resolved
+from tests.table import check_rows
+from tests.unit.config.cases import BATCH, load, resolved, rows, written
 
 
 def statuses(tree: dict[str, Any]) -> dict[str, str]:
@@ -39,291 +40,96 @@ def test_one_row_a_key_in_the_order_of_the_file() -> None:
     assert not explanation.problems
 
 
-@pytest.mark.parametrize(
-    ("tree", "key", "status"),
-    [
-        (
-            {"zero_optimization": {"reduce_bucket_size": 1000}},
-            "zero_optimization.reduce_bucket_size",
-            "supported",
-        ),
-        (
-            {"zero_optimization": {"reduce_bucket_size": 1000, "stage": 1}},
-            "zero_optimization.reduce_bucket_size",
-            "ignored",
-        ),
-        (
-            {"zero_optimization": {"reduce_bucket_size": 1000}, "bf16": {"enabled": True}},
-            "zero_optimization.reduce_bucket_size",
-            "ignored",
-        ),
-        (
-            {"parallel": {"bucket_mib": 10}, "zero_optimization": {"stage": 3}},
-            "parallel.bucket_mib",
-            "ignored",
-        ),
-        ({"fp16": {"enabled": True, "hysteresis": 3}}, "fp16.hysteresis", "supported"),
-        ({"fp16": {"enabled": False, "hysteresis": 3}}, "fp16.hysteresis", "ignored"),
-        (
-            {"fp16": {"enabled": True, "hysteresis": 3, "loss_scale": 128}},
-            "fp16.hysteresis",
-            "ignored",
-        ),
-        (
-            {"fp16": {"enabled": True, "hysteresis": 3, "loss_scale": 128}},
-            "fp16.loss_scale",
-            "supported",
-        ),
-        (
-            {"parallel": {"all_reduce": "ring", "dp_replicate": 2}},
-            "parallel.all_reduce",
-            "supported",
-        ),
-        (
-            {"parallel": {"all_reduce": "ring", "dp_replicate": 2, "compress_gradients": "int8"}},
-            "parallel.all_reduce",
-            "ignored",
-        ),
-        (
-            {"parallel": {"all_reduce": "ring", "dp_shard": 2}, "zero_optimization": {"stage": 1}},
-            "parallel.all_reduce",
-            "ignored",
-        ),
-        (
-            {"parallel": {"all_reduce": "ring", "dp_replicate": 2, "transport": "torch"}},
-            "parallel.transport",
-            "ignored",
-        ),
-        (
-            {"parallel": {"compress_weights": "int8", "dp_replicate": 2}},
-            "parallel.compress_weights",
-            "ignored",
-        ),
-        (
-            {"parallel": {"compress_gradients": "int8", "dp_replicate": 2}},
-            "parallel.compress_gradients",
-            "supported",
-        ),
-        (
-            {"parallel": {"compress_gradients": "int8", "dp_replicate": 1}},
-            "parallel.compress_gradients",
-            "ignored",
-        ),
-        (
-            {"parallel": {"powersgd_rank": 2, "dp_replicate": 2}},
-            "parallel.powersgd_rank",
-            "ignored",
-        ),
-        (
-            {"parallel": {"error_feedback": True, "compress_gradients": "powersgd"}},
-            "parallel.error_feedback",
-            "ignored",
-        ),
-        (
-            {
-                "parallel": {"secondary_partition": 2, "dp_shard": 2},
-                "zero_optimization": {"stage": 3},
-            },
-            "parallel.secondary_partition",
-            "ignored",
-        ),
-        (
-            {
-                "parallel": {"secondary_partition": 2, "dp_shard": 4},
-                "zero_optimization": {"stage": 3},
-            },
-            "parallel.secondary_partition",
-            "supported",
-        ),
-        (
-            {
-                "zero_optimization": {"zero_quantized_weights": True, "stage": 3},
-                "parallel": {"dp_shard": 2},
-            },
-            "zero_optimization.zero_quantized_weights",
-            "renamed",
-        ),
-        (
-            {"parallel": {"transport": "torch", "compress_gradients": "int8", "dp_replicate": 2}},
-            "parallel.transport",
-            "ignored",
-        ),
-        (
-            {"parallel": {"transport": "torch", "dp_shard": 2}, "zero_optimization": {"stage": 1}},
-            "parallel.transport",
-            "supported",
-        ),
-        ({"parallel": {"transport": "torch", "dp_shard": 1}}, "parallel.transport", "ignored"),
-        (
-            {"parallel": {"transport": "torch", "dp_replicate": 2}},
-            "parallel.transport",
-            "supported",
-        ),
-        (
-            {"parallel": {"transport": "torch", "dp_replicate": 2}, "bf16": {"enabled": True}},
-            "parallel.transport",
-            "ignored",
-        ),
-        ({"bf16": {"check_grad_overflow": False}}, "bf16.check_grad_overflow", "ignored"),
-        ({"bfloat16": {"check_overflow": False}}, "bfloat16.check_overflow", "ignored"),
-        (
-            {"bf16": {"enabled": True, "check_grad_overflow": False}},
-            "bf16.check_grad_overflow",
-            "supported",
-        ),
-        ({"parallel": {"sequence_parallel": True}}, "parallel.sequence_parallel", "ignored"),
-        (
-            {"parallel": {"sequence_parallel": True, "tp": 2}},
-            "parallel.sequence_parallel",
-            "supported",
-        ),
-        ({"parallel": {"plan": {"x": "colwise"}}}, "parallel.plan.x", "ignored"),
-        (
-            {"parallel": {"recompute": {"mode": "full", "every": 2}}},
-            "parallel.recompute.every",
-            "supported",
-        ),
-        ({"parallel": {"recompute": {"every": 2}}}, "parallel.recompute.every", "ignored"),
-        (
-            {"parallel": {"recompute": {"mode": "full", "keep": ["matmul"]}}},
-            "parallel.recompute.keep",
-            "ignored",
-        ),
-        (
-            {"parallel": {"recompute": {"mode": "full", "sequence_length": 8}}},
-            "parallel.recompute.sequence_length",
-            "ignored",
-        ),
-        (
-            {
-                "parallel": {"recompute": {"mode": "full"}},
-                "activation_checkpointing": {"partition_activations": True},
-            },
-            "activation_checkpointing.partition_activations",
-            "ignored",
-        ),
-        (
-            {"parallel": {"activation_offload": {"path": "a"}}},
-            "parallel.activation_offload.path",
-            "ignored",
-        ),
-        (
-            {"parallel": {"activation_offload": {"path": "a", "fraction": 1}}},
-            "parallel.activation_offload.path",
-            "ignored",
-        ),
-        (
-            {"parallel": {"activation_offload": {"path": "a", "fraction": 1, "device": "disk"}}},
-            "parallel.activation_offload.path",
-            "supported",
-        ),
-        (
-            {"zero_optimization": {"offload_optimizer": {"buffer_size": 9}}},
-            "zero_optimization.offload_optimizer.buffer_size",
-            "ignored",
-        ),
-        (
-            {
-                "zero_optimization": {
-                    "stage": 1,
-                    "offload_optimizer": {"device": "nvme", "nvme_path": "a", "buffer_size": 9},
-                }
-            },
-            "zero_optimization.offload_optimizer.buffer_size",
-            "supported",
-        ),
-        (
-            {"zero_optimization": {"stage": 3, "offload_param": {"buffer_size": 9}}},
-            "zero_optimization.offload_param.buffer_size",
-            "ignored",
-        ),
-        (
-            {
-                "zero_optimization": {
-                    "stage": 3,
-                    "offload_param": {"device": "nvme", "nvme_path": "a", "buffer_size": 9},
-                }
-            },
-            "zero_optimization.offload_param.buffer_size",
-            "supported",
-        ),
-        ({"compile": {"backend": "inductor"}}, "compile.backend", "ignored"),
-        ({"compile": {"backend": "inductor", "enabled": True}}, "compile.backend", "supported"),
-        (
-            {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "set_grad_none": True}}},
-            "optimizer.params.set_grad_none",
-            "ignored",
-        ),
-    ],
-)
-def test_a_setting_that_is_not_read_is_meaningless(
-    tree: dict[str, Any], key: str, status: str
-) -> None:
-    assert statuses(tree)[key] == status
+STATUSES = """
+    zero_optimization.reduce_bucket_size=1000 -> supported
+    zero_optimization.reduce_bucket_size=1000 zero_optimization.stage=1 -> ignored
+    zero_optimization.reduce_bucket_size=1000 bf16.enabled=true -> ignored
+    parallel.bucket_mib=10 zero_optimization.stage=3 -> ignored
+    fp16.hysteresis=3 fp16.enabled=true -> supported
+    fp16.hysteresis=3 fp16.enabled=false -> ignored
+    fp16.hysteresis=3 fp16.enabled=true fp16.loss_scale=128 -> ignored
+    fp16.loss_scale=128 fp16.enabled=true fp16.hysteresis=3 -> supported
+    parallel.all_reduce=ring parallel.dp_replicate=2 -> supported
+    parallel.all_reduce=ring parallel.dp_replicate=2 parallel.compress_gradients=int8 -> ignored
+    parallel.all_reduce=ring parallel.dp_shard=2 zero_optimization.stage=1 -> ignored
+    parallel.transport=torch parallel.all_reduce=ring parallel.dp_replicate=2 -> ignored
+    parallel.compress_weights=int8 parallel.dp_replicate=2 -> ignored
+    parallel.compress_gradients=int8 parallel.dp_replicate=2 -> supported
+    parallel.compress_gradients=int8 parallel.dp_replicate=1 -> ignored
+    parallel.powersgd_rank=2 parallel.dp_replicate=2 -> ignored
+    parallel.error_feedback=true parallel.compress_gradients=powersgd -> ignored
+    parallel.secondary_partition=2 parallel.dp_shard=2 zero_optimization.stage=3 -> ignored
+    parallel.secondary_partition=2 parallel.dp_shard=4 zero_optimization.stage=3 -> supported
+    zero_optimization.zero_quantized_weights=true zero_optimization.stage=3 parallel.dp_shard=2 -> renamed
+    parallel.transport=torch parallel.compress_gradients=int8 parallel.dp_replicate=2 -> ignored
+    parallel.transport=torch parallel.dp_shard=2 zero_optimization.stage=1 -> supported
+    parallel.transport=torch parallel.dp_shard=1 -> ignored
+    parallel.transport=torch parallel.dp_replicate=2 -> supported
+    parallel.transport=torch parallel.dp_replicate=2 bf16.enabled=true -> ignored
+    bf16.check_grad_overflow=false -> ignored
+    bfloat16.check_overflow=false -> ignored
+    bf16.check_grad_overflow=false bf16.enabled=true -> supported
+    parallel.sequence_parallel=true -> ignored
+    parallel.sequence_parallel=true parallel.tp=2 -> supported
+    parallel.plan.x=colwise -> ignored
+    parallel.recompute.every=2 parallel.recompute.mode=full -> supported
+    parallel.recompute.every=2 -> ignored
+    parallel.recompute.keep=["matmul"] parallel.recompute.mode=full -> ignored
+    parallel.recompute.sequence_length=8 parallel.recompute.mode=full -> ignored
+    activation_checkpointing.partition_activations=true parallel.recompute.mode=full -> ignored
+    parallel.activation_offload.path=a -> ignored
+    parallel.activation_offload.path=a parallel.activation_offload.fraction=1 -> ignored
+    parallel.activation_offload.path=a parallel.activation_offload.fraction=1 parallel.activation_offload.device=disk -> supported
+    zero_optimization.offload_optimizer.buffer_size=9 -> ignored
+    zero_optimization.offload_optimizer.buffer_size=9 zero_optimization.stage=1 zero_optimization.offload_optimizer.device=nvme zero_optimization.offload_optimizer.nvme_path=a -> supported
+    zero_optimization.offload_param.buffer_size=9 zero_optimization.stage=3 -> ignored
+    zero_optimization.offload_param.buffer_size=9 zero_optimization.stage=3 zero_optimization.offload_param.device=nvme zero_optimization.offload_param.nvme_path=a -> supported
+    compile.backend=inductor -> ignored
+    compile.backend=inductor compile.enabled=true -> supported
+    optimizer.params.set_grad_none=true optimizer.type=AdamW optimizer.params.lr=0.001 -> ignored
+"""
+"""The status is that of the first key."""
+
+
+def check_status(row: tuple[str, str]) -> None:
+    assert statuses(written(row[0]))[row[0].partition("=")[0]] == row[1]
+
+
+def test_a_setting_that_is_not_read_is_meaningless() -> None:
+    check_rows(rows(STATUSES), check_status)
 
 
 def test_every_resolved_value_has_a_source() -> None:
-    explanation = explain(
-        {
-            "train_batch_size": 32,
-            "gradient_accumulation_steps": 2,
-            "tensor_parallel": {"tp_size": 2},
-            "bf16": {"enabled": True},
-            "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
-            "zero_optimization": {"stage": 3},
-        },
-        ["gradient_clipping=0.5"],
-        world_size=8,
-    )
-    found = values(explanation)
-    assert found["train_batch_size"] == (32, "file")
-    assert found["train_micro_batch_size_per_gpu"] == (
-        4,
-        "derived: train 32 / (accumulation 2 x dp 4)",
-    )
-    assert found["parallel.tp"] == (2, "file: tensor_parallel.tp_size")
-    assert found["parallel.dp_shard"] == (
-        4,
-        "derived: 8 processes / (pp 1 x cp 1 x tp 2), ZeRO stage 3",
-    )
-    assert found["gradient_clipping"] == (0.5, "override")
-    assert found["optimizer.params.lr"] == (5e-5, "auto: Transformers' default")
-    assert found["precision.compute"] == ("bfloat16", "file: bf16.enabled")
-    assert found["precision.reduce"] == (
-        "bfloat16",
-        "default, DeepSpeed's: the dtype of the computation",
-    )
-    assert found["run.steps"] == (1000, "default")
+    text = """
+        train_batch_size=32 gradient_accumulation_steps=2 tensor_parallel.tp_size=2 bf16.enabled=true
+        optimizer.type=AdamW optimizer.params.lr=auto zero_optimization.stage=3
+    """
+    found = values(explain(written(text), ["gradient_clipping=0.5"], world_size=8))
+    for name, value in {
+        "train_batch_size": (32, "file"),
+        "train_micro_batch_size_per_gpu": (4, "derived: train 32 / (accumulation 2 x dp 4)"),
+        "parallel.tp": (2, "file: tensor_parallel.tp_size"),
+        "parallel.dp_shard": (4, "derived: 8 processes / (pp 1 x cp 1 x tp 2), ZeRO stage 3"),
+        "gradient_clipping": (0.5, "override"),
+        "optimizer.params.lr": (5e-5, "auto: Transformers' default"),
+        "precision.compute": ("bfloat16", "file: bf16.enabled"),
+        "precision.reduce": ("bfloat16", "default, DeepSpeed's: the dtype of the computation"),
+        "run.steps": (1000, "default"),
+    }.items():
+        assert found[name] == value
 
 
 def test_all_of_a_resolved_configuration_is_shown() -> None:
     sections = {"model": {"config": {"model_type": "llama"}}, "data": {}, "run": {}}
-    made = resolved(
-        {
-            **sections,
-            "fp16": {"enabled": True},
-            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}},
-        }
-    )
+    text = "fp16.enabled=true scheduler.type=WarmupLR scheduler.params.warmup_num_steps=3"
+    made = resolved({**sections, **written(text)})
     shown = {value.name for value in values_of(made)}
     assert {path for path in schema_fields() if path.split(".")[0] in sections} <= shown
-    assert {
-        f"fp16.{name}"
-        for name in (
-            "loss_scale",
-            "initial_scale_power",
-            "loss_scale_window",
-            "hysteresis",
-            "min_loss_scale",
-        )
-    } <= shown
-    assert {
-        "scheduler.type",
-        "scheduler.params.warmup_num_steps",
-        "compile.enabled",
-        "parallel.blocks",
-        "parallel.bucket_mib",
-    } <= shown
+    names = """
+        fp16.loss_scale fp16.initial_scale_power fp16.loss_scale_window fp16.hysteresis fp16.min_loss_scale scheduler.type
+        scheduler.params.warmup_num_steps compile.enabled parallel.blocks parallel.bucket_mib
+    """
+    assert set(names.split()) <= shown
     assert set(shown) <= set(made.sources) | {"optimizer.type"}
 
 
@@ -361,18 +167,10 @@ def test_what_is_printed_of_data_parallelism_can_be_written(compress: Any) -> No
         for name, (value, _) in values(found).items()
         if name.startswith("parallel.")
     }
-    names = (
-        "all_reduce",
-        "transport",
-        "compress_gradients",
-        "compress_weights",
-        "bucket_mib",
-        "unused_parameters",
-        "measure_seconds",
-    )
-    written = {name: parallel[name] for name in names}
-    again = explain({**BATCH, "parallel": written})
-    assert all(values(again)[f"parallel.{name}"][0] == value for name, value in written.items())
+    names = "all_reduce transport compress_gradients compress_weights bucket_mib unused_parameters measure_seconds"
+    copied = {name: parallel[name] for name in names.split()}
+    again = explain({**BATCH, "parallel": copied})
+    assert all(values(again)[f"parallel.{name}"][0] == value for name, value in copied.items())
 
 
 @pytest.mark.parametrize("kind", ["Adafactor", "Rprop"])

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
+import yaml
 from pydantic import ValidationError
 
 from plait.config.schema import lr_schedules, optimizers
 from plait.config.schema.optimization import OptimizerSpec, SchedulerSpec
+from tests.table import check_rows
+from tests.unit.config.cases import rows
 
 
 def refusal(spec, type, params=None):
@@ -19,177 +22,85 @@ def refusal(spec, type, params=None):
     return line["loc"], line["msg"].removeprefix("Value error, ")
 
 
-def test_the_default_is_adamw():
-    assert OptimizerSpec() == OptimizerSpec(type="AdamW", params={})
+def test_the_case_of_a_type_does_not_matter():
+    for name in ("AdamW", "Adam", "Muon", "RMSprop", "Lion"):
+        assert (
+            OptimizerSpec(type=name.lower()).type == OptimizerSpec(type=name.upper()).type == name
+        )
 
 
-@pytest.mark.parametrize(
-    ("written", "meant"),
-    [
-        ("adamw", "AdamW"),
-        ("ADAM", "Adam"),
-        ("muon", "Muon"),
-        ("rmsprop", "RMSprop"),
-        ("lion", "Lion"),
-    ],
-)
-def test_the_case_of_a_type_does_not_matter(written, meant):
-    assert OptimizerSpec(type=written).type == meant
+TYPES = {
+    OptimizerSpec: """
+    AdmW -> `AdmW` is neither an optimizer of DeepSpeed or torch nor a path of a class; did you mean `AdamW`?
+    OneBitAdam -> it cannot be used: DeepSpeed removed it in 0.19
+    lamb -> it cannot be used: torch has no LAMB
+    MuAdam -> it cannot be used: its learning rates follow the base shapes
+    LBFGS -> it cannot be used: it evaluates the loss several times a step
+""",
+    SchedulerSpec: """
+    WarmupLr -> is not a schedule of DeepSpeed, Transformers or torch; did you mean `WarmupLR`?
+    cosin -> is not a schedule of DeepSpeed, Transformers or torch; did you mean `cosine`?
+    zzz -> known are ConstantLR
+    LambdaLR -> it cannot be used: it is made of functions
+    ReduceLROnPlateau -> it follows a validation metric
+""",
+}
 
 
-@pytest.mark.parametrize(
-    ("spec", "type", "message"),
-    [
-        (
-            OptimizerSpec,
-            "AdmW",
-            "`AdmW` is neither an optimizer of DeepSpeed or torch nor a path of a class; did you mean `AdamW`?",
-        ),
-        (OptimizerSpec, "OneBitAdam", "it cannot be used: DeepSpeed removed it in 0.19"),
-        (OptimizerSpec, "lamb", "it cannot be used: torch has no LAMB"),
-        (OptimizerSpec, "MuAdam", "it cannot be used: its learning rates follow the base shapes"),
-        (OptimizerSpec, "LBFGS", "it cannot be used: it evaluates the loss several times a step"),
-        (
-            SchedulerSpec,
-            "WarmupLr",
-            "is not a schedule of DeepSpeed, Transformers or torch; did you mean `WarmupLR`?",
-        ),
-        (
-            SchedulerSpec,
-            "cosin",
-            "is not a schedule of DeepSpeed, Transformers or torch; did you mean `cosine`?",
-        ),
-        (SchedulerSpec, "zzz", "known are ConstantLR, "),
-        (SchedulerSpec, "LambdaLR", "it cannot be used: it is made of functions"),
-        (SchedulerSpec, "ReduceLROnPlateau", "it follows a validation metric"),
-    ],
-)
-def test_a_type_that_cannot_be_used_is_refused_with_the_reason(spec, type, message):
-    field, said = refusal(spec, type)
-    assert field == ("type",)
-    assert message in said
+def check_refusal(row):
+    """Check the field and the message of a type with parameters."""
+    spec, field, left, message = row
+    type, _, params = left.partition(" ")
+    found, said = refusal(spec, type, yaml.safe_load("{" + params + "}"))
+    assert found == (field,) and message in said, said
 
 
-@pytest.mark.parametrize(
-    ("spec", "type", "params", "message"),
-    [
-        (
-            OptimizerSpec,
-            "AdamW",
-            {"lrr": 1},
-            "`lrr` is not a parameter of AdamW; did you mean `lr`?",
-        ),
-        (OptimizerSpec, "AdamW", {"params": []}, "`params` is not a parameter of AdamW"),
-        (
-            OptimizerSpec,
-            "AdamW",
-            {"differentiable": True},
-            "`differentiable` is not a parameter of AdamW",
-        ),
-        (
-            OptimizerSpec,
-            "Adam",
-            {"decoupled_weight_decay": True},
-            "`decoupled_weight_decay` is not a parameter of Adam",
-        ),
-        (
-            OptimizerSpec,
-            "AdamW",
-            {"max_grad_norm": 1.0},
-            "set gradient_clipping at the top of the file",
-        ),
-        (OptimizerSpec, "AdamW", {"lr": -1}, "`lr` is -1: it must be at least 0"),
-        (OptimizerSpec, "AdamW", {"lr": True}, "`lr` is True: true and false are not numbers"),
-        (OptimizerSpec, "AdamW", {"lr": "fast"}, "`lr` is 'fast': it must be a number"),
-        (OptimizerSpec, "AdamW", {"lr": float("nan")}, "`lr` is nan"),
-        (OptimizerSpec, "AdamW", {"betas": [0.9]}, "`betas` is [0.9]"),
-        (
-            OptimizerSpec,
-            "AdamW",
-            {"betas": [0.9, 1]},
-            "`betas` is [0.9, 1]: it must be less than 1",
-        ),
-        (
-            OptimizerSpec,
-            "AdamW",
-            {"bias_correction": False},
-            "`bias_correction` can only be True, because torch's Adam always corrects",
-        ),
-        (
-            OptimizerSpec,
-            "AdamW",
-            {"amsgrad": "auto"},
-            "`amsgrad` is `auto`, and nothing determines its value",
-        ),
-        (OptimizerSpec, "Muon", {"ns_method": "gram"}, "`ns_method` can only be 'standard'"),
-        (OptimizerSpec, "SGD", {"betas": [0.9, 0.99]}, "`betas` is not a parameter of SGD"),
-        (OptimizerSpec, "SGD", {"dampening": "x"}, "`dampening` is 'x': it must be a number"),
-        (
-            SchedulerSpec,
-            "WarmupLR",
-            {"warmup_num_step": 3},
-            "`warmup_num_step` is not a parameter of WarmupLR; did you mean `warmup_num_steps`?",
-        ),
-        (
-            SchedulerSpec,
-            "WarmupLR",
-            {"warmup_num_steps": 0},
-            "`warmup_num_steps` is 0: it must be at least 1",
-        ),
-        (
-            SchedulerSpec,
-            "WarmupLR",
-            {"warmup_num_steps": 2.5},
-            "`warmup_num_steps` is 2.5: it must be a whole number",
-        ),
-        (
-            SchedulerSpec,
-            "WarmupLR",
-            {"warmup_type": "lin"},
-            "`warmup_type` is 'lin': it must be 'log' or 'linear'",
-        ),
-        (SchedulerSpec, "WarmupLR", {"warmup_min_lr": [0.1, -1]}, "`warmup_min_lr` is [0.1, -1]"),
-        (
-            SchedulerSpec,
-            "WarmupLR",
-            {"warmup_type": "auto"},
-            "`warmup_type` is `auto`, and nothing determines its value",
-        ),
-        (
-            SchedulerSpec,
-            "WarmupLR",
-            {"last_batch_iteration": 5},
-            "the position of a schedule comes from the checkpoint",
-        ),
-        (
-            SchedulerSpec,
-            "WarmupCosineLR",
-            {"warmup_max_lr": 0.1},
-            "scales the optimizer's own lr; set optimizer.params.lr",
-        ),
-        (SchedulerSpec, "OneCycle", {"cycle_min_lr": 0.1}, "OneCycle needs `cycle_max_lr`; add it"),
-        (SchedulerSpec, "StepLR", {}, "StepLR needs `step_size`; add it"),
-        (
-            SchedulerSpec,
-            "StepLR",
-            {"step_size": "seven"},
-            "`step_size` is 'seven': it must be a whole number",
-        ),
-        (SchedulerSpec, "MultiStepLR", {"milestones": [3, "x"]}, "`milestones` is [3, 'x']"),
-        (
-            SchedulerSpec,
-            "CyclicLR",
-            {"base_lr": 0.1, "max_lr": 1, "mode": "zigzag"},
-            "`mode` is 'zigzag'",
-        ),
-        (SchedulerSpec, "linear", {"num_warmup_steps": -1}, "`num_warmup_steps` is -1"),
-        (SchedulerSpec, "warmup_stable_decay", {}, "needs `num_decay_steps`"),
-    ],
-)
-def test_an_unusable_parameter_is_refused_with_the_reason(spec, type, params, message):
-    field, said = refusal(spec, type, params)
-    assert field == ("params",)
-    assert message in said
+@pytest.mark.parametrize("spec", [OptimizerSpec, SchedulerSpec])
+def test_what_cannot_be_used_is_refused_with_the_reason(spec):
+    tables = {"type": rows(TYPES[spec]), "params": rows(PARAMETERS[spec])}
+    cases = {
+        line: (spec, field, *row) for field, table in tables.items() for line, row in table.items()
+    }
+    check_rows(cases, check_refusal)
+
+
+PARAMETERS = {
+    OptimizerSpec: """
+    AdamW "lrr": 1 -> `lrr` is not a parameter of AdamW; did you mean `lr`?
+    AdamW "params": [] -> `params` is not a parameter of AdamW
+    AdamW "differentiable": true -> `differentiable` is not a parameter of AdamW
+    Adam "decoupled_weight_decay": true -> `decoupled_weight_decay` is not a parameter of Adam
+    AdamW "max_grad_norm": 1.0 -> set gradient_clipping at the top of the file
+    AdamW "lr": -1 -> `lr` is -1: it must be at least 0
+    AdamW "lr": true -> `lr` is True: true and false are not numbers
+    AdamW "lr": "fast" -> `lr` is 'fast': it must be a number
+    AdamW "lr": .nan -> `lr` is nan
+    AdamW "betas": [0.9] -> `betas` is [0.9]
+    AdamW "betas": [0.9, 1] -> `betas` is [0.9, 1]: it must be less than 1
+    AdamW "bias_correction": false -> `bias_correction` can only be True, because torch's Adam always corrects
+    AdamW "amsgrad": "auto" -> `amsgrad` is `auto`, and nothing determines its value
+    Muon "ns_method": "gram" -> `ns_method` can only be 'standard'
+    SGD "betas": [0.9, 0.99] -> `betas` is not a parameter of SGD
+    SGD "dampening": "x" -> `dampening` is 'x': it must be a number
+""",
+    SchedulerSpec: """
+    WarmupLR "warmup_num_step": 3 -> `warmup_num_step` is not a parameter of WarmupLR; did you mean `warmup_num_steps`?
+    WarmupLR "warmup_num_steps": 0 -> `warmup_num_steps` is 0: it must be at least 1
+    WarmupLR "warmup_num_steps": 2.5 -> `warmup_num_steps` is 2.5: it must be a whole number
+    WarmupLR "warmup_type": "lin" -> `warmup_type` is 'lin': it must be 'log' or 'linear'
+    WarmupLR "warmup_min_lr": [0.1, -1] -> `warmup_min_lr` is [0.1, -1]
+    WarmupLR "warmup_type": "auto" -> `warmup_type` is `auto`, and nothing determines its value
+    WarmupLR "last_batch_iteration": 5 -> the position of a schedule comes from the checkpoint
+    WarmupCosineLR "warmup_max_lr": 0.1 -> scales the optimizer's own lr; set optimizer.params.lr
+    OneCycle "cycle_min_lr": 0.1 -> OneCycle needs `cycle_max_lr`; add it
+    StepLR -> StepLR needs `step_size`; add it
+    StepLR "step_size": "seven" -> `step_size` is 'seven': it must be a whole number
+    MultiStepLR "milestones": [3, "x"] -> `milestones` is [3, 'x']
+    CyclicLR "base_lr": 0.1, "max_lr": 1, "mode": "zigzag" -> `mode` is 'zigzag'
+    linear "num_warmup_steps": -1 -> `num_warmup_steps` is -1
+    warmup_stable_decay -> needs `num_decay_steps`
+""",
+}
 
 
 def test_all_problems_are_told_at_once():
@@ -222,43 +133,19 @@ def test_a_spec_survives_json():
 
 
 def test_auto_is_hugging_faces_default():
-    spec = OptimizerSpec(
-        params={
-            "lr": "auto",
-            "betas": "auto",
-            "eps": "auto",
-            "weight_decay": "auto",
-            "fused": False,
-        }
-    )
-    assert spec.resolved().params == {
-        "lr": 5e-5,
-        "betas": (0.9, 0.999),
-        "eps": 1e-8,
-        "weight_decay": 0.0,
-        "fused": False,
-    }
+    auto = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
+    defaults = {"lr": 5e-5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+    spec = OptimizerSpec(params={**auto, "fused": False})
+    assert spec.resolved().params == {**defaults, "fused": False}
 
-    auto = {
-        "warmup_min_lr": "auto",
-        "warmup_max_lr": "auto",
-        "warmup_num_steps": "auto",
-        "total_num_steps": "auto",
-        "warmup_type": "linear",
-    }
-    spec = SchedulerSpec(type="WarmupDecayLR", params=auto)
-    expected = {
-        "warmup_min_lr": 0.0,
-        "warmup_max_lr": 0.01,
-        "warmup_num_steps": 1,
-        "total_num_steps": 50,
-        "warmup_type": "linear",
-    }
-    assert spec.resolved(learning_rate=0.01, total_steps=50).params == expected
-    assert spec.resolved(learning_rate=0.01, total_steps=None).params == {
-        **expected,
-        "total_num_steps": "auto",
-    }
+    names = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
+    spec = SchedulerSpec(
+        type="WarmupDecayLR", params={**dict.fromkeys(names, "auto"), "warmup_type": "linear"}
+    )
+    for total, resolved in ((50, 50), (None, "auto")):
+        expected = dict(zip(names, (0.0, 0.01, 1, resolved), strict=True))
+        made = spec.resolved(learning_rate=0.01, total_steps=total)
+        assert made.params == {**expected, "warmup_type": "linear"}
 
 
 def test_auto_equals_the_installed_training_arguments():

@@ -2,50 +2,44 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
+import yaml
 from pydantic import ValidationError
 
 from plait.config.schema.sections import DataSection, ModelSection, RunSection
 from plait.policy import Policy
+from tests.table import check_rows
+from tests.unit.config.cases import rows
+
+CONTRADICTIONS = {
+    ModelSection: """
+        {} -> set exactly one
+        {config: {model_type: llama}, path: x} -> set exactly one
+        {config: {hidden_size: 8}} -> model_type
+        {path: x, dtype: int8} -> float32
+    """,
+    DataSection: """
+        {paths: [a.txt]} -> `paths` is read by a `source`
+        {source: files} -> set `paths`
+        {source: jsonl} -> set `paths`
+        {source: datasets, paths: [a, b]} -> exactly one data set and `paths` has 2
+        {source: files, paths: [a], split: test} -> belong to source "datasets"
+        {sequence_length: 1} -> greater than or equal to 2
+        {validation_fraction: 1.0} -> less than 1
+        {vocab_size: 256} -> greater than or equal to 257
+    """,
+    RunSection: """
+        {processes: 0} -> at least one process
+        {steps: 0} -> greater than or equal to 1
+        {keep: 0} -> greater than or equal to 1
+    """,
+}
 
 
-@pytest.mark.parametrize(
-    ("section", "values", "said"),
-    [
-        (ModelSection, {}, "set exactly one"),
-        (ModelSection, {"config": {"model_type": "llama"}, "path": "x"}, "set exactly one"),
-        (ModelSection, {"config": {"hidden_size": 8}}, "model_type"),
-        (ModelSection, {"path": "x", "dtype": "int8"}, "float32"),
-        (DataSection, {"paths": ["a.txt"]}, "`paths` is read by a `source`"),
-        (DataSection, {"source": "files"}, "set `paths`"),
-        (DataSection, {"source": "jsonl"}, "set `paths`"),
-        (
-            DataSection,
-            {"source": "datasets", "paths": ["a", "b"]},
-            "exactly one data set and `paths` has 2",
-        ),
-        (
-            DataSection,
-            {"source": "files", "paths": ["a"], "split": "test"},
-            'belong to source "datasets"',
-        ),
-        (DataSection, {"sequence_length": 1}, "greater than or equal to 2"),
-        (DataSection, {"validation_fraction": 1.0}, "less than 1"),
-        (DataSection, {"vocab_size": 256}, "greater than or equal to 257"),
-        (RunSection, {"processes": 0}, "at least one process"),
-        (RunSection, {"steps": 0}, "greater than or equal to 1"),
-        (RunSection, {"keep": 0}, "greater than or equal to 1"),
-    ],
-)
-def test_contradictions_are_refused(
-    section: type[Policy], values: dict[str, Any], said: str
-) -> None:
-    with pytest.raises(ValidationError, match=said):
-        section(**values)
+@pytest.mark.parametrize("section", CONTRADICTIONS)
+def test_contradictions_are_refused(section: type[Policy]) -> None:
+    def check(row: tuple[str, str]) -> None:
+        with pytest.raises(ValidationError, match=row[1]):
+            section(**yaml.safe_load(row[0]))
 
-
-@pytest.mark.parametrize("section", [ModelSection, DataSection, RunSection])
-def test_every_field_is_documented(section: type[Policy]) -> None:
-    assert all(field.description for field in section.model_fields.values())
+    check_rows(rows(CONTRADICTIONS[section]), check)

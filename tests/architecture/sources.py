@@ -1,0 +1,28 @@
+"""Files of the project, parsed once per session."""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "plait"
+FILES = sorted(SOURCE.rglob("*.py"))
+"""Modules of the package."""
+OTHERS = [
+    path for folder in ("benchmarks", "tools", "tests") for path in (ROOT / folder).rglob("*.py")
+]
+"""Files that import the package."""
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    """Return the syntax tree of a file."""
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+@cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """Return all nodes of a file."""
+    return tuple(ast.walk(tree(path)))
